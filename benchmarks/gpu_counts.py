@@ -32,7 +32,7 @@ from benchmarks.gpu_sft import config_of, write_model
 from weft.config.schema import FsdpConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.launch import simulated
 from weft.launch.machine import ACCELERATORS
 from weft.launch.process import fake_ranks

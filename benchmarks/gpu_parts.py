@@ -45,9 +45,9 @@ from benchmarks.head import LOSSES, Problem
 from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.save import Saver
 from weft.config.schema import CheckpointConfig, ModelConfig
+from weft.engine.builder import fuses_norms
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.stages import fuses_norms
 from weft.launch.machine import ACCELERATORS, cpu_cores
 from weft.launch.process import join
 from weft.ops import attention

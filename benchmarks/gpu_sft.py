@@ -31,7 +31,7 @@ from weft.config.schema import ModelConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.launch.process import join
 from weft.models import hf
 from weft.models.flops import FlopFacts, document_flops

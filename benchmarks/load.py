@@ -109,14 +109,14 @@ def anonymous() -> int:
 def rank(path: str, out: str, dp_replicate: int) -> None:
     from weft.checkpoint import export
     from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig
-    from weft.engine import stages
+    from weft.engine import builder
     from weft.engine.config import EngineConfig
     from weft.engine.engine import Engine
     from weft.launch.process import join
     from weft.parallel.shards.boxes import local_box
     from weft.parallel.shards.walker import check_stream, walk
 
-    original, peaks = stages.fill_weights, []
+    original, peaks = builder.fill_weights, []
 
     def measured(*arguments: Any, **options: Any) -> Any:
         with Peak() as peak:
@@ -124,7 +124,7 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
         peaks.append(peak.most)
         return report
 
-    stages.fill_weights = measured
+    builder.fill_weights = measured
     config = EngineConfig(
         model=ModelConfig(path=path, weights=f"{path}/dcp" if Path(path, "dcp").exists() else None),
         mesh=MeshConfig(dp_replicate=dp_replicate), fsdp=FsdpConfig(param_dtype="fp32"),

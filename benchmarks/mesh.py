@@ -62,7 +62,7 @@ def rank(path: str) -> None:
     from weft.engine.batch.document import Document
     from weft.engine.config import EngineConfig
     from weft.engine.engine import Engine
-    from weft.engine.losses.cross_entropy import CrossEntropy
+    from weft.engine.losses.base import CrossEntropy
     from weft.launch.process import join, leave
 
     spec: Spec = json.loads(Path(path).read_text())

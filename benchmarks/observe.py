@@ -38,7 +38,7 @@ from weft.data.encode import load_tokenizer
 from weft.engine.batch.document import first_sources
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.prefetch import prefetch
 from weft.launch import flight
 from weft.launch.process import Ranks, join

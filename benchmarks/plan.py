@@ -31,9 +31,9 @@ from weft.data.documents import Documents
 from weft.data.limits import Limits
 from weft.data.order import SourceShare
 from weft.data.table import Chunk, in_memory
-from weft.engine.batch.document import Document, choose, metas, take
+from weft.engine.batch.document import Document, DocumentMeta, choose, metas, omitted_tokens, take
 from weft.engine.batch.rows import build_row
-from weft.engine.step_plan.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
+from weft.engine.step_plan.plan import StepPlan, plan_step
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
 from weft.observe.profiling import own_peak_memory_gib
 

@@ -36,7 +36,7 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     from weft.engine.batch.rows import StepRows
     from weft.engine.config import EngineConfig
     from weft.engine.engine import Engine
-    from weft.engine.losses.cross_entropy import CrossEntropy
+    from weft.engine.losses.base import CrossEntropy
     from weft.engine.prefetch import prefetch
     from weft.engine.step_plan.plan import StepPlan
     from weft.launch.process import join

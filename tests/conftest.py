@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _checks_run_again() -> None:
     """Many tests replace what checks of an architecture call."""
-    startup = sys.modules.get("weft.engine.selfcheck.startup")
+    startup = sys.modules.get("weft.engine.selfcheck.architecture")
     if startup is not None:
         startup.forget_checks()
 

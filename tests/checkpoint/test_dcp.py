@@ -22,7 +22,7 @@ from weft import cli
 from weft.checkpoint.state import OPTIMIZER, WEIGHTS
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.launch.options import ExportOptions
 from weft.parallel.shards.boxes import Box

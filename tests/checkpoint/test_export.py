@@ -29,7 +29,7 @@ from tests.support.toy_tokenizers import byte_tokenizer
 from tests.support.zoo import tiny_config
 from weft.checkpoint import export
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import StorageError, UserError
 from weft.inference.weight_sync import buckets
 from weft.models import hf

@@ -23,9 +23,9 @@ from tests.support.cases import open_engine, world_of
 from tests.support.pool import run
 from tests.support.zoo import LAYOUT_FAMILIES, tiny_config
 from weft.checkpoint import export
-from weft.engine import build, stages
+from weft.engine import build, builder
 from weft.engine.engine import Engine
-from weft.engine.selfcheck.startup import ModelSupport
+from weft.engine.selfcheck.architecture import ModelSupport
 from weft.errors import UserError
 from weft.models import hf
 from weft.parallel import parallelize
@@ -92,7 +92,7 @@ def no_forward() -> Iterator[None]:
             build, "examine", lambda config, noise: ModelSupport("packed", True, 0.0, True, (), (), "", "lm_head")
         )
         patch.setattr(build, "check_kernel", lambda *args: None)
-        patch.setattr(stages, "materialize", poisoned)
+        patch.setattr(builder, "materialize", poisoned)
         yield
 
 

@@ -18,7 +18,7 @@ from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import load_state, read_state
 from weft.config.schema import CheckpointConfig, ParameterGroup
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.verify.adapter import randomize_adapters
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents

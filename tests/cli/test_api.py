@@ -26,7 +26,7 @@ from weft import api, cli
 from weft.config import to_dict
 from weft.config.load import load_config
 from weft.config.run_schema import RunConfig
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.launch import ray_actors
 from weft.models import hf

@@ -291,7 +291,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("eval.at_start", "true", []),
         ("eval.patience", "2", ["eval.prompts=[a]"]),
         ("eval.target", "0.5", ["eval.prompts=[a]"]),
-        ("eval.target", "0.5", ["eval.path=d.jsonl", "train.objective=weft.engine.losses.cross_entropy:CrossEntropy"]),
+        ("eval.target", "0.5", ["eval.path=d.jsonl", "train.objective=weft.engine.losses.base:CrossEntropy"]),
         ("eval.min_delta", "0.1", ["eval.path=d.jsonl"]),
         ("eval.metric", "eval/loss", ["eval.path=d.jsonl"]),
         ("eval.max_new_tokens", "2", ["eval.path=d.jsonl"]),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.launch.options import Device
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents

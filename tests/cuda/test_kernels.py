@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tests.support.zoo import tiny_config
 from weft.engine.selfcheck import device as device_check
+from weft.engine.selfcheck.architecture import examine
 from weft.engine.selfcheck.device import TOLERANCES, check_on_device, errors
-from weft.engine.selfcheck.startup import examine
 from weft.ops.attention import KERNELS, choose
 from weft.ops.attention_call import Bounds, Call
 from weft.ops.per_document import per_document

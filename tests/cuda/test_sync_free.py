@@ -18,7 +18,7 @@ from weft.engine.batch.document import Document
 from weft.engine.batch.rows import build_row
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.launch.process import Ranks
 from weft.ops.head import _scale_
 from weft.verify.documents import awkward_steps

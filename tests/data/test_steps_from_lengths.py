@@ -28,7 +28,7 @@ from weft.data.table import Chunk, in_memory
 from weft.engine.batch.document import Document, choose, first_sources
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.prefetch import prefetch
 from weft.launch.process import fake_ranks, join
 from weft.launch.summary import Phases

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.config import load_config
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.models import train_module
 from weft.models.balance import Balance, balance_sum, count_choices

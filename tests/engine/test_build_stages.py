@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.cases import saved_model
 from tests.support.pool import run
 from weft.config.schema import FsdpConfig, ModelConfig, OptimizerConfig, StepConfig
-from weft.engine.config import EngineConfig
-from weft.engine.loaded_state import _trained
-from weft.engine.stages import (
+from weft.engine.builder import (
     build,
     build_optimizer_and_ema,
     check_adapters_in_layers,
@@ -26,6 +24,8 @@ from weft.engine.stages import (
     fill_weights,
     shard_model,
 )
+from weft.engine.config import EngineConfig
+from weft.engine.loaded_state import _trained
 from weft.errors import UserError
 from weft.launch.process import join
 from weft.parallel.mesh import full_tensor, local_shard

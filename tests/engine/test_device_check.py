@@ -25,11 +25,11 @@ from transformers import PretrainedConfig
 from tests.support.cases import open_engine, saved_model
 from tests.support.pool import run
 from tests.support.zoo import tiny_config
-from weft.engine import build, stages
+from weft.engine import build, builder
 from weft.engine.optim.optimizer import FusedAdamW
 from weft.engine.selfcheck import device as device_check
+from weft.engine.selfcheck.architecture import ModelSupport, check_kernel, examine
 from weft.engine.selfcheck.device import TOLERANCES, check_on_device
-from weft.engine.selfcheck.startup import ModelSupport, check_kernel, examine
 from weft.errors import UserError
 from weft.launch.simulated import Simulation, device_memory
 from weft.models import experts, hf
@@ -360,15 +360,15 @@ def test_collectives_of_a_new_mesh_are_tried_on_cuda(
     asked: list[tuple[Any, ...]] = []
     mesh: Any = SimpleNamespace(groups={"dp_shard": None})
     setup = SimpleNamespace(mesh=mesh, precision=SimpleNamespace(compute=BF16, reduce=torch.float32))
-    monkeypatch.setattr(stages, "describe", lambda *_: setup)
-    monkeypatch.setattr(stages, "new_groups_inherit_timeout", nullcontext)
-    monkeypatch.setattr(stages, "check_collectives", lambda *given: asked.append(given))
-    monkeypatch.setattr(stages, "build", build)
+    monkeypatch.setattr(builder, "describe", lambda *_: setup)
+    monkeypatch.setattr(builder, "new_groups_inherit_timeout", nullcontext)
+    monkeypatch.setattr(builder, "check_collectives", lambda *given: asked.append(given))
+    monkeypatch.setattr(builder, "build", build)
     config: Any = SimpleNamespace(deterministic=False)
     ranks: Any = SimpleNamespace(device=torch.device(device), simulated=None)
     others: Any = dict(weights=True, fill=True, progress=None, readouts=())
     with pytest.raises(BuiltError):
-        stages.assemble(config, ranks, mesh=mesh if known else None, **others)
+        builder.assemble(config, ranks, mesh=mesh if known else None, **others)
     assert asked == ([({"dp_shard": None}, CUDA, (BF16, torch.float32))] if tried else [])
 
 

@@ -26,8 +26,7 @@ from tests.support.pool import run
 from tests.support.rl_samples import algorithm
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.losses.base import Loss
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy, Loss
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.losses.value import ValueLoss
 from weft.engine.optim.optimizer import FusedAdamW

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.cases import REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.contract import check_contract
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim import rounded
 from weft.observe.banner import dtype_rows
 from weft.verify.documents import awkward_steps

@@ -19,7 +19,7 @@ from tests.support.pool import run
 from tests.support.resuming import Sections, equal, inputs, lines, process, state_of, whole_state
 from weft.checkpoint.state import EMA, WEIGHTS
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim.optimizer import Ema
 from weft.errors import UserError
 from weft.launch.options import ExportOptions

@@ -22,8 +22,7 @@ from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine, StepResult
-from weft.engine.losses.base import Batch, LossOutput
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import Batch, CrossEntropy, LossOutput
 from weft.parallel.fsdp import fsdp_modules
 from weft.verify import reference, reference_optimizer
 from weft.verify.documents import awkward_steps

@@ -13,7 +13,7 @@ from tests.support.cases import describe, open_engine, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, StepResult
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim.loss_scale import LossScale
 from weft.engine.step_plan.plan import StepPlan
 from weft.observe.banner import dtype_rows

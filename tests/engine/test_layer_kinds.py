@@ -9,10 +9,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from tests.support.zoo import tiny_config
-from weft.engine.selfcheck import shrink, startup
+from weft.engine.selfcheck import architecture, shrink
+from weft.engine.selfcheck.architecture import examine
 from weft.engine.selfcheck.kinds import LayerKinds, kinds_of, meta_model
 from weft.engine.selfcheck.shrink import fewer_layers, narrow
-from weft.engine.selfcheck.startup import examine
 from weft.errors import UserError
 from weft.models.facts import find_facts
 from weft.models.patterns import outermost, similar_names
@@ -86,16 +86,16 @@ def without_late_kinds(config: PretrainedConfig, layers: int, whole: LayerKinds)
 def test_a_copy_that_lacks_a_kind_is_not_examined(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(family, **({"first_k_dense_replace": 2} if family == "deepseek_v3" else {}))
     expected = examine(config)
-    startup.forget_checks()
-    monkeypatch.setattr(startup, "fewer_layers", without_late_kinds)
+    architecture.forget_checks()
+    monkeypatch.setattr(architecture, "fewer_layers", without_late_kinds)
     findings = examine(config)
     assert findings.copy == "all layers, narrow"
     assert findings.attends and findings.attention == expected.attention
 
 
 def test_a_family_of_which_no_copy_has_every_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "fewer_layers", without_late_kinds)
-    monkeypatch.setattr(startup, "narrow", lambda config: narrow(shrink._with_layers(config, [0, 1])))
+    monkeypatch.setattr(architecture, "fewer_layers", without_late_kinds)
+    monkeypatch.setattr(architecture, "narrow", lambda config: narrow(shrink._with_layers(config, [0, 1])))
     with pytest.raises(UserError, match="model_type 'jamba'.*one of 2 layers, narrow has not the kinds of layers"):
         examine(tiny_config("jamba"))
 

@@ -15,8 +15,7 @@ from tests.support.pool import run
 from tests.support.toy_tokenizers import byte_tokenizer, write_jsonl
 from tests.support.zoo import tiny_config
 from weft import cli
-from weft.engine.losses.base import Batch
-from weft.engine.losses.cross_entropy import CrossEntropy, HeldOutLoss
+from weft.engine.losses.base import Batch, CrossEntropy, HeldOutLoss
 from weft.engine.losses.load import choose_objective
 from weft.errors import UserError
 from weft.models import hf

@@ -18,7 +18,7 @@ from weft.checkpoint.state import find_scalars, load_state, read_state
 from weft.config.schema import CheckpointConfig, OptimizerConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.engine.optim.optimizer import build_optimizer, set_learning_rate
 from weft.errors import UserError
@@ -286,7 +286,7 @@ def test_trying_it_draws_no_random_numbers_of_the_run() -> None:
 
 def refused_unread(path: str) -> None:
     with (
-        mock.patch("weft.engine.stages.build_model", side_effect=AssertionError("a model was built")),
+        mock.patch("weft.engine.builder.build_model", side_effect=AssertionError("a model was built")),
         pytest.raises(UserError, match="row_var"),
     ):
         open_engine(path, "2", optimizer={"name": "torch.optim.Adafactor"})

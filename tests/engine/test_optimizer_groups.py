@@ -100,7 +100,7 @@ def test_a_group_without_parameters_is_refused(several: list[dict[str, Any]], wo
 
 def refused_unread(path: str) -> None:
     with (
-        mock.patch("weft.engine.stages.load_weights", side_effect=AssertionError("weights were read")),
+        mock.patch("weft.engine.builder.load_weights", side_effect=AssertionError("weights were read")),
         pytest.raises(UserError, match="matches no parameter"),
     ):
         open_engine(path, "1", optimizer={"groups": (ParameterGroup(match=("nothing",), lr_scale=0.1),)})

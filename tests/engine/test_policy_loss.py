@@ -14,9 +14,10 @@ from torch import Tensor
 from tests.support.rl_samples import algorithm, rl_config, sample
 from weft.config.load import load_config
 from weft.config.rl_schema import RlAlgorithm, RlConfig
+from weft.engine.batch.document import DocumentMeta
 from weft.engine.losses.base import Batch, LossOutput
 from weft.engine.losses.policy import PolicyLoss
-from weft.engine.step_plan.plan import DocumentMeta, plan_step
+from weft.engine.step_plan.plan import plan_step
 from weft.errors import UserError
 from weft.launch.options import RlOptions
 from weft.recipes.rl import read_before_training

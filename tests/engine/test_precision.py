@@ -17,7 +17,7 @@ from tests.support.pool import run
 from weft.config.schema import FsdpConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.parallelize import Precision
 from weft.verify.documents import awkward_steps

@@ -25,7 +25,7 @@ from weft.config.rl_schema import RlConfig
 from weft.engine.batch.document import Document
 from weft.engine.batch.replay import LIVE, align_routes
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
 from weft.inference.base import Request, SamplingParams

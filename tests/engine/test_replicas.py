@@ -13,7 +13,7 @@ from tests.support.cases import open_engine, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.replicas import _number
 from weft.errors import RanksDisagreeError
 from weft.parallel.mesh import local_shard

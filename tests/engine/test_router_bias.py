@@ -16,9 +16,9 @@ from tests.support.cases import open_engine, saved_model, world_of
 from tests.support.pool import run
 from tests.support.resuming import lines, process
 from weft.engine.batch.document import Document
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.router_bias import check_biases, find_biases
-from weft.engine.selfcheck import startup
+from weft.engine.selfcheck import architecture
 from weft.errors import UserError
 from weft.models import families, hf
 from weft.models.experts import _ZeroWithoutRows, find_experts
@@ -70,13 +70,13 @@ def test_a_step_moves_biases_by_its_choices(family: str) -> None:
 
 
 def moved_in_padded_rows(path: str) -> dict[str, Tensor]:
-    startup.forget_checks()  # of the packed family, by an earlier test in this process
+    architecture.forget_checks()  # of the packed family, by an earlier test in this process
     with mock.patch.dict(families.FAMILIES, glm4_moe=Family(layout="padded")):
         engine = open_engine(path, "1")
         plan, _ = engine.plan_step(documents(0))
         assert engine.built.layout == "padded" and any(len(row) > 1 for rows in plan.rows for row in rows)
         result = moved(path, "1", 1, {})
-    startup.forget_checks()
+    architecture.forget_checks()
     return result
 
 

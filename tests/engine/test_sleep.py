@@ -29,7 +29,7 @@ from weft.config.schema import CheckpointConfig
 from weft.engine import host
 from weft.engine.engine import Engine
 from weft.engine.host import HostPool, HostTensor
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.sleep import PARTS, Part
 from weft.parallel.memory import HostNeeds, host_bytes, host_shortage
 from weft.parallel.mesh import local_shard

@@ -18,10 +18,10 @@ from tests.support.cases import open_engine, saved_model
 from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.config.schema import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
-from weft.engine.selfcheck import startup
+from weft.engine.selfcheck import architecture
+from weft.engine.selfcheck.architecture import LENGTHS, check_kernel, examine
 from weft.engine.selfcheck.kinds import kinds_of
 from weft.engine.selfcheck.shrink import fewer_layers, narrow
-from weft.engine.selfcheck.startup import LENGTHS, check_kernel, examine
 from weft.errors import UserError
 from weft.launch.options import VerifyOptions
 from weft.launch.process import Ranks
@@ -93,7 +93,7 @@ def test_a_family_whose_modules_are_not_found_is_laid_out_padded(family: str, mo
 def test_a_module_that_bounds_do_not_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not silently one document of the whole row. The check at start takes the other layout."""
     monkeypatch.setattr(state_mixers._Entrance, "enter", lambda self, layer, args, kwargs: None)
-    module = TrainModule(startup.small_copy(tiny_config("lfm2")))
+    module = TrainModule(architecture.small_copy(tiny_config("lfm2")))
     ids = torch.arange(3, 20)[None]
     with pytest.raises(RuntimeError, match="bounds reached 0 of . modules that carry state"):
         module.hidden(ids, ids, Bounds((9, 8)))
@@ -234,7 +234,7 @@ def _leaks_what_is_changed(source: int, victim: int) -> type[LlamaModel]:
         def forward(self, *args: Any, **options: Any) -> Any:
             out, ids = super().forward(*args, **options), options["input_ids"]
             if ids.shape == (1, sum(LENGTHS)):
-                usual = startup.documents_of(self.config.vocab_size)[source]
+                usual = architecture.documents_of(self.config.vocab_size)[source]
                 changed = ids[0].split(LENGTHS)[source] != usual
                 out.last_hidden_state[0].split(LENGTHS)[victim].add_(changed.any().float())
             return out
@@ -276,7 +276,7 @@ def test_routes_that_are_drawn_in_training_and_keys_that_are_no_noise_are_refuse
     assert noise == () and hf.without_noise(config).router_jitter_noise == 0.01
     examine(config, noise)
     monkeypatch.setattr(hf, "family_of", lambda model_type: Family())
-    startup.forget_checks()
+    architecture.forget_checks()
     noise = hf.noise_of(config)
     assert noise == ((0, "router_jitter_noise", 0.01),)
     with pytest.raises(UserError, match="'phimoe'.*its inference depends on router_jitter_noise"):
@@ -463,7 +463,7 @@ def test_the_tolerance_is_far_below_a_wrong_softcap(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(attention.KERNELS, "per_document", wrong)
     with pytest.raises(UserError, match="model_type 'gemma2'"):
         examine(tiny_config("gemma2"))
-    assert startup.WIDEST_TOLERANCE <= 1e-4
+    assert architecture.WIDEST_TOLERANCE <= 1e-4
 
 
 def test_a_copy_that_would_fill_the_memory_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,7 +479,7 @@ def test_a_copy_that_would_fill_the_memory_is_not_built(monkeypatch: pytest.Monk
         return model
 
     monkeypatch.setattr(hf, "build_random", build)
-    monkeypatch.setattr(startup.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
+    monkeypatch.setattr(architecture.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 << 30))
     with pytest.raises(UserError, match="no small copy of it could be built"):
         examine(config)
     assert not built or 8 * max(built) < 4 << 30

@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from weft.engine.batch.document import DocumentMeta
 from weft.engine.step_plan.packing import _Refinement, pack_padded
-from weft.engine.step_plan.plan import DocumentMeta, StepPlan, plan_step
+from weft.engine.step_plan.plan import StepPlan, plan_step
 
 # Qwen3-0.6B's: 6 FLOPs per weight and token; 6 x layers x heads x width per token squared.
 LINEAR, QUADRATIC = 3.6e9, 344e3

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tests.support.cases import open_engine, saved_model, world_of
 from tests.support.pool import run
-from weft.engine.losses.base import Batch, LossOutput
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import Batch, CrossEntropy, LossOutput
 from weft.verify import reference
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import GRADIENT, SCALAR, compare_gradients

@@ -16,7 +16,7 @@ from tests.support.machine import business
 from tests.support.pool import run
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.launch import flight, timing
 from weft.launch.timing import StepTimes
 from weft.observe import profiling

@@ -21,10 +21,10 @@ from tests.support.cases import engine_config, graphs_as_traced, open_engine, pa
 from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.engine.batch.document import Document
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.builder import describe, may_compile
+from weft.engine.losses.base import CrossEntropy
+from weft.engine.selfcheck.architecture import examine
 from weft.engine.selfcheck.compile import try_compiled
-from weft.engine.selfcheck.startup import examine
-from weft.engine.stages import describe, may_compile
 from weft.errors import UserError
 from weft.ops import attention
 from weft.ops.attention_call import Call

@@ -16,7 +16,7 @@ from tests.support.cases import REDUCE_SCATTER, describe, open_engine, parity, s
 from tests.support.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, StepResult
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim.groups import describe_groups
 from weft.errors import UserError
 from weft.models.freeze import freeze
@@ -75,7 +75,7 @@ def decayed() -> Iterator[None]:
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    with mock.patch("weft.engine.stages.freeze"):
+    with mock.patch("weft.engine.builder.freeze"):
         yield
 
 

@@ -15,7 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 
 from tests.support.cases import describe, open_engine, parity, saved_model
 from tests.support.pool import run
-from weft.engine.stages import fuses_norms
+from weft.engine.builder import fuses_norms
 from weft.models.fused_norms import FusedNorm, fuse_norms
 
 

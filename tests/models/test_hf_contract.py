@@ -19,7 +19,7 @@ from tests.support.cases import describe, parity, saved_model
 from tests.support.pool import run
 from tests.support.vision_zoo import vision_config, vision_tokenizer
 from tests.support.zoo import tiny_config
-from weft.engine.selfcheck.startup import examine
+from weft.engine.selfcheck.architecture import examine
 from weft.models import hf, hf_template
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.layout import map_tensors

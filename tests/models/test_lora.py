@@ -22,7 +22,7 @@ from tests.support.zoo import tiny_config
 from weft.checkpoint.export import save_adapter
 from weft.config.schema import LoraConfig, ParameterGroup
 from weft.engine.contract import check_contract
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.launch.options import ExportOptions, MergeOptions
 from weft.models import hf

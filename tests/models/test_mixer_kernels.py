@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from tests.support.cases import saved_model
-from weft.engine.selfcheck.startup import hidden_of
+from weft.engine.selfcheck.architecture import hidden_of
 from weft.models import hf, mixer_kernels
 from weft.models.mixer_kernels import MixerKernels, described, kernels_of
 from weft.models.train_module import TrainModule

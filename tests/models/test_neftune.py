@@ -21,7 +21,7 @@ from weft.config.schema import DataConfig, ModelConfig, SftConfig, TrainConfig
 from weft.data.order import SampledStep
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.launch.process import join
 from weft.models import embedding_noise, hf

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.support.cases import saved_model
-from weft.engine.batch.document import Document
+from weft.engine.batch.document import Document, DocumentMeta
 from weft.engine.batch.rows import build_row, cut_row
+from weft.engine.selfcheck.architecture import hidden_of, implementation
 from weft.engine.selfcheck.context import _axis
 from weft.engine.selfcheck.division import in_threads
-from weft.engine.selfcheck.startup import hidden_of, implementation
-from weft.engine.step_plan.plan import DocumentMeta, plan_step
+from weft.engine.step_plan.plan import plan_step
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds

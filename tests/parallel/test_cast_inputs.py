@@ -13,7 +13,7 @@ from tests.support.cases import describe, open_engine, parity, saved_model
 from tests.support.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.observe.banner import dtype_rows
 from weft.parallel.inputs import InputCasts

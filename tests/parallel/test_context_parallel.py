@@ -24,17 +24,17 @@ from tests.support.vision_zoo import vision_config, vision_tokenizer
 from tests.support.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
 from weft.engine.batch.assigned_images import _DocumentImages, assign_images, plan_exchange
-from weft.engine.batch.document import Document
+from weft.engine.batch.document import Document, DocumentMeta
 from weft.engine.batch.rows import local_last_seen
+from weft.engine.builder import ulysses_of_states
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import HeldOutLoss
+from weft.engine.losses.base import HeldOutLoss
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.selfcheck import context as context_check
+from weft.engine.selfcheck.architecture import forget_checks
 from weft.engine.selfcheck.context import check_context, choose_ulysses
 from weft.engine.selfcheck.division import STATE_TOLERANCE
-from weft.engine.selfcheck.startup import forget_checks
-from weft.engine.stages import ulysses_of_states
-from weft.engine.step_plan.plan import DocumentMeta, StepPlan, plan_step
+from weft.engine.step_plan.plan import StepPlan, plan_step
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts

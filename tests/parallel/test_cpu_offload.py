@@ -16,7 +16,7 @@ from tests.support.pool import run
 from weft import upstream
 from weft.config.schema import FsdpConfig
 from weft.engine.contract import check_contract
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.observe.banner import fsdp_line
 from weft.parallel import fsdp
 from weft.parallel.fsdp import fsdp_modules

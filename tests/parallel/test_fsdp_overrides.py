@@ -19,7 +19,7 @@ from tests.support.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engin
 from tests.support.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim import optimizer
 from weft.errors import UserError
 from weft.observe.banner import parameter_rows, unit_rows

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule

@@ -118,7 +118,7 @@ def test_a_small_model_is_told_that_sharding_costs_speed() -> None:
 def refused_unread(path: str) -> None:
     """The refusal comes before any weight is read."""
     with (
-        mock.patch("weft.engine.stages.capacity", return_value=1 << 10),
+        mock.patch("weft.engine.builder.capacity", return_value=1 << 10),
         mock.patch.object(load, "_fill", side_effect=AssertionError("weights were read")),
         pytest.raises(UserError, match="the model does not fit: weights .* a rank has 1 KiB"),
     ):

@@ -28,11 +28,11 @@ from tests.support.zoo import tiny_config
 from weft.config import load_config
 from weft.config.rl_schema import RlConfig
 from weft.engine.batch.document import Document
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.builder import check_layers
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.pipeline_executor import PipelineExecutor
+from weft.engine.selfcheck.architecture import examine
 from weft.engine.selfcheck.pipeline import check_pipeline
-from weft.engine.selfcheck.startup import examine
-from weft.engine.stages import check_layers
 from weft.errors import UserError
 from weft.models import hf
 from weft.observe.banner import pipeline_hint

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.support.cases import ALL_GATHER, describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.engine import Engine, StepResult
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents

@@ -20,8 +20,8 @@ from tests.support.cases import describe, open_engine, pairs, parity, saved_mode
 from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.engine.selfcheck import division as division_check
+from weft.engine.selfcheck.architecture import examine
 from weft.engine.selfcheck.division import STATE_TOLERANCE, Division, check_division
-from weft.engine.selfcheck.startup import examine
 from weft.errors import UserError
 from weft.models import hf, mixer_part
 from weft.models.tp_parts import even_ranges, repeated_ranges
@@ -74,7 +74,7 @@ def test_an_odd_vocabulary() -> None:
 def gradient_of_a_part(path: str) -> bool:
     """Whether the verdict is that all agrees, where the head's input has a gradient of a part of the vocabulary."""
     found = Division(0.0, sequence=True)
-    started = mock.patch("weft.engine.stages.check_division", return_value=found)  # which would refuse it
+    started = mock.patch("weft.engine.builder.check_division", return_value=found)  # which would refuse it
     wrong = staticmethod(lambda ctx, grad: (grad, None))
     with started, mock.patch.object(tensor._SumGradient, "backward", wrong):
         verdict = parity(path, "tp2", {})

@@ -18,7 +18,7 @@ from tests.support.pool import run
 from tests.support.resuming import Sections
 from weft.checkpoint import rng
 from weft.checkpoint.export import save_adapter
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import RanksDisagreeError
 from weft.models.low_rank import LowRank
 from weft.parallel.tp import tensor

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.cases import open_engine, saved_model
 from tests.support.pool import run
 from weft.engine.batch.document import Document
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.parallel import fsdp
 from weft.parallel.fsdp import WorkingCopies, fsdp_modules
 from weft.parallel.mesh import local_shard

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.cases import open_engine, pairs, saved_model
 from tests.support.pool import run
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.verify import reference, reference_optimizer
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents

@@ -118,7 +118,7 @@ def test_optimizers(optimizer: dict[str, Any]) -> None:
 
 
 def parity_sharing_rows(path: str) -> Verdict | None:
-    with mock.patch("weft.engine.planning.position_limit", return_value=None):
+    with mock.patch("weft.engine.step_plan.plan.position_limit", return_value=None):
         return parity(path, "1", {"step": {"max_tokens_per_device": 256}})
 
 

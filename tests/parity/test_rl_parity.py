@@ -135,7 +135,7 @@ def test_a_planted_bug_fails(plant: str, mesh: str) -> None:
 
 def without_sums(path: str, keys: tuple[str, ...]) -> Verdict | None:
     """Of what ranks of tp have alike and use for their own heads."""
-    started = mock.patch("weft.engine.stages.check_division")  # which would refuse it
+    started = mock.patch("weft.engine.builder.check_division")  # which would refuse it
     compared = mock.patch("weft.engine.replicas.raise_mismatch")  # which would end it after the first update
     with started, compared, mock.patch.object(tensor, "find_partial_parameters", return_value={}):
         return verify_rl(TrainerRank(config_of(path, "tp2", *keys), "cpu"), 1e-3)

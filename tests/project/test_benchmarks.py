@@ -25,7 +25,7 @@ from benchmarks.gpu_parts import FUNCTIONS, PROFILES, accelerator_of, gaps_of, k
 from tests.support import forked
 from weft.config.schema import ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.launch.machine import accelerator
 from weft.launch.process import leave
 from weft.recipes.plan.simulate import Step, simulate

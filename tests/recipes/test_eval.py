@@ -24,8 +24,7 @@ from weft import cli
 from weft.checkpoint.retention import best_step, complete_steps, point_best, prune, step_folder, sweep
 from weft.config import schema
 from weft.engine.batch.document import Document
-from weft.engine.losses.base import Batch, Loss, LossOutput
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import Batch, CrossEntropy, Loss, LossOutput
 from weft.launch import flight
 from weft.launch.summary import Phases
 from weft.observe.best import BestEvaluation

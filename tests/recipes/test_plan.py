@@ -24,7 +24,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import MeshConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.launch.machine import Accelerator, accelerator
 from weft.launch.process import fake_ranks
 from weft.parallel.activations import RowSharing

@@ -17,7 +17,7 @@ from weft import cli
 from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.launch.machine import accelerator
 from weft.recipes.plan.blueprint import Blueprint

@@ -27,7 +27,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.losses.value import ValueLoss
 from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError

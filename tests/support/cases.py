@@ -23,7 +23,7 @@ from weft.config.mesh import AXES
 from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.launch.options import Device
 from weft.launch.process import join
 from weft.models import hf

@@ -204,7 +204,7 @@ DO: dict[str, Callable[[Any], None]] = {
 
 def _not_a_number(fault: Fault) -> None:
     """From a step on, the loss of one rank is not a number."""
-    from weft.engine.losses.cross_entropy import CrossEntropy
+    from weft.engine.losses.base import CrossEntropy
     from weft.launch import flight
 
     original = CrossEntropy.__call__

@@ -32,7 +32,7 @@ from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy
 from weft.errors import RanksDisagreeError, UserError
 from weft.launch.process import join
 from weft.launch.summary import Phases

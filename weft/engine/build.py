@@ -12,13 +12,13 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.config.schema import LoraConfig, ModelConfig
+from weft.engine.selfcheck.architecture import ModelSupport, check_kernel, compute_exactly, examine, implementation
 from weft.engine.selfcheck.device import check_on_device
-from weft.engine.selfcheck.startup import ModelSupport, check_kernel, compute_exactly, examine, implementation
-from weft.engine.step_plan.plan import Layout
 from weft.engine.value_head import value_head_names
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.cost import flop_facts, with_adapters
+from weft.models.families.family import Layout
 from weft.models.flops import FlopFacts
 from weft.models.lora import LoraPlan, attach, untied_for
 from weft.models.mixer_part import can_share_documents

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from weft.engine import nonfinite
-from weft.engine.batch.document import Document, take
+from weft.engine.batch.document import Document, DocumentMeta, take
 from weft.engine.batch.rows import Row, RowBuilder, StepRows
+from weft.engine.builder import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.executor import WRONG, Executor, ForwardRequest, LossScaling
 from weft.engine.losses.base import Batch, Loss
@@ -29,12 +30,10 @@ from weft.engine.optim.optimizer import (
     unscale_gradients,
 )
 from weft.engine.pipeline_executor import PipelineExecutor
-from weft.engine.planning import StepPlanner
 from weft.engine.replicas import ReplicaCheck
 from weft.engine.router_bias import RouterBiases
 from weft.engine.sleep import PARTS, Offloader, Part, tensors_of
-from weft.engine.stages import assemble
-from weft.engine.step_plan.plan import DocumentMeta, StepPlan
+from weft.engine.step_plan.plan import StepPlan, StepPlanner
 from weft.errors import RanksDisagreeError, UserError
 from weft.launch import flight
 from weft.launch.consistency import ReplicaChecksum
@@ -97,29 +96,24 @@ class Engine:
         shares_with: another engine of these ranks; its host memory is used, and its process groups if the mesh is the
         same. readouts: those that objectives will read; raises UserError if the model lacks one.
         """
-        peer = shares_with
-        mesh = None if peer is None else peer.mesh
-        parts = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
-        setup, built, sharded = parts.setup, parts.built, parts.sharded
-        config = setup.config
+        mesh = None if shares_with is None else shares_with.mesh
+        state = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
+        spec, built, sharded = state.spec, state.built, state.sharded
+        config = spec.config
         self.config, self.ranks, self.device = config, ranks, ranks.tensors_on
-        self.mesh: Mesh = setup.mesh
-        self.precision, self.storage = setup.precision, setup.storage
-        self.moments, self.state_dtypes = setup.moments, setup.state_dtypes
+        self.mesh: Mesh = spec.mesh
+        self.precision, self.storage = spec.precision, spec.storage
+        self.moments, self.state_dtypes = spec.moments, spec.state_dtypes
         self.built = built
         if sharded.pipeline is not None:
             self.built = replace(built, whole=sharded.pipeline.tensors, adapter_config=sharded.adapter_config)
         self.module, self.lora, self.balance = built.module, built.lora, built.balance
-        self.units, self.memory, self.room, self.input_casts = (
-            sharded.units,
-            sharded.memory,
-            sharded.room,
-            sharded.input_casts,
-        )
-        self.divided = sharded.divided
-        self.loaded = parts.loaded
-        self.optimizer, self.ema, self.loss_scale = parts.optimizer, parts.ema, parts.loss_scale
-        self.offloader: Offloader = Offloader(self.device, self.storage, None if peer is None else peer.offloader)
+        self.units, self.memory, self.room = sharded.units, sharded.memory, sharded.room
+        self.input_casts, self.divided = sharded.input_casts, sharded.divided
+        self.loaded = state.loaded
+        self.optimizer, self.ema, self.loss_scale = state.optimizer, state.ema, state.loss_scale
+        offloader = None if shares_with is None else shares_with.offloader
+        self.offloader: Offloader = Offloader(self.device, self.storage, offloader)
         self._nonfinite: str | None = None
         self._complete = False  # whether gradients are summed over tp and pp
         # On an accelerator, a wait in the middle of a step leaves it idle while the host prepares the update.
@@ -128,9 +122,8 @@ class Engine:
         self._unread: _Unread | None = None
         self.context, self.budget = sharded.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and sharded.divided.sequence else 1
-        ours = self.mesh.loss_rank, self.mesh.loss_ranks
-        several = self.mesh.cp_size > 1
-        self.planner = StepPlanner(config.step, ours, built, sharded.context, multiple, has_cp=several)
+        data_rank, has_cp = (self.mesh.loss_rank, self.mesh.loss_ranks), self.mesh.cp_size > 1
+        self.planner = StepPlanner(config.step, data_rank, built, sharded.context, multiple, has_cp=has_cp)
         self.pipeline, self.stages = sharded.pipeline, sharded.stages
         self._other_stages: OtherStages | None = None
         self._executor: Executor
@@ -266,14 +259,14 @@ class Engine:
         rows = documents if isinstance(documents, StepRows) else self.rows(plan, documents, objective)
         if self.config.neftune_noise_alpha is not None and not rows.noisy:
             raise ValueError("noise on embeddings depends on the step: accumulate(plan, engine.rows(..., step=1), ...)")
-        factors = LossScaling(normaliser, self.balance / plan.totals.tokens, self._scale)
-        factors = self._executor.count(rows, factors, plan.totals.tokens)
+        scaling = LossScaling(normaliser, self.balance / plan.totals.tokens, self._scale)
+        scaling = self._executor.count(rows, scaling, plan.totals.tokens)
         routed = self.config.replay and any(meta.routed for meta in plan.documents)
-        done = self._executor.train(rows, objective, factors, sums, routed=routed)
+        losses, checksums = self._executor.train(rows, objective, scaling, sums, routed=routed)
         if self.pipeline is not None:
             sums.add("bubble", self.bubble(plan), 1.0)
         self._trained = type(objective).__name__
-        return self._reduce(plan, rows.sources, sums, done.losses, done.checksums)
+        return self._reduce(plan, rows.sources, sums, losses, checksums)
 
     def step(
         self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss, lr: float

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -53,13 +53,13 @@ class LossScaling:
 @dataclass(frozen=True)
 class ForwardResult:
     """A row after its forward. loss: the tensor to differentiate. loss_sum: with the auxiliary loss, without
-    gradient. direction: the gradient that the row's logprobs will receive, if it is known."""
+    gradient. known_grad: the gradient that the row's logprobs will receive, if it is known."""
 
     row: Row
-    terms: LossOutput
+    output: LossOutput
     loss: Tensor
     loss_sum: Tensor
-    direction: KnownGrad | None
+    known_grad: KnownGrad | None
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,6 @@ class ForwardRequest:
     readouts: frozenset[str]
     chosen_NC: Tensor | None = None
     balance: Balance | None = None
-
-
-@dataclass
-class Trained:
-    """The results of a step's micro-batches. losses: the loss sum of each. alike: checksums that must equal those of
-    other ranks."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    checksums: list[ReplicaChecksum] = field(default_factory=list)
 
 
 class Executor:
@@ -102,57 +93,25 @@ class Executor:
         self.copies = WorkingCopies(self.module, config.fsdp.reshard_after_forward is False, device)
         self.unchecked: set[type] = set()  # objectives that are yet to be found to be sums
 
-    def read(
-        self,
-        row: Row,
-        readouts: frozenset[str],
-        direction: KnownGrad | None = None,
-        balance: Balance | None = None,
-        chosen_NC: Tensor | None = None,
-        received: Tensor | None = None,
-        chunk: int = 0,
-    ) -> dict[str, Tensor]:
-        """One forward without an objective: the readouts of a row on the device (TrainModule.forward)."""
-        bounds = row.bounds if self.uses_bounds else None
-        first = received is None  # images are the first stage's
-        media, borrowed, exchange = (row.media, row.placeholder, row.exchange) if first else (None, False, None)
-        if balance is not None and balance.counting:  # the head computes nothing
-            row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
-        with self.load.counting(row.real_tokens if row.real_K is None else row.real_K), self._noisy(row, first):
-            return self.module(
-                row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, readouts, direction,
-                balance, chosen_NC, media, borrowed, received, chunk, exchange,
-            )  # fmt: skip
+    def train(
+        self, rows: StepRows, objective: Loss, scaling: LossScaling, sums: MetricSums, *, routed: bool
+    ) -> tuple[list[Tensor], list[ReplicaChecksum]]:
+        """Add the gradient of all rows of a step, and their metrics to `sums`. routed: as in forward_backward.
 
-    def _noisy(self, row: Row, first: bool) -> AbstractContextManager[None]:
-        """Inside, a forward adds the row's noise to embeddings, which the first stage has."""
-        if self._noise is None or not first or row.noise_keys_BT is None or row.noise_sizes_BT is None:
-            return nullcontext()
-        return self._noise.adding(row.noise_keys_BT, row.noise_sizes_BT)
-
-    def forward(
-        self,
-        row: Row,
-        objective: Loss,
-        direction: KnownGrad | None,
-        balance: Balance | None,
-        received: Tensor | None = None,
-        chunk: int = 0,
-    ) -> LossOutput:
-        """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
-        chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
-        new = type(objective) in self.unchecked and type(row.weights_N) is Tensor  # not a simulated one
-        if new:
-            check_tokens(chosen_NC, self._vocabulary, objective)
-        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received=received, chunk=chunk)
-        balance_sum = readouts.pop("balance", None if balance is None else row.weights_N.new_zeros(()))
-        batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
-        if new and len(row.weights_N) and check_is_sum(objective, batch):
-            self.unchecked.discard(type(objective))
-        return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
+        Returns the loss sum of each micro-batch, and checksums that must equal those of other ranks.
+        """
+        losses, checksums = list[Tensor](), list[ReplicaChecksum]()
+        self.copies.decide()
+        for micro, sources in enumerate(rows.sources):
+            flight.enter("rows", micro + 1, sources)
+            row, last = rows[micro].to(self.device), micro == len(rows.sources) - 1
+            checksums += row.checksums
+            loss = self.forward_backward(row, objective, scaling, sums, micro=micro, last=last, routed=routed)
+            losses.append(loss)
+        return losses, checksums
 
     def forward_backward(
-        self, row: Row, objective: Loss, factors: LossScaling, sums: MetricSums, *, micro: int, last: bool, routed: bool
+        self, row: Row, objective: Loss, scaling: LossScaling, sums: MetricSums, *, micro: int, last: bool, routed: bool
     ) -> Tensor:
         """Add the gradient of one row to the parameters' gradients and its metrics to `sums`; returns the loss sum.
 
@@ -162,59 +121,83 @@ class Executor:
         reduce_when(self.module, self.config.fsdp.reduce, last=last)
         end_backward(self.module, last)
         self.copies.micro_batch(last)
+        # The backward stays inside: recomputed layers follow the same routes, and use the same kernels.
         with self.replay.following(row.routes) as route_counts, numerics(self.config.exact):
-            done = self.forwarded(row, objective, factors, micro)
+            result = self.forward(row, objective, scaling, micro)
             flight.enter("backward", micro + 1)
-            if done.loss.requires_grad:
-                done.loss.backward()
+            if result.loss.requires_grad:
+                result.loss.backward()
             else:  # only the vision tower is trained, and no rank has images here
                 reshard(self.module)
-        self.account(done, sums)
+        self.add_metrics(result, sums)
         if routed:
             sums.add("routing/differing", *route_counts.share(self.device))
-        return done.loss_sum
+        return result.loss_sum
 
-    def forwarded(
-        self, row: Row, objective: Loss, factors: LossScaling, micro: int, received: Tensor | None = None,
+    def forward(
+        self, row: Row, objective: Loss, scaling: LossScaling, micro: int, received: Tensor | None = None,
         chunk: int = 0,
     ) -> ForwardResult:  # fmt: skip
-        """The forward of one row, up to what is differentiated."""
-        upstream_N = known_logprob_grad(objective, row.weights_N)
-        direction = None if upstream_N is None else KnownGrad(upstream_N)
-        terms = self.forward(row, objective, direction, self.balanced(row, factors, micro), received, chunk)
-        loss, loss_sum = terms.loss_sum / factors.normaliser * factors.scale, terms.loss_sum.detach()
-        if terms.balance_sum is not None:
-            loss = loss + self.balance_loss(terms.balance_sum, factors)
-            loss_sum = loss_sum + terms.balance_sum.detach()
-        return ForwardResult(row, terms, loss, loss_sum, direction)
+        """The forward of one row, up to the tensor to differentiate."""
+        # With a known gradient the head differentiates each chunk of logits in forward, and computes them once.
+        gradient_N = known_logprob_grad(objective, row.weights_N)
+        known_grad = None if gradient_N is None else KnownGrad(gradient_N)
+        balance = self.balance_inputs(row, scaling, micro)
+        chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
+        unchecked = type(objective) in self.unchecked and type(row.weights_N) is Tensor  # not a simulated one
+        if unchecked:
+            check_tokens(chosen_NC, self._vocabulary, objective)
+        readouts = self.read(row, objective.readouts, known_grad, balance, chosen_NC, received=received, chunk=chunk)
+        balance_sum = readouts.pop("balance", None if balance is None else row.weights_N.new_zeros(()))
+        batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
+        if unchecked and len(row.weights_N) and check_is_sum(objective, batch):
+            self.unchecked.discard(type(objective))
+        output = replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
+        # The normaliser is that of the whole step, so that the rows' gradients add up on every mesh.
+        loss, loss_sum = output.loss_sum / scaling.normaliser * scaling.scale, output.loss_sum.detach()
+        if balance_sum is not None:
+            loss = loss + self.balance_loss(balance_sum, scaling)
+            loss_sum = loss_sum + balance_sum.detach()
+        return ForwardResult(row, output, loss, loss_sum, known_grad)
 
-    def balance_loss(self, balance_sum: Tensor, factors: LossScaling) -> Tensor:
+    def read(
+        self,
+        row: Row,
+        readouts: frozenset[str],
+        known_grad: KnownGrad | None = None,
+        balance: Balance | None = None,
+        chosen_NC: Tensor | None = None,
+        received: Tensor | None = None,
+        chunk: int = 0,
+    ) -> dict[str, Tensor]:
+        """One forward without an objective: the readouts of a row on the device (TrainModule.forward)."""
+        bounds = row.bounds if self.uses_bounds else None
+        first = received is None  # the first stage, which has embeddings and images
+        media, placeholder, exchange = (row.media, row.placeholder, row.exchange) if first else (None, False, None)
+        if balance is not None and balance.counting:  # the head computes nothing
+            row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
+        noise: AbstractContextManager[None] = nullcontext()
+        if self._noise is not None and first and row.noise_keys_BT is not None and row.noise_sizes_BT is not None:
+            noise = self._noise.adding(row.noise_keys_BT, row.noise_sizes_BT)
+        with self.load.counting(row.real_tokens if row.real_K is None else row.real_K), noise:
+            return self.module(
+                row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, readouts, known_grad,
+                balance, chosen_NC, media, placeholder, received, chunk, exchange,
+            )  # fmt: skip
+
+    def balance_loss(self, balance_sum: Tensor, scaling: LossScaling) -> Tensor:
         """The part of a row's auxiliary loss to differentiate. Routers are whole on every rank of tp, and their
         gradients are summed over them."""
-        return balance_sum * (factors.balance / self.mesh.tp_size) * factors.scale
+        return balance_sum * (scaling.balance / self.mesh.tp_size) * scaling.scale
 
-    def account(self, done: ForwardResult, sums: MetricSums) -> None:
+    def add_metrics(self, result: ForwardResult, sums: MetricSums) -> None:
         """Add a row's metrics to the sums, after its backward."""
-        if done.terms.balance_sum is not None:
-            sums.add("aux_loss", done.terms.balance_sum, done.row.real_tokens)
-        for flag in () if done.direction is None else done.direction.wrong:
+        if result.output.balance_sum is not None:
+            sums.add("aux_loss", result.output.balance_sum, result.row.real_tokens)
+        for flag in () if result.known_grad is None else result.known_grad.wrong:
             sums.add(WRONG, flag, 1.0)
-        for name, (total, weight) in done.terms.metrics.items():
+        for name, (total, weight) in result.output.metrics.items():
             sums.add(name, total, weight)
-
-    def train(
-        self, rows: StepRows, objective: Loss, factors: LossScaling, sums: MetricSums, *, routed: bool
-    ) -> Trained:
-        """Add the gradient of all rows of a step, and their metrics to `sums`. routed: as in forward_backward."""
-        done, micro_batches = Trained(), len(rows.sources)
-        self.copies.decide()
-        for micro, sources in enumerate(rows.sources):
-            flight.enter("rows", micro + 1, sources)
-            row, last = rows[micro].to(self.device), micro == micro_batches - 1
-            done.checksums += row.checksums
-            loss = self.forward_backward(row, objective, factors, sums, micro=micro, last=last, routed=routed)
-            done.losses.append(loss)
-        return done
 
     def visit(
         self, rows: StepRows, phase: str, ask: Callable[[Row], ForwardRequest], use: Use, *, following: bool = False,
@@ -246,8 +229,8 @@ class Executor:
             self.module.train(was_training)
             reshard(self.module)
 
-    def count(self, rows: StepRows, factors: LossScaling, tokens: int) -> LossScaling:
-        """The factors, with the counts over all rows, or all layers, that the experts' auxiliary loss needs before the
+    def count(self, rows: StepRows, scaling: LossScaling, tokens: int) -> LossScaling:
+        """The scaling, with the counts over all rows, or all layers, that the experts' auxiliary loss needs before the
         forwards with gradients; collective. tokens: of the step.
 
         If the loss is over the step, or layers are on several ranks, this costs a forward of every row, with the random
@@ -255,14 +238,14 @@ class Executor:
         """
         step = self.config.model.router_aux_loss == "step"
         if not self.balance or not (step or self.staged):
-            return factors
+            return scaling
         chosen, layers = self._choices(rows)
         if not step:
-            return replace(factors, counted=[Counted(layers, own_DE.float()) for own_DE in chosen])
+            return replace(scaling, counted=[Counted(layers, own_DE.float()) for own_DE in chosen])
         total_E = torch.stack([own_DE.sum(0) for own_DE in chosen]).sum(0) / layers
         with waiting():
             dist.all_reduce(total_E, group=self.mesh.loss_group)
-        return replace(factors, shares_E=(total_E / tokens).float(), counted=[Counted(layers, None)] * len(chosen))
+        return replace(scaling, shares_E=(total_E / tokens).float(), counted=[Counted(layers, None)] * len(chosen))
 
     def _choices(self, rows: StepRows) -> tuple[list[Tensor], Tensor]:
         """([D, E] for each micro-batch: how often its documents choose each expert, summed over layers; number of
@@ -277,25 +260,25 @@ class Executor:
                 chosen[micro] += readouts["choices"]
                 layers[micro] += readouts["layers"].to(self.device)
 
+        def count_choices(row: Row) -> ForwardRequest:
+            balance = self.balance_inputs(row, None, 0)
+            assert balance is not None
+            return ForwardRequest(frozenset(), balance=replace(balance, counting=True))
+
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            self.visit(rows, "count", self._ask_choices, use, following=True, evaluating=False)
+            self.visit(rows, "count", count_choices, use, following=True, evaluating=False)
         self.sum_over_stages([*chosen, layers[0]])
         return chosen, layers[0].float()
-
-    def _ask_choices(self, row: Row) -> ForwardRequest:
-        balance = self.balanced(row, None, 0)
-        assert balance is not None
-        return ForwardRequest(frozenset(), balance=replace(balance, counting=True))
 
     def sum_over_stages(self, sums: Sequence[Tensor]) -> None:
         """Sum the tensors, in place, over the ranks that have other layers; collective over these."""
 
-    def balanced(self, row: Row, factors: LossScaling | None, micro: int) -> Balance | None:
+    def balance_inputs(self, row: Row, scaling: LossScaling | None, micro: int) -> Balance | None:
         """The inputs of a forward of this row for the auxiliary loss of its experts."""
         if not self.balance:
             return None
         assert row.owner_M is not None
-        counted = None if factors is None or not factors.counted else factors.counted[micro]
-        shares_E = None if factors is None else factors.shares_E
+        counted = None if scaling is None or not scaling.counted else scaling.counted[micro]
+        shares_E = None if scaling is None else scaling.shares_E
         return Balance(row.owner_M, len(row.documents), self.top_k, shares_E, shared=row.shared, counted=counted)

@@ -18,12 +18,13 @@ from weft.engine.batch.replay import RouteCounts
 from weft.engine.batch.rows import Row, StepRows
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
-from weft.engine.executor import Executor, ForwardRequest, ForwardResult, LossScaling, Trained, Use
+from weft.engine.executor import Executor, ForwardRequest, ForwardResult, LossScaling, Use
 from weft.engine.losses.base import Loss
 from weft.engine.losses.check import metrics_of
 from weft.engine.metrics import MetricSums
 from weft.engine.step_plan.plan import StepPlan
 from weft.launch import flight
+from weft.launch.consistency import ReplicaChecksum
 from weft.launch.timing import waiting
 from weft.models.train_module import TrainModule
 from weft.ops.exact import numerics
@@ -75,12 +76,12 @@ class PipelineExecutor(Executor):
         self.units = _units_of_chunks(self.module, pipeline, self.axis.rank)
 
     def train(
-        self, rows: StepRows, objective: Loss, factors: LossScaling, sums: MetricSums, *, routed: bool
-    ) -> Trained:
+        self, rows: StepRows, objective: Loss, scaling: LossScaling, sums: MetricSums, *, routed: bool
+    ) -> tuple[list[Tensor], list[ReplicaChecksum]]:
         """See Executor.train."""
         micro_batches = len(rows.sources)
         self.link.connect()
-        done = Trained([torch.zeros((), device=self.device)] * micro_batches)
+        losses, checksums = [torch.zeros((), device=self.device)] * micro_batches, list[ReplicaChecksum]()
         actions = order(self.schedule, self.placement, self.axis.rank, micro_batches)
         cache = _RowCache(rows, self.device, self.placement, self.axis.rank)
         between: dict[tuple[int, int], _Done] = {}
@@ -92,25 +93,25 @@ class PipelineExecutor(Executor):
             flight.enter(action.kind, micro + 1, rows.sources[micro])
             end_backward(self.module, action == actions[-1])
             if action.kind == "forward":
-                done.checksums += cache[micro].checksums if action.chunk == 0 else ()
-                between[key] = self._forward(action, cache[micro], objective, factors)
+                checksums += cache[micro].checksums if action.chunk == 0 else ()
+                between[key] = self._forward(action, cache[micro], objective, scaling)
             elif action.kind == "weights":
                 self.compute_weight_gradients(action, delayed.pop(key), last=micro == micro_batches - 1)
             else:
                 finished = between.pop(key)
                 delayed[key] = self.run_backward(action, finished, last=micro == micro_batches - 1)
-                done.losses[micro] = done.losses[micro] + self._account_stage(finished, sums)
+                losses[micro] = losses[micro] + self._account_stage(finished, sums)
                 cache.drop(micro)
                 if routed:
                     sums.add("routing/differing", *finished.routes.share(self.device))
         self.link.finish()
         self.name_metrics(objective, sums)
-        return done
+        return losses, checksums
 
     def _account_stage(self, done: _Done, sums: MetricSums) -> Tensor | float:
         """This stage's part of a row's loss sum; adds the row's metrics to `sums`."""
         if done.forwarded is not None:
-            self.account(done.forwarded, sums)
+            self.add_metrics(done.forwarded, sums)
             return done.forwarded.loss_sum
         if not self.balance:
             return 0.0
@@ -126,20 +127,20 @@ class PipelineExecutor(Executor):
             message = P2PMessage(action.kind == "forward", self._stage(action), action.micro)
             self.link.ask(message, cache[action.micro].input_ids_BT.shape)
 
-    def _forward(self, action: Action, row: Row, objective: Loss, factors: LossScaling) -> _Done:
+    def _forward(self, action: Action, row: Row, objective: Loss, scaling: LossScaling) -> _Done:
         stage = self._stage(action)
         received = self.link.receive(P2PMessage(True, stage, action.micro))
         if received is not None:
             received.requires_grad_()
         with self.replay.following(row.routes) as routes, numerics(self.config.exact):
             if stage == self.placement.stages - 1:
-                result = self.forwarded(row, objective, factors, action.micro, received, action.chunk)
+                result = self.forward(row, objective, scaling, action.micro, received, action.chunk)
                 return _Done(row, received, None, result, routes)
-            balance_inputs = self.balanced(row, factors, action.micro)
+            balance_inputs = self.balance_inputs(row, scaling, action.micro)
             outputs = self.read(row, frozenset(), balance=balance_inputs, received=received, chunk=action.chunk)
         self.link.send(stage, True, action.micro, outputs["sent"], row.input_ids_BT.shape)
         balance = outputs.get("balance")
-        loss = None if balance is None else self.balance_loss(balance, factors)
+        loss = None if balance is None else self.balance_loss(balance, scaling)
         return _Done(row, received, outputs["sent"], None, routes, balance, loss)
 
     def run_backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.selfcheck.startup import LOGIT_TOLERANCE, once_per_process, resolve_attention, small_copy
+from weft.engine.selfcheck.architecture import LOGIT_TOLERANCE, once_per_process, resolve_attention, small_copy
 from weft.inference.rows import CachedRows, DecodingRows, UncachedRows
 from weft.models import hf
 from weft.models.facts import position_limit

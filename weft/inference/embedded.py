@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weft.checkpoint.export import manifest_of
 from weft.data.image_opener import ImageOpener
 from weft.engine.engine import Engine
-from weft.engine.selfcheck.startup import implementation
+from weft.engine.selfcheck.architecture import implementation
 from weft.engine.sleep import OffloadedTensors
 from weft.inference.base import Completion, Request
 from weft.inference.generate import MAX_TOKENS, Generator, Numbered

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.data.image_opener import ImageOpener
 from weft.engine.batch.media import Media
-from weft.engine.selfcheck.startup import compute_exactly, implementation, resolve_attention
+from weft.engine.selfcheck.architecture import compute_exactly, implementation, resolve_attention
 from weft.errors import UserError
 from weft.inference.base import Completion, Finish, Request, SamplingParams
 from weft.inference.cache_support import open_rows

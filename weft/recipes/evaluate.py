@@ -21,12 +21,11 @@ from weft.data.ends import AnswerEnds
 from weft.data.images import Images
 from weft.data.prompts import load_prompts
 from weft.data.sources import message_rules
-from weft.engine.batch.document import Document
+from weft.engine.batch.document import Document, DocumentMeta
 from weft.engine.engine import Engine
-from weft.engine.losses.base import Loss
-from weft.engine.losses.cross_entropy import CrossEntropy, HeldOutLoss
+from weft.engine.losses.base import CrossEntropy, HeldOutLoss, Loss
 from weft.engine.metrics import MetricSums
-from weft.engine.step_plan.plan import DocumentMeta, StepPlan
+from weft.engine.step_plan.plan import StepPlan
 from weft.launch import flight
 from weft.launch.summary import Phases
 from weft.observe.best import BestEvaluation

@@ -151,7 +151,8 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
     import numpy as np
 
     from weft.data.order import SourceShare, StepSampler
-    from weft.engine.step_plan.plan import DocumentMeta, omitted_tokens, plan_step
+    from weft.engine.batch.document import DocumentMeta, omitted_tokens
+    from weft.engine.step_plan.plan import plan_step
 
     has_router_loss = config.model.router_aux_loss != "none"
     lengths = [int(length) for piece in pieces for length in piece.lengths]

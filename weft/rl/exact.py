@@ -16,7 +16,7 @@ import torch
 from weft.config.rl_schema import RlConfig
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.selfcheck.startup import text_vocabulary
+from weft.engine.selfcheck.architecture import text_vocabulary
 from weft.errors import UserError
 from weft.inference.base import Request, RolloutEngine, SamplingParams
 from weft.inference.embedded import EmbeddedEngine

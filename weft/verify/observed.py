@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.engine.batch.document import Document
+from weft.engine.batch.document import Document, DocumentMeta
 from weft.engine.batch.media import Media
 from weft.engine.engine import Engine
-from weft.engine.losses.base import Loss
-from weft.engine.losses.cross_entropy import CrossEntropy, HeldOutLoss
-from weft.engine.step_plan.plan import DocumentMeta, StepPlan
+from weft.engine.losses.base import CrossEntropy, HeldOutLoss, Loss
+from weft.engine.step_plan.plan import StepPlan
 from weft.errors import RanksDisagreeError
 from weft.verify import reference
 from weft.verify.image_reference import Images

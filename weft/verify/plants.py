@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.engine.selfcheck.startup import forget_checks
+from weft.engine.selfcheck.architecture import forget_checks
 from weft.errors import UserError
 from weft.launch.process import rank_and_world, world_group
 from weft.verify.bugs import (  # they register their bugs

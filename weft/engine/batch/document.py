@@ -1,4 +1,4 @@
-"""A training sequence. Its metadata for the step plan is in plan.py, rows of documents are in row.py.
+"""Training sequences, and their metadata for the step plan.
 
 T tokens of a document or row, N predictions of a row that are read.
 """
@@ -15,7 +15,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.engine.batch.media import Media
-from weft.engine.step_plan.plan import DocumentMeta
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentMeta:
+    """A document's metadata for the step plan.
+
+    length: tokens. omitted: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
+    tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: number of a group of
+    documents; plans do not use it yet. cost: estimated FLOPs, in any unit. routed: whether it carries routes. patches:
+    of its images, in the vision tower. tower_tokens: tokens that take as much memory as these patches.
+    """
+
+    length: int
+    weight: float
+    loss_tokens: int
+    group: int | None = None
+    cost: float = 0.0
+    routed: bool = False
+    omitted: int = 0
+    patches: int = 0
+    tower_tokens: int = 0
+
+    @property
+    def read(self) -> int:
+        """Tokens that a forward reads, from the first."""
+        return self.length - self.omitted
+
+    @property
+    def room(self) -> int:
+        """The tokens of max_tokens_per_device that the document takes."""
+        return self.read + self.tower_tokens
+
+
+def omitted_tokens(length: int, *, read_all: bool) -> int:
+    """Tokens at a document's end that no forward reads: the last one, because it predicts nothing. read_all: none."""
+    return int(length > 1 and not read_all)
 
 
 @dataclass(frozen=True, slots=True)

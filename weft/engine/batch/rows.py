@@ -27,9 +27,10 @@ from weft.engine.batch.assigned_images import assign_images
 from weft.engine.batch.document import Document
 from weft.engine.batch.media import joined
 from weft.engine.batch.replay import RouteReplay
-from weft.engine.step_plan.plan import Layout, StepPlan
+from weft.engine.step_plan.plan import StepPlan
 from weft.launch.consistency import ReplicaChecksum
 from weft.models.embedding_noise import StepNoise
+from weft.models.families.family import Layout
 from weft.models.vision import Vision
 from weft.ops.attention_call import Bounds
 from weft.ops.communicator import CPAxis, FeatureExchange

@@ -1,0 +1,6 @@
+"""Losses: what a class has to keep to (base.py), and the losses of weft."""
+
+from weft.engine.losses.base import Batch as Batch
+from weft.engine.losses.base import CrossEntropy as CrossEntropy
+from weft.engine.losses.base import Loss as Loss
+from weft.engine.losses.base import LossOutput as LossOutput

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.engine.losses.base import Loss
-from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.base import CrossEntropy, Loss
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.models.readouts import OFFERED, ReadoutSpec

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import PretrainedConfig
 
+from weft.engine.selfcheck.architecture import ModelSupport, hidden_of, small_copy, text_vocabulary
 from weft.engine.selfcheck.device import TOLERANCES, bounds_of, on_device
-from weft.engine.selfcheck.startup import ModelSupport, hidden_of, small_copy, text_vocabulary
 from weft.models.train_module import TrainModule
 from weft.parallel.parallelize import compile_layers
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.batch.assigned_images import assign_images
-from weft.engine.batch.document import Document
+from weft.engine.batch.document import Document, DocumentMeta
 from weft.engine.batch.media import Media
 from weft.engine.batch.rows import Row, build_row, cut_row
+from weft.engine.selfcheck.architecture import LENGTHS, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.engine.selfcheck.division import compare, in_threads, tolerance_of
 from weft.engine.selfcheck.image import documents_with
-from weft.engine.selfcheck.startup import LENGTHS, documents_of, once_per_process, small_copy, text_vocabulary
-from weft.engine.step_plan.plan import DocumentMeta, StepPlan, plan_step
+from weft.engine.step_plan.plan import StepPlan, plan_step
 from weft.errors import UserError
 from weft.models.flops import FlopFacts
 from weft.models.train_module import TrainModule

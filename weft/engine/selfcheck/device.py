@@ -31,11 +31,11 @@ from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.optim.optimizer import FusedAdamW
-from weft.engine.selfcheck.startup import ModelSupport, hidden_of, small_copy, text_vocabulary
-from weft.engine.step_plan.plan import Layout
+from weft.engine.selfcheck.architecture import ModelSupport, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models import experts, hf
 from weft.models.experts import UNWRITTEN, find_experts, grouped_linear
+from weft.models.families.family import Layout
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention import choose

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.selfcheck.startup import (
+from weft.engine.selfcheck.architecture import (
     ModelSupport,
     bounds_of,
     documents_of,

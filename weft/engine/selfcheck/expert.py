@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from weft.engine.selfcheck.architecture import ModelSupport, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.engine.selfcheck.division import Ran, compare, in_threads, run_copy, weights_of
-from weft.engine.selfcheck.startup import ModelSupport, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models.experts import find_experts
 from weft.models.train_module import TrainModule

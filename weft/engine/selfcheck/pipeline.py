@@ -15,9 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.engine.batch.document import Document
 from weft.engine.batch.media import Media
 from weft.engine.batch.rows import Row, build_row
+from weft.engine.selfcheck.architecture import ModelSupport, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.engine.selfcheck.division import Ran, compare
 from weft.engine.selfcheck.image import IMAGES, VIDEOS, documents_with
-from weft.engine.selfcheck.startup import ModelSupport, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision

@@ -7,6 +7,8 @@ from typing import Literal
 
 from weft.ops.attention_call import BOUNDS_ARGUMENT
 
+Layout = Literal["packed", "padded"]  # documents end to end in one row, or right-padded in a batch
+
 
 @dataclass(frozen=True)
 class Family:
@@ -15,7 +17,7 @@ class Family:
     from the base model to its layers. kept_noise: keys of its config that look like noise and are not.
     in_inference_mode: classes of modules that are never in training mode."""
 
-    layout: Literal["packed", "padded"] = "packed"
+    layout: Layout = "packed"
     attention: str | None = None
     bounds_argument: str = BOUNDS_ARGUMENT
     kept_noise: tuple[str, ...] = ()

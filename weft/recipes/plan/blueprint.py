@@ -14,12 +14,7 @@ from transformers import PretrainedConfig
 from weft.config.mesh import MeshSizes
 from weft.config.schema import MeshConfig
 from weft.engine.build import BuiltModel
-from weft.engine.config import EngineConfig
-from weft.engine.selfcheck.context import check_context
-from weft.engine.selfcheck.division import check_division
-from weft.engine.selfcheck.expert import check_experts
-from weft.engine.selfcheck.pipeline import check_pipeline
-from weft.engine.stages import (
+from weft.engine.builder import (
     USUAL_LENGTH,
     EngineSpec,
     build,
@@ -27,11 +22,16 @@ from weft.engine.stages import (
     check_layers,
     cut_stages,
     cuts_images,
-    describe,
     fuses_norms,
     least_layers,
+    make_spec,
     ulysses_of,
 )
+from weft.engine.config import EngineConfig
+from weft.engine.selfcheck.context import check_context
+from weft.engine.selfcheck.division import check_division
+from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.pipeline import check_pipeline
 from weft.errors import UserError
 from weft.launch.machine import Accelerator
 from weft.launch.options import Device
@@ -90,7 +90,7 @@ class Blueprint:
         mesh."""
         self.config, self.assumed, self.samples = config, assumed, samples
         with fake_ranks(1, device, assumed) as ranks:
-            self.setup: EngineSpec = describe(replace(config, mesh=MeshConfig()), ranks)
+            self.setup: EngineSpec = make_spec(replace(config, mesh=MeshConfig()), ranks)
             self.built: BuiltModel = build(self.setup, weights=False)
         self.module: TrainModule = self.built.module
         self.checked = self.built.config if config.value_head is None else hf.with_logits(self.built.config)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.config.mesh import MeshSizes
-from weft.engine.planning import StepPlanner
-from weft.engine.step_plan.plan import DocumentMeta, StepPlan
+from weft.engine.batch.document import DocumentMeta
+from weft.engine.step_plan.plan import StepPlan, StepPlanner
 from weft.models.flops import model_flops
 from weft.ops.communicator import CPAxis, MetaCommunicator
 from weft.recipes.plan.blueprint import Blueprint

@@ -81,7 +81,7 @@ def weights_after_the_sum(
 
 
 @bug(
-    "B39", "weft.engine.stages:cut_layers",
+    "B39", "weft.engine.builder:cut_layers",
     "of several stages per rank, the second one has the third one's layers, and the third the second's",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and several stages per rank",
 )  # fmt: skip

@@ -14,9 +14,9 @@ from torch import Tensor
 from weft.engine.batch.document import Document
 from weft.engine.batch.rows import Row
 from weft.engine.losses.base import Batch, Loss, LossOutput
-from weft.engine.selfcheck.startup import LENGTHS
-from weft.engine.step_plan.plan import Layout
+from weft.engine.selfcheck.architecture import LENGTHS
 from weft.models.balance import Balance, count_choices
+from weft.models.families.family import Layout
 from weft.ops.attention_call import Bounds
 from weft.verify.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Original, Plant, bug
 
@@ -116,12 +116,12 @@ def replicas_apart(plant: Plant, original: Original, module: Any, units: Any, me
     "the last rank's loss is dropped; every collective still takes place",
     caught_by=GRADIENTS, seen="pytorch/pytorch#174862", ranks=2,
 )  # fmt: skip
-def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: Any) -> LossOutput:
-    terms: LossOutput = original(self, row, *rest)
+def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: Any) -> Any:
+    result = original(self, row, *rest)
     if dist.get_rank() == dist.get_world_size() - 1 and row.weights_N.count_nonzero():
         plant.hit()
-        return replace(terms, loss_sum=terms.loss_sum * 0.0)
-    return terms
+        return replace(result, loss=result.loss * 0.0)
+    return result
 
 
 @bug(
@@ -145,7 +145,7 @@ def micro_batch_left_out(
 
 
 @bug(
-    "B25", "weft.engine.losses.cross_entropy:CrossEntropy.normaliser",
+    "B25", "weft.engine.losses.base:CrossEntropy.normaliser",
     "a short step is divided by the count of a full one",
     caught_by=GRADIENTS, seen="huggingface/trl#7047",
 )  # fmt: skip

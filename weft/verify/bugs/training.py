@@ -31,7 +31,7 @@ from weft.verify.bugs import (
 
 
 @bug(
-    "B10", "weft.engine.stages:parallelize",
+    "B10", "weft.engine.builder:parallelize",
     "master weights, and with them the optimizer's state, are bf16",
     caught_by="weft.engine.contract.check_contract", seen="areal-project/AReaL#1292",
 )  # fmt: skip

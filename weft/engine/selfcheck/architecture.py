@@ -25,10 +25,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.engine.selfcheck.image import check_images, check_videos
 from weft.engine.selfcheck.kinds import LayerKinds, kinds_of
 from weft.engine.selfcheck.shrink import fewer_layers, narrow
-from weft.engine.step_plan.plan import Layout
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.families import FAMILIES, OWN_ATTENTION, family_of, with_family
+from weft.models.families.family import Layout
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits

@@ -1,4 +1,4 @@
-"""An Engine's construction in stages: describe, build on meta, shard, fill, optimizer. `assemble` runs them all."""
+"""An Engine's construction: decide mesh and dtypes, build on meta, shard, fill, optimizer. `assemble` does it all."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ShardedModel:
 class EngineState:
     """The results of all stages. loaded: None if no file was read. optimizer: None if nothing is trained."""
 
-    setup: EngineSpec
+    spec: EngineSpec
     built: BuiltModel
     sharded: ShardedModel
     loss_scale: LossScale | None
@@ -131,31 +131,31 @@ def assemble(
     mesh: Mesh | None,
     readouts: Collection[str],
 ) -> EngineState:
-    """Run all stages in order. Arguments as in Engine; mesh: see `describe`."""
+    """Run all stages in order. Arguments as in Engine; mesh: see `make_spec`."""
     set_deterministic(config.deterministic)
     with new_groups_inherit_timeout():
-        setup = describe(config, ranks, mesh)
-    if weights and setup.mesh is not mesh and ranks.simulated is None and ranks.device.type == "cuda":
-        check_collectives(setup.mesh.groups, ranks.device, (setup.precision.compute, setup.precision.reduce))
-    built = build(setup, weights=weights, readouts=readouts)
+        spec = make_spec(config, ranks, mesh)
+    if weights and spec.mesh is not mesh and ranks.simulated is None and ranks.device.type == "cuda":
+        check_collectives(spec.mesh.groups, ranks.device, (spec.precision.compute, spec.precision.reduce))
+    built = build(spec, weights=weights, readouts=readouts)
     with new_groups_inherit_timeout():
-        setup = decide_compile(setup, built, readouts, tried=weights and ranks.simulated is None)
-        sharded = shard_model(setup, built, readouts)
-    parts = EngineState(setup, built, sharded, new_loss_scale(setup))
+        spec = decide_compile(spec, built, readouts, tried=weights and ranks.simulated is None)
+        sharded = shard_model(spec, built, readouts)
+    parts = EngineState(spec, built, sharded, new_loss_scale(spec))
     if ranks.simulated is not None:
         with ranks.simulated.fake:
             materialize(built.module, ranks.tensors_on)
         rebuild_buffers(built.module)
     elif weights:
-        check_memory(setup, built, sharded, fill=fill)
-        parts = replace(parts, loaded=fill_weights(setup, built, sharded, progress, fill=fill))
+        check_memory(spec, built, sharded, fill=fill)
+        parts = replace(parts, loaded=fill_weights(spec, built, sharded, progress, fill=fill))
     else:
         return parts
-    if not setup.trained:
+    if not spec.trained:
         return parts
-    optimizer, ema = build_optimizer_and_ema(setup, built.module, sharded.pipeline)
+    optimizer, ema = build_optimizer_and_ema(spec, built.module, sharded.pipeline)
     if fill and config.optimizer.load_state and built.load is not None:
-        load_state(optimizer, built.module, built.load, config.optimizer.name, setup.moments, sharded.divided.cuts)
+        load_state(optimizer, built.module, built.load, config.optimizer.name, spec.moments, sharded.divided.cuts)
     return replace(parts, optimizer=optimizer, ema=ema)
 
 
@@ -166,7 +166,7 @@ def set_deterministic(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> EngineSpec:
+def make_spec(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> EngineSpec:
     """Decide on mesh, dtypes and devices. mesh: another engine's, reused if it has the same sizes."""
     sizes = resolve_mesh(config.mesh, ranks.world)
     if mesh is None or mesh.sizes != sizes:
@@ -189,19 +189,19 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> En
     return EngineSpec(config, ranks, mesh, storage, precision, rule, moment_dtypes, state_dtypes)
 
 
-def build(setup: EngineSpec, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
+def build(spec: EngineSpec, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
     """Build the model on the meta device, and freeze what is not trained. weights: False opens no file of weights.
 
     Raises UserError if the model lacks one of the readouts, or if the config's auxiliary loss or parameter groups do
     not fit the model.
     """
-    config = setup.config
+    config = spec.config
     built = build_model(
         config.model,
         config.lora,
-        dtype=setup.precision.master,
-        compute=setup.precision.compute,
-        device=setup.ranks.device,
+        dtype=spec.precision.master,
+        compute=spec.precision.compute,
+        device=spec.ranks.device,
         weights=weights,
         values=config.value_head is not None,
     )
@@ -209,8 +209,8 @@ def build(setup: EngineSpec, *, weights: bool = True, readouts: Collection[str] 
     module.head.temperature = config.temperature
     if config.exact:
         make_exact(module)
-    module.train(setup.trained).requires_grad_(setup.trained)
-    if setup.trained:
+    module.train(spec.trained).requires_grad_(spec.trained)
+    if spec.trained:
         if built.lora is None:
             freeze(module, config.model.freeze)
         else:
@@ -218,10 +218,12 @@ def build(setup: EngineSpec, *, weights: bool = True, readouts: Collection[str] 
         if config.optimizer.load_state and built.load is not None and config.model.weights is not None:
             check_state(module, built.load, config.optimizer.name)
         check_groups(module, config.optimizer)
-    spec = ReadoutSpec.parse(readouts)
-    check_readouts(module, len(module.head.weight), spec, compiled=config.model.compile is True, mixers=module.mixers)
-    if setup.mesh.tp is not None:
-        check_states(module, built.config.get_text_config(), spec.hidden, setup.mesh.tp.size)
+    readout_spec = ReadoutSpec.parse(readouts)
+    check_readouts(
+        module, len(module.head.weight), readout_spec, compiled=config.model.compile is True, mixers=module.mixers
+    )
+    if spec.mesh.tp is not None:
+        check_states(module, built.config.get_text_config(), readout_spec.hidden, spec.mesh.tp.size)
     if config.model.router_bias_rate is not None:
         check_biases(module, built.config.get_text_config().model_type)
     flops = replace(built.flops, tower_frozen=not _trains_tower(built))
@@ -234,64 +236,64 @@ def _trains_tower(built: BuiltModel) -> bool:
     return any(p.requires_grad for part in parts for p in built.module.get_submodule(part).parameters())
 
 
-def shard_model(setup: EngineSpec, built: BuiltModel, readouts: Collection[str] = ()) -> ShardedModel:
+def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] = ()) -> ShardedModel:
     """Shard the model over the mesh, in place; parameters stay on meta. readouts: as in Engine."""
-    config, module, ranks = setup.config, built.module, setup.ranks
+    config, module, ranks = spec.config, built.module, spec.ranks
     checked = built.config if config.value_head is None else hf.with_logits(built.config)
     sequence = False
-    if setup.mesh.tp is not None:
+    if spec.mesh.tp is not None:
         if config.model.transforms:  # of a reference or a critic, whose tp is their own
             raise UserError("model.transforms: fp8 does not go together with tensor parallelism: set tp to 1.")
-        division = check_division(checked, built.support, setup.mesh.tp.size)
+        division = check_division(checked, built.support, spec.mesh.tp.size)
         # Hidden readouts need all tokens, and features of images are inserted into all embeddings of a row.
         sequence = division.sequence and not ReadoutSpec.parse(readouts).hidden and built.vision is None
-    if setup.mesh.ep is not None:
-        check_experts(checked, built.support, setup.mesh.ep.size)
-    context = context_of(setup, built, checked)
-    stages, adapter_config = stages_of(setup, built, checked, ReadoutSpec.parse(readouts).hidden), None
+    if spec.mesh.ep is not None:
+        check_experts(checked, built.support, spec.mesh.ep.size)
+    context = context_of(spec, built, checked)
+    stages, adapter_config = stages_of(spec, built, checked, ReadoutSpec.parse(readouts).hidden), None
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
     units, divided, pipeline = parallelize(
-        module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.tensors_on,
+        module, spec.mesh, built.config, config.model, config.fsdp, spec.precision, ranks.tensors_on,
         sequence=sequence, stages=stages, fused_norms=fuses_norms(config, ranks.device),
     )  # fmt: skip
     if pipeline is not None:
-        require_trained(setup, pipeline, module.facts.layers)
-    state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
-    memory = memory_needs(module, units, setup.precision, state, config.fsdp.reshard_after_forward)
-    room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
+        require_trained(spec, pipeline, module.facts.layers)
+    state = TrainingState(spec.moments, config.optimizer.ema_decay is not None) if spec.trained else None
+    memory = memory_needs(module, units, spec.precision, state, config.fsdp.reshard_after_forward)
+    room = capacity(spec.storage, local_ranks(ranks.world), ranks.assumed)
     return ShardedModel(
         units, divided, stages, pipeline, adapter_config, context, memory, room,
-        InputCasts(module, config.fsdp.cast_forward_inputs, setup.precision.compute),
+        InputCasts(module, config.fsdp.cast_forward_inputs, spec.precision.compute),
     )  # fmt: skip
 
 
-def decide_compile(setup: EngineSpec, built: BuiltModel, readouts: Collection[str], *, tried: bool) -> EngineSpec:
+def decide_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str], *, tried: bool) -> EngineSpec:
     """The same with a model.compile that is true or false. tried: whether a small copy may be compiled. Collective
     where the config says auto and nothing speaks against compiled layers."""
-    config = setup.config
+    config = spec.config
     if config.model.compile != "auto":
-        return setup
-    compiles = tried and may_compile(setup, built, readouts)
+        return spec
+    compiles = tried and may_compile(spec, built, readouts)
     if compiles:
-        device, compute = setup.ranks.device, setup.precision.compute
+        device, compute = spec.ranks.device, spec.precision.compute
         failure = try_compiled(built.config, config.model.attention, built.support, device, compute)
         if failure:
             warnings.warn(f"model.compile=auto: layers are not compiled: {failure}", stacklevel=2)
-        (failed,) = max_over_ranks([float(bool(failure))], setup.mesh.world_group, device)
+        (failed,) = max_over_ranks([float(bool(failure))], spec.mesh.world_group, device)
         compiles = not failed
-    return replace(setup, config=replace(config, model=replace(config.model, compile=compiles)))
+    return replace(spec, config=replace(config, model=replace(config.model, compile=compiles)))
 
 
-def may_compile(setup: EngineSpec, built: BuiltModel, readouts: Collection[str]) -> bool:
+def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) -> bool:
     """Whether model.compile=auto considers compiled layers: on CUDA in 16 bits, where nothing needs what happens in a
     layer, or is known to break graphs."""
-    config, precise = setup.config, setup.precision.compute not in (torch.bfloat16, torch.float16)
+    config, precise = spec.config, spec.precision.compute not in (torch.bfloat16, torch.float16)
     layers = bool(built.flops.expert or built.module.mixers or built.support.mixers or config.model.transforms)
-    layer_needed = config.exact or config.deterministic or setup.mesh.pp_size > 1 or built.vision is not None
+    layer_needed = config.exact or config.deterministic or spec.mesh.pp_size > 1 or built.vision is not None
     read = bool(ReadoutSpec.parse(readouts).hidden)
-    return setup.ranks.device.type == "cuda" and setup.trained and not (precise or layers or layer_needed or read)
+    return spec.ranks.device.type == "cuda" and spec.trained and not (precise or layers or layer_needed or read)
 
 
 def fuses_norms(config: EngineConfig, device: torch.device) -> bool:
@@ -300,21 +302,19 @@ def fuses_norms(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cuda" and not config.exact if setting == "auto" else setting
 
 
-def stages_of(
-    setup: EngineSpec, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]
-) -> StagePlan | None:
+def stages_of(spec: EngineSpec, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> StagePlan | None:
     """Cut the layers over mesh.pp, after a check that this model allows it. config: of the class with logits.
     hidden: modules whose outputs are read."""
-    pp = setup.mesh.pp_size
+    pp = spec.mesh.pp_size
     if pp == 1:
         return None
     if hidden:
         raise UserError(f"mesh.pp: `hidden/{hidden[0]}` may be on another stage than the loss: set mesh.pp=1.")
-    mesh, weighed = setup.config.mesh, costs_of_layers(built.module, USUAL_LENGTH)
+    mesh, weighed = spec.config.mesh, costs_of_layers(built.module, USUAL_LENGTH)
     placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
     check_layers(len(weighed[0]), placement, least_layers(built))
     delayed = mesh.pp_schedule in DELAYED
-    interface = check_pipeline(config, built.support, setup.precision.compute, delayed=delayed)
+    interface = check_pipeline(config, built.support, spec.precision.compute, delayed=delayed)
     return cut_stages(weighed, placement, interface, least_layers(built))
 
 
@@ -361,11 +361,11 @@ def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
         )
 
 
-def require_trained(setup: EngineSpec, pipeline: Pipeline, layers: str) -> None:
+def require_trained(spec: EngineSpec, pipeline: Pipeline, layers: str) -> None:
     """Raises UserError if a stage has nothing to train, because no gradient would come out of it."""
     trained = [name for name, tensor in pipeline.tensors.items() if tensor.requires_grad]
     within = {pipeline.stage_of(name.rpartition(".")[0], layers) for name in trained}
-    for stage, (first, end) in enumerate(pipeline.spans if setup.trained else ()):
+    for stage, (first, end) in enumerate(pipeline.spans if spec.trained else ()):
         if stage not in within:
             raise UserError(
                 f"model.freeze leaves nothing to train in stage {stage + 1} of mesh.pp (layers {first} to {end - 1}): "
@@ -373,11 +373,11 @@ def require_trained(setup: EngineSpec, pipeline: Pipeline, layers: str) -> None:
             )
 
 
-def context_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig) -> CPAxis | None:
+def context_of(spec: EngineSpec, built: BuiltModel, config: PretrainedConfig) -> CPAxis | None:
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
     documents are padded or have a state that cannot be shared; these are dealt whole to the ranks of cp, as on the
     other data axes. config: of the class with logits."""
-    cp, tp, requested = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
+    cp, tp, requested = spec.mesh.cp_size, spec.mesh.tp_size, spec.config.mesh.ulysses
     ulysses = ulysses_of(built, config, requested, cp, tp)
     if ulysses is None:
         return None
@@ -387,7 +387,7 @@ def context_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig) -
         if built.support.mixers and requested is None:  # whole documents are always right
             return None
         raise
-    return cp_axis(setup.mesh, ulysses)
+    return cp_axis(spec.mesh, ulysses)
 
 
 def cuts_images(built: BuiltModel) -> bool:
@@ -430,15 +430,15 @@ def ulysses_of_states(size: int | None, cp: int, *, divides: bool) -> int:
     return cp
 
 
-def check_memory(setup: EngineSpec, built: BuiltModel, sharded: ShardedModel, *, fill: bool) -> None:
+def check_memory(spec: EngineSpec, built: BuiltModel, sharded: ShardedModel, *, fill: bool) -> None:
     """Raises UserError if a rank has too little memory for its shards, or for drawing initial weights."""
-    check_fits(sharded.memory, sharded.room, setup.mesh, setup.config.fsdp, setup.config.optimizer)
+    check_fits(sharded.memory, sharded.room, spec.mesh, spec.config.fsdp, spec.config.optimizer)
     if built.load is None and fill:
         parameters = dict(built.module.named_parameters())
         if sharded.pipeline is not None:
             parameters = {name: sharded.pipeline.tensors[name] for name in sharded.pipeline.parameter_names}
         shapes = (full_shape(name, p, sharded.divided.cuts) for name, p in parameters.items())
-        check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(setup.ranks.world)))
+        check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(spec.ranks.world)))
 
 
 def rebuild_buffers(module: TrainModule) -> None:
@@ -448,23 +448,23 @@ def rebuild_buffers(module: TrainModule) -> None:
 
 
 def fill_weights(
-    setup: EngineSpec, built: BuiltModel, sharded: ShardedModel, progress: Progress | None = None, *, fill: bool = True
+    spec: EngineSpec, built: BuiltModel, sharded: ShardedModel, progress: Progress | None = None, *, fill: bool = True
 ) -> LoadReport | None:
     """Allocate the shards and fill them, from the source's files or at random, unless fill is False.
 
     Buffers, new adapters and a new value head are filled in any case. Returns None if nothing was read.
     """
-    config, module, plan, lora = setup.config, built.module, built.load, built.lora
+    config, module, plan, lora = spec.config, built.module, built.load, built.lora
     report, cuts = None, sharded.divided.cuts
-    materialize(module, setup.storage)
+    materialize(module, spec.storage)
     if plan is None and fill:
-        fill_random(module, cuts, built.config, setup.precision.master, config.seed)
+        fill_random(module, cuts, built.config, spec.precision.master, config.seed)
     elif plan is not None:
         # A frozen base is in no checkpoint: it is always read.
         report = load_weights(module, plan, cuts, progress) if fill or lora is not None else None
         plan.source.close()
     rebuild_buffers(module)
-    move_buffers(module, setup.ranks.device)
+    move_buffers(module, spec.ranks.device)
     if lora is not None:
         fill_adapters(module, lora, cuts, config.seed)
     if config.value_head is not None:
@@ -473,20 +473,20 @@ def fill_weights(
 
 
 def build_optimizer_and_ema(
-    setup: EngineSpec, module: nn.Module, pipeline: Pipeline | None = None
+    spec: EngineSpec, module: nn.Module, pipeline: Pipeline | None = None
 ) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
     """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one.
     pipeline: the whole model, if the module is one of its stages."""
-    config = setup.config.optimizer
+    config = spec.config.optimizer
     all_parameters = None if pipeline is None else pipeline.named_parameters
-    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule, all_parameters)
+    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, spec.rule, all_parameters)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
-    if setup.ranks.device.type == "cpu":
+    if spec.ranks.device.type == "cpu":
         keep_freed_memory()  # not earlier: memory that loading frees should go back
     return optimizer, ema
 
 
-def new_loss_scale(setup: EngineSpec) -> LossScale | None:
+def new_loss_scale(spec: EngineSpec) -> LossScale | None:
     """The loss scale of a training in fp16; None otherwise."""
-    fsdp, fp16 = setup.config.fsdp, setup.precision.compute == torch.float16
-    return LossScale(fsdp.loss_scale, fsdp.loss_scale_interval) if fp16 and setup.trained else None
+    fsdp, fp16 = spec.config.fsdp, spec.precision.compute == torch.float16
+    return LossScale(fsdp.loss_scale, fsdp.loss_scale_interval) if fp16 and spec.trained else None
