@@ -124,17 +124,17 @@ class Blueprint:
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
         """All weights, in the model's order."""
-        precision, found = self.setup.precision, []
+        precision, weights = self.setup.precision, []
         for name, parameter in self.parameters.items():
-            owner = next((own for own in self.experts if name.startswith(f"{own}.")), None)
+            owner = next((prefix for prefix in self.experts if name.startswith(f"{prefix}.")), None)
             count, fastest = None, False
             if owner is not None:
                 child = self.experts[owner]
                 count, fastest = int(child.num_experts), strided(child, name.removeprefix(f"{owner}."))
             dtype = precision.master if parameter.requires_grad else precision.frozen
             shape = tuple(parameter.shape)
-            found.append(Weight(name, shape, parameter.requires_grad, dtype.itemsize, count, fastest))
-        return tuple(found)
+            weights.append(Weight(name, shape, parameter.requires_grad, dtype.itemsize, count, fastest))
+        return tuple(weights)
 
     @cached_property
     def stored(self) -> int:
@@ -154,13 +154,13 @@ class Blueprint:
 
     def undivided(self, tp: int) -> list[tuple[Weight, bool]]:
         """(Trained weight that every rank of tp has whole, whether it is inside a block that tp divides), for each."""
-        styles, found = self.styles(tp), []
+        styles, weights = self.styles(tp), []
         regions = set(styles.regions)
         for weight in self.weights:
             if weight.trained and styles.specs[weight.name].dim is None:
                 parts = weight.name.split(".")
-                found.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
-        return found
+                weights.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
+        return weights
 
     @cached_property
     def layer_numbers(self) -> list[int | None]:
@@ -171,16 +171,16 @@ class Blueprint:
         """(One weight of each kind, the index of each weight's kind): every mesh with this tp divides the weights of a
         kind alike."""
         if tp not in self._kinds:
-            of = self.styles(tp).specs if tp > 1 else {}
+            styles = self.styles(tp).specs if tp > 1 else {}
             numbers: dict[object, int] = {}
-            firsts, found = list[Weight](), list[int]()
+            firsts, kind_of_weight = list[Weight](), list[int]()
             for weight in self.weights:
-                style = of.get(weight.name)
+                style = styles.get(weight.name)
                 kind = weight.shape, weight.trained, weight.itemsize, weight.experts, weight.strided, style
-                found.append(numbers.setdefault(kind, len(numbers)))
-                if found[-1] == len(firsts):
+                kind_of_weight.append(numbers.setdefault(kind, len(numbers)))
+                if kind_of_weight[-1] == len(firsts):
                     firsts.append(weight)
-            self._kinds[tp] = firsts, found
+            self._kinds[tp] = firsts, kind_of_weight
         return self._kinds[tp]
 
     def units(self, tp: int, *, spread: bool) -> tuple[Units, ...]:
@@ -191,26 +191,26 @@ class Blueprint:
         return self._units[tp, spread]
 
     def _found_units(self, tp: int, experts: tuple[str, ...]) -> tuple[Units, ...]:
-        _, kind_of = self.kinds(tp)
+        _, kinds = self.kinds(tp)
         fsdp = self.config.fsdp
         units = find_units(self.module, fsdp.wrap, fsdp.overrides, experts=experts)
         places = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
-        alike: dict[object, list[tuple[Unit, tuple[int, ...]]]] = {}
-        for unit, own in zip(units, parameters_by_unit(units), strict=True):
-            weights = tuple(places[id(p)] for p in own)
+        groups: dict[object, list[tuple[Unit, tuple[int, ...]]]] = {}
+        for unit, unit_parameters in zip(units, parameters_by_unit(units), strict=True):
+            weights = tuple(places[id(p)] for p in unit_parameters)
             inside = self.layer_of(f"{unit.parts[0]}.") is not None
-            kind = unit.keep, unit.shard, inside or _pattern(unit.name), tuple(kind_of[i] for i in weights)
-            alike.setdefault(kind, []).append((unit, weights))
-        found = []
-        for several in alike.values():
-            first, weights = several[0]
-            layers = [self.layer_of(f"{unit.parts[0]}.") for unit, _ in several]
+            kind = unit.keep, unit.shard, inside or _pattern(unit.name), tuple(kinds[i] for i in weights)
+            groups.setdefault(kind, []).append((unit, weights))
+        entries = []
+        for members in groups.values():
+            first, weights = members[0]
+            layers = [self.layer_of(f"{unit.parts[0]}.") for unit, _ in members]
             inside_of = tuple(number for number in layers if number is not None)
-            name = first.name if len(several) == 1 else _pattern(first.name)
-            found.append(Units(name, len(several), weights, first.keep, first.shard, inside_of or None))
-        taken = {places[id(p)] for own in parameters_by_unit(units) for p in own}
-        rest = tuple(index for index in range(len(self.weights)) if index not in taken)
-        return (*found, Units("root", 1, rest, True, "full"))
+            name = first.name if len(members) == 1 else _pattern(first.name)
+            entries.append(Units(name, len(members), weights, first.keep, first.shard, inside_of or None))
+        in_units = {places[id(p)] for unit_parameters in parameters_by_unit(units) for p in unit_parameters}
+        remaining = tuple(index for index in range(len(self.weights)) if index not in in_units)
+        return (*entries, Units("root", 1, remaining, True, "full"))
 
     def layer_of(self, name: str) -> int | None:
         """The number of the decoder layer of a parameter's name; None outside of the layers."""
@@ -242,31 +242,31 @@ class Blueprint:
             self._pipelines[pp] = stages, pipeline
         return self._pipelines[pp]
 
-    def layers(self, pp: int, place: int) -> Sequence[int]:
+    def layers(self, pp: int, pp_rank: int) -> Sequence[int]:
         """The numbers of the layers of a rank at this place of mesh.pp."""
-        found = self.stages(pp)
-        return range(len(self.costs[0])) if found is None else layers_of(found[0], place)
+        stages = self.stages(pp)
+        return range(len(self.costs[0])) if stages is None else layers_of(stages[0], pp_rank)
 
     def sequence(self, tp: int) -> bool:
         """Whether ranks of tp divide tokens between layers. Raises UserError if they cannot divide the model."""
         if tp == 1:
             return False
-        alike = tp if tp <= 4 else _WIDE_TP  # one check for all larger tp: a small copy is divided no further
-        if alike not in self._sequence:
+        checked_tp = tp if tp <= 4 else _WIDE_TP  # one check for all larger tp: a small copy is divided no further
+        if checked_tp not in self._sequence:
             division = check_division(self.checked, self.built.support, tp)
-            self._sequence[alike] = division.sequence and self.built.vision is None
-        return self._sequence[alike]
+            self._sequence[checked_tp] = division.sequence and self.built.vision is None
+        return self._sequence[checked_tp]
 
     def ulysses(self, cp: int, tp: int) -> int | None:
         """The number of cp ranks that exchange heads; None if documents are not cut. Raises UserError if they cannot
         be."""
         if (cp, tp) not in self._ulysses:
-            found = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
-            alike = cp > (found or 1), (found or 1) > 1
-            if found is not None and (alike not in self._contexts or self.config.mesh.ulysses is not None):
-                check_context(self.checked, self.built.flops, cp, found, tp, cuts_images(self.built))
-                self._contexts.add(alike)
-            self._ulysses[cp, tp] = found
+            ulysses = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
+            kind = cp > (ulysses or 1), (ulysses or 1) > 1
+            if ulysses is not None and (kind not in self._contexts or self.config.mesh.ulysses is not None):
+                check_context(self.checked, self.built.flops, cp, ulysses, tp, cuts_images(self.built))
+                self._contexts.add(kind)
+            self._ulysses[cp, tp] = ulysses
         return self._ulysses[cp, tp]
 
     def saved(self, shared: RowSharing) -> Saved:
@@ -301,15 +301,15 @@ class Blueprint:
             self._head_passes[words] = head_passes(words, hidden, compute, trained=trained, entropy=self.samples)
         return self._head_passes[words] * words
 
-    def shared(self, pp: int, place: int) -> list[Weight]:
+    def shared(self, pp: int, pp_rank: int) -> list[Weight]:
         """Trained weights that a rank at this place of mesh.pp and another rank both hold."""
-        found = self.stages(pp)
-        if found is None:
+        stages = self.stages(pp)
+        if stages is None:
             return []
-        if (pp, place) not in self._shared:
-            names = found[1].shared_params(place)
-            self._shared[pp, place] = [weight for weight in self.weights if weight.trained and weight.name in names]
-        return self._shared[pp, place]
+        if (pp, pp_rank) not in self._shared:
+            names = stages[1].shared_params(pp_rank)
+            self._shared[pp, pp_rank] = [weight for weight in self.weights if weight.trained and weight.name in names]
+        return self._shared[pp, pp_rank]
 
     def check(self, mesh: MeshSizes) -> None:
         """Raise UserError if this model cannot be trained on this mesh."""

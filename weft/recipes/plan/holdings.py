@@ -175,8 +175,8 @@ def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
     ranks have fewer or none."""
     if not shape:
         return 1
-    each = math.ceil(shape[0] / shards)
-    return max(0, min(each, shape[0] - each * index)) * math.prod(shape[1:])
+    rows = math.ceil(shape[0] / shards)
+    return max(0, min(rows, shape[0] - rows * index)) * math.prod(shape[1:])
 
 
 def _unit(facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int) -> HeldUnit:

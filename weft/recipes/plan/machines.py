@@ -75,20 +75,20 @@ class Machine:
         """Seconds of an all-gather or reduce-scatter in a ring. payload: bytes of the whole tensor."""
         if size == 1:
             return 0.0
-        here = self.ranks_here(size, stride)
-        machines = -(-size // here)
+        local = self.ranks_here(size, stride)
+        machines = -(-size // local)
         within = payload * (size - 1) / size / (self.link * self.moved)
-        between = payload * (1 - here / size) / (here * self.network * self.moved)
+        between = payload * (1 - local / size) / (local * self.network * self.moved)
         return max(within, between) + (size - machines) * self.hop + (machines - 1) * self.far_hop
 
     def exchanging(self, payload: float, size: int, stride: int) -> float:
         """Seconds of an all-to-all. payload: bytes that each rank deals evenly over the group, itself included."""
         if size == 1:
             return 0.0
-        here = self.ranks_here(size, stride)
-        within = payload * (here - 1) / size / (self.link * self.moved)
-        between = payload * (size - here) / size / (self.network * self.moved)
-        return max(within, between) + (self.far_hop if here < size else self.hop) * 2
+        local = self.ranks_here(size, stride)
+        within = payload * (local - 1) / size / (self.link * self.moved)
+        between = payload * (size - local) / size / (self.network * self.moved)
+        return max(within, between) + (self.far_hop if local < size else self.hop) * 2
 
     def sending(self, payload: float, stride: int) -> float:
         """Seconds of a message of `payload` bytes to a rank whose number differs by `stride`."""

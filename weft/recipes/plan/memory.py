@@ -68,8 +68,8 @@ class Memory:
     @property
     def needs(self) -> MemoryNeeds:
         """The needs as a dry run prints them."""
-        held = self.held
-        return MemoryNeeds(held.weights, held.gradients, held.optimizer, self.gathered, 0, held.average)
+        holdings = self.held
+        return MemoryNeeds(holdings.weights, holdings.gradients, holdings.optimizer, self.gathered, 0, holdings.average)
 
 
 def memory_of(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None) -> Memory:
@@ -83,62 +83,62 @@ def memory_by_stage(
 ) -> list[Memory]:
     """For each stage, the memory of the rank that holds most between steps. Arguments as in memory_of."""
     full = model.config.model.recompute == "full" if recompute is None else recompute
-    return [_of_stage(model, mesh, held, rows, recompute=full) for held in Holdings(model, mesh).by_stage()]
+    return [_of_stage(model, mesh, holdings, rows, recompute=full) for holdings in Holdings(model, mesh).by_stage()]
 
 
-def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | None, *, recompute: bool) -> Memory:
+def _of_stage(model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts | None, *, recompute: bool) -> Memory:
     config, precision = model.config, model.setup.precision
     compute = precision.compute.itemsize
     tokens, micro_batches = longest_row(model, rows)
-    units = [(gathered_part(model, mesh, unit), unit.keep) for unit in held.units for _ in range(unit.count)]
-    found = Memory(
-        held,
+    units = [(gathered_part(model, mesh, unit), unit.keep) for unit in holdings.units for _ in range(unit.count)]
+    memory = Memory(
+        holdings,
         gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
-        unreduced=_unreduced(model, held, micro_batches) if model.setup.trained else 0,
+        unreduced=_unreduced(model, holdings, micro_batches) if model.setup.trained else 0,
         rows=0,
         in_flight=0,
         experts=_expert_rows(model, mesh, tokens),
-        head=_head(model, mesh, tokens) if held.place.pp == last_place(model, mesh) else 0,
-        host=_host(model, mesh, held),
-        lingering=_lingering(model, held, micro_batches) if model.setup.trained else 0,
+        head=_head(model, mesh, tokens) if holdings.place.pp == last_place(model, mesh) else 0,
+        host=_host(model, mesh, holdings),
+        lingering=_lingering(model, holdings, micro_batches) if model.setup.trained else 0,
         offloaded=config.fsdp.cpu_offload,
-        staged=_staged(model, held) if config.fsdp.cpu_offload else 0,
-        reduced=_reduced(model, mesh, held, micro_batches) if model.setup.trained else 0,
+        staged=_staged(model, holdings) if config.fsdp.cpu_offload else 0,
+        reduced=_reduced(model, mesh, holdings, micro_batches) if model.setup.trained else 0,
     )
     if not model.setup.trained:
-        return found
+        return memory
     try:
         saved = model.saved(sharing(model, mesh, rows))
     except Exception as error:  # whatever a family does that needs values
-        return replace(found, unknown=type(error).__name__)
-    layers = model.layers(mesh.pp, held.place.pp)
-    several = rows_in_flight(model, mesh, held.place.pp, micro_batches)
-    one = saved.bytes(tokens, recompute=recompute, layers=layers)
-    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=several)
-    again = round(saved.largest_layer(layers) * tokens) if recompute else 0
-    found = replace(found, rows=one, in_flight=all_rows - one, again=again)
+        return replace(memory, unknown=type(error).__name__)
+    layers = model.layers(mesh.pp, holdings.place.pp)
+    row_count = rows_in_flight(model, mesh, holdings.place.pp, micro_batches)
+    bytes_of_row = saved.bytes(tokens, recompute=recompute, layers=layers)
+    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=row_count)
+    recomputed = round(saved.largest_layer(layers) * tokens) if recompute else 0
+    memory = replace(memory, rows=bytes_of_row, in_flight=all_rows - bytes_of_row, again=recomputed)
     freed = sum(count for count, keep in units if not keep) * compute
-    if not _keeps(model, mesh, found.fullest + freed):
-        return found
-    kept = sum(count for count, _ in units) * compute
-    return replace(found, keeps=True, copies=max(0, kept - found.gathered))
+    if not _keeps(model, mesh, memory.fullest + freed):
+        return memory
+    working_copies = sum(count for count, _ in units) * compute
+    return replace(memory, keeps=True, copies=max(0, working_copies - memory.gathered))
 
 
 def gathered_part(model: Blueprint, mesh: MeshSizes, unit: HeldUnit) -> int:
     """Elements of a unit that FSDP gathers: on a single rank it leaves frozen weights in the compute dtype alone."""
-    whole = mesh.world == 1 and not model.config.fsdp.cpu_offload
-    alone = whole and model.setup.precision.frozen == model.setup.precision.compute
-    return unit.trained if alone else unit.elements
+    single = mesh.world == 1 and not model.config.fsdp.cpu_offload
+    only_trained = single and model.setup.precision.frozen == model.setup.precision.compute
+    return unit.trained if only_trained else unit.elements
 
 
 def _keeps(model: Blueprint, mesh: MeshSizes, fullest: int) -> bool:
     """Whether one data rank on CUDA keeps all units gathered for a whole step: where an eighth of the memory stays
     free. fullest: bytes with them."""
     config, assumed = model.config.fsdp, model.assumed
-    one = mesh.dp_replicate * mesh.shards == 1 and not config.cpu_offload
+    single_rank = mesh.dp_replicate * mesh.shards == 1 and not config.cpu_offload
     if config.reshard_after_forward is False:
-        return one
-    return one and assumed is not None and fullest <= 0.875 * assumed.memory
+        return single_rank
+    return single_rank and assumed is not None and fullest <= 0.875 * assumed.memory
 
 
 def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | None]:
@@ -148,23 +148,23 @@ def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | Non
     return rows.longest, rows.load.micro_batches
 
 
-def rows_in_flight(model: Blueprint, mesh: MeshSizes, place: int, micro_batches: int | None) -> float:
+def rows_in_flight(model: Blueprint, mesh: MeshSizes, pp_rank: int, micro_batches: int | None) -> float:
     """The number of rows for which a rank of mesh.pp keeps what backward needs, at most. With several stages per rank,
     a row counts by the share of the rank's stages that keep it."""
-    found = model.stages(mesh.pp)
-    if found is None:
+    stages = model.stages(mesh.pp)
+    if stages is None:
         return 1.0
-    placement, schedule = found[0].placement, model.config.mesh.pp_schedule
-    many = 4 * placement.stages if micro_batches is None else micro_batches
+    placement, schedule = stages[0].placement, model.config.mesh.pp_schedule
+    micro_batch_count = 4 * placement.stages if micro_batches is None else micro_batches
     if schedule != "GPipe":
-        many = min(many, 4 * placement.stages)  # more micro-batches change nothing
-    return in_flight(schedule, placement, place, many) / placement.chunks
+        micro_batch_count = min(micro_batch_count, 4 * placement.stages)  # more micro-batches change nothing
+    return in_flight(schedule, placement, pp_rank, micro_batch_count) / placement.chunks
 
 
 def last_place(model: Blueprint, mesh: MeshSizes) -> int:
     """The place on mesh.pp that computes the loss."""
-    found = model.stages(mesh.pp)
-    return 0 if found is None else found[0].placement.last
+    stages = model.stages(mesh.pp)
+    return 0 if stages is None else stages[0].placement.last
 
 
 def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
@@ -175,37 +175,37 @@ def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowShar
     return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
 
 
-def _unreduced(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+def _unreduced(model: Blueprint, holdings: Held, micro_batches: int | None) -> int:
     """Bytes of unreduced gradients of the largest unit: in the compute dtype, as autograd makes them, and as they are
     sent. With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
-    precision, trained = model.setup.precision, [unit for unit in held.units if unit.trained]
+    precision, trained = model.setup.precision, [unit for unit in holdings.units if unit.trained]
     largest = max((_both(unit, precision.compute, precision.reduce) for unit in trained), default=0)
     if model.config.fsdp.reduce == "last" and micro_batches != 1:
         return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
     return largest
 
 
-def _lingering(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+def _lingering(model: Blueprint, holdings: Held, micro_batches: int | None) -> int:
     """Bytes of the root's gradients as they were sent, which come last in a backward."""
     if micro_batches == 1 or model.config.fsdp.reduce == "last":
         return 0
-    roots = (unit for unit in held.units if unit.name == "root" and unit.shards > 1)
+    roots = (unit for unit in holdings.units if unit.name == "root" and unit.shards > 1)
     return sum(unit.trained_padded for unit in roots) * model.setup.precision.reduce.itemsize
 
 
-def _staged(model: Blueprint, held: Held) -> int:
+def _staged(model: Blueprint, holdings: Held) -> int:
     """Bytes of the shards that have come from the host, as they are stored, of the two largest units: each is there
     until it is gathered."""
     precision = model.setup.precision
     master, frozen = precision.master.itemsize, precision.frozen.itemsize
     sizes = []
-    for unit in held.units:
+    for unit in holdings.units:
         stored = unit.trained * master + (unit.elements - unit.trained) * frozen
         sizes += [(stored // unit.shards, False)] * unit.count
     return gathered_elements(sizes, True)
 
 
-def _reduced(model: Blueprint, mesh: MeshSizes, held: Held, micro_batches: int | None) -> int:
+def _reduced(model: Blueprint, mesh: MeshSizes, holdings: Held, micro_batches: int | None) -> int:
     """Bytes of reduced gradients of replicated units that torch keeps beside the gradients (weft/upstream.py): where
     they are cast to the masters' dtype, or added to those of an earlier micro-batch."""
     present, config, precision = HSDP_BUFFERS.present, model.config.fsdp, model.setup.precision
@@ -213,7 +213,7 @@ def _reduced(model: Blueprint, mesh: MeshSizes, held: Held, micro_batches: int |
     if present is None or not present() or (precision.reduce == precision.master and not added):
         return 0
     ranks, size = mesh.dp_replicate * mesh.shards, precision.reduce.itemsize
-    replicated = (unit for unit in held.units if ranks > unit.shards * (mesh.ep if unit.strategy == "experts" else 1))
+    replicated = (unit for unit in holdings.units if ranks > unit.shards * (mesh.ep if unit.strategy == "experts" else 1))
     return sum(unit.trained_padded // unit.shards * unit.count for unit in replicated) * size
 
 
@@ -231,8 +231,8 @@ def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
 def rows_of_a_token(model: Blueprint) -> int:
     """Rows that travel to experts per token: one for each choice, or for every expert if all get every token."""
     facts = model.built.flops
-    every = not all(hasattr(child, "has_gate") for child in model.experts.values())
-    return facts.experts if every else facts.experts_per_token
+    all_experts = not all(hasattr(child, "has_gate") for child in model.experts.values())
+    return facts.experts if all_experts else facts.experts_per_token
 
 
 def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
@@ -253,7 +253,7 @@ def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     return tiles + hidden + vocabulary * width * wide + blocks
 
 
-def _host(model: Blueprint, mesh: MeshSizes, held: Held) -> int:
-    needs = MemoryNeeds(held.weights, held.gradients, held.optimizer, 0, 0, held.average)
+def _host(model: Blueprint, mesh: MeshSizes, holdings: Held) -> int:
+    needs = MemoryNeeds(holdings.weights, holdings.gradients, holdings.optimizer, 0, 0, holdings.average)
     adapters = model.built.lora is not None
     return host_bytes([HostNeeds.estimate(needs, adapters=adapters, state=True, replicas=mesh.dp_replicate, parts=())])

@@ -41,8 +41,8 @@ class Search:
     @cached_property
     def costs(self) -> list[float]:
         """FLOPs of each document."""
-        of = {length: document_flops(self.model.built.flops, length) for length in set(self.lengths)}
-        return [of[length] for length in self.lengths]
+        cost_by_length = {length: document_flops(self.model.built.flops, length) for length in set(self.lengths)}
+        return [cost_by_length[length] for length in self.lengths]
 
     def blocks(self, tp: int) -> int:
         """The number of blocks that tp divides; 0 if tp cannot divide the model."""
@@ -85,146 +85,146 @@ class Found:
     refused: dict[str, int] = field(default_factory=dict)
 
 
-def search(wanted: Search) -> Found:
+def search(problem: Search) -> Found:
     """Try meshes in the order of their lower bounds of time, until no other can be among the best, or _MOST_TRIED were
     tried."""
-    found, known = Found(), dict[object, RowFacts]()
-    room = wanted.machine.accelerator.memory * wanted.machine.usable
-    bounds = [(_least_seconds(wanted, mesh), mesh) for mesh in meshes(wanted)]
-    found.meshes = len(bounds)
-    for least, mesh in sorted(bounds, key=lambda pair: pair[0]):
-        if found.tried == _MOST_TRIED or (len(found.best) == BEST and least >= found.best[-1].time.seconds):
+    result, rows_cache = Found(), dict[object, RowFacts]()
+    room = problem.machine.accelerator.memory * problem.machine.usable
+    bounds = [(_least_seconds(problem, mesh), mesh) for mesh in meshes(problem)]
+    result.meshes = len(bounds)
+    for lower_bound, mesh in sorted(bounds, key=lambda pair: pair[0]):
+        if result.tried == _MOST_TRIED or (len(result.best) == BEST and lower_bound >= result.best[-1].time.seconds):
             break
-        found.tried += 1
+        result.tried += 1
         try:
-            _check(wanted, mesh)
-            budget = _budget(wanted, mesh)
-            proposal = _proposal(wanted, mesh, budget, _rows(wanted, mesh, budget, known), room)
+            _check(problem, mesh)
+            budget = _budget(problem, mesh)
+            proposal = _proposal(problem, mesh, budget, _rows(problem, mesh, budget, rows_cache), room)
         except UserError as error:
             reason = first_line(error)
-            found.refused[reason] = found.refused.get(reason, 0) + 1
+            result.refused[reason] = result.refused.get(reason, 0) + 1
             continue
         if isinstance(proposal, Proposal):
-            found.best = sorted([*found.best, proposal], key=lambda one: (one.time.seconds, one.memory.fullest))[:BEST]
+            result.best = sorted([*result.best, proposal], key=lambda one: (one.time.seconds, one.memory.fullest))[:BEST]
             continue
-        found.too_large += 1
-        if found.nearest is None or proposal.fullest < found.nearest[1].fullest:
-            found.nearest = mesh, proposal
-    return found
+        result.too_large += 1
+        if result.nearest is None or proposal.fullest < result.nearest[1].fullest:
+            result.nearest = mesh, proposal
+    return result
 
 
-def _least_seconds(wanted: Search, mesh: MeshSizes) -> float:
+def _least_seconds(problem: Search, mesh: MeshSizes) -> float:
     """A lower bound of a step's seconds: computing by the busiest rank, collectives of tp and ep, and the bubble of a
     pipeline, without FSDP."""
-    model, machine, ranks = wanted.model, wanted.machine, mesh.dp_replicate * mesh.shards
-    costs = wanted.costs
+    model, machine, ranks = problem.model, problem.machine, mesh.dp_replicate * mesh.shards
+    costs = problem.costs
     shared = mesh.cp if model.built.cuts_documents else 1
     computing = max(sum(costs) / ranks, max(costs) / shared) / (mesh.tp * mesh.pp)
     seconds = computing / (machine.peak * max(machine.matmul, machine.attention))
-    tokens = sum(wanted.lengths) / ranks
+    tokens = sum(problem.lengths) / ranks
     row = model.text.hidden_size * model.setup.precision.compute.itemsize
     if mesh.tp > 1:  # two collectives in forward and two in backward
-        seconds += 4 * wanted.blocks(mesh.tp) / mesh.pp * machine.gathering(tokens * row, mesh.tp, 1)
+        seconds += 4 * problem.blocks(mesh.tp) / mesh.pp * machine.gathering(tokens * row, mesh.tp, 1)
     if mesh.ep > 1:
         exchanged = tokens * row * rows_of_a_token(model)
         seconds += 4 * len(model.experts) / mesh.pp * machine.exchanging(exchanged, mesh.ep, mesh.tp)
-    return seconds / (1.0 - _least_bubble(wanted, mesh, ranks // shared))
+    return seconds / (1.0 - _least_bubble(problem, mesh, ranks // shared))
 
 
-def _least_bubble(wanted: Search, mesh: MeshSizes, groups: int) -> float:
+def _least_bubble(problem: Search, mesh: MeshSizes, groups: int) -> float:
     """A lower bound of the share of time that ranks of mesh.pp wait, for the largest possible number of micro-batches.
     groups: number of groups of ranks that may share a document."""
-    config = wanted.model.config.mesh
+    config = problem.model.config.mesh
     if mesh.pp == 1 or config.pp_schedule in DELAYED:
         return 0.0
     placement = placement_of(config.pp_schedule, mesh.pp, config.pp_stages_per_rank)
-    most = (1 + len(wanted.lengths) // max(1, groups)) * placement.chunks
-    return (mesh.pp - 1) / (most + mesh.pp - 1)
+    micro_batches = (1 + len(problem.lengths) // max(1, groups)) * placement.chunks
+    return (mesh.pp - 1) / (micro_batches + mesh.pp - 1)
 
 
-def meshes(wanted: Search) -> Iterator[MeshSizes]:
+def meshes(problem: Search) -> Iterator[MeshSizes]:
     """All meshes whose axes multiply to the ranks and whose shards could fit. tp stays within a machine; cp is at most
     twice what the longest document needs."""
-    ranks, model = wanted.ranks, wanted.model
+    ranks, model = problem.ranks, problem.model
     layers = len(model.costs[0])
-    needed = -(-wanted.longest // model.config.step.max_tokens_per_device)
+    needed = -(-problem.longest // model.config.step.max_tokens_per_device)
     experts = min((int(child.num_experts) for child in model.experts.values()), default=1)
-    for tp in _divisors(ranks, min(wanted.machine.ranks, 16)):
+    for tp in _divisors(ranks, min(problem.machine.ranks, 16)):
         for pp in _divisors(ranks // tp, min(_MOST_STAGES, layers)):
             for cp in _divisors(ranks // tp // pp, 1 if needed == 1 else 2 * needed):
                 data = ranks // tp // pp // cp
                 for replicate in _divisors(data, data):
                     shard = data // replicate
-                    if not _could_fit(wanted, tp * pp * shard * cp):
+                    if not _could_fit(problem, tp * pp * shard * cp):
                         continue
                     for ep in _divisors(shard * cp, experts):
                         yield MeshSizes(replicate, shard, cp, tp, ep, pp)
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    """Divisors up to `most` that suit machines and shapes: powers of two, alone or times the number's odd part."""
+def _divisors(number: int, limit: int) -> list[int]:
+    """Divisors up to `limit` that suit machines and shapes: powers of two, alone or times the number's odd part."""
     odd = number
     while odd % 2 == 0:
         odd //= 2
-    found = {power * rest for power in (1 << n for n in range(number.bit_length())) for rest in (1, odd)}
-    return sorted(n for n in found if number % n == 0 and n <= most)
+    candidates = {power * factor for power in (1 << n for n in range(number.bit_length())) for factor in (1, odd)}
+    return sorted(n for n in candidates if number % n == 0 and n <= limit)
 
 
-def _could_fit(wanted: Search, parts: int) -> bool:
+def _could_fit(problem: Search, parts: int) -> bool:
     """Whether weights, gradients and optimizer state alone fit, divided into `parts` equal parts; they always do on the
     host, whose memory is not known."""
-    setup = wanted.model.setup
-    if wanted.model.config.fsdp.cpu_offload:
+    setup = problem.model.setup
+    if problem.model.config.fsdp.cpu_offload:
         return True
     state = setup.precision.master.itemsize + sum(dtype.itemsize for dtype in setup.moments)
-    total = wanted.model.stored + wanted.model.trained * state * setup.trained
-    return total / parts <= wanted.machine.accelerator.memory * wanted.machine.usable
+    total = problem.model.stored + problem.model.trained * state * setup.trained
+    return total / parts <= problem.machine.accelerator.memory * problem.machine.usable
 
 
-def _check(wanted: Search, mesh: MeshSizes) -> None:
+def _check(problem: Search, mesh: MeshSizes) -> None:
     """Raise UserError if the config or the family forbids this mesh."""
     axes = {name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")}
-    own = replace(wanted.config.mesh, **axes, ulysses=None)
-    budget = _budget(wanted, mesh)
-    step = replace(wanted.config.step, max_tokens_per_device=budget)
-    data = wanted.config.data
-    if wanted.stated and getattr(data, "max_length", None):
-        data = replace(data, max_length=wanted.longest)
-    problems = check_config(replace(wanted.config, mesh=own, step=step, data=data))
+    mesh_config = replace(problem.config.mesh, **axes, ulysses=None)
+    budget = _budget(problem, mesh)
+    step = replace(problem.config.step, max_tokens_per_device=budget)
+    data = problem.config.data
+    if problem.stated and getattr(data, "max_length", None):
+        data = replace(data, max_length=problem.longest)
+    problems = check_config(replace(problem.config, mesh=mesh_config, step=step, data=data))
     if problems:
         raise UserError(problems[0])
-    wanted.model.check(mesh)
+    problem.model.check(mesh)
 
 
-def _budget(wanted: Search, mesh: MeshSizes) -> int:
+def _budget(problem: Search, mesh: MeshSizes) -> int:
     """step.max_tokens_per_device, or more if the longest document needs it."""
-    stated = wanted.model.config.step.max_tokens_per_device
-    shared = mesh.cp if wanted.model.built.cuts_documents else 1
-    needed = -(-wanted.longest // shared)
+    stated = problem.model.config.step.max_tokens_per_device
+    shared = mesh.cp if problem.model.built.cuts_documents else 1
+    needed = -(-problem.longest // shared)
     return max(stated, -(-needed // _UNIT) * _UNIT)
 
 
-def _rows(wanted: Search, mesh: MeshSizes, budget: int, known: dict[object, RowFacts]) -> RowFacts:
-    model, groups = wanted.model, mesh.dp_replicate * mesh.dp_shard
+def _rows(problem: Search, mesh: MeshSizes, budget: int, cache: dict[object, RowFacts]) -> RowFacts:
+    model, groups = problem.model, mesh.dp_replicate * mesh.dp_shard
     key = groups, mesh.cp, mesh.tp, budget
-    if key not in known:
+    if key not in cache:
         # If all documents are equal, a part of the ranks has the same part of the documents.
-        alike = math.gcd(len(wanted.lengths), groups) if len(set(wanted.lengths)) == 1 else 1
-        part = replace(mesh, dp_replicate=1, dp_shard=groups // alike)
-        plan = plan_rows(model, part, wanted.lengths[: len(wanted.lengths) // alike], budget)
+        repeats = math.gcd(len(problem.lengths), groups) if len(set(problem.lengths)) == 1 else 1
+        part = replace(mesh, dp_replicate=1, dp_shard=groups // repeats)
+        plan = plan_rows(model, part, problem.lengths[: len(problem.lengths) // repeats], budget)
         rows = RowFacts.of(model, plan)
-        known[key] = replace(rows, tokens=rows.tokens * alike, flops=rows.flops * alike)
-    return known[key]
+        cache[key] = replace(rows, tokens=rows.tokens * repeats, flops=rows.flops * repeats)
+    return cache[key]
 
 
-def _proposal(wanted: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float) -> Proposal | Memory:
+def _proposal(problem: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float) -> Proposal | Memory:
     """A proposal for this mesh, without recomputation if possible; the memory that it would need, if it does not
     fit."""
-    model, memory = wanted.model, None
+    model, memory = problem.model, None
     for recompute in (False, True):
         memory = memory_of(model, mesh, rows, recompute=recompute)
         if memory.fullest <= room:
-            time = time_of(model, mesh, rows, wanted.machine, recompute=recompute)
+            time = time_of(model, mesh, rows, problem.machine, recompute=recompute)
             limit = time.limit if memory.fullest < 0.9 * room else f"memory, {time.limit}"
             return Proposal(mesh, budget, recompute, memory, time, limit)
     assert memory is not None

@@ -82,11 +82,11 @@ class _Work:
 
     def seconds(self, share: float) -> tuple[float, float]:
         """(Forward, backward) seconds of a row that costs `share` times as much."""
-        both = []
+        phases = []
         for phase in (0, 1):
             hidden = max(self.gathers[phase], self.hosted[phase], self.launching[phase])
-            both.append(max(self.device(phase, share), hidden) + self.open[phase] * share)
-        return both[0], both[1]
+            phases.append(max(self.device(phase, share), hidden) + self.open[phase] * share)
+        return phases[0], phases[1]
 
 
 def time_of(
@@ -94,45 +94,45 @@ def time_of(
 ) -> StepTime:
     """The time of a step of these rows."""
     full = model.config.model.recompute == "full" if recompute is None else recompute
-    held = Holdings(model, mesh).by_stage()
-    moved = [transfers(model, mesh, one, rows.load, recompute=full) for one in held]
-    works = [_work(model, mesh, one, rows, machine, of, full) for one, of in zip(held, moved, strict=True)]
+    holdings = Holdings(model, mesh).by_stage()
+    moved = [transfers(model, mesh, stage_holdings, rows.load, recompute=full) for stage_holdings in holdings]
+    works = [_work(model, mesh, stage_holdings, rows, machine, transfers_of_stage, full) for stage_holdings, transfers_of_stage in zip(holdings, moved, strict=True)]
     shares = rows.shares
     busy = [sum(sum(work.seconds(share)) for share in shares) for work in works]
     of_rows = _seconds_of_rows(model, mesh, works, busy, shares)
     slowest = max(range(len(works)), key=lambda stage: busy[stage])
-    ends = [_end_of_step(of, machine) for of in moved]
-    update = max(_update_seconds(model, one, machine) for one in held)
+    ends = [_end_of_step(transfers_of_stage, machine) for transfers_of_stage in moved]
+    update = max(_update_seconds(model, stage_holdings, machine) for stage_holdings in holdings)
     launches = LAUNCHES_OF_UPDATE if model.config.optimizer.name == "adamw" else LAUNCHES_OF_OTHERS
-    waiting = launches * machine.launch * max(map(_trained_tensors, held))
-    whole = of_rows + max(ends) + update + waiting
+    waiting = launches * machine.launch * max(map(_trained_tensors, holdings))
+    total = of_rows + max(ends) + update + waiting
     parts = _parts(works[slowest], rows, moved[slowest], machine)
     if mesh.pp > 1:
         idle, bubble_share = of_rows - busy[slowest], 1.0 - sum(busy) / len(busy) / of_rows
         parts.append(Part("waiting for stages", idle, idle, note=f"bubble {bubble_share:.0%}"))
-    where = "on the host: " if model.config.fsdp.cpu_offload else ""
-    parts.append(Part("optimizer", update, update, note=f"{where}norm, clipping, reads and writes of the states"))
+    location = "on the host: " if model.config.fsdp.cpu_offload else ""
+    parts.append(Part("optimizer", update, update, note=f"{location}norm, clipping, reads and writes of the states"))
     parts.append(Part("end of the step", waiting, waiting, note="the host launches the update, the device waits"))
-    mfu = rows.flops / (machine.peak * mesh.world * whole)
-    return StepTime(whole, tuple(parts), rows.tokens, mfu, tuple(moved[slowest]))
+    mfu = rows.flops / (machine.peak * mesh.world * total)
+    return StepTime(total, tuple(parts), rows.tokens, mfu, tuple(moved[slowest]))
 
 
 def _work(
     model: Blueprint,
     mesh: MeshSizes,
-    held: Held,
+    holdings: Held,
     rows: RowFacts,
     machine: Machine,
     moved: Sequence[Transfer],
     recompute: bool,
 ) -> _Work:
-    linear, attention = _flops(model, mesh, held.place.pp, rows, recompute=recompute)
+    linear, attention = _flops(model, mesh, holdings.place.pp, rows, recompute=recompute)
     per_row = 1.0 / rows.load.micro_batches
     seconds = defaultdict[tuple[str, bool], float](float)
-    for one in moved:
-        seconds[one.phase, one.hidden] += one.seconds(machine) * per_row
-    passes, launching = _passes(model, mesh, held, rows, machine, recompute=recompute)
-    copies, hosted = _copies(model, mesh, held, rows, machine, recompute=recompute)
+    for transfer in moved:
+        seconds[transfer.phase, transfer.hidden] += transfer.seconds(machine) * per_row
+    passes, launching = _passes(model, mesh, holdings, rows, machine, recompute=recompute)
+    copies, hosted = _copies(model, mesh, holdings, rows, machine, recompute=recompute)
     return _Work(
         linear=(linear[0] / (machine.peak * machine.matmul), linear[1] / (machine.peak * machine.matmul)),
         attention=(
@@ -149,21 +149,21 @@ def _work(
 
 
 def _passes(
-    model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts, machine: Machine, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts, machine: Machine, *, recompute: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of passes over tensors of a row's layers and head, the same of launching all of its
     operations). A pipeline's last stage has the head."""
-    load, each = rows.load, model.passes(sharing(model, mesh, rows))
+    load, passes = rows.load, model.passes(sharing(model, mesh, rows))
     tokens = load.tokens / load.micro_batches
-    own = [each[layer] for layer in model.layers(mesh.pp, held.place.pp)]
-    again = 1 if recompute else 0
-    ahead = sum(layer.forward.bytes for layer in own)
-    back = sum(layer.backward.bytes for layer in own) + again * ahead
-    operations = sum(layer.forward.operations for layer in own)
-    backward = sum(layer.backward.operations for layer in own) + again * operations
+    stage_passes = [passes[layer] for layer in model.layers(mesh.pp, holdings.place.pp)]
+    recomputed = 1 if recompute else 0
+    ahead = sum(layer.forward.bytes for layer in stage_passes)
+    back = sum(layer.backward.bytes for layer in stage_passes) + recomputed * ahead
+    operations = sum(layer.forward.operations for layer in stage_passes)
+    backward = sum(layer.backward.operations for layer in stage_passes) + recomputed * operations
     fused = machine.fused if model.config.model.compile is True else 1.0
     forward_bytes, backward_bytes = fused * ahead * tokens, fused * back * tokens
-    if held.place.pp == last_place(model, mesh):
+    if holdings.place.pp == last_place(model, mesh):
         # Where directions are known, the head does nearly all in forward; where it has to wait, nearly all in backward.
         of_head = model.head_passes(mesh.tp) * load.predicted / load.micro_batches
         if model.samples:
@@ -175,7 +175,7 @@ def _passes(
 
 
 def _copies(
-    model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts, machine: Machine, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts, machine: Machine, *, recompute: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of FSDP2's copies for a row, (forward, backward) seconds of copies between host and
     accelerator that computing hides).
@@ -188,12 +188,12 @@ def _copies(
     config, precision = model.config.fsdp, model.setup.precision
     compute, reduce, master = precision.compute.itemsize, precision.reduce.itemsize, precision.master.itemsize
     trains, further = model.setup.trained, rows.load.micro_batches > 1
-    one = mesh.dp_replicate * mesh.shards == 1
-    kept = one and trains and memory_by_stage(model, mesh, rows, recompute=recompute)[held.place.pp].keeps
-    per_row = 1.0 / rows.load.micro_batches if kept else 1.0
+    single_rank = mesh.dp_replicate * mesh.shards == 1
+    working_copies = single_rank and trains and memory_by_stage(model, mesh, rows, recompute=recompute)[holdings.place.pp].keeps
+    per_row = 1.0 / rows.load.micro_batches if working_copies else 1.0
     copied, waited, hidden = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # bytes; bytes from the host, with and without waiting
-    for unit in held.units:
-        freed = trains and not unit.keep and config.reshard_after_forward is not False and not kept
+    for unit in holdings.units:
+        freed = trains and not unit.keep and config.reshard_after_forward is not False and not working_copies
         phases = (0, 1) if freed else (0,)
         frozen = gathered_part(model, mesh, unit) - unit.trained
         for elements, stored in ((unit.trained, master), (frozen, precision.frozen.itemsize)):
@@ -206,7 +206,7 @@ def _copies(
                     target[phase] += unit.count * elements * stored / unit.shards
         if not trains:
             continue
-        single = 0 if unit.shards > 1 else 2 * reduce if one else 4 * reduce
+        single = 0 if unit.shards > 1 else 2 * reduce if single_rank else 4 * reduce
         added = 3 * master / unit.shards if further else 0
         copied[1] += unit.count * unit.trained * (compute + reduce + single + added)
         if config.cpu_offload:
@@ -222,14 +222,14 @@ def _flops(
     """((forward, backward) FLOPs of matrices, the same of attention) of a rank of a stage, for a row of the cost
     RowFacts.dearest. Recomputed layers count again, in backward."""
     of_rank = rows.dearest / mesh.tp
-    whole, head = model.costs
-    everything, own = sum(whole) + head, model.layers(mesh.pp, stage)
+    layer_costs, head = model.costs
+    total, stage_layers = sum(layer_costs) + head, model.layers(mesh.pp, stage)
     last = stage == last_place(model, mesh)
-    layers, of_head = sum(whole[layer] for layer in own) / everything, head * last / everything
+    layers, of_head = sum(layer_costs[layer] for layer in stage_layers) / total, head * last / total
     frozen = model.built.flops.frozen
     ahead = 1 / 2 if frozen else 1 / 3
     linear = of_rank * rows.linear
-    attending = of_rank * (1 - rows.linear) * len(own) / len(whole)
+    attending = of_rank * (1 - rows.linear) * len(stage_layers) / len(layer_costs)
     trained = linear * (layers + of_head)
     forward, backward = trained * ahead, trained * (1 - ahead)
     if recompute:
@@ -244,49 +244,49 @@ def _seconds_of_rows(
 ) -> float:
     """Seconds of all forwards and backwards of a step, with the waiting of stages for each other. busy: each stage's
     seconds without waiting."""
-    found = model.stages(mesh.pp)
-    if found is None:
+    staged = model.stages(mesh.pp)
+    if staged is None:
         return busy[0]
-    stages, schedule = found[0], model.config.mesh.pp_schedule
+    stages, schedule = staged[0], model.config.mesh.pp_schedule
     placement, delayed = stages.placement, schedule in DELAYED
-    run, more = list(shares), 0.0
+    run, repeated_seconds = list(shares), 0.0
     if schedule != "GPipe" and len(run) > 8 * placement.stages and max(run) - min(run) < 1e-6:
         # Once a pipeline of equal rows is full, a further row adds its time on the slowest rank.
         del run[8 * placement.stages :]
-        more = max(busy) * (1.0 - len(run) / len(shares))
-    orders = [order(schedule, placement, place, len(run)) for place in range(mesh.pp)]
+        repeated_seconds = max(busy) * (1.0 - len(run) / len(shares))
+    orders = [order(schedule, placement, pp_rank, len(run)) for pp_rank in range(mesh.pp)]
     costs = [[work.seconds(share) for share in run] for work in works]
-    of_rank = [sum(stages.costs[stage] for stage in placement.stages_of(place)) for place in range(mesh.pp)]
+    of_rank = [sum(stages.costs[stage] for stage in placement.stages_of(pp_rank)) for pp_rank in range(mesh.pp)]
 
     def cost(stage: int, action: Action) -> float:
-        place = placement.rank_of(stage)
-        forward, backward = costs[place][action.micro]
+        pp_rank = placement.rank_of(stage)
+        forward, backward = costs[pp_rank][action.micro]
         seconds = forward if action.kind == "forward" else backward / 2 if delayed else backward
-        return seconds * stages.costs[stage] / of_rank[place]
+        return seconds * stages.costs[stage] / of_rank[pp_rank]
 
     busy_here = sum(busy) * len(run) / len(shares)
-    return busy_here / len(busy) / (1.0 - bubble(orders, placement, cost)) + more
+    return busy_here / len(busy) / (1.0 - bubble(orders, placement, cost)) + repeated_seconds
 
 
 def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:
     """Seconds of the collectives at the end of a step: sums over replicas, over tp and between stages."""
-    return sum(one.seconds(machine) for one in moved if one.phase == "step")
+    return sum(transfer.seconds(machine) for transfer in moved if transfer.phase == "step")
 
 
-def _update_seconds(model: Blueprint, held: Held, machine: Machine) -> float:
+def _update_seconds(model: Blueprint, holdings: Held, machine: Machine) -> float:
     """Seconds of norm, clipping and update: gradients are read for the norm, read and written by clipping and read by
     the optimizer, which reads and writes masters and states; an average is read and written beside the masters. AdamW
     clips as it steps, and writes gradients back."""
-    masters = held.gradients  # as many, in the same dtype
+    masters = holdings.gradients  # as many, in the same dtype
     of_gradients = 3 if model.config.optimizer.name == "adamw" else 4
-    moved = 2 * (masters + held.optimizer) + of_gradients * held.gradients
-    if held.average:
-        moved += 2 * held.average + masters
+    moved = 2 * (masters + holdings.optimizer) + of_gradients * holdings.gradients
+    if holdings.average:
+        moved += 2 * holdings.average + masters
     return moved / machine.host_memory if model.config.fsdp.cpu_offload else machine.passing(moved)
 
 
-def _trained_tensors(held: Held) -> int:
-    return sum(unit.count * unit.tensors for unit in held.units)
+def _trained_tensors(holdings: Held) -> int:
+    return sum(unit.count * unit.tensors for unit in holdings.units)
 
 
 def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Machine) -> list[Part]:

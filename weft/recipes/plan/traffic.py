@@ -62,42 +62,42 @@ class Transfer:
         return self.calls * once * (2 if self.kind == "all-reduce" else 1)
 
 
-def transfers(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> list[Transfer]:
+def transfers(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load, *, recompute: bool) -> list[Transfer]:
     """The collectives of a rank in one step."""
-    found = [
-        *_of_units(model, mesh, held, load),
-        *_of_tp(model, mesh, held, load, recompute=recompute),
-        *_of_cp(model, mesh, held, load, recompute=recompute),
-        *_of_experts(model, mesh, held, load, recompute=recompute),
-        *_of_stages(model, mesh, held, load),
+    result = [
+        *_of_units(model, mesh, holdings, load),
+        *_of_tp(model, mesh, holdings, load, recompute=recompute),
+        *_of_cp(model, mesh, holdings, load, recompute=recompute),
+        *_of_experts(model, mesh, holdings, load, recompute=recompute),
+        *_of_stages(model, mesh, holdings, load),
     ]
-    return [one for one in found if one.size > 1 and one.payload and one.calls]
+    return [transfer for transfer in result if transfer.size > 1 and transfer.payload and transfer.calls]
 
 
 # ---------------------------------------------------------------- FSDP
 
 
-def _of_units(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Iterator[Transfer]:
+def _of_units(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load) -> Iterator[Transfer]:
     fsdp, precision, rows = model.config.fsdp, model.setup.precision, load.micro_batches
-    for unit in held.units:
+    for unit in holdings.units:
         axis, stride = _group(mesh, unit)
         gathered, calls = unit.padded * precision.compute.itemsize, rows * unit.count
-        what = f"weights of {unit.name}"
-        yield Transfer(what, "all-gather", axis, unit.shards, stride, gathered, calls, "forward", True)
+        name = f"weights of {unit.name}"
+        yield Transfer(name, "all-gather", axis, unit.shards, stride, gathered, calls, "forward", True)
         if not model.setup.trained:
             continue
         if not unit.keep and fsdp.reshard_after_forward is not False:
             within = fsdp.reshard_after_forward
             size = unit.shards if within is True or unit.shards % within else int(within)
-            yield Transfer(what, "all-gather", axis, size, stride, gathered, calls, "backward", True)
-        what, reduced = f"gradients of {unit.name}", unit.trained_padded * precision.reduce.itemsize
+            yield Transfer(name, "all-gather", axis, size, stride, gathered, calls, "backward", True)
+        name, reduced = f"gradients of {unit.name}", unit.trained_padded * precision.reduce.itemsize
         calls = unit.count if fsdp.reduce == "last" else calls
-        yield Transfer(what, "reduce-scatter", axis, unit.shards, stride, reduced, calls, "backward", True)
+        yield Transfer(name, "reduce-scatter", axis, unit.shards, stride, reduced, calls, "backward", True)
         copies = mesh.dp_replicate * mesh.shards // (unit.shards * (mesh.ep if unit.strategy == "experts" else 1))
         calls = rows * unit.count if fsdp.reduce == "every" else unit.count
         end: Phase = "backward" if fsdp.reduce == "every" else "step"
         yield Transfer(
-            what, "all-reduce", "dp_replicate", copies, stride * unit.shards, reduced / unit.shards, calls, end,
+            name, "all-reduce", "dp_replicate", copies, stride * unit.shards, reduced / unit.shards, calls, end,
             fsdp.reduce == "every",
         )  # fmt: skip
 
@@ -158,78 +158,78 @@ def _norm_follows(model: Blueprint) -> bool:
     return any(re.match(r"post_(feedforward|mlp|ffn)", name) for name, _ in layer.named_children())
 
 
-def _alike(model: Blueprint, mesh: MeshSizes, held: Held, sequence: bool) -> float:
+def _alike(model: Blueprint, mesh: MeshSizes, holdings: Held, sequence: bool) -> float:
     """Bytes of gradients that are summed over tp once per step: of weights that all ranks of tp have whole, and use for
     their part of the work."""
-    stages, found = model.stages(mesh.pp), 0
+    stages, elements = model.stages(mesh.pp), 0
     for weight, inside in model.undivided(mesh.tp):
-        there = stages is None or held.place.pp in stages[1].holders[weight.name]
-        if there and (sequence or inside):
-            found += shard_elements(weight.shape, mesh.shards, 0)
-    return float(found * model.setup.precision.master.itemsize)
+        on_stage = stages is None or holdings.place.pp in stages[1].holders[weight.name]
+        if on_stage and (sequence or inside):
+            elements += shard_elements(weight.shape, mesh.shards, 0)
+    return float(elements * model.setup.precision.master.itemsize)
 
 
 # ---------------------------------------------------------------- cp
 
 
-def _of_cp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
+def _of_cp(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
     """The exchange of heads, or of keys and values, for documents that are cut. The payload of an all-to-all includes
     the share of 1 / size that stays on the rank."""
     ulysses = model.ulysses(mesh.cp, mesh.tp)
     if ulysses is None or not load.shared:
         return
     layers = len(model.built.flops.attention)
-    own = len(model.layers(mesh.pp, held.place.pp)) * layers / len(model.costs[0])
+    stage_layers = len(model.layers(mesh.pp, holdings.place.pp)) * layers / len(model.costs[0])
     heads, keys = received_per_token(model.built.flops, model.checked, mesh.cp, ulysses, mesh.tp)
-    size, again = model.setup.precision.compute.itemsize, 2 if recompute else 1
+    size, forwards = model.setup.precision.compute.itemsize, 2 if recompute else 1
     tokens = load.shared * mesh.cp / load.micro_batches  # tokens of the whole group, as received_per_token counts them
-    calls = own * load.micro_batches
+    calls = stage_layers * load.micro_batches
     parts = (
         ("heads for tokens", "cp (ulysses)", heads, ulysses, mesh.tp),
         ("keys and values", "cp (ring)", keys, mesh.cp // ulysses, mesh.tp * ulysses),
     )
-    for what, axis, received, ranks, stride in parts:
+    for name, axis, received, ranks, stride in parts:
         payload = received / layers * tokens * size * ranks / max(1, ranks - 1)
-        yield Transfer(what, "all-to-all", axis, ranks, stride, payload, calls * again, "forward")
-        yield Transfer(what, "all-to-all", axis, ranks, stride, payload, calls, "backward")
+        yield Transfer(name, "all-to-all", axis, ranks, stride, payload, calls * forwards, "forward")
+        yield Transfer(name, "all-to-all", axis, ranks, stride, payload, calls, "backward")
 
 
 # ---------------------------------------------------------------- ep
 
 
-def _of_experts(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
+def _of_experts(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
     """The exchange of rows with experts, if routers choose evenly."""
     if mesh.ep == 1:
         return
-    there = set(model.layers(mesh.pp, held.place.pp))
-    layers = sum(model.layer_of(name) in there for name in model.experts)
+    stage_layers = set(model.layers(mesh.pp, holdings.place.pp))
+    layers = sum(model.layer_of(name) in stage_layers for name in model.experts)
     row = model.text.hidden_size * model.setup.precision.compute.itemsize
     payload = load.tokens / load.micro_batches * rows_of_a_token(model) * row
-    calls, again = 2 * layers * load.micro_batches, 2 if recompute else 1
-    yield Transfer("rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * again, "forward")
+    calls, forwards = 2 * layers * load.micro_batches, 2 if recompute else 1
+    yield Transfer("rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * forwards, "forward")
     yield Transfer("rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls, "backward")
 
 
 # ---------------------------------------------------------------- pp
 
 
-def _of_stages(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Iterator[Transfer]:
-    found = model.stages(mesh.pp)
-    if found is None:
+def _of_stages(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load) -> Iterator[Transfer]:
+    staged = model.stages(mesh.pp)
+    if staged is None:
         return
-    stages, _ = found
-    stride, place, placement = mesh.world // mesh.pp, held.place.pp, stages.placement
+    stages, _ = staged
+    stride, pp_rank, placement = mesh.world // mesh.pp, holdings.place.pp, stages.placement
     wide = 4 if stages.interface.wide else model.setup.precision.compute.itemsize
     parts = mesh.tp if model.sequence(mesh.tp) else 1
     payload = load.tokens / load.micro_batches * model.text.hidden_size * wide / parts
-    for stage in placement.stages_of(place):
+    for stage in placement.stages_of(pp_rank):
         for onward in (True, False):
-            other = placement.neighbour(stage, onward)
-            apart = 0 if other is None else abs(placement.rank_of(other) - place)
-            what, phase = ("hidden states", _FORWARD) if onward else ("their gradients", _BACKWARD)
-            calls = load.micro_batches if apart else 0
-            yield Transfer(what, "send", "pp", mesh.pp, stride * apart, payload, calls, phase, True)
-    tied = sum(shard_elements(w.shape, mesh.shards, 0) for w in model.shared(mesh.pp, place)) / mesh.tp
+            neighbour = placement.neighbour(stage, onward)
+            distance = 0 if neighbour is None else abs(placement.rank_of(neighbour) - pp_rank)
+            name, phase = ("hidden states", _FORWARD) if onward else ("their gradients", _BACKWARD)
+            calls = load.micro_batches if distance else 0
+            yield Transfer(name, "send", "pp", mesh.pp, stride * distance, payload, calls, phase, True)
+    tied = sum(shard_elements(w.shape, mesh.shards, 0) for w in model.shared(mesh.pp, pp_rank)) / mesh.tp
     far = stride * (mesh.pp - 1)
     size = model.setup.precision.master.itemsize
     yield Transfer("gradient of the tied embedding", "send", "pp", mesh.pp, far, tied * size, 1, "step")
