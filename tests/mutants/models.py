@@ -116,5 +116,5 @@ MUTANTS = (
     Mutant("recipes/plan/search.py", "search", "least >= found.best[-1].time.seconds", "True", "tests/recipes/test_plan.py"),
     Mutant("ops/dispatch.py", "_even", "rows * (before + held) // experts - rows * before // experts", "rows // len(axis.experts)", "tests/recipes/test_simulated_step.py"),
     Mutant("recipes/plan/observed_memory.py", "_class_of", "life.died > end + 1", "life.died > end + 99", "tests/recipes/test_simulated_step.py"),
-    Mutant("recipes/plan/watch.py", "Watch._gone", "len(self.moments)", "len(self.moments) + 50", "tests/recipes/test_simulated_step.py"),
+    Mutant("recipes/plan/watch.py", "Watch._freed", "len(self.moments)", "len(self.moments) + 50", "tests/recipes/test_simulated_step.py"),
 )  # fmt: skip

@@ -30,7 +30,7 @@ from weft.launch.process import fake_ranks
 from weft.parallel.activations import RowSharing
 from weft.recipes.plan import machines
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.holdings import Held, Holdings, Place
+from weft.recipes.plan.holdings import Holdings, RankCoordinates, RankShare
 from weft.recipes.plan.machines import Machine, machine_of
 from weft.recipes.plan.memory import _lingering, _unreduced, memory_by_stage
 from weft.recipes.plan.passes import layer_passes
@@ -64,7 +64,7 @@ def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[int, int, i
     return bytes_held(open_engine(path, mesh, **sections))
 
 
-def bytes_of(held: Held) -> tuple[int, int, int]:
+def bytes_of(held: RankShare) -> tuple[int, int, int]:
     return held.weights, held.gradients, held.optimizer
 
 
@@ -92,7 +92,7 @@ def test_what_each_rank_holds_is_counted_to_the_byte(
     holdings = Holdings(model, sizes)
     model.check(sizes)
     there = run(world_of(mesh), counted, saved_model(family, **changes), mesh, sections)
-    foreseen = [bytes_of(holdings.of(Place.of(sizes, rank))) for rank in range(sizes.world)]
+    foreseen = [bytes_of(holdings.share_of(RankCoordinates.from_rank(sizes, rank))) for rank in range(sizes.world)]
     assert foreseen == there
     assert max(held.resident for held in holdings.by_stage()) == max(map(sum, there))
 
@@ -105,7 +105,7 @@ def test_gradients_of_the_root_linger_where_another_micro_batch_follows(
 ) -> None:
     """As they were sent, in fp32. With `last` they are among those of all units, which are counted as unreduced."""
     model, sizes = blueprint("llama", "2", {"fsdp": {"reduce": reduce}}), sizes_of("2")
-    held = Holdings(model, sizes).of(Place.of(sizes, 0))
+    held = Holdings(model, sizes).share_of(RankCoordinates.from_rank(sizes, 0))
     embedding = 128 * 64  # of a vocabulary of 128 tokens, a hidden width of 64; head and norm are a unit of their own
     assert _lingering(model, held, micro_batches) == roots * embedding * 4
     all_units = sum(unit.trained * unit.count for unit in held.units) * 4
@@ -131,8 +131,8 @@ def sent(path: str, mesh: str, sections: dict[str, Any], lengths: list[int]) -> 
 
 
 def foreseen(model: Blueprint, sizes: MeshSizes, rank: int, lengths: list[int]) -> Totals:
-    held = Holdings(model, sizes).of(Place.of(sizes, rank))
-    load = RowFacts.of(model, plan_rows(model, sizes, lengths)).load
+    held = Holdings(model, sizes).share_of(RankCoordinates.from_rank(sizes, rank))
+    load = RowFacts.from_plan(model, plan_rows(model, sizes, lengths)).load
     found: dict[tuple[int, str], float] = defaultdict(float)
     for one in transfers(model, sizes, held, load, recompute=model.config.model.recompute == "full"):
         # Keys and values are sent to those who want them, and heads to all.
@@ -230,7 +230,7 @@ def test_collectives_take_what_their_slowest_links_allow() -> None:
 def test_the_parts_of_a_step_add_up(mesh: dict[str, int]) -> None:
     config = replace(engine_config(saved_model("llama"), "1"), mesh=MeshConfig(**mesh))
     sizes, model = resolve_mesh(config.mesh, 8), Blueprint(config, "cpu", accelerator("h100-80gb"))
-    rows = RowFacts.of(model, plan_rows(model, sizes, [200 if sizes.cp > 1 else 100, 60, 30] * 16))
+    rows = RowFacts.from_plan(model, plan_rows(model, sizes, [200 if sizes.cp > 1 else 100, 60, 30] * 16))
     time = time_of(model, sizes, rows, machine())
     assert sum(part.waits for part in time.parts) == pytest.approx(time.seconds)
     assert 0 < time.mfu < 0.6
@@ -287,7 +287,7 @@ def described(
     config = replace(engine_config(path, "1", **{**sections, "fsdp": fsdp}), mesh=MeshConfig(**mesh))
     model = Blueprint(config, "cpu", accelerator("h100-80gb"))
     sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
-    time = time_of(model, sizes, RowFacts.of(model, plan_rows(model, sizes, lengths)), own or machine())
+    time = time_of(model, sizes, RowFacts.from_plan(model, plan_rows(model, sizes, lengths)), own or machine())
     assert sum(part.waits for part in time.parts) == pytest.approx(time.seconds)
     return model, {part.name: part.seconds for part in time.parts}, time
 
@@ -329,7 +329,7 @@ def test_recomputed_layers_pass_once_more_and_compiled_ones_less() -> None:
 def test_shards_are_cast_and_what_arrived_is_copied() -> None:
     """On 4 ranks: a quarter is cast, all is copied out; gradients are laid out; a second micro-batch adds."""
     model, parts, _ = described({"step": {"max_tokens_per_device": 64}}, {"dp_shard": 4}, [60] * 8)
-    held = Holdings(model, MeshSizes(1, 4, 1, 1, 1, 1)).of(Place())
+    held = Holdings(model, MeshSizes(1, 4, 1, 1, 1, 1)).share_of(RankCoordinates())
     freed = sum(unit.elements * unit.count for unit in held.units if not unit.keep)
     of_gather, of_gradient = 6 / 4 + 4, 6 + 12 / 4
     bytes_of_row = of_gather * (model.trained + freed) + of_gradient * model.trained
@@ -344,8 +344,8 @@ def test_copies_that_do_not_fit_are_made_for_forward_and_for_backward() -> None:
     rate = 3350e9 * 0.8
     assert memory.keeps and parts["copies of weights"] == pytest.approx((10 + 2 * (14 + 12)) * model.trained / rate)
     model.assumed = Accelerator("h100-80gb", int(memory.fullest / 0.875) - 2)
-    facts = RowFacts.of(model, plan_rows(model, MeshSizes(1, 1, 1, 1, 1, 1), [60] * 2))
-    freed = sum(unit.elements * unit.count for unit in memory.held.units if not unit.keep)
+    facts = RowFacts.from_plan(model, plan_rows(model, MeshSizes(1, 1, 1, 1, 1, 1), [60] * 2))
+    freed = sum(unit.elements * unit.count for unit in memory.share.units if not unit.keep)
     time = time_of(model, MeshSizes(1, 1, 1, 1, 1, 1), facts, machine())
     (copies,) = (part.seconds for part in time.parts if part.name == "copies of weights")
     assert copies == pytest.approx(2 * (10 * model.trained + 10 * freed + 26 * model.trained) / rate)
@@ -384,7 +384,7 @@ def test_4b_on_an_h100_takes_what_a_step_really_costs(checkout: Path) -> None:
             Blueprint(EngineConfig.from_config(config), "cpu", accelerator("h100-80gb")),
             MeshSizes(1, 1, 1, 1, 1, 1),
         )
-        facts = RowFacts.of(model, plan_rows(model, sizes, [409] * 20))
+        facts = RowFacts.from_plan(model, plan_rows(model, sizes, [409] * 20))
         seconds[name] = time_of(model, sizes, facts, machine()).seconds
     assert 0.6 < seconds["stock"] < 0.75
     assert 0.45 < seconds["eager"] < seconds["stock"] - 0.1
@@ -417,14 +417,14 @@ def test_what_is_offloaded_is_on_the_host(capsys: pytest.CaptureFixture[str]) ->
     on, off = (described({"fsdp": {"cpu_offload": offload}}, mesh, [60] * 2) for offload in (True, False))
     sizes, facts = MeshSizes(1, 2, 1, 1, 1, 1), None
     (here,), (there,) = (memory_by_stage(model, sizes, facts) for model, *_ in (on, off))
-    assert here.held == there.held and there.resident == here.held.resident > 0 == here.resident
-    assert here.on_host - here.host == here.held.resident and there.on_host == there.host
-    two = sorted((unit.elements for unit in here.held.units for _ in range(unit.count)), reverse=True)[:2]
+    assert here.share == there.share and there.resident == here.share.resident > 0 == here.resident
+    assert here.on_host - here.host == here.share.resident and there.on_host == there.host
+    two = sorted((unit.elements for unit in here.share.units for _ in range(unit.count)), reverse=True)[:2]
     assert here.staged == sum(two) * 4 // 2
-    assert there.fullest - here.fullest == here.held.resident - here.staged
+    assert there.fullest - here.fullest == here.share.resident - here.staged
     # Each rank's half comes in fp32 for forward and, where it was freed, for backward; gradients go back in fp32.
     model, parts, _ = on
-    freed = sum(unit.elements * unit.count for unit in here.held.units if not unit.keep)
+    freed = sum(unit.elements * unit.count for unit in here.share.units if not unit.keep)
     moved = 4 * (model.trained + freed + model.trained) / 2
     assert parts["copies from and to the host"] == pytest.approx(moved / (50e9 * 0.8))
     assert parts["optimizer"] == pytest.approx(36 * model.trained / 2 / 25e9)
@@ -433,7 +433,7 @@ def test_what_is_offloaded_is_on_the_host(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_single_rank_waits_for_what_comes_from_the_host() -> None:
     model, parts, _ = described({"fsdp": {"cpu_offload": True}}, {"dp_shard": 1}, [60])
-    units = Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).of(Place()).units
+    units = Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).share_of(RankCoordinates()).units
     freed = sum(unit.elements * unit.count for unit in units if not unit.keep)
     copied = (24 * model.trained + 10 * freed) / (3350e9 * 0.8)
     assert parts["copies of weights"] == pytest.approx(copied + 4 * (model.trained + freed) / (50e9 * 0.8))
@@ -484,7 +484,7 @@ def test_reduced_gradients_of_replicas_that_torch_keeps_are_counted(fsdp: dict[s
         model = Blueprint(replace(config, mesh=MeshConfig(**mesh)), "cpu", None)
         whole = MeshSizes(*sizes, 1, 1, 1, 1)
         (memory,) = memory_by_stage(model, whole, None)
-        replicas = sum(u.trained_padded // u.shards * u.count for u in memory.held.units) * kept
+        replicas = sum(u.trained_padded // u.shards * u.count for u in memory.share.units) * kept
         assert memory.reduced == (replicas if sizes[0] > 1 else 0)
 
 
@@ -600,19 +600,19 @@ def test_what_cannot_be_planned_is_refused(
 def test_a_rank_has_units_only_of_the_layers_of_its_stage() -> None:
     """The first layer of this model alone has no experts."""
     model, sizes = blueprint("deepseek_v3", "pp2x2", {}), sizes_of("pp2x2")
-    held = [Holdings(model, sizes).of(Place(pp=stage)) for stage in range(2)]
+    held = [Holdings(model, sizes).share_of(RankCoordinates(pp=stage)) for stage in range(2)]
     assert all(unit.count > 0 for stage in held for unit in stage.units)
     assert {unit.name for unit in held[0].units} != {unit.name for unit in held[1].units}
 
 
 def test_matrices_have_a_smaller_share_in_longer_documents() -> None:
     model, sizes = blueprint("llama", "2", {"step": {"max_tokens_per_device": 4096}}), sizes_of("2")
-    short, long = (RowFacts.of(model, plan_rows(model, sizes, [length] * 4)).linear for length in (8, 2048))
+    short, long = (RowFacts.from_plan(model, plan_rows(model, sizes, [length] * 4)).linear for length in (8, 2048))
     assert 0.9 < short <= 1.0 and 0.1 < long < 0.9
 
 
 def test_rows_of_equal_documents_are_planned_for_some_of_the_ranks_and_counted_for_all() -> None:
     wanted = searched("llama", 4, [64] * 8)
     sizes = resolve_mesh(MeshConfig(dp_shard=4), 4)
-    whole = RowFacts.of(wanted.model, plan_rows(wanted.model, sizes, wanted.lengths, 128))
+    whole = RowFacts.from_plan(wanted.model, plan_rows(wanted.model, sizes, wanted.lengths, 128))
     assert _rows(wanted, sizes, 128, {}) == whole and whole.tokens == 512

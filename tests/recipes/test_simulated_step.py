@@ -52,7 +52,7 @@ def really(path: str, mesh: str, sections: dict[str, Any], step: Step) -> Seen:
 
 def simulated(path: str, mesh: str, sections: dict[str, Any], step: Step, rank: int) -> Seen:
     found = simulate(engine_config(path, mesh, **sections), world_of(mesh), None, step, rank=rank)
-    return found.held, found.peak, found.collectives.totals
+    return found.persistent, found.peak, found.collectives.totals
 
 
 def lasting(peak: Peak) -> tuple[dict[str, int], str, int]:
@@ -94,7 +94,7 @@ def test_a_simulated_step_is_that_of_real_ranks(
             continue
         assert lasting(peak) == lasting(then)
         assert peak.total == pytest.approx(then.total, rel=0.05)  # temporary ones go when Python collects them
-        most, seen = ({k: v for k, v in one.most.items() if k != "temporary"} for one in (peak, then))
+        most, seen = ({k: v for k, v in one.maxima.items() if k != "temporary"} for one in (peak, then))
         assert most == pytest.approx(seen, rel=0.15)  # messages leave a little later
 
 
@@ -138,7 +138,7 @@ def kept_and_seen(path: str, sections: dict[str, Any], step: Step) -> tuple[int,
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _, watch = watched_step(engine, plan, rows, step.objective)
     # What FSDP gathers is kept for backward, too, and emptied behind it.
-    most = watch.peak().most
+    most = watch.peak().maxima
     return sum(storage.nbytes() for storage in found.values()), most["activations"]
 
 
@@ -166,12 +166,12 @@ def both(config: EngineConfig, world: int, step: Step) -> Iterator[tuple[Memory,
     assumed = accelerator("h100-80gb")
     model, mesh = Blueprint(config, "cpu", assumed), resolve_mesh(config.mesh, world)
     model.check(mesh)
-    rows = RowFacts.of(model, plan_rows(model, mesh, step.lengths))
+    rows = RowFacts.from_plan(model, plan_rows(model, mesh, step.lengths))
     stages = memory_by_stage(model, mesh, rows)
-    for memory in {memory.held.place.pp: memory for memory in (stages[0], stages[-1])}.values():
+    for memory in {memory.share.coordinates.pp: memory for memory in (stages[0], stages[-1])}.values():
         full = config.model.recompute == "full"
-        said = transfers(model, mesh, memory.held, rows.load, recompute=full)
-        yield memory, said, simulate(config, world, assumed, step, rank=memory.held.place.rank(mesh))
+        said = transfers(model, mesh, memory.share, rows.load, recompute=full)
+        yield memory, said, simulate(config, world, assumed, step, rank=memory.share.coordinates.rank(mesh))
 
 
 def calls_of(said: list[Transfer]) -> dict[tuple[str, int], tuple[float, float]]:
@@ -217,11 +217,14 @@ def test_arithmetic_and_simulation_agree(
     data = world // (mesh.get("pp", 1) * mesh.get("tp", 1))
     step = Step([length] * (data * 8192 * 2 // length), CrossEntropy())
     for memory, said, found in both(config, world, step):
-        peak, held = found.peak, memory.held
-        assert (held.gradients, held.weights) == (found.held["gradients"], pytest.approx(found.held["weights"], 1e-3))
+        peak, held = found.peak, memory.share
+        assert (held.gradients, held.weights) == (
+            found.persistent["gradients"],
+            pytest.approx(found.persistent["weights"], 1e-3),
+        )
         assert peak.classes["optimizer"] == pytest.approx(held.optimizer, rel=1e-3)
-        assert memory.rows + memory.in_flight == pytest.approx(peak.most["activations"], rel=0.1)
-        assert memory.unreduced == pytest.approx(peak.most["unreduced"], rel=0.1)
+        assert memory.rows + memory.in_flight == pytest.approx(peak.maxima["activations"], rel=0.1)
+        assert memory.unreduced == pytest.approx(peak.maxima["unreduced"], rel=0.1)
         assert memory.fullest == pytest.approx(peak.total, rel=0.1)
         foreseen, counted = calls_of(said), calls_in(found)
         assert foreseen.keys() == counted.keys()

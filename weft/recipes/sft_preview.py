@@ -84,7 +84,7 @@ def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: StepSa
     lengths = lengths_of(data.documents)
     tokens = [sum(lengths[index] for index in step.documents) for step in islice(steps, steps.in_epoch)]
     model = Blueprint(EngineConfig.from_config(config), "cpu", device)
-    rows = RowFacts.of(model, plan_rows(model, mesh, [lengths[index] for index in next(iter(steps)).documents]))
+    rows = RowFacts.from_plan(model, plan_rows(model, mesh, [lengths[index] for index in next(iter(steps)).documents]))
     machine = machine_of(device)
     first = time_of(model, mesh, rows, machine).seconds
     seconds = first * sum(tokens) / tokens[0] * len(steps) / len(tokens)

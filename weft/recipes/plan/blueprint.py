@@ -187,10 +187,10 @@ class Blueprint:
         """The units, inner ones first, with units that are alike for this tp as one entry; the root, with the remaining
         weights, is last. spread: experts are units of their own (ep)."""
         if (tp, spread) not in self._units:
-            self._units[tp, spread] = self._found_units(tp, tuple(self.experts) if spread else ())
+            self._units[tp, spread] = self._find_units(tp, tuple(self.experts) if spread else ())
         return self._units[tp, spread]
 
-    def _found_units(self, tp: int, experts: tuple[str, ...]) -> tuple[Units, ...]:
+    def _find_units(self, tp: int, experts: tuple[str, ...]) -> tuple[Units, ...]:
         _, kinds = self.kinds(tp)
         fsdp = self.config.fsdp
         units = find_units(self.module, fsdp.wrap, fsdp.overrides, experts=experts)

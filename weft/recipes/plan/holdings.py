@@ -18,11 +18,11 @@ from weft.parallel.tp.tensor import tp_shard_spec
 from weft.parallel.units import Strategy
 from weft.recipes.plan.blueprint import Blueprint, Units, Weight
 
-_NOBODY = MetaCommunicator(1)
+_SINGLE = MetaCommunicator(1)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """A rank, by its places on the axes. fsdp: its place on dp_shard x cp, with cp varying fastest."""
 
     pp: int = 0
@@ -31,12 +31,12 @@ class Place:
     tp: int = 0
 
     @staticmethod
-    def of(mesh: MeshSizes, rank: int) -> Place:
+    def from_rank(mesh: MeshSizes, rank: int) -> RankCoordinates:
         """The place of a rank by its number."""
-        rest, tp = divmod(rank, mesh.tp)
-        rest, fsdp = divmod(rest, mesh.shards)
-        pp, replicate = divmod(rest, mesh.dp_replicate)
-        return Place(pp, replicate, fsdp, tp)
+        remaining, tp = divmod(rank, mesh.tp)
+        remaining, fsdp = divmod(remaining, mesh.shards)
+        pp, replicate = divmod(remaining, mesh.dp_replicate)
+        return RankCoordinates(pp, replicate, fsdp, tp)
 
     def rank(self, mesh: MeshSizes) -> int:
         """The rank's number."""
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class HeldUnit:
+class UnitShare:
     """A unit on a rank, or `count` units that are alike. elements: elements of one gathered unit, after division by tp
     and ep. trained: those of trained weights. padded, trained_padded: the same as sent in collectives, where all shards
     are as large as the first. shards: number of ranks over which the unit is sharded. tensors: number of its trained
@@ -63,16 +63,16 @@ class HeldUnit:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankShare:
     """Bytes of one rank. average: the average of the weights (optimizer.ema_decay). units: units of which the rank has
     a part."""
 
-    place: Place
+    coordinates: RankCoordinates
     weights: int
     gradients: int
     optimizer: int
     average: int
-    units: tuple[HeldUnit, ...]
+    units: tuple[UnitShare, ...]
 
     @property
     def resident(self) -> int:
@@ -88,73 +88,73 @@ class Holdings:
         self._parts: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
         self._stages = model.stages(mesh.pp)
 
-    def of(self, place: Place) -> Held:
+    def share_of(self, coordinates: RankCoordinates) -> RankShare:
         """The bytes that one rank holds."""
-        model, found = self.model, []
-        parts, state = self._shapes(place), model.setup
+        model, units = self.model, []
+        parts, state = self._shapes(coordinates), model.setup
         weights = trained = 0
-        _, kind_of = model.kinds(self.mesh.tp)
-        for alike in model.units(self.mesh.tp, spread=self.mesh.ep > 1):
-            several = self._count(alike, place.pp)
-            own = [(parts[kind_of[i]], model.weights[i]) for i in alike.weights if self._has(i, place.pp)]
+        _, kinds = model.kinds(self.mesh.tp)
+        for facts in model.units(self.mesh.tp, spread=self.mesh.ep > 1):
+            several = self._count(facts, coordinates.pp)
+            own = [(parts[kinds[i]], model.weights[i]) for i in facts.weights if self._has(i, coordinates.pp)]
             if not several or not own:
                 continue
-            shards, index = self._sharding(alike.shard, place)
+            shards, index = self._sharding(facts.shard, coordinates)
             for shape, weight in own:
                 count = shard_elements(shape, shards, index) * several
                 weights += count * weight.itemsize
                 trained += count * weight.trained * state.trained
-            found.append(_unit(alike, several, own, shards))
+            units.append(_unit(facts, several, own, shards))
         moments = sum(dtype.itemsize for dtype in state.moments)
         average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
         master = state.precision.master.itemsize
-        return Held(place, weights, trained * master, trained * moments, trained * average, tuple(found))
+        return RankShare(coordinates, weights, trained * master, trained * moments, trained * average, tuple(units))
 
-    def by_stage(self) -> list[Held]:
+    def by_stage(self) -> list[RankShare]:
         """For each stage, the holdings of the rank that holds most between steps."""
-        places = list(self._candidates())
-        each = [[self.of(replace(place, pp=stage)) for place in places] for stage in range(self.mesh.pp)]
-        return [max(held, key=lambda one: one.resident) for held in each]
+        candidates = list(self._candidates())
+        shares = [[self.share_of(replace(c, pp=stage)) for c in candidates] for stage in range(self.mesh.pp)]
+        return [max(of_stage, key=lambda share: share.resident) for of_stage in shares]
 
-    def _candidates(self) -> Iterator[Place]:
+    def _candidates(self) -> Iterator[RankCoordinates]:
         """Places of a stage that may hold most, one of each kind: shards are rounded up for the first ranks of FSDP,
         and some ranks of tp and ep have one part more."""
-        tps = {self._shapes(Place(tp=tp)): tp for tp in reversed(range(self.mesh.tp))}
+        tps = {self._shapes(RankCoordinates(tp=tp)): tp for tp in reversed(range(self.mesh.tp))}
         fsdps = {0}
         for count in {weight.experts for weight in self.model.weights if weight.experts}:
-            held = [size for _, size in even_ranges(count, self.mesh.ep)]
-            fsdps.add(held.index(max(held)))
+            sizes = [size for _, size in even_ranges(count, self.mesh.ep)]
+            fsdps.add(sizes.index(max(sizes)))
         for fsdp, tp in product(sorted(fsdps), sorted(tps.values())):
-            yield Place(0, 0, fsdp, tp)
+            yield RankCoordinates(0, 0, fsdp, tp)
 
-    def _count(self, alike: Units, stage: int) -> int:
+    def _count(self, units: Units, stage: int) -> int:
         """The number of these units in a stage. The root and other units outside of the layers count on every stage,
         with the weights that the stage has."""
-        if self._stages is None or alike.layers is None:
-            return alike.count
-        own = set(self.model.layers(self.mesh.pp, stage))
-        return sum(layer in own for layer in alike.layers)
+        if self._stages is None or units.layers is None:
+            return units.count
+        stage_layers = set(self.model.layers(self.mesh.pp, stage))
+        return sum(layer in stage_layers for layer in units.layers)
 
     def _has(self, index: int, stage: int) -> bool:
         if self._stages is None or self.model.layer_numbers[index] is not None:
             return True
         return stage in self._stages[1].holders[self.model.weights[index].name]
 
-    def _sharding(self, strategy: Strategy, place: Place) -> tuple[int, int]:
+    def _sharding(self, strategy: Strategy, coordinates: RankCoordinates) -> tuple[int, int]:
         """(Number of ranks over which a unit is sharded, this rank's place among them)."""
         mesh = self.mesh
         if strategy == "full":
-            return mesh.shards, place.fsdp
+            return mesh.shards, coordinates.fsdp
         if strategy == "experts":
-            return mesh.shards // mesh.ep, place.fsdp // mesh.ep
+            return mesh.shards // mesh.ep, coordinates.fsdp // mesh.ep
         if strategy == "replicate":
             return 1, 0
         assert isinstance(strategy, int)
-        return strategy, (place.dp_replicate * mesh.shards + place.fsdp) % strategy
+        return strategy, (coordinates.dp_replicate * mesh.shards + coordinates.fsdp) % strategy
 
-    def _shapes(self, place: Place) -> tuple[tuple[int, ...], ...]:
+    def _shapes(self, coordinates: RankCoordinates) -> tuple[tuple[int, ...], ...]:
         """The shape of each kind of weight on this rank after division by tp and ep, before FSDP."""
-        key = place.tp, place.fsdp % self.mesh.ep
+        key = coordinates.tp, coordinates.fsdp % self.mesh.ep
         if key not in self._parts:
             self._parts[key] = tuple(self._part(weight, *key) for weight in self.model.kinds(self.mesh.tp)[0])
         return self._parts[key]
@@ -162,10 +162,10 @@ class Holdings:
     def _part(self, weight: Weight, tp: int, ep: int) -> tuple[int, ...]:
         mesh, cut = self.mesh, None
         if mesh.tp > 1:
-            axis = TPAxis(tp, mesh.tp, _NOBODY, lambda _: _NOBODY)
+            axis = TPAxis(tp, mesh.tp, _SINGLE, lambda _: _SINGLE)
             cut = tp_shard_spec(weight.name, weight.shape, self.model.styles(mesh.tp).specs[weight.name], axis)
         if mesh.ep > 1 and weight.experts is not None:
-            ranks = EPAxis(ep, mesh.ep, _NOBODY, _NOBODY if mesh.tp > 1 else None)
+            ranks = EPAxis(ep, mesh.ep, _SINGLE, _SINGLE if mesh.tp > 1 else None)
             return cut_of_expert(weight.shape, weight.experts, cut, ranks, strided=weight.strided).local_shape()
         return weight.shape if cut is None else cut.local_shape()
 
@@ -179,11 +179,11 @@ def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
     return max(0, min(rows, shape[0] - rows * index)) * math.prod(shape[1:])
 
 
-def _unit(facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int) -> HeldUnit:
+def _unit(facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int) -> UnitShare:
     def padded(shape: tuple[int, ...]) -> int:
         return shard_elements(shape, shards, 0) * shards
 
-    return HeldUnit(
+    return UnitShare(
         facts.name,
         facts.keep,
         facts.shard,

@@ -97,16 +97,16 @@ class Machine:
         return payload / (rate * self.moved) + (self.hop if near else self.far_hop)
 
 
-def machine_of(accelerator: Accelerator, **others: float | int | None) -> Machine:
-    """The machine of an accelerator. others: values that replace fields, link and network in GB/s; None keeps a field.
-    Raises UserError for a value out of range."""
+def machine_of(accelerator: Accelerator, **overrides: float | int | None) -> Machine:
+    """The machine of an accelerator. overrides: values that replace fields, link and network in GB/s; None keeps a
+    field. Raises UserError for a value out of range."""
     card, rates = ASSUMABLE[accelerator.name]
     machine = Machine(
         accelerator, card.peak * 1e12, rates.memory * GB, rates.link * GB, rates.network * GB, rates.host * GB,
         matmul=rates.matmul, attention=rates.attention,
     )  # fmt: skip
     machine = _as_measured(machine)
-    changed: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
+    changed: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     for name, value in changed.items():
         share = name in ("matmul", "attention")
         if not value > 0 or (share and value > 1):
@@ -126,7 +126,7 @@ def _as_measured(machine: Machine) -> Machine:
     shares = {"matmul_rate": ("matmul", machine.peak), "attention_rate": ("attention", machine.peak)}
     shares["copy_rate"] = ("copied", machine.memory_rate)
     changed: dict[str, Any] = {
-        field: constants[name] / whole for name, (field, whole) in shares.items() if name in constants
+        field: constants[name] / peak for name, (field, peak) in shares.items() if name in constants
     }
     if "host_rate" in constants:
         changed["host"] = constants["host_rate"] / machine.moved

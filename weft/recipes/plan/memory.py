@@ -13,25 +13,25 @@ from weft.parallel.activations import RowSharing
 from weft.parallel.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
 from weft.parallel.pp.schedule import in_flight
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.holdings import Held, HeldUnit, Holdings
+from weft.recipes.plan.holdings import Holdings, RankShare, UnitShare
 from weft.recipes.plan.rows import RowFacts
 from weft.upstream import HSDP_BUFFERS
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. held: between steps, with gradients. gathered: parameters of gathered units, in the compute
-    dtype. unreduced: gradients of the largest unit before they are reduced. rows: what the largest row keeps for
-    backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back. head:
-    logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written. unknown: why `rows`
-    could not be computed; "" if it was. lingering: buffers of the gradients that FSDP reduced last, which it frees in
-    the next row's backward. again: the part of `rows` of a layer that is recomputed in backward. offloaded: whether
-    what is held is on the host (fsdp.cpu_offload). staged: shards of units that have come from there. reduced:
-    gradients of replicated units in the dtype in which they are reduced, which torch keeps until the end of
-    backward. keeps: whether one data rank keeps parameters in the compute dtype for a whole step, as it does where
-    memory allows (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`."""
+    """Bytes of one rank. share: what it holds between steps, with gradients. gathered: parameters of gathered units, in
+    the compute dtype. unreduced: gradients of the largest unit before they are reduced. rows: what the largest row
+    keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back.
+    head: logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written. unknown: why
+    `rows` could not be computed; "" if it was. lingering: buffers of the gradients that FSDP reduced last, which it
+    frees in the next row's backward. recomputed: the part of `rows` of a layer that is recomputed in backward.
+    offloaded: whether what is held is on the host (fsdp.cpu_offload). staged: shards of units that have come from
+    there. reduced: gradients of replicated units in the dtype in which they are reduced, which torch keeps until the
+    end of backward. keeps: whether one data rank keeps parameters in the compute dtype for a whole step, as it does
+    where memory allows (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`."""
 
-    held: Held
+    share: RankShare
     gathered: int
     unreduced: int
     rows: int
@@ -41,7 +41,7 @@ class Memory:
     host: int
     unknown: str = ""
     lingering: int = 0
-    again: int = 0
+    recomputed: int = 0
     offloaded: bool = False
     staged: int = 0
     reduced: int = 0
@@ -51,24 +51,24 @@ class Memory:
     @property
     def resident(self) -> int:
         """Bytes of the accelerator between steps."""
-        return 0 if self.offloaded else self.held.resident
+        return 0 if self.offloaded else self.share.resident
 
     @property
     def on_host(self) -> int:
         """Bytes of the host while a checkpoint is written, with what is held there."""
-        return self.host + (self.held.resident if self.offloaded else 0)
+        return self.host + (self.share.resident if self.offloaded else 0)
 
     @property
     def fullest(self) -> int:
         """Bytes at the fullest moment: the head and a layer's backward take turns, all else adds up."""
-        alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts + self.reduced)
+        alternating = max(self.head + self.lingering, self.recomputed + self.unreduced + self.experts + self.reduced)
         gathered = self.gathered + self.staged + self.copies
-        return self.resident + gathered + self.rows - self.again + self.in_flight + alternating
+        return self.resident + gathered + self.rows - self.recomputed + self.in_flight + alternating
 
     @property
     def needs(self) -> MemoryNeeds:
         """The needs as a dry run prints them."""
-        holdings = self.held
+        holdings = self.share
         return MemoryNeeds(holdings.weights, holdings.gradients, holdings.optimizer, self.gathered, 0, holdings.average)
 
 
@@ -86,7 +86,9 @@ def memory_by_stage(
     return [_of_stage(model, mesh, holdings, rows, recompute=full) for holdings in Holdings(model, mesh).by_stage()]
 
 
-def _of_stage(model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts | None, *, recompute: bool) -> Memory:
+def _of_stage(
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts | None, *, recompute: bool
+) -> Memory:
     config, precision = model.config, model.setup.precision
     compute = precision.compute.itemsize
     tokens, micro_batches = longest_row(model, rows)
@@ -98,7 +100,7 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts 
         rows=0,
         in_flight=0,
         experts=_expert_rows(model, mesh, tokens),
-        head=_head(model, mesh, tokens) if holdings.place.pp == last_place(model, mesh) else 0,
+        head=_head(model, mesh, tokens) if holdings.coordinates.pp == last_place(model, mesh) else 0,
         host=_host(model, mesh, holdings),
         lingering=_lingering(model, holdings, micro_batches) if model.setup.trained else 0,
         offloaded=config.fsdp.cpu_offload,
@@ -111,12 +113,12 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts 
         saved = model.saved(sharing(model, mesh, rows))
     except Exception as error:  # whatever a family does that needs values
         return replace(memory, unknown=type(error).__name__)
-    layers = model.layers(mesh.pp, holdings.place.pp)
-    row_count = rows_in_flight(model, mesh, holdings.place.pp, micro_batches)
+    layers = model.layers(mesh.pp, holdings.coordinates.pp)
+    row_count = rows_in_flight(model, mesh, holdings.coordinates.pp, micro_batches)
     bytes_of_row = saved.bytes(tokens, recompute=recompute, layers=layers)
     all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=row_count)
     recomputed = round(saved.largest_layer(layers) * tokens) if recompute else 0
-    memory = replace(memory, rows=bytes_of_row, in_flight=all_rows - bytes_of_row, again=recomputed)
+    memory = replace(memory, rows=bytes_of_row, in_flight=all_rows - bytes_of_row, recomputed=recomputed)
     freed = sum(count for count, keep in units if not keep) * compute
     if not _keeps(model, mesh, memory.fullest + freed):
         return memory
@@ -124,7 +126,7 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts 
     return replace(memory, keeps=True, copies=max(0, working_copies - memory.gathered))
 
 
-def gathered_part(model: Blueprint, mesh: MeshSizes, unit: HeldUnit) -> int:
+def gathered_part(model: Blueprint, mesh: MeshSizes, unit: UnitShare) -> int:
     """Elements of a unit that FSDP gathers: on a single rank it leaves frozen weights in the compute dtype alone."""
     single = mesh.world == 1 and not model.config.fsdp.cpu_offload
     only_trained = single and model.setup.precision.frozen == model.setup.precision.compute
@@ -175,17 +177,17 @@ def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowShar
     return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
 
 
-def _unreduced(model: Blueprint, holdings: Held, micro_batches: int | None) -> int:
+def _unreduced(model: Blueprint, holdings: RankShare, micro_batches: int | None) -> int:
     """Bytes of unreduced gradients of the largest unit: in the compute dtype, as autograd makes them, and as they are
     sent. With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
     precision, trained = model.setup.precision, [unit for unit in holdings.units if unit.trained]
-    largest = max((_both(unit, precision.compute, precision.reduce) for unit in trained), default=0)
+    largest = max((_unreduced_of(unit, precision.compute, precision.reduce) for unit in trained), default=0)
     if model.config.fsdp.reduce == "last" and micro_batches != 1:
         return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
     return largest
 
 
-def _lingering(model: Blueprint, holdings: Held, micro_batches: int | None) -> int:
+def _lingering(model: Blueprint, holdings: RankShare, micro_batches: int | None) -> int:
     """Bytes of the root's gradients as they were sent, which come last in a backward."""
     if micro_batches == 1 or model.config.fsdp.reduce == "last":
         return 0
@@ -193,7 +195,7 @@ def _lingering(model: Blueprint, holdings: Held, micro_batches: int | None) -> i
     return sum(unit.trained_padded for unit in roots) * model.setup.precision.reduce.itemsize
 
 
-def _staged(model: Blueprint, holdings: Held) -> int:
+def _staged(model: Blueprint, holdings: RankShare) -> int:
     """Bytes of the shards that have come from the host, as they are stored, of the two largest units: each is there
     until it is gathered."""
     precision = model.setup.precision
@@ -205,7 +207,7 @@ def _staged(model: Blueprint, holdings: Held) -> int:
     return gathered_elements(sizes, True)
 
 
-def _reduced(model: Blueprint, mesh: MeshSizes, holdings: Held, micro_batches: int | None) -> int:
+def _reduced(model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batches: int | None) -> int:
     """Bytes of reduced gradients of replicated units that torch keeps beside the gradients (weft/upstream.py): where
     they are cast to the masters' dtype, or added to those of an earlier micro-batch."""
     present, config, precision = HSDP_BUFFERS.present, model.config.fsdp, model.setup.precision
@@ -213,11 +215,13 @@ def _reduced(model: Blueprint, mesh: MeshSizes, holdings: Held, micro_batches: i
     if present is None or not present() or (precision.reduce == precision.master and not added):
         return 0
     ranks, size = mesh.dp_replicate * mesh.shards, precision.reduce.itemsize
-    replicated = (unit for unit in holdings.units if ranks > unit.shards * (mesh.ep if unit.strategy == "experts" else 1))
+    replicated = (
+        unit for unit in holdings.units if ranks > unit.shards * (mesh.ep if unit.strategy == "experts" else 1)
+    )
     return sum(unit.trained_padded // unit.shards * unit.count for unit in replicated) * size
 
 
-def _both(unit: HeldUnit, compute: torch.dtype, reduce: torch.dtype) -> int:
+def _unreduced_of(unit: UnitShare, compute: torch.dtype, reduce: torch.dtype) -> int:
     return unit.trained * compute.itemsize + unit.trained_padded * reduce.itemsize
 
 
@@ -253,7 +257,7 @@ def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     return tiles + hidden + vocabulary * width * wide + blocks
 
 
-def _host(model: Blueprint, mesh: MeshSizes, holdings: Held) -> int:
+def _host(model: Blueprint, mesh: MeshSizes, holdings: RankShare) -> int:
     needs = MemoryNeeds(holdings.weights, holdings.gradients, holdings.optimizer, 0, 0, holdings.average)
     adapters = model.built.lora is not None
     return host_bytes([HostNeeds.estimate(needs, adapters=adapters, state=True, replicas=mesh.dp_replicate, parts=())])

@@ -54,21 +54,21 @@ class Collectives:
 
     def add(self, operation: str, args: Iterable[Any]) -> None:
         """Add a call of torch's operation of this name. args: its arguments."""
-        called, place = _OPERATIONS[operation]
-        several = list(args)
-        group = next(found for found in map(_group, several) if found is not None)
+        called, position = _OPERATIONS[operation]
+        arguments = list(args)
+        group = next(group for group in map(_group, arguments) if group is not None)
         kind = Kind(self.parts.get(group.group_name, "other"), group.size(), called)
         total = self.totals.setdefault(kind, Total())
         total.count += 1
-        total.bytes += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(several[place]))
+        total.bytes += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(arguments[position]))
 
 
 def parts_of(engine: Engine) -> dict[str, str]:
     """Name of a process group -> its part of the mesh; the most specific one, if several parts have the group."""
-    found: dict[str, str] = {}
+    parts: dict[str, str] = {}
     for name, group in (*_of_communicators(engine), *_of_mesh(engine.mesh)):
-        found.setdefault(group.group_name, name)
-    return found
+        parts.setdefault(group.group_name, name)
+    return parts
 
 
 def _of_communicators(engine: Engine) -> Iterator[tuple[str, dist.ProcessGroup]]:
@@ -102,15 +102,15 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
     if not isinstance(argument, torch.ScriptObject):
         return None
     try:
-        found: dist.ProcessGroup = dist.ProcessGroup.unbox(argument)
+        group: dist.ProcessGroup = dist.ProcessGroup.unbox(argument)
     except RuntimeError:  # a reduction, such as a sum
         return None
-    return found
+    return group
 
 
 def _tensors(argument: Any) -> Iterator[Tensor]:
     if isinstance(argument, Tensor):
         yield argument
     elif isinstance(argument, list | tuple):
-        for one in argument:
-            yield from _tensors(one)
+        for element in argument:
+            yield from _tensors(element)

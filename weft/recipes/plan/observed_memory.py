@@ -31,25 +31,25 @@ class Life:
 
 class Moment(NamedTuple):
     """One operation. phase, micro_batch: as in launch/flight.py. gathered: bytes of FSDP's gathered parameters.
-    node: the number of the autograd node that runs in backward; -1 for none. again: whether the operation recomputes a
-    layer."""
+    node: the number of the autograd node that runs in backward; -1 for none. recomputes: whether the operation
+    recomputes a layer."""
 
     phase: str
     micro_batch: int
     gathered: int
     node: int
-    again: bool
+    recomputes: bool
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment. classes: bytes of each of CLASSES at that moment. phase, micro_batch: of that moment. most:
+    """The fullest moment. classes: bytes of each of CLASSES at that moment. phase, micro_batch: of that moment. maxima:
     the maximum of each class at any time."""
 
     classes: dict[str, int]
     phase: str
     micro_batch: int
-    most: dict[str, int]
+    maxima: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -66,11 +66,11 @@ def peak_of(lives: Sequence[Life], moments: Sequence[Moment]) -> Peak:
         of_class[count + 1 if life.died is None else life.died + 1] -= life.bytes
     series = {kind: of_class.cumsum()[1 : count + 1] for kind, of_class in change.items()}
     series["gathered"] += np.array([moment.gathered for moment in moments], np.int64)
-    at = int(sum(series.values(), np.zeros(count, np.int64)).argmax())
+    peak_index = int(sum(series.values(), np.zeros(count, np.int64)).argmax())
     return Peak(
-        {kind: int(values[at]) for kind, values in series.items()},
-        moments[at].phase,
-        moments[at].micro_batch,
+        {kind: int(values[peak_index]) for kind, values in series.items()},
+        moments[peak_index].phase,
+        moments[peak_index].micro_batch,
         {kind: int(values.max()) for kind, values in series.items()},
     )
 
@@ -84,12 +84,12 @@ def _ends_of_forwards(moments: Sequence[Moment]) -> list[int]:
     """For each operation of a forward, the index of the forward's last operation; -1 for other operations. A forward is
     that of a micro-batch, or the recomputation of a layer by one node of a backward's graph."""
     ends, end, previous = [-1] * len(moments), -1, None
-    for at in reversed(range(len(moments))):
-        moment = moments[at]
+    for index in reversed(range(len(moments))):
+        moment = moments[index]
         part = moment.phase, moment.micro_batch, moment.node
         if part != previous:
             end, previous = -1, part
-        if end < 0 and (moment.phase == "forward" or moment.again):
-            end = at
-        ends[at] = end
+        if end < 0 and (moment.phase == "forward" or moment.recomputes):
+            end = index
+        ends[index] = end
     return ends

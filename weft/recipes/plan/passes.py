@@ -33,13 +33,13 @@ from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.tensor import tensor_parallel
 
 _ATTENTION = "weft_passes"
-_ALONE = RowSharing()
+_NOT_SHARED = RowSharing()
 _TOKENS = 240  # of the row that is run; bytes are proportional to tokens
 _HEAD_TOKENS = 2048  # some tiles of a large vocabulary
 _PRODUCTS = frozenset(
     ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "linear", "matmul")
 )
-_NOTHING = frozenset(
+_FREE_OPERATIONS = frozenset(
     ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "lift_fresh")
 )
 
@@ -72,7 +72,7 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.is_view or name in _NOTHING or func.namespace == "prim":
+        if func.is_view or name in _FREE_OPERATIONS or func.namespace == "prim":
             return out
         self.operations += 1
         if name not in _PRODUCTS:
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(
-    module: nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, mask: Any, **others: Any
+    module: nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     out: Tensor = _Attention.apply(query_BHTD, key_BKTD, value_BKTE)
     return out.transpose(1, 2), None
@@ -134,7 +134,7 @@ class _Norm(torch.autograd.Function):
 
 
 def layer_passes(
-    config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = _ALONE, *, fused_norms: bool = False
+    config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = _NOT_SHARED, *, fused_norms: bool = False
 ) -> list[LayerPasses]:
     """Of each decoder layer of a rank, for a model computed in `dtype`. shared: how ranks of mesh.tp divide a layer.
     fused_norms: as the engine decides by model.fused_norms. Of layers that are built alike, one is run. Errors of
@@ -164,8 +164,8 @@ def layer_passes(
         module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     for hook in hooks:
         hook.remove()
-    found = {number: _of_layer(module.layers[number][1], *call) for number, call in calls.items()}
-    return [found[first] for first in firsts]
+    by_layer = {number: _of_layer(module.layers[number][1], *call) for number, call in calls.items()}
+    return [by_layer[first] for first in firsts]
 
 
 def usual_passes(layers: int, hidden: int, tp: int) -> list[LayerPasses]:

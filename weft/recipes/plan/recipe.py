@@ -53,15 +53,15 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
     lengths = lengths_of_a_step(config, options.length)
     if options.search:
-        result = search(Search(config, model, machine, options.ranks, lengths.of, options.length is not None))
+        result = search(Search(config, model, machine, options.ranks, lengths.tokens, options.length is not None))
         show_search(model, result, options.ranks, lengths, machine, longer(config, options.length))
         return
     described = _described(model, machine, options.ranks, lengths)
     show_described(described)
     if options.simulate:
-        step = step_of(config, lengths.of)
+        step = step_of(config, lengths.tokens)
         for memory in ranks_to_simulate(described.memory):
-            rank = memory.held.place.rank(described.mesh)
+            rank = memory.share.coordinates.rank(described.mesh)
             show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
     if isinstance(config, RlConfig):
         show_engines(_engines_beside(config, options.ranks, assumed))
@@ -70,8 +70,8 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
 def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLengths) -> PlanEstimate:
     mesh = resolve_mesh(model.config.mesh, ranks, "--ranks")
     model.check(mesh)
-    plan = plan_rows(model, mesh, lengths.of)
-    rows = RowFacts.of(model, plan)
+    plan = plan_rows(model, mesh, lengths.tokens)
+    rows = RowFacts.from_plan(model, plan)
     memory, time = memory_by_stage(model, mesh, rows), time_of(model, mesh, rows, machine)
     return PlanEstimate(model, mesh, machine, lengths, plan, memory, time)
 
@@ -162,7 +162,7 @@ def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[
         model = Blueprint(engine, "cpu", assumed)
         mesh = resolve_mesh(engine.mesh, ranks, "--ranks")
         model.check(mesh)
-        memory = max(memory_by_stage(model, mesh, None), key=lambda stage: stage.held.resident)
+        memory = max(memory_by_stage(model, mesh, None), key=lambda stage: stage.share.resident)
         rows.append(_engine_row(name, memory))
     rows += separate_engines(separate.items())
     return rows
@@ -170,7 +170,7 @@ def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[
 
 def _engine_row(name: str, memory: Memory) -> EngineRow:
     """An engine's memory on the accelerator; with cpu_offload that is what its units need while they run."""
-    holdings = memory.held
+    holdings = memory.share
     if memory.offloaded:
         note = f"{byte_count(holdings.resident)} on the host (cpu_offload)"
         return EngineRow(name, gathered=memory.gathered + memory.staged, note=note)

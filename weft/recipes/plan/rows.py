@@ -15,10 +15,10 @@ from weft.recipes.plan.blueprint import Blueprint
 
 @dataclass(frozen=True)
 class StepLengths:
-    """The lengths of a step's documents, in tokens. said: their origin, in words."""
+    """The lengths of a step's documents. origin: where they come from, in words."""
 
-    of: Sequence[int]
-    said: str
+    tokens: Sequence[int]
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class RowFacts:
     cuts: bool
 
     @staticmethod
-    def of(model: Blueprint, plan: StepPlan) -> RowFacts:
+    def from_plan(model: Blueprint, plan: StepPlan) -> RowFacts:
         """The facts of the rows of a plan of this model's documents."""
-        each = [max(costs) for costs in plan.costs]
-        mean, totals = sum(each) / len(each), plan.totals
+        row_costs = [max(costs) for costs in plan.costs]
+        mean, totals = sum(row_costs) / len(row_costs), plan.totals
         linear, _ = model_flops(model.built.flops)
         share = linear * sum(document.read for document in plan.documents) / totals.cost
         widths = (width for micro in range(plan.micro_batches) for width in _widths(plan, micro))
         return RowFacts(
-            max(widths), _load(plan), tuple(cost / mean for cost in each), mean, min(1.0, share), plan.utilisation,
+            max(widths), _load(plan), tuple(cost / mean for cost in row_costs), mean, min(1.0, share), plan.utilisation,
             totals.tokens, totals.cost, bool(plan.pieces),
         )  # fmt: skip
 
@@ -108,11 +108,11 @@ def _shared(plan: StepPlan, micro: int) -> float:
     """The most tokens of cut documents that a rank has in a micro-batch."""
     if not plan.pieces or plan.group is None:
         return 0.0
-    most = 0
+    largest = 0
     for rank, pieces in enumerate(plan.pieces[micro]):
-        own = 0
+        tokens = 0
         for document, intervals in zip(plan.rows[micro][rank], pieces, strict=True):
             count = sum(stop - start for start, stop in intervals)
-            own += count if count < plan.documents[document].read else 0
-        most = max(most, own)
-    return float(most)
+            tokens += count if count < plan.documents[document].read else 0
+        largest = max(largest, tokens)
+    return float(largest)

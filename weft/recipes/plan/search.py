@@ -72,7 +72,7 @@ class Proposal:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """best: proposals, the fastest first. meshes: number of meshes that the axes allow. tried: number of meshes that
     were tried. too_large: number of meshes that do not fit. nearest: of these, the one that needs the least memory.
     refused: reason -> number of meshes."""
@@ -85,10 +85,10 @@ class Found:
     refused: dict[str, int] = field(default_factory=dict)
 
 
-def search(problem: Search) -> Found:
+def search(problem: Search) -> SearchResult:
     """Try meshes in the order of their lower bounds of time, until no other can be among the best, or _MOST_TRIED were
     tried."""
-    result, rows_cache = Found(), dict[object, RowFacts]()
+    result, rows_cache = SearchResult(), dict[object, RowFacts]()
     room = problem.machine.accelerator.memory * problem.machine.usable
     bounds = [(_least_seconds(problem, mesh), mesh) for mesh in meshes(problem)]
     result.meshes = len(bounds)
@@ -105,7 +105,9 @@ def search(problem: Search) -> Found:
             result.refused[reason] = result.refused.get(reason, 0) + 1
             continue
         if isinstance(proposal, Proposal):
-            result.best = sorted([*result.best, proposal], key=lambda one: (one.time.seconds, one.memory.fullest))[:BEST]
+            result.best = sorted(
+                [*result.best, proposal], key=lambda candidate: (candidate.time.seconds, candidate.memory.fullest)
+            )[:BEST]
             continue
         result.too_large += 1
         if result.nearest is None or proposal.fullest < result.nearest[1].fullest:
@@ -212,7 +214,7 @@ def _rows(problem: Search, mesh: MeshSizes, budget: int, cache: dict[object, Row
         repeats = math.gcd(len(problem.lengths), groups) if len(set(problem.lengths)) == 1 else 1
         part = replace(mesh, dp_replicate=1, dp_shard=groups // repeats)
         plan = plan_rows(model, part, problem.lengths[: len(problem.lengths) // repeats], budget)
-        rows = RowFacts.of(model, plan)
+        rows = RowFacts.from_plan(model, plan)
         cache[key] = replace(rows, tokens=rows.tokens * repeats, flops=rows.flops * repeats)
     return cache[key]
 

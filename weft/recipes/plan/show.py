@@ -15,7 +15,7 @@ from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory
 from weft.recipes.plan.rows import StepLengths
-from weft.recipes.plan.search import Found, Proposal
+from weft.recipes.plan.search import Proposal, SearchResult
 from weft.recipes.plan.timing import StepTime
 from weft.recipes.plan.traffic import Transfer
 from weft.terminal import byte_count, counted, say
@@ -59,7 +59,7 @@ def _show_heading(model: Blueprint, ranks: int, lengths: StepLengths, machine: M
     say(f"model    {model.built.path}: {elements:,} parameters; {ranks:,} ranks")
     for number, line in enumerate(machine.lines()):
         say(f"{'' if number else 'assumed':<8} {line}")
-    say(f"lengths  {len(lengths.of):,} documents a step, {lengths.said}")
+    say(f"lengths  {len(lengths.tokens):,} documents a step, {lengths.origin}")
 
 
 def _ulysses(estimate: PlanEstimate) -> str:
@@ -75,8 +75,8 @@ def _step(plan: StepPlan) -> str:
 
 
 def _show_memory(estimate: PlanEstimate, memory: Memory) -> None:
-    holdings, machine = memory.held, estimate.machine
-    stage = f", place {holdings.place.pp + 1} of mesh.pp" if estimate.mesh.pp > 1 else ""
+    holdings, machine = memory.share, estimate.machine
+    stage = f", place {holdings.coordinates.pp + 1} of mesh.pp" if estimate.mesh.pp > 1 else ""
     table = new_table(f"memory of the fullest rank{stage}", "what", ">bytes", "")
     resident_rows: list[tuple[str, int, str]] = [
         ("weights", holdings.weights, "masters, and what is frozen"),
@@ -149,7 +149,7 @@ def _show_transfers(transfers: Sequence[Transfer]) -> None:
     table = new_table("collectives of a rank in a step", "what", "kind", "group", ">calls", ">bytes each", ">received")
 
     def key(transfer: Transfer) -> tuple[str, str, str, int, float]:
-        return transfer.what, transfer.kind, transfer.axis, transfer.size, transfer.payload
+        return transfer.name, transfer.kind, transfer.axis, transfer.size, transfer.payload
 
     rows = []
     for (purpose, kind, axis, size, payload), group in groupby(sorted(transfers, key=key), key):
@@ -168,7 +168,7 @@ def show_engines(rows: Sequence[EngineRow]) -> None:
 
 
 def show_search(
-    model: Blueprint, result: Found, ranks: int, lengths: StepLengths, machine: Machine, extra_override: str = ""
+    model: Blueprint, result: SearchResult, ranks: int, lengths: StepLengths, machine: Machine, extra_override: str = ""
 ) -> None:
     """Prints the best meshes, what limits each, and why other meshes were refused. extra_override: a further override
     that runs of these lengths need."""
@@ -194,7 +194,7 @@ def show_search(
     say(f"take     {' '.join(filter(None, (_overrides(result.best[0]), extra_override)))}")
 
 
-def _refused(result: Found) -> list[tuple[str, int]]:
+def _refused(result: SearchResult) -> list[tuple[str, int]]:
     """(reason, number of meshes), most meshes first. Reasons that differ only in numbers are merged into the first."""
     by_pattern: dict[str, tuple[str, int]] = {}
     for reason, count in result.refused.items():
@@ -214,7 +214,7 @@ def _overrides(proposal: Proposal) -> str:
     return f"{written(proposal.mesh)} step.max_tokens_per_device={proposal.budget} model.recompute={recompute}"
 
 
-def _none_fits(result: Found) -> str:
+def _none_fits(result: SearchResult) -> str:
     if result.nearest is None:
         return "none     every mesh is refused"
     mesh, memory = result.nearest

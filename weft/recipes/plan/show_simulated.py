@@ -35,7 +35,7 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int) -> None:
 
 
 def _show_memory(simulated: Simulated, estimated: Memory, room: int) -> None:
-    peak, holdings = simulated.peak, estimated.held
+    peak, holdings = simulated.peak, estimated.share
     when = f"{peak.phase} of micro-batch {peak.micro_batch}" if peak.micro_batch else peak.phase
     by_arithmetic = {
         "weights": holdings.weights,
@@ -55,7 +55,7 @@ def _show_memory(simulated: Simulated, estimated: Memory, room: int) -> None:
     )
     for name, size in peak.classes.items():
         estimate = byte_count(by_arithmetic[name]) if name in by_arithmetic else ""
-        table.add_row(name, byte_count(size), byte_count(peak.most[name]), estimate, _NOTES.get(name, ""))
+        table.add_row(name, byte_count(size), byte_count(peak.maxima[name]), estimate, _NOTES.get(name, ""))
     table.add_section()
     share = f"{peak.total / room:.0%} of {byte_count(room)}"
     table.add_row("at the fullest", byte_count(peak.total), "", byte_count(estimated.fullest), share)

@@ -49,14 +49,14 @@ class Step:
 @dataclass(frozen=True)
 class Simulated:
     """A rank's simulated step. stage: its place on mesh.pp; None without pp. micro_batches: number that were run, of
-    `all_micro_batches`. held: bytes of weights, gradients and optimizer state, without padding. seconds: duration of
-    the simulation."""
+    `all_micro_batches`. persistent: bytes of weights, gradients and optimizer state, without padding. seconds: duration
+    of the simulation."""
 
     rank: int
     stage: int | None
     micro_batches: int
     all_micro_batches: int
-    held: dict[str, int]
+    persistent: dict[str, int]
     peak: Peak
     collectives: Collectives
     seconds: float
@@ -76,19 +76,19 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
     _forget_meshes()
     with fake_ranks(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
         engine = Engine(config, ranks, weights=False, readouts=step.objective.readouts)
-        whole = plan_of(engine, step)
-        plan = longest(whole, fewest_micro_batches(engine))
+        full_plan = plan_of(engine, step)
+        plan = longest(full_plan, fewest_micro_batches(engine))
         rows = rows_of(engine, plan, step)
         with simulation.running(), _products(engine):
             make_state(engine)
             try:
-                held, watch = watched_step(engine, plan, rows, step.objective)
+                persistent, watch = watched_step(engine, plan, rows, step.objective)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise _depends(engine, error) from error
     stage = None if engine.mesh.pp is None else engine.mesh.pp.rank
     seconds = time.perf_counter() - began
     return Simulated(
-        rank, stage, plan.micro_batches, whole.micro_batches, held, watch.peak(), watch.collectives, seconds
+        rank, stage, plan.micro_batches, full_plan.micro_batches, persistent, watch.peak(), watch.collectives, seconds
     )
 
 
@@ -97,9 +97,9 @@ def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, objective: Loss
     Watch)."""
     with Watch(engine) as watch:
         engine.accumulate(plan, rows, objective)
-        held = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held_by(engine).items()}
+        persistent = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held_by(engine).items()}
         engine.apply(1e-5)
-    return held, watch
+    return persistent, watch
 
 
 def plan_of(engine: Engine, step: Step) -> StepPlan:
@@ -113,8 +113,8 @@ def rows_of(engine: Engine, plan: StepPlan, step: Step) -> StepRows:
     simulation = engine.ranks.simulated
     if simulation is None:
         return rows
-    made = [rows[micro].moved(simulation.fake.from_tensor) for micro in range(plan.micro_batches)]
-    return replace(rows, build=lambda micro: made[micro])
+    built = [rows[micro].moved(simulation.fake.from_tensor) for micro in range(plan.micro_batches)]
+    return replace(rows, build=lambda micro: built[micro])
 
 
 def _documents(step: Step) -> list[Document]:
@@ -134,20 +134,20 @@ def fewest_micro_batches(engine: Engine) -> int:
         return 2
     if schedule == "GPipe":
         return 1 << 30
-    many = 4 * stages.placement.stages
-    return many if stages.placement.chunks > 1 else in_flight(schedule, stages.placement, pp.rank, many) + 1
+    full = 4 * stages.placement.stages
+    return full if stages.placement.chunks > 1 else in_flight(schedule, stages.placement, pp.rank, full) + 1
 
 
 def longest(plan: StepPlan, count: int) -> StepPlan:
     """The plan cut to at most `count` micro-batches, those with the longest rows."""
     order = sorted(range(plan.micro_batches), key=lambda micro: -max(plan.lengths[micro]))
-    kept = sorted(order[:count])
+    chosen = sorted(order[:count])
     return replace(
         plan,
-        rows=tuple(plan.rows[micro] for micro in kept),
-        lengths=tuple(plan.lengths[micro] for micro in kept),
-        costs=tuple(plan.costs[micro] for micro in kept),
-        pieces=tuple(plan.pieces[micro] for micro in kept) if plan.pieces else (),
+        rows=tuple(plan.rows[micro] for micro in chosen),
+        lengths=tuple(plan.lengths[micro] for micro in chosen),
+        costs=tuple(plan.costs[micro] for micro in chosen),
+        pieces=tuple(plan.pieces[micro] for micro in chosen) if plan.pieces else (),
     )
 
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from weft.config.mesh import MeshSizes
 from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.holdings import Held, Holdings
+from weft.recipes.plan.holdings import Holdings, RankShare
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import gathered_part, last_place, memory_by_stage, sharing
 from weft.recipes.plan.rows import RowFacts
@@ -96,7 +96,10 @@ def time_of(
     full = model.config.model.recompute == "full" if recompute is None else recompute
     holdings = Holdings(model, mesh).by_stage()
     moved = [transfers(model, mesh, stage_holdings, rows.load, recompute=full) for stage_holdings in holdings]
-    works = [_work(model, mesh, stage_holdings, rows, machine, transfers_of_stage, full) for stage_holdings, transfers_of_stage in zip(holdings, moved, strict=True)]
+    works = [
+        _work(model, mesh, stage_holdings, rows, machine, transfers_of_stage, full)
+        for stage_holdings, transfers_of_stage in zip(holdings, moved, strict=True)
+    ]
     shares = rows.shares
     busy = [sum(sum(work.seconds(share)) for share in shares) for work in works]
     of_rows = _seconds_of_rows(model, mesh, works, busy, shares)
@@ -120,13 +123,13 @@ def time_of(
 def _work(
     model: Blueprint,
     mesh: MeshSizes,
-    holdings: Held,
+    holdings: RankShare,
     rows: RowFacts,
     machine: Machine,
     moved: Sequence[Transfer],
     recompute: bool,
 ) -> _Work:
-    linear, attention = _flops(model, mesh, holdings.place.pp, rows, recompute=recompute)
+    linear, attention = _flops(model, mesh, holdings.coordinates.pp, rows, recompute=recompute)
     per_row = 1.0 / rows.load.micro_batches
     seconds = defaultdict[tuple[str, bool], float](float)
     for transfer in moved:
@@ -149,13 +152,13 @@ def _work(
 
 
 def _passes(
-    model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts, machine: Machine, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts, machine: Machine, *, recompute: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of passes over tensors of a row's layers and head, the same of launching all of its
     operations). A pipeline's last stage has the head."""
     load, passes = rows.load, model.passes(sharing(model, mesh, rows))
     tokens = load.tokens / load.micro_batches
-    stage_passes = [passes[layer] for layer in model.layers(mesh.pp, holdings.place.pp)]
+    stage_passes = [passes[layer] for layer in model.layers(mesh.pp, holdings.coordinates.pp)]
     recomputed = 1 if recompute else 0
     ahead = sum(layer.forward.bytes for layer in stage_passes)
     back = sum(layer.backward.bytes for layer in stage_passes) + recomputed * ahead
@@ -163,7 +166,7 @@ def _passes(
     backward = sum(layer.backward.operations for layer in stage_passes) + recomputed * operations
     fused = machine.fused if model.config.model.compile is True else 1.0
     forward_bytes, backward_bytes = fused * ahead * tokens, fused * back * tokens
-    if holdings.place.pp == last_place(model, mesh):
+    if holdings.coordinates.pp == last_place(model, mesh):
         # Where directions are known, the head does nearly all in forward; where it has to wait, nearly all in backward.
         of_head = model.head_passes(mesh.tp) * load.predicted / load.micro_batches
         if model.samples:
@@ -175,7 +178,7 @@ def _passes(
 
 
 def _copies(
-    model: Blueprint, mesh: MeshSizes, holdings: Held, rows: RowFacts, machine: Machine, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts, machine: Machine, *, recompute: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of FSDP2's copies for a row, (forward, backward) seconds of copies between host and
     accelerator that computing hides).
@@ -189,7 +192,11 @@ def _copies(
     compute, reduce, master = precision.compute.itemsize, precision.reduce.itemsize, precision.master.itemsize
     trains, further = model.setup.trained, rows.load.micro_batches > 1
     single_rank = mesh.dp_replicate * mesh.shards == 1
-    working_copies = single_rank and trains and memory_by_stage(model, mesh, rows, recompute=recompute)[holdings.place.pp].keeps
+    working_copies = (
+        single_rank
+        and trains
+        and memory_by_stage(model, mesh, rows, recompute=recompute)[holdings.coordinates.pp].keeps
+    )
     per_row = 1.0 / rows.load.micro_batches if working_copies else 1.0
     copied, waited, hidden = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # bytes; bytes from the host, with and without waiting
     for unit in holdings.units:
@@ -273,7 +280,7 @@ def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:
     return sum(transfer.seconds(machine) for transfer in moved if transfer.phase == "step")
 
 
-def _update_seconds(model: Blueprint, holdings: Held, machine: Machine) -> float:
+def _update_seconds(model: Blueprint, holdings: RankShare, machine: Machine) -> float:
     """Seconds of norm, clipping and update: gradients are read for the norm, read and written by clipping and read by
     the optimizer, which reads and writes masters and states; an average is read and written beside the masters. AdamW
     clips as it steps, and writes gradients back."""
@@ -285,7 +292,7 @@ def _update_seconds(model: Blueprint, holdings: Held, machine: Machine) -> float
     return moved / machine.host_memory if model.config.fsdp.cpu_offload else machine.passing(moved)
 
 
-def _trained_tensors(holdings: Held) -> int:
+def _trained_tensors(holdings: RankShare) -> int:
     return sum(unit.count * unit.tensors for unit in holdings.units)
 
 
@@ -293,7 +300,7 @@ def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Mach
     """The parts of the slowest stage's time: computing, and each kind of collective, with the seconds that computing
     does not hide."""
     total = sum(rows.shares)
-    linear, attention, passes = (sum(of) * total for of in (work.linear, work.attention, work.passes))
+    linear, attention, passes = (sum(phases) * total for phases in (work.linear, work.attention, work.passes))
     copies = sum(work.copies) * len(rows.shares)
     even = rows.utilisation
     uneven = (linear + attention + passes) * (1 - even)
@@ -317,10 +324,10 @@ def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Mach
     parts.append(
         Part("launching", sum(work.launching) * count, launched, note="by the host, while the device computes")
     )
-    hidden = sum(one.seconds(machine) for one in moved if one.hidden)
-    for (name, overlaps), several in _by_name(moved):
-        seconds = sum(one.seconds(machine) for one in several)
-        received = sum(one.received for one in several)
+    hidden = sum(transfer.seconds(machine) for transfer in moved if transfer.hidden)
+    for (name, overlaps), group in _by_name(moved):
+        seconds = sum(transfer.seconds(machine) for transfer in group)
+        received = sum(transfer.received for transfer in group)
         waits = visible * seconds / hidden if overlaps and hidden else seconds
         parts.append(Part(name, seconds, waits, received, "computing goes on" if overlaps else ""))
     return [part for part in parts if part.seconds > 0]
@@ -329,7 +336,7 @@ def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Mach
 def _by_name(moved: Sequence[Transfer]) -> list[tuple[tuple[str, bool], list[Transfer]]]:
     """The transfers by (axis and kind, whether computing hides them)."""
 
-    def key(one: Transfer) -> tuple[str, bool]:
-        return f"{one.axis}: {one.kind}", one.hidden
+    def key(transfer: Transfer) -> tuple[str, bool]:
+        return f"{transfer.axis}: {transfer.kind}", transfer.hidden
 
-    return [(name, list(several)) for name, several in groupby(sorted(moved, key=key), key)]
+    return [(name, list(group)) for name, group in groupby(sorted(moved, key=key), key)]

@@ -15,7 +15,7 @@ from weft.config.mesh import MeshSizes
 from weft.engine.selfcheck.context import received_per_token
 from weft.models.train_module import ValueHead
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.holdings import Held, HeldUnit, shard_elements
+from weft.recipes.plan.holdings import RankShare, UnitShare, shard_elements
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import last_place, rows_of_a_token
 from weft.recipes.plan.rows import Load
@@ -32,7 +32,7 @@ class Transfer:
     neighbours in the group. payload: bytes of the whole tensor in one call; for an all-to-all, bytes that a rank deals
     out, its own part included. calls: number in the step. hidden: whether computing goes on while it runs."""
 
-    what: str
+    name: str
     kind: Kind
     axis: str
     size: int
@@ -47,8 +47,8 @@ class Transfer:
         """Bytes that a rank receives in the step; it sends as many."""
         if self.kind == "send":
             return self.payload * self.calls
-        once = self.payload * (self.size - 1) / self.size
-        return once * self.calls * (2 if self.kind == "all-reduce" else 1)
+        per_call = self.payload * (self.size - 1) / self.size
+        return per_call * self.calls * (2 if self.kind == "all-reduce" else 1)
 
     def seconds(self, machine: Machine) -> float:
         """The seconds of all calls, one after the other."""
@@ -58,11 +58,11 @@ class Transfer:
             return self.calls * machine.sending(self.payload, self.stride)
         if self.kind == "all-to-all":
             return self.calls * machine.exchanging(self.payload, self.size, self.stride)
-        once = machine.gathering(self.payload, self.size, self.stride)
-        return self.calls * once * (2 if self.kind == "all-reduce" else 1)
+        per_call = machine.gathering(self.payload, self.size, self.stride)
+        return self.calls * per_call * (2 if self.kind == "all-reduce" else 1)
 
 
-def transfers(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load, *, recompute: bool) -> list[Transfer]:
+def transfers(model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: bool) -> list[Transfer]:
     """The collectives of a rank in one step."""
     result = [
         *_of_units(model, mesh, holdings, load),
@@ -77,7 +77,7 @@ def transfers(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load, *, 
 # ---------------------------------------------------------------- FSDP
 
 
-def _of_units(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load) -> Iterator[Transfer]:
+def _of_units(model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load) -> Iterator[Transfer]:
     fsdp, precision, rows = model.config.fsdp, model.setup.precision, load.micro_batches
     for unit in holdings.units:
         axis, stride = _group(mesh, unit)
@@ -102,7 +102,7 @@ def _of_units(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load) -> 
         )  # fmt: skip
 
 
-def _group(mesh: MeshSizes, unit: HeldUnit) -> tuple[str, int]:
+def _group(mesh: MeshSizes, unit: UnitShare) -> tuple[str, int]:
     """(The name of the group over which a unit is sharded, its stride)."""
     if unit.strategy == "experts":
         return "same experts", mesh.tp * mesh.ep
@@ -112,44 +112,54 @@ def _group(mesh: MeshSizes, unit: HeldUnit) -> tuple[str, int]:
 # ---------------------------------------------------------------- tp
 
 
-def _of_tp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
+def _of_tp(
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: bool
+) -> Iterator[Transfer]:
     if mesh.tp == 1:
         return
     styles, sequence, size = model.styles(mesh.tp), model.sequence(mesh.tp), model.setup.precision.compute.itemsize
     hidden = model.text.hidden_size * size / load.micro_batches
-    first, last = held.place.pp == 0, held.place.pp == last_place(model, mesh)
-    layers = set(model.layers(mesh.pp, held.place.pp))
+    first, last = holdings.coordinates.pp == 0, holdings.coordinates.pp == last_place(model, mesh)
+    layers = set(model.layers(mesh.pp, holdings.coordinates.pp))
     regions = [name for name in styles.regions if model.layer_of(name) in layers]
     joined = [name for name in styles.joined if model.layer_of(name) in layers]
     tokens = load.tokens * hidden
     blocks = len(regions) * load.micro_batches
-    again = 2 if recompute else 1
+    forwards = 2 if recompute else 1
 
-    def of(what: str, kind: Kind, payload: float, calls: float, phase: Phase) -> Transfer:
-        return Transfer(what, kind, "tp", mesh.tp, 1, payload, calls, phase)
+    def transfer(name: str, kind: Kind, payload: float, calls: float, phase: Phase) -> Transfer:
+        return Transfer(name, kind, "tp", mesh.tp, 1, payload, calls, phase)
 
     kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if sequence else ("all-reduce",)
     ends = 0 if _norm_follows(model) else len(layers) * load.micro_batches  # no backward needs a layer's last sum
     for kind in kinds:
-        repeated = blocks * (again - 1) - (ends if recompute and kind == kinds[-1] else 0)
-        yield of("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
-        yield of("hidden states of blocks", kind, tokens, blocks, "backward")
+        repeated = blocks * (forwards - 1) - (ends if recompute and kind == kinds[-1] else 0)
+        yield transfer("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
+        yield transfer("hidden states of blocks", kind, tokens, blocks, "backward")
     for name in joined:
         width = sum(part.size for part in styles.joined[name].parts)
-        whole = load.tokens * width * size / load.micro_batches
-        yield of("queries and keys of a norm", "all-gather", whole, load.micro_batches * again, "forward")
-        yield of("queries and keys of a norm", "all-reduce", whole, load.micro_batches, "backward")
+        payload_of_norm = load.tokens * width * size / load.micro_batches
+        yield transfer(
+            "queries and keys of a norm", "all-gather", payload_of_norm, load.micro_batches * forwards, "forward"
+        )
+        yield transfer("queries and keys of a norm", "all-reduce", payload_of_norm, load.micro_batches, "backward")
     if first:
-        yield of("embeddings", kinds[-1], tokens, load.micro_batches, "forward")
+        yield transfer("embeddings", kinds[-1], tokens, load.micro_batches, "forward")
         if sequence:
-            yield of("embeddings", "all-gather", tokens, load.micro_batches, "backward")
+            yield transfer("embeddings", "all-gather", tokens, load.micro_batches, "backward")
     if last:
         if sequence:
-            yield of("last hidden states", "all-gather", tokens, load.micro_batches, "forward")
+            yield transfer("last hidden states", "all-gather", tokens, load.micro_batches, "forward")
         if not isinstance(model.module.head, ValueHead):
             predicted = load.predicted * hidden
-            yield of("gradient of the head's input", "all-reduce", predicted, load.micro_batches, "backward")
-    yield of("gradients of what ranks have alike", "all-reduce", _alike(model, mesh, held, sequence), 1, "step")
+            yield transfer("gradient of the head's input", "all-reduce", predicted, load.micro_batches, "backward")
+    yield transfer(
+        "gradients of what ranks have alike",
+        "all-reduce",
+        _replicated_gradients(model, mesh, holdings, sequence),
+        1,
+        "step",
+    )
 
 
 def _norm_follows(model: Blueprint) -> bool:
@@ -158,12 +168,12 @@ def _norm_follows(model: Blueprint) -> bool:
     return any(re.match(r"post_(feedforward|mlp|ffn)", name) for name, _ in layer.named_children())
 
 
-def _alike(model: Blueprint, mesh: MeshSizes, holdings: Held, sequence: bool) -> float:
+def _replicated_gradients(model: Blueprint, mesh: MeshSizes, holdings: RankShare, sequence: bool) -> float:
     """Bytes of gradients that are summed over tp once per step: of weights that all ranks of tp have whole, and use for
     their part of the work."""
     stages, elements = model.stages(mesh.pp), 0
     for weight, inside in model.undivided(mesh.tp):
-        on_stage = stages is None or holdings.place.pp in stages[1].holders[weight.name]
+        on_stage = stages is None or holdings.coordinates.pp in stages[1].holders[weight.name]
         if on_stage and (sequence or inside):
             elements += shard_elements(weight.shape, mesh.shards, 0)
     return float(elements * model.setup.precision.master.itemsize)
@@ -172,14 +182,16 @@ def _alike(model: Blueprint, mesh: MeshSizes, holdings: Held, sequence: bool) ->
 # ---------------------------------------------------------------- cp
 
 
-def _of_cp(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
+def _of_cp(
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: bool
+) -> Iterator[Transfer]:
     """The exchange of heads, or of keys and values, for documents that are cut. The payload of an all-to-all includes
     the share of 1 / size that stays on the rank."""
     ulysses = model.ulysses(mesh.cp, mesh.tp)
     if ulysses is None or not load.shared:
         return
     layers = len(model.built.flops.attention)
-    stage_layers = len(model.layers(mesh.pp, holdings.place.pp)) * layers / len(model.costs[0])
+    stage_layers = len(model.layers(mesh.pp, holdings.coordinates.pp)) * layers / len(model.costs[0])
     heads, keys = received_per_token(model.built.flops, model.checked, mesh.cp, ulysses, mesh.tp)
     size, forwards = model.setup.precision.compute.itemsize, 2 if recompute else 1
     tokens = load.shared * mesh.cp / load.micro_batches  # tokens of the whole group, as received_per_token counts them
@@ -197,28 +209,32 @@ def _of_cp(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load, *, rec
 # ---------------------------------------------------------------- ep
 
 
-def _of_experts(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
+def _of_experts(
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: bool
+) -> Iterator[Transfer]:
     """The exchange of rows with experts, if routers choose evenly."""
     if mesh.ep == 1:
         return
-    stage_layers = set(model.layers(mesh.pp, holdings.place.pp))
+    stage_layers = set(model.layers(mesh.pp, holdings.coordinates.pp))
     layers = sum(model.layer_of(name) in stage_layers for name in model.experts)
     row = model.text.hidden_size * model.setup.precision.compute.itemsize
     payload = load.tokens / load.micro_batches * rows_of_a_token(model) * row
     calls, forwards = 2 * layers * load.micro_batches, 2 if recompute else 1
-    yield Transfer("rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * forwards, "forward")
+    yield Transfer(
+        "rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * forwards, "forward"
+    )
     yield Transfer("rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls, "backward")
 
 
 # ---------------------------------------------------------------- pp
 
 
-def _of_stages(model: Blueprint, mesh: MeshSizes, holdings: Held, load: Load) -> Iterator[Transfer]:
+def _of_stages(model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load) -> Iterator[Transfer]:
     staged = model.stages(mesh.pp)
     if staged is None:
         return
     stages, _ = staged
-    stride, pp_rank, placement = mesh.world // mesh.pp, holdings.place.pp, stages.placement
+    stride, pp_rank, placement = mesh.world // mesh.pp, holdings.coordinates.pp, stages.placement
     wide = 4 if stages.interface.wide else model.setup.precision.compute.itemsize
     parts = mesh.tp if model.sequence(mesh.tp) else 1
     payload = load.tokens / load.micro_batches * model.text.hidden_size * wide / parts

@@ -67,7 +67,7 @@ class Watch(TorchDispatchMode):
             head.register_forward_hook(lambda *_: self._head(False)),
         ]
         for kind, tensors in held_by(engine).items():
-            self._know(tensors, kind)
+            self._classify(tensors, kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._life(tensor)
         if func.namespace == "fsdp":
-            self._know_buffers(func._schema.name, args, kwargs or {})
+            self._classify_buffers(func._schema.name, args, kwargs or {})
         elif func.namespace == "c10d":
             self.collectives.add(func._schema.name.removeprefix("c10d::"), args)
         return out
@@ -101,16 +101,16 @@ class Watch(TorchDispatchMode):
         phase = flight.recorder.phase, flight.recorder.micro_batch
         if phase != self._phase:
             if self._phase[0] in (*_BACKWARDS, "reduce"):
-                self._know(_gradients_of(self._groups), "gradients")
+                self._classify(_gradients_of(self._groups), "gradients")
             self._phase = phase
         if self._full and not all(unit.full for unit in self._full):
             self._full = [unit for unit in self._full if unit.full]
-        gathered, node, again = sum(unit.bytes for unit in self._full), -1, False
+        gathered, node, recomputes = sum(unit.bytes for unit in self._full), -1, False
         if phase[0] in _BACKWARDS:
             current = torch._C._current_autograd_node()
             if current is not None:
-                node, again = current._sequence_nr(), torch.is_grad_enabled()
-        self.moments.append(Moment(*phase, gathered, node, again))
+                node, recomputes = current._sequence_nr(), torch.is_grad_enabled()
+        self.moments.append(Moment(*phase, gathered, node, recomputes))
 
     def _life(self, tensor: Tensor) -> Life:
         storage = tensor.untyped_storage()
@@ -120,28 +120,28 @@ class Watch(TorchDispatchMode):
             kind = "head" if self._in_head else None
             life = self._alive[key] = Life(storage.nbytes(), len(self.moments), kind=kind)
             self.lives.append(life)
-            self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
+            self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
         return life
 
-    def _gone(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         self._alive.pop(key).died = len(self.moments)
         del self._references[key]
 
-    def _know(self, tensors: Iterable[Tensor], kind: str) -> None:
+    def _classify(self, tensors: Iterable[Tensor], kind: str) -> None:
         for tensor in tensors:
             self._life(tensor).kind = kind
 
-    def _know_buffers(self, operation: str, args: Any, kwargs: Any) -> None:
+    def _classify_buffers(self, operation: str, args: Any, kwargs: Any) -> None:
         """Note the buffers that FSDP packs for its collectives."""
         if operation == "fsdp::all_gather_copy_in":
-            self._know(args[1:2], "gathered")
+            self._classify(args[1:2], "gathered")
         elif operation == "fsdp::chunk_cat":
-            self._know([*args[0], kwargs["out"] if "out" in kwargs else args[3]], "unreduced")
+            self._classify([*args[0], kwargs["out"] if "out" in kwargs else args[3]], "unreduced")
 
     def _look_for_gathered(self) -> None:
-        for place, group in enumerate(self._groups):
-            if place not in self._units and all(p.all_gather_outputs for p in group.fsdp_params):
-                unit = self._units[place] = _Unit(group.fsdp_params)
+        for index, group in enumerate(self._groups):
+            if index not in self._units and all(p.all_gather_outputs for p in group.fsdp_params):
+                unit = self._units[index] = _Unit(group.fsdp_params)
                 for tensor in unit.tensors:
                     life = self._life(tensor)
                     life.kind, life.bytes = "gathered", 0  # the unit counts the bytes
