@@ -55,8 +55,8 @@ def receive(ticket: Ticket, version: int) -> tuple[dict[str, Tensor], list[list[
     """The weights in place, and what it answers."""
     (engine,) = _engine
     engine.receive(ticket, version)
-    assert engine._filled is not None
-    state = {name: tensor.to("cpu", copy=True) for name, tensor in engine._filled.state.items()}
+    assert engine._weights is not None
+    state = {name: tensor.to("cpu", copy=True) for name, tensor in engine._weights.state.items()}
     return state, engine.generate(REQUESTS)
 
 

@@ -54,9 +54,9 @@ def channel(*messages: bytes) -> SyncChannel:
 def as_stranger(said: bytes) -> None:
     connection: Any = Said(said)
     pending = _Pending(connection)
-    while not pending.hear() and not pending.gone:
+    while not pending.hear() and not pending.is_closed:
         pass
-    if not pending.gone:
+    if not pending.is_closed:
         pending.hello()
 
 

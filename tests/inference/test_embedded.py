@@ -94,7 +94,7 @@ def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Te
     plan = engine.plan(engine.planner.metadata([document]))
     found = engine.readout(plan, dict.fromkeys(engine.planner.local_documents(plan), document))
     embedded = EmbeddedEngine(engine)
-    embedded.wake(here=bool(found))
+    embedded.wake(generates=bool(found))
     if embedded.model is None:
         return torch.zeros(0), torch.zeros(0)
     embedded.model.set_attn_implementation("eager")

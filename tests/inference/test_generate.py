@@ -32,7 +32,7 @@ from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.cache_support import caches
 from weft.inference.generate import Generator
 from weft.inference.rows import CachedRows
-from weft.inference.token_sampling import kept, sample_tokens, uniforms
+from weft.inference.token_sampling import kept_tokens, sample_tokens, uniforms
 from weft.models import hf
 from weft.models.routing import differ, replace_choices
 from weft.recipes.rl import sampling_of
@@ -262,7 +262,7 @@ def test_what_is_kept_is_what_transformers_keeps() -> None:
         warpers = LogitsProcessorList([TopKLogitsWarper(top_k)] if top_k else [])
         warpers += [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
         theirs = warpers(torch.zeros(64, 1, dtype=torch.int64), logits) > -math.inf
-        ours = kept(logits.log_softmax(-1), SamplingParams(1, 1.0, top_p, top_k, min_p))
+        ours = kept_tokens(logits.log_softmax(-1), SamplingParams(1, 1.0, top_p, top_k, min_p))
         assert torch.equal(ours, theirs)
 
 

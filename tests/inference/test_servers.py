@@ -156,7 +156,7 @@ def with_fake(folder: Path, body: Callable[[Fake], Any]) -> Any:
     async def run() -> Any:
         fake = Fake(folder)
         try:
-            await fake.served.ready()
+            await fake.served.wait_ready()
             return await body(fake)
         finally:
             await fake.served.close()
@@ -213,11 +213,11 @@ def test_a_server_that_listens_no_more_ends_what_it_would_never_answer(tmp_path:
 def test_a_server_that_hangs_counts_as_dead_unless_it_was_told_to_wait(tmp_path: Path) -> None:
     async def body(fake: Fake) -> None:
         fake.served._silence = 1.0  # it was given longer to start
-        fake.served.hold(True)
+        fake.served.set_paused(True)
         slow = asyncio.create_task(fake.served.work("/slow", {}, "generating"))
         await asyncio.sleep(1.5)
         assert not slow.done()
-        fake.served.hold(False)
+        fake.served.set_paused(False)
         with pytest.raises(EngineDiedError, match=r"fake-0 has finished nothing for \d s while generating") as found:
             await slow
         assert found.value.kind == "hang"
@@ -469,7 +469,7 @@ def with_sglang(folder: Path, body: Callable[[SglangEngine, Sglang], Any]) -> An
         fake = Fake(folder)
         server: Any = Sglang()
         engine = SglangEngine(settings(), fake.served, 1)
-        await fake.served.ready()
+        await fake.served.wait_ready()
         fake.served._address = server
         try:
             return await body(engine, server)
@@ -674,7 +674,7 @@ class Vllm:
             }]
         }  # fmt: skip
 
-    def hold(self, held: bool) -> None:
+    def set_paused(self, held: bool) -> None:
         pass
 
 

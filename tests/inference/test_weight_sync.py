@@ -261,14 +261,14 @@ def fail_and_go_on(path: str, port: int, transport: sending.Transport) -> tuple[
 def fail_and_follow(path: str, port: int) -> tuple[str, int | None]:
     """The engine of that: it runs out of memory in the middle, has no weights then, and is served by the next sync."""
     engine, ticket = Standalone(path, dtype=torch.float32), Ticket("127.0.0.1", port, KEY, "it", 0, 30.0)
-    places = LoadedWeights._own
+    places = LoadedWeights._local_view
 
     def short_of_memory(self: LoadedWeights, piece: Any) -> Any:
         if "layers.1" in piece.disk:
             raise MemoryError("no room")
         return places(self, piece)
 
-    with patch.object(LoadedWeights, "_own", short_of_memory), pytest.raises(MemoryError):
+    with patch.object(LoadedWeights, "_local_view", short_of_memory), pytest.raises(MemoryError):
         engine.receive(ticket, 1)
     with pytest.raises(SyncError) as told:
         engine.generate(REQUESTS)
@@ -508,7 +508,7 @@ def test_an_engine_opens_images_as_it_was_told(monkeypatch: pytest.MonkeyPatch) 
     engine = Standalone("m", dtype=torch.float32, opener=opener)
     filled: Any = SimpleNamespace(asleep=False, model=None)
     ticket: Any = None
-    engine._filled = filled
+    engine._weights = filled
     engine.receive(ticket, 3)
     assert made == [{"opener": opener}] and engine.version == 3
 
@@ -521,7 +521,7 @@ def test_the_sender_sleeps_until_somebody_comes(monkeypatch: pytest.MonkeyPatch)
     try:
         monkeypatch.setattr(sending_server, "select", SimpleNamespace(poll=lambda: poll, POLLIN=1))
         for seconds in (60.0, 0.5, -1.0):
-            assert sender._heard([], time.monotonic() + seconds) == []
+            assert sender._complete_hellos([], time.monotonic() + seconds) == []
     finally:
         sender._listener.close()
     assert 900 < waits[0] <= 1000 and 400 < waits[1] <= 500 and waits[2] == 0

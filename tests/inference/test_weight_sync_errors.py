@@ -311,7 +311,7 @@ def _filled(family: str, lora: LoraConfig | None = None) -> tuple[LoadedWeights,
 def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     filled, part = _filled("qwen3_moe")
     stale = Given({**part.given, "model.norm.weight": part.given["model.norm.weight"] + 1})
-    whole, own = LoadedWeights._own, {mapping.disk: mapping for mapping in filled.mappings}
+    whole, own = LoadedWeights._local_view, {mapping.disk: mapping for mapping in filled.mappings}
     first, second = (own[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (1, 3))
     writing = [True]
 
@@ -323,12 +323,12 @@ def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> N
             yield from super().tensors()
             writing[0] = False
 
-    monkeypatch.setattr(LoadedWeights, "_own", swapped)
+    monkeypatch.setattr(LoadedWeights, "_local_view", swapped)
     with pytest.raises(SyncError, match=r"engine-0 holds other values .*experts.1.up_proj.weight, .*experts.3.up_proj"):
         filled.take_weights(Swapping(part.given))  # type: ignore[arg-type]
     monkeypatch.setattr(
         LoadedWeights,
-        "_own",
+        "_local_view",
         lambda self, piece: whole(self, piece).clone() if "norm" in piece.disk else whole(self, piece),
     )
     with pytest.raises(SyncError, match="engine-0 holds other values .* version 1: model.norm.weight"):

@@ -38,24 +38,24 @@ def _is_exact(config: PretrainedConfig) -> bool:
         return False
     vocabulary = small.get_input_embeddings().weight.shape[0]
     with torch.inference_mode():
-        whole = _walk(UncachedRows(small), vocabulary)
+        uncached = _walk(UncachedRows(small), vocabulary)
         try:
             cached = _walk(CachedRows(small), vocabulary)
         except (ValueError, RuntimeError, LookupError, AttributeError, TypeError):  # in the family's own code
             return False
-    pairs = list(zip(cached, whole, strict=True))
-    worst = torch.stack([(one - other).abs().max() for one, other in pairs]).max()
-    largest = torch.stack([other.abs().max() for _, other in pairs]).max()
+    pairs = list(zip(cached, uncached, strict=True))
+    worst = torch.stack([(a - b).abs().max() for a, b in pairs]).max()
+    largest = torch.stack([b.abs().max() for _, b in pairs]).max()
     return bool(worst <= LOGIT_TOLERANCE * largest)
 
 
 def _walk(rows: DecodingRows, vocabulary: int) -> list[Tensor]:
     """The logits of every forward while rows join, advance and leave, and others join."""
-    prompts = [[(3 + 5 * place) % vocabulary for place in range(length)] for length in _PROMPTS]
+    prompts = [[(3 + 5 * index) % vocabulary for index in range(length)] for length in _PROMPTS]
 
     def advance() -> Tensor:
         return rows.advance([(3 + 7 * row + 5 * int(length)) % vocabulary for row, length in enumerate(rows.lengths)])
 
-    found = [rows.join(prompts[:2], (2, 1)), *(advance() for _ in range(3))]
+    logits = [rows.join(prompts[:2], (2, 1)), *(advance() for _ in range(3))]
     rows.leave([0])
-    return [*found, rows.join(prompts[2:], (2,)), *(advance() for _ in range(3))]
+    return [*logits, rows.join(prompts[2:], (2,)), *(advance() for _ in range(3))]

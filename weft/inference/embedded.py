@@ -51,10 +51,10 @@ class EmbeddedEngine:
         """Size of the copy in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._manifest().values())
 
-    def wake(self, here: bool = True, version: int = 0) -> None:
-        """Fill the copy with the trainer's current weights; collective. here: whether this rank will generate. version:
-        the version of these weights, for completions."""
-        model = (self.model or self._build()) if here else None
+    def wake(self, generates: bool = True, version: int = 0) -> None:
+        """Fill the copy with the trainer's current weights; collective. generates: whether this rank will generate.
+        version: the version of these weights, for completions."""
+        model = (self.model or self._build()) if generates else None
         if self._emptied is not None:
             self._emptied.restore()
             self._emptied = None
@@ -94,10 +94,10 @@ class EmbeddedEngine:
         assert self.generator is not None and self._emptied is None, "asleep"
         return self.generator.generate(requests, proceed)
 
-    def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
+    def advance(self, requests: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
         """See Generator.advance. Not collective."""
         assert self.generator is not None and self._emptied is None, "asleep"
-        return self.generator.advance(asked, seconds)
+        return self.generator.advance(requests, seconds)
 
     def _manifest(self) -> dict[str, Tensor]:
         return manifest_of(self.engine, self.engine.precision.compute)

@@ -67,8 +67,8 @@ class _ActiveSample:
 
     def forget(self) -> None:
         """Discard all tokens, so that the sample starts again."""
-        for kept in (self.tokens, self.logprobs, self.masses, self.versions, self.routes):
-            kept.clear()
+        for values in (self.tokens, self.logprobs, self.masses, self.versions, self.routes):
+            values.clear()
 
     @property
     def so_far(self) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ class Generator:
         self._device, self._opener = model.device, opener
         self._waiting: deque[_WaitingSamples] = deque()
         self._running: list[_ActiveSample] = []  # row by row
-        self._asked: dict[int, int] = {}  # of advance(): id() of an unfinished request -> its number
+        self._request_numbers: dict[int, int] = {}  # of advance(): id() of an unfinished request -> its number
 
     @property
     def busy(self) -> bool:
@@ -172,14 +172,14 @@ class Generator:
         ended = [job for job in dict.fromkeys(jobs) if job.ended]
         return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]
 
-    def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """Add the requests `asked`, by number, and work on all requests until they have finished or `seconds` have
+    def advance(self, requests: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
+        """Add the requests `requests`, by number, and work on all requests until they have finished or `seconds` have
         passed. Returns finished completions by number, and the number of tokens sampled in this call. Weights may
         change between two calls (renew)."""
         end, before = time.monotonic() + seconds, self.work.tokens
-        for number, request in asked.items():
+        for number, request in requests.items():
             self.add(request)
-            self._asked[id(request)] = number
+            self._request_numbers[id(request)] = number
         finished: Numbered = {}
         while self.busy:
             finished |= self._numbered(self.step())
@@ -192,7 +192,7 @@ class Generator:
         return self._numbered(self.abort())
 
     def _numbered(self, finished: Finished) -> Numbered:
-        return {self._asked.pop(id(request)): completions for request, completions in finished}
+        return {self._request_numbers.pop(id(request)): completions for request, completions in finished}
 
     def renew(self, version: int, keep: bool = True) -> None:
         """Continue with new weights of this version. keep: whether unfinished samples keep their tokens, whose keys and
@@ -234,11 +234,11 @@ class Generator:
             raise UserError("two requests of a batch have the same id.")
         for request in requests:
             self.add(request)
-        found: dict[str, list[Completion]] = {}
+        completions_by_id: dict[str, list[Completion]] = {}
         while self.busy:
             finished = self.step() if proceed is None or proceed() else self.abort()
-            found.update((request.id, completions) for request, completions in finished)
-        return [found[request.id] for request in requests]
+            completions_by_id.update((request.id, completions) for request, completions in finished)
+        return [completions_by_id[request.id] for request in requests]
 
     # ------------------------------------------------------------ admission
 
@@ -267,9 +267,9 @@ class Generator:
         self._running += new
         self.work.most_rows = max(self.work.most_rows, len(self._running))
         if self._rows.routes:
-            for sample, place in zip(new, owner.tolist(), strict=True):
-                known = sum(map(len, sample.routes))  # a sample that continues keeps the routes it was sampled with
-                sample.routes.append(self._rows.routes[place][known:])
+            for sample, prompt_index in zip(new, owner.tolist(), strict=True):
+                num_known = sum(map(len, sample.routes))  # a sample that continues keeps the routes it was sampled with
+                sample.routes.append(self._rows.routes[prompt_index][num_known:])
         self._take(new, logits_PV[torch.from_numpy(owner).to(self._device)])
         self._leave()
         return [entry.job for entry in joining]
@@ -281,24 +281,24 @@ class Generator:
     def _fitting(self, entry: _WaitingSamples, joining: Sequence[_WaitingSamples]) -> int:
         """The number of samples of an entry that may join now, besides the running ones and `joining`. An entry joins
         as a whole, or waits; a part of it joins only if nothing else runs or joins."""
-        running = len(self._running) + sum(len(other.samples) for other in joining)
+        running = len(self._running) + sum(len(entry_joining.samples) for entry_joining in joining)
         lengths = [
             entry.job.length,
             *(sample.job.length for sample in self._running),
-            *(other.job.length for other in joining),
+            *(entry_joining.job.length for entry_joining in joining),
         ]
         room = max(1, self.max_tokens // max(lengths))  # rows, if each gets the greatest length
-        wanted, free = len(entry.samples), room - running
+        num_waiting, free = len(entry.samples), room - running
         if self._running and free < _JOIN * room:
             return 0
-        if wanted <= free:
-            return wanted
+        if num_waiting <= free:
+            return num_waiting
         return max(free, 1) if running == 0 else 0
 
     def _leave(self) -> None:
-        gone = [row for row, sample in enumerate(self._running) if sample.finish is not None]
-        if gone:
-            order = self._rows.leave(gone)
+        finished_rows = [row for row, sample in enumerate(self._running) if sample.finish is not None]
+        if finished_rows:
+            order = self._rows.leave(finished_rows)
             self._running = [self._running[row] for row in order]
 
     # ------------------------------------------------------------ sampling
@@ -323,9 +323,9 @@ class Generator:
         for row, sample in enumerate(samples):
             by_sampling.setdefault(sample.job.request.sampling, []).append(row)
         for sampling, rows in by_sampling.items():
-            several = len(by_sampling) > 1
-            chosen = [samples[row] for row in rows] if several else samples
-            drawn = sample_tokens(logits_RV[rows] if several else logits_RV, sampling, self._uniforms(chosen))
+            is_mixed = len(by_sampling) > 1
+            chosen = [samples[row] for row in rows] if is_mixed else samples
+            drawn = sample_tokens(logits_RV[rows] if is_mixed else logits_RV, sampling, self._uniforms(chosen))
             self._write(chosen, sampling, drawn)
 
     def _uniforms(self, samples: Sequence[_ActiveSample]) -> Tensor:

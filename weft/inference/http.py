@@ -24,7 +24,7 @@ class RefusedError(RuntimeError):
 class Address:
     """A server's Unix socket, or its port on 127.0.0.1. key: its API key, if any."""
 
-    at: str | int
+    endpoint: str | int
     key: str = field(default="", repr=False)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -44,11 +44,11 @@ class Address:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            if isinstance(self.at, str):
-                return await asyncio.open_unix_connection(self.at)
-            return await asyncio.open_connection("127.0.0.1", self.at)
+            if isinstance(self.endpoint, str):
+                return await asyncio.open_unix_connection(self.endpoint)
+            return await asyncio.open_connection("127.0.0.1", self.endpoint)
         except OSError as error:
-            raise ConnectionError(f"nothing listens at {self.at}: {error}") from error
+            raise ConnectionError(f"nothing listens at {self.endpoint}: {error}") from error
 
 
 def _request(method: str, path: str, body: Mapping[str, Any] | None, key: str) -> bytes:

@@ -32,10 +32,10 @@ _NOT_INHERITED = ("PYTHONHOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
 def inherited() -> dict[str, str]:
     """This process's environment variables, as an engine's process gets them: without those that are about weft's own
     ranks. NCCL's interface is one of them where weft has set it to loopback, for ranks of one host."""
-    kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    if kept.get("NCCL_SOCKET_IFNAME") == "lo":
-        del kept["NCCL_SOCKET_IFNAME"]
-    return kept
+    variables = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    if variables.get("NCCL_SOCKET_IFNAME") == "lo":
+        del variables["NCCL_SOCKET_IFNAME"]
+    return variables
 
 
 class EngineDiedError(ActorError):
@@ -73,7 +73,7 @@ class EngineProcess:
         with self.log.open("rb") as file:
             file.seek(self._start)
             lines = [line for line in file.read().decode(errors="replace").splitlines() if not _NOISE.search(line)]
-        errors = (found.group(1) for line in lines if (found := _ERROR.search(line)))
+        errors = (match.group(1) for line in lines if (match := _ERROR.search(line)))
         first = next((f"Its first error: {error[:_WIDTH]}\n" for error in errors), "")
         shown = "\n".join(f"  | {line[:_WIDTH]}" for line in lines[-_LINES:]) or "  | (it wrote nothing)"
         return f"{first}The end of {self.log}:\n{shown}"

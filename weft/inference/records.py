@@ -210,9 +210,9 @@ def _images(row: Mapping[str, Any]) -> PromptImages | None:
     """Read the images that `_replied` wrote."""
     if row.get("reply_images") is None:
         return None
-    kept = row["reply_images"]
-    images = tuple(Image(path=one["path"], url=one["url"], data=one["data"]) for one in kept)
-    sizes = tuple(MediaInfo(one["height"], one["width"], one["size"], one["changed"]) for one in kept)
+    rows = row["reply_images"]
+    images = tuple(Image(path=r["path"], url=r["url"], data=r["data"]) for r in rows)
+    sizes = tuple(MediaInfo(r["height"], r["width"], r["size"], r["changed"]) for r in rows)
     counts = int(row["reply_patches"]), int(row["reply_pairs"])
     return PromptImages(f"{row['source']}, a reply", images, sizes, *counts)
 

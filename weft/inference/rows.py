@@ -28,7 +28,10 @@ from weft.models.vision import find_vision
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 Routes = NDArray[np.int16]
-_SLOTS, _FEW = 64, 16  # slots grow by a quarter, rounded up to a multiple of _SLOTS; up to _SLOTS, of _FEW
+_SLOTS, _FIRST_SLOTS = (
+    64,
+    16,
+)  # slots grow by a quarter, rounded up to a multiple of _SLOTS; up to _SLOTS, of _FIRST_SLOTS
 _PREFILL_TOKENS = 16_384  # most tokens of one forward of prompts, including padding; a longer prompt is forwarded alone
 _FILL = 0.8  # least share of real tokens in a padded forward of prompts
 
@@ -54,7 +57,7 @@ class DecodingRows(Protocol):
         """Append one token to every row; returns logits [R, V]."""
         ...
 
-    def leave(self, gone: Sequence[int]) -> list[int]:
+    def leave(self, finished: Sequence[int]) -> list[int]:
         """Remove rows. Returns `order`: new row i was row order[i]."""
         ...
 
@@ -63,11 +66,11 @@ class DecodingRows(Protocol):
         ...
 
 
-def _without(gone: Sequence[int], rows: int) -> list[int]:
+def _without(finished: Sequence[int], rows: int) -> list[int]:
     """The order of the remaining rows: the last ones fill the gaps of the removed ones."""
-    left, out = rows - len(gone), set(gone)
-    order, movers = list(range(left)), [row for row in range(left, rows) if row not in out]
-    for gap, mover in zip((row for row in gone if row < left), movers, strict=True):
+    num_left, out = rows - len(finished), set(finished)
+    order, movers = list(range(num_left)), [row for row in range(num_left, rows) if row not in out]
+    for gap, mover in zip((row for row in finished if row < num_left), movers, strict=True):
         order[gap] = mover
     return order
 
@@ -129,9 +132,9 @@ class _GenerationModel:
     def routes(self, batch: int, lengths: Sequence[int]) -> list[Routes]:
         """The routes of the last forward, for the first lengths[b] tokens of each entry b of its batch. Empty if they
         are not recorded, or if the model's routers do not choose by topk (phimoe's)."""
-        if self._recorder is None or not len(taken := self._recorder.take()):
+        if self._recorder is None or not len(recorded := self._recorder.take()):
             return []
-        return [entry[:length] for entry, length in zip(np.split(taken, batch), lengths, strict=True)]
+        return [entry[:length] for entry, length in zip(np.split(recorded, batch), lengths, strict=True)]
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] in fp32: the product in the weight's dtype, the rest in fp32, as in the trainer's head."""
@@ -176,7 +179,7 @@ class CachedRows:
         self.routes: list[Routes] = []
         self._model = _GenerationModel(model, routes)
         self._ahead = np.zeros(0, dtype=np.int64)  # of each row, as in _Laid
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tensors_by_layer: dict[int, tuple[Tensor, Tensor]] = {}
         self._room = (0, 0)  # allocated rows and slots
         self._states = self._new_cache()
         # For the current forward: slots in use, prompt of each new row, tokens of each row, whether these are equal.
@@ -186,13 +189,13 @@ class CachedRows:
         self, prompts: Sequence[Sequence[int]], copies: Sequence[int], media: Sequence[Media | None] | None = None
     ) -> Tensor:
         """See Rows. Prompts ordered by length need the least padding."""
-        found = []
+        logits = []
         self.routes = []
         media = [None] * len(prompts) if media is None else media
         for start, end in self._forwards(prompts, media):
             laid = self._model.laid(prompts[start:end], media[start])
-            found.append(self._prefill(laid, [len(prompt) for prompt in prompts[start:end]], copies[start:end]))
-        return torch.cat(found)
+            logits.append(self._prefill(laid, [len(prompt) for prompt in prompts[start:end]], copies[start:end]))
+        return torch.cat(logits)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
         """See Rows."""
@@ -204,30 +207,30 @@ class CachedRows:
         self._even = bool((self.lengths == self.lengths[0]).all())
         bounds = Bounds((1,) * rows, padded=True, past=self._past_R, even=self._even)
         ids_R1 = torch.tensor(tokens, device=device)[:, None]
-        self._states.hold = self._hold_token
+        self._states.hold = self._store_token
         positions_R = self._past_R + torch.from_numpy(self._ahead).to(device)
         hidden_R1H = self._model.hidden(ids_R1, positions_R[:, None], bounds, self._states)
         self.routes = self._model.routes(rows, [1] * rows)
         self.lengths = self.lengths + 1
         return self._model.logits(hidden_R1H[:, 0])
 
-    def leave(self, gone: Sequence[int]) -> list[int]:
+    def leave(self, finished: Sequence[int]) -> list[int]:
         """See Rows. The last rows fill the gaps, so that little is moved."""
-        order = _without(gone, len(self.lengths))
-        gaps = [row for row in gone if row < len(order)]
+        order = _without(finished, len(self.lengths))
+        gaps = [row for row in finished if row < len(order)]
         movers = [order[gap] for gap in gaps]
         if movers:
             longest = int(self.lengths[movers].max())
-            for both in self._kept.values():
-                for kept in both:
-                    kept[gaps, :, :longest] = kept[movers, :, :longest]
+            for keys_values in self._tensors_by_layer.values():
+                for tensor in keys_values:
+                    tensor[gaps, :, :longest] = tensor[movers, :, :longest]
         self._states.keep(order)
         self.lengths, self._ahead = self.lengths[order], self._ahead[order]
         return order
 
     def drop(self) -> None:
         """See Rows."""
-        self.lengths, self._kept, self._room = np.zeros(0, dtype=np.int64), {}, (0, 0)
+        self.lengths, self._tensors_by_layer, self._room = np.zeros(0, dtype=np.int64), {}, (0, 0)
         self._ahead = self.lengths.copy()
         self._states = self._new_cache()
 
@@ -239,12 +242,12 @@ class CachedRows:
         while start < len(prompts):
             end, longest, real = start, 0, 0
             while end < len(prompts):
-                wider, more = max(longest, len(prompts[end])), real + len(prompts[end])
+                wider, num_tokens = max(longest, len(prompts[end])), real + len(prompts[end])
                 area = wider * (end + 1 - start)
                 pictured = media[start] is not None or media[end] is not None
-                if end > start and (pictured or area > _PREFILL_TOKENS or more < fill * area):
+                if end > start and (pictured or area > _PREFILL_TOKENS or num_tokens < fill * area):
                     break
-                end, longest, real = end + 1, wider, more
+                end, longest, real = end + 1, wider, num_tokens
             yield start, end
             start = end
 
@@ -267,35 +270,35 @@ class CachedRows:
         return self._model.logits(hidden_PTH[torch.arange(len(lengths), device=last_P.device), last_P])
 
     def _new_cache(self) -> hf.RowCache:
-        return hf.RowCache(self._model.config, self._hold_prompts)
+        return hf.RowCache(self._model.config, self._store_prompts)
 
-    def _hold_prompts(self, layer: int, keys_PKTD: Tensor, values_PKTD: Tensor) -> tuple[Tensor, Tensor]:
+    def _store_prompts(self, layer: int, keys_PKTD: Tensor, values_PKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store each prompt's keys and values in its new rows; attention gets only those of the prompts."""
         rows = slice(len(self.lengths), len(self.lengths) + len(self._owner_R))
-        for kept, new in zip(self._tensors(layer, keys_PKTD, values_PKTD), (keys_PKTD, values_PKTD), strict=True):
-            kept[rows, :, : new.shape[2]] = new[self._owner_R]
+        for stored, new in zip(self._tensors(layer, keys_PKTD, values_PKTD), (keys_PKTD, values_PKTD), strict=True):
+            stored[rows, :, : new.shape[2]] = new[self._owner_R]
         return keys_PKTD, values_PKTD
 
-    def _hold_token(self, layer: int, keys_RK1D: Tensor, values_RK1D: Tensor) -> tuple[Tensor, Tensor]:
+    def _store_token(self, layer: int, keys_RK1D: Tensor, values_RK1D: Tensor) -> tuple[Tensor, Tensor]:
         """Store each row's new token in its next slot; attention gets all slots up to the longest row's."""
         rows = len(self._past_R)
-        both = self._tensors(layer, keys_RK1D, values_RK1D)
-        for kept, new in zip(both, (keys_RK1D, values_RK1D), strict=True):
+        keys_values = self._tensors(layer, keys_RK1D, values_RK1D)
+        for stored, new in zip(keys_values, (keys_RK1D, values_RK1D), strict=True):
             if self._even:
-                kept[:rows, :, self._longest - 1] = new[:, :, 0]
+                stored[:rows, :, self._longest - 1] = new[:, :, 0]
             else:
-                kept[torch.arange(rows, device=new.device), :, self._past_R] = new[:, :, 0]
-        keys, values = both
+                stored[torch.arange(rows, device=new.device), :, self._past_R] = new[:, :, 0]
+        keys, values = keys_values
         return keys[:rows, :, : self._longest], values[:rows, :, : self._longest]
 
     def _tensors(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if layer not in self._kept:
+        if layer not in self._tensors_by_layer:
             rows, slots = self._room
-            self._kept[layer] = (
+            self._tensors_by_layer[layer] = (
                 keys.new_zeros(rows, keys.shape[1], slots, keys.shape[3]),
                 values.new_zeros(rows, values.shape[1], slots, values.shape[3]),
             )
-        return self._kept[layer]
+        return self._tensors_by_layer[layer]
 
     def _reserve(self, rows: int, slots: int) -> None:
         """Allocate this many rows and slots. Unused slots are zeroed: they are masked, but NaN x 0 would be NaN."""
@@ -304,16 +307,16 @@ class CachedRows:
             return
         if slots > had_slots:
             slots = max(slots, had_slots + had_slots // 4)
-            step = _FEW if slots <= _SLOTS else _SLOTS
+            step = _FIRST_SLOTS if slots <= _SLOTS else _SLOTS
             slots = -(-slots // step) * step
         self._room = (max(rows, had_rows), max(slots, had_slots))
-        for layer, both in self._kept.items():
-            self._kept[layer] = (_grown(both[0], *self._room), _grown(both[1], *self._room))
+        for layer, keys_values in self._tensors_by_layer.items():
+            self._tensors_by_layer[layer] = (_grown(keys_values[0], *self._room), _grown(keys_values[1], *self._room))
 
 
-def _grown(kept: Tensor, rows: int, slots: int) -> Tensor:
-    grown, (had_rows, _, had_slots, _) = kept.new_empty(rows, kept.shape[1], slots, kept.shape[3]), kept.shape
-    grown[:had_rows, :, :had_slots] = kept
+def _grown(tensor: Tensor, rows: int, slots: int) -> Tensor:
+    grown, (had_rows, _, had_slots, _) = tensor.new_empty(rows, tensor.shape[1], slots, tensor.shape[3]), tensor.shape
+    grown[:had_rows, :, :had_slots] = tensor
     grown[had_rows:, :, :had_slots] = 0
     grown[:, :, had_slots:] = 0
     return grown
@@ -349,9 +352,9 @@ class UncachedRows:
         self.routes = [routes[-1:] for routes in self.routes]
         return logits_RV
 
-    def leave(self, gone: Sequence[int]) -> list[int]:
+    def leave(self, finished: Sequence[int]) -> list[int]:
         """See Rows."""
-        order = _without(gone, len(self._tokens))
+        order = _without(finished, len(self._tokens))
         self._tokens = [self._tokens[row] for row in order]
         self._media = [self._media[row] for row in order]
         self._count()
@@ -366,13 +369,13 @@ class UncachedRows:
         self.lengths = np.array([len(row) for row in self._tokens], dtype=np.int64)
 
     def _logits(self, rows: Sequence[Sequence[int]], media: Sequence[Media | None]) -> Tensor:
-        alike: dict[tuple[int, int], list[int]] = {}  # rows of equal length; a row with images is alone
-        for place, row in enumerate(rows):
-            alike.setdefault((len(row), 0 if media[place] is None else place + 1), []).append(place)
+        equal_length: dict[tuple[int, int], list[int]] = {}  # rows of equal length; a row with images is alone
+        for index, row in enumerate(rows):
+            equal_length.setdefault((len(row), 0 if media[index] is None else index + 1), []).append(index)
         logits: dict[int, Tensor] = {}
         routes: dict[int, Routes] = {}
-        for (length, _), places in alike.items():
-            laid = self._model.laid([rows[place] for place in places], media[places[0]])
+        for (length, _), places in equal_length.items():
+            laid = self._model.laid([rows[index] for index in places], media[places[0]])
             ids_RT, positions, bounds = laid.ids_PT, laid.positions, laid.bounds
             if self._model.packs and not laid.media:
                 ids_RT, positions = ids_RT.view(1, -1), positions.reshape(1, -1)
@@ -381,5 +384,5 @@ class UncachedRows:
             last_RH = hidden.flatten(0, 1).unflatten(0, (len(places), length))[:, -1]
             logits.update(zip(places, self._model.logits(last_RH), strict=True))
             routes.update(zip(places, self._model.routes(len(places), [length] * len(places)), strict=False))
-        self.routes = [routes[place] for place in sorted(routes)]
-        return torch.stack([logits[place] for place in range(len(rows))])
+        self.routes = [routes[index] for index in sorted(routes)]
+        return torch.stack([logits[index] for index in range(len(rows))])

@@ -19,7 +19,7 @@ from weft.inference.process import EngineDiedError, EngineProcess
 _LOOK = 0.5  # seconds between two looks at the server
 _PATIENCE = 10.0  # seconds that the health route may take
 _DEAF = 2.0  # seconds without a listener before the server counts as dead: its exit may wait forever for requests
-_GONE = 5.0  # seconds within which the end of a server is noticed
+_EXIT_NOTICED = 5.0  # seconds within which the end of a server is noticed
 _NAMED = 6  # most requests that a message names
 
 
@@ -30,14 +30,14 @@ class Served:
     def __init__(self, process: EngineProcess, address: Address, health: str, silence: float) -> None:
         self._process, self._address, self._health, self._silence = process, address, health, silence
         self._waiting: dict[int, str] = {}
-        self._left: list[str] = []  # pending requests when the server died
-        self._heard = time.monotonic()
+        self._lost_requests: list[str] = []  # pending requests when the server died
+        self._last_answer = time.monotonic()
         self._deaf: float | None = None  # since when nothing listens
-        self._held = self._hangs = False
+        self._is_paused = self._hangs = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch: asyncio.Task[None] | None = None
 
-    async def ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until the server responds. EngineDiedError, with the end of its log, if it exits first or takes more
         than `silence` seconds."""
         deadline = time.monotonic() + self._silence
@@ -54,27 +54,29 @@ class Served:
             await asyncio.sleep(_LOOK)
         self._watch = asyncio.create_task(self._watched())
 
-    async def work(self, path: str, body: Mapping[str, Any], what: str) -> Any:
-        """The response to a POST request that generates. what: names the request in messages."""
+    async def work(self, path: str, body: Mapping[str, Any], description: str) -> Any:
+        """The response to a POST request that generates. description: names the request in messages."""
         if not self._waiting:
-            self._heard = time.monotonic()
+            self._last_answer = time.monotonic()
         task = asyncio.ensure_future(self._address.call("POST", path, body))
-        self._waiting[id(task)] = what
+        self._waiting[id(task)] = description
         try:
-            answer = await self._answer(task, what, None)
+            answer = await self._answer(task, description, None)
         finally:
             self._waiting.pop(id(task))
-        self._heard = time.monotonic()
+        self._last_answer = time.monotonic()
         return answer
 
-    async def order(self, path: str, body: Mapping[str, Any] | None, what: str) -> Any:
-        """The response to any other POST request; the server counts as hanging if it takes `silence` seconds. what:
-        names the request in messages."""
-        return await self._answer(asyncio.ensure_future(self._address.call("POST", path, body)), what, self._silence)
+    async def order(self, path: str, body: Mapping[str, Any] | None, description: str) -> Any:
+        """The response to any other POST request; the server counts as hanging if it takes `silence` seconds.
+        description: names the request in messages."""
+        return await self._answer(
+            asyncio.ensure_future(self._address.call("POST", path, body)), description, self._silence
+        )
 
-    def hold(self, held: bool) -> None:
+    def set_paused(self, is_paused: bool) -> None:
         """Record whether the server is paused."""
-        self._held, self._heard = held, time.monotonic()
+        self._is_paused, self._last_answer = is_paused, time.monotonic()
 
     async def close(self) -> None:
         """End the server. Pending calls raise EngineDiedError."""
@@ -92,8 +94,8 @@ class Served:
     async def _trouble(self) -> str | None:
         if self._process.status is not None:
             return f"ended with status {self._process.status}"
-        silent = time.monotonic() - self._heard
-        if self._waiting and not self._held and silent > self._silence:
+        silent = time.monotonic() - self._last_answer
+        if self._waiting and not self._is_paused and silent > self._silence:
             self._hangs = True
             return f"has finished nothing for {silent:.0f} s"
         try:
@@ -112,11 +114,11 @@ class Served:
 
     async def _die(self, reason: str) -> None:
         if not self._dead.done():
-            self._left = sorted(set(self._waiting.values()))
+            self._lost_requests = sorted(set(self._waiting.values()))
             self._dead.set_result(reason)
         await self._process.close()
 
-    async def _answer(self, task: asyncio.Future[Any], what: str, limit: float | None) -> Any:
+    async def _answer(self, task: asyncio.Future[Any], description: str, limit: float | None) -> Any:
         try:
             await asyncio.wait({task, self._dead}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
             if task.done() and not _may_be_dead(task.exception()):
@@ -125,19 +127,19 @@ class Served:
                 self._hangs = True
                 await self._die(f"has not answered for {limit:g} s")
             with suppress(TimeoutError):
-                async with asyncio.timeout(_GONE):
+                async with asyncio.timeout(_EXIT_NOTICED):
                     reason = await asyncio.shield(self._dead)
-                    raise EngineDiedError(self._message(reason, what), "hang" if self._hangs else "killed")
+                    raise EngineDiedError(self._message(reason, description), "hang" if self._hangs else "killed")
             if isinstance(task.exception(), RefusedError):
                 return task.result()  # raises RefusedError: the server runs but refused the call
-            raise EngineDiedError(self._message(f"closed the connection ({task.exception()})", what))
+            raise EngineDiedError(self._message(f"closed the connection ({task.exception()})", description))
         finally:
             task.cancel()
 
-    def _message(self, reason: str, what: str) -> str:
-        others = [name for name in self._left if name != what]
-        also = f" (and while {', '.join(others[:_NAMED])}{', ...' if len(others) > _NAMED else ''})" if others else ""
-        return f"rollout engine {self._process.name} {reason} while {what}{also}.\n{self._process.tail()}"
+    def _message(self, reason: str, description: str) -> str:
+        lost = [name for name in self._lost_requests if name != description]
+        also = f" (and while {', '.join(lost[:_NAMED])}{', ...' if len(lost) > _NAMED else ''})" if lost else ""
+        return f"rollout engine {self._process.name} {reason} while {description}{also}.\n{self._process.tail()}"
 
 
 def _may_be_dead(error: BaseException | None) -> bool:

@@ -72,8 +72,8 @@ class HostedServer:
         """Raise UserError if the engine could not run on this host. model_is_local: whether model.path is a folder on
         the controller's host."""
         with _located():
-            found, memory = interpreter_of(self._config), self._config.rollout.memory
-            if found.cpu and memory is not None and memory % 1:
+            interpreter, memory = interpreter_of(self._config), self._config.rollout.memory
+            if interpreter.cpu and memory is not None and memory % 1:
                 raise UserError(f"rollout.memory is {memory:g}: on CPU vLLM takes whole GiB, at least 1.")
             path = self._config.model.path
             if model_is_local and not Path(path).expanduser().is_dir():
@@ -139,9 +139,9 @@ def _located() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = ActorError(str(error), "failed") if isinstance(error, SyncError) else error
+        raised = ActorError(str(error), "failed") if isinstance(error, SyncError) else error
         if host_address() != "127.0.0.1":
-            told.add_note(f"This was on host {socket.gethostname()} ({host_address()}).")
-        if told is error:
+            raised.add_note(f"This was on host {socket.gethostname()} ({host_address()}).")
+        if raised is error:
             raise
-        raise told from error
+        raise raised from error

@@ -55,7 +55,7 @@ class SglangEngine:
         process = EngineProcess(settings.name, command(settings, port, key), {**inherited(), **settings.variables}, log)
         engine = cls(settings, Served(process, Address(port, key), "/health", settings.silence), version)
         try:
-            await engine._served.ready()
+            await engine._served.wait_ready()
         except BaseException:
             await engine.close()
             raise
@@ -69,7 +69,7 @@ class SglangEngine:
                 f"{request.id}: rollout.engine=sglang takes no images in this version: set rollout.engine=vllm or "
                 "embedded."
             )
-        return await gather_or_cancel(self._complete(request, place) for place in range(len(request.seeds)))
+        return await gather_or_cancel(self._complete(request, index) for index in range(len(request.seeds)))
 
     async def pause(self) -> None:
         """Pause all requests."""
@@ -121,21 +121,23 @@ class SglangEngine:
         """End the server and all its processes."""
         await self._served.close()
 
-    async def _complete(self, request: Request, place: int) -> Completion:
+    async def _complete(self, request: Request, index: int) -> Completion:
         tokens, logprobs, versions = list[int](), list[float](), list[int]()
-        aborts, most = self._aborts, request.sampling.max_new_tokens
+        aborts, max_new_tokens = self._aborts, request.sampling.max_new_tokens
         while True:
             await self._going.wait()
-            version, what = self.version, f"generating {request.id}"
+            version, description = self.version, f"generating {request.id}"
             assert version is not None, "resumed without weights"
             if self.settings.drops and versions and versions[-1] != version:
                 tokens, logprobs, versions = [], [], []
-            rest = replace(
+            continuation = replace(
                 request, tokens=(*request.tokens, *tokens),
-                sampling=replace(request.sampling, max_new_tokens=most - len(tokens)),
+                sampling=replace(request.sampling, max_new_tokens=max_new_tokens - len(tokens)),
             )  # fmt: skip
-            name = f"{request.id} #{place} ({next(self._numbers)})"
-            part = completion_of(await self._served.work("/generate", body_of(rest, place, name), what), version)
+            name = f"{request.id} #{index} ({next(self._numbers)})"
+            part = completion_of(
+                await self._served.work("/generate", body_of(continuation, index, name), description), version
+            )
             tokens += part.tokens
             logprobs += part.logprobs
             versions += [version] * len(part.tokens)
@@ -144,12 +146,12 @@ class SglangEngine:
 
     async def _pause(self) -> None:
         self._going.clear()
-        self._served.hold(True)
+        self._served.set_paused(True)
         await self._served.order("/pause_generation", {"mode": "abort"}, "pausing")
 
     async def _resume(self) -> None:
         await self._served.order("/continue_generation", {}, "resuming")
-        self._served.hold(False)
+        self._served.set_paused(False)
         self._going.set()
 
 
@@ -171,8 +173,8 @@ def command(settings: Settings, port: int, key: str) -> list[str]:
     return words
 
 
-def body_of(request: Request, place: int, name: str) -> dict[str, Any]:
-    """The request body for the completion of the seed at index `place`. name: unique id of the call."""
+def body_of(request: Request, index: int, name: str) -> dict[str, Any]:
+    """The request body for the completion of the seed at index `index`. name: unique id of the call."""
     sampling = request.sampling
     return {
         "rid": name,
@@ -184,7 +186,7 @@ def body_of(request: Request, place: int, name: str) -> dict[str, Any]:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or _ALL,
             "min_p": sampling.min_p,
-            "sampling_seed": request.seeds[place],
+            "sampling_seed": request.seeds[index],
             "stop_token_ids": list(sampling.ends),
             "ignore_eos": True,
             "stop": list(sampling.stop),
@@ -202,8 +204,8 @@ def completion_of(answer: Mapping[str, Any], version: int) -> Completion:
     finish = _FINISHES.get(about["finish_reason"]["type"])
     if finish is None:
         raise ValueError(f"a completion ended by {about['finish_reason']}")
-    said = answer.get("output_ids")
-    if said is not None and tuple(said) != tokens:
-        raise ValueError(f"{len(said)} tokens came with {len(tokens)} logprobs, or others")
+    output_ids = answer.get("output_ids")
+    if output_ids is not None and tuple(output_ids) != tokens:
+        raise ValueError(f"{len(output_ids)} tokens came with {len(tokens)} logprobs, or others")
     logprobs = tuple(float(logprob) for logprob, *_ in drawn)
     return Completion(tokens, logprobs, finish, ((version, len(tokens)),) if tokens else ())

@@ -60,7 +60,7 @@ class Standalone:
         self.tokenizer, self.max_tokens, self.exact, self.opener = tokenizer, max_tokens, exact, opener
         self.version: int | None = None
         self._had: int | None = None  # the last version that was confirmed; kept while asleep
-        self._filled: LoadedWeights | None = None
+        self._weights: LoadedWeights | None = None
         self._generator: Generator | None = None
 
     def host(self) -> str:
@@ -80,12 +80,12 @@ class Standalone:
     ) -> list[list[Completion]]:
         """See Generator.generate. SyncError if there are no weights."""
         flight.enter("generate")
-        return self._ready().generate(requests, proceed)
+        return self._loaded_generator().generate(requests, proceed)
 
-    def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
+    def advance(self, requests: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
         """See Generator.advance. SyncError if there are no weights."""
         flight.enter("generate")
-        return self._ready().advance(asked, seconds)
+        return self._loaded_generator().advance(requests, seconds)
 
     def end(self) -> Numbered:
         """See Generator.end."""
@@ -95,7 +95,7 @@ class Standalone:
         """Receive the weights of a version. SyncError if the sync fails; the engine then has no weights. keep: whether
         unfinished requests continue with the new weights; otherwise they start again."""
         flight.enter("sync")
-        filled = self._filled is not None and not self._filled.asleep
+        filled = self._weights is not None and not self._weights.asleep
         base = self.lora is None or not self.lora.on or filled
         with Delivery(ticket, version, has=self._had, base=base) as delivery:
             for part in delivery.parts():
@@ -103,39 +103,39 @@ class Standalone:
                 try:
                     self._take(part)
                 except BaseException:  # the weights are partly new, so the base of the next adapter would be wrong
-                    self._filled = self._generator = None
+                    self._weights = self._generator = None
                     raise
-        assert self._filled is not None, "a sync without a part"
+        assert self._weights is not None, "a sync without a part"
         if self._generator is None:
             self._generator = Generator(
-                self._filled.model, version, self.tokenizer, self.max_tokens, self.exact, opener=self.opener
+                self._weights.model, version, self.tokenizer, self.max_tokens, self.exact, opener=self.opener
             )
         self._generator.renew(version, keep)
         self.version = self._had = version
 
     def sleep(self) -> None:
         """Free weights and cache. The next sync brings all weights."""
-        if self._filled is not None and self._generator is not None:
+        if self._weights is not None and self._generator is not None:
             self._generator.drop_cache()
-            self._filled.sleep()
+            self._weights.sleep()
             self.version = None
 
-    def _ready(self) -> Generator:
+    def _loaded_generator(self) -> Generator:
         if self._generator is None or self.version is None:
-            asleep = self._filled is not None and self._filled.asleep
+            asleep = self._weights is not None and self._weights.asleep
             why = "it sleeps" if asleep else "none were synced yet, or the last sync failed"
             raise SyncError(f"this engine has no weights: {why}")
         return self._generator
 
     def _take(self, part: SyncPart) -> None:
         if part.kind != "adapter":
-            self._filled = self._filled or LoadedWeights(self.path, self.lora, part.manifest, self.dtype, self.device)
-            self._filled.wake()
-            self._filled.take_weights(part)
-        elif self._filled is None:
+            self._weights = self._weights or LoadedWeights(self.path, self.lora, part.manifest, self.dtype, self.device)
+            self._weights.wake()
+            self._weights.take_weights(part)
+        elif self._weights is None:
             raise SyncError("an adapter came, and this engine has no base for it")
         else:
-            self._filled.take_adapter(part)
+            self._weights.take_adapter(part)
 
 
 class LoadedWeights:
@@ -200,13 +200,13 @@ class LoadedWeights:
         for entry, data in part.tensors():
             flight.beat()
             mapping = mappings[entry.name]
-            self._own(mapping)[...] = mapping.to_runtime(as_torch(entry, data), mapping.box)
+            self._local_view(mapping)[...] = mapping.to_runtime(as_torch(entry, data), mapping.box)
         for name, owner in self._copied.items():
             self.state[name].copy_(self.state[owner])
         if self.plan is not None:
             self.base = {target.weight: self.state[target.weight].clone() for target in self.plan.targets}
         placed = (
-            {name: _sum(mapping.to_disk(self._own(mapping))) for name, mapping in mappings.items()}
+            {name: _sum(mapping.to_disk(self._local_view(mapping))) for name, mapping in mappings.items()}
             if part.verify
             else None
         )
@@ -250,7 +250,7 @@ class LoadedWeights:
         weight = self.base[target.weight].to(torch.float32, copy=True)
         return add_delta(weight, target, plan, a, b).to(self.model.dtype)
 
-    def _own(self, mapping: TensorMapping) -> Tensor:
+    def _local_view(self, mapping: TensorMapping) -> Tensor:
         target = self.state[mapping.runtime]
         return target[mapping.box.within(Box.whole(tuple(target.shape)))]
 

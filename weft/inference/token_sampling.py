@@ -48,14 +48,14 @@ def sample_tokens(logits_RV: Tensor, sampling: SamplingParams, uniforms_R: Tenso
         logits_RV = logits_RV / sampling.temperature
     logprobs_RV, mass_R = logits_RV.log_softmax(-1), None
     if sampling.truncated:
-        logprobs_RV = logprobs_RV.masked_fill(~kept(logprobs_RV, sampling), float("-inf"))
+        logprobs_RV = logprobs_RV.masked_fill(~kept_tokens(logprobs_RV, sampling), float("-inf"))
         mass_R = logprobs_RV.logsumexp(-1)
         logprobs_RV = logprobs_RV - mass_R[:, None]
-    tokens_R = _at(logprobs_RV.exp(), uniforms_R)
+    tokens_R = _tokens_at(logprobs_RV.exp(), uniforms_R)
     return SampledTokens(tokens_R, _chosen(logprobs_RV, tokens_R), mass_R)
 
 
-def kept(logprobs_RV: Tensor, sampling: SamplingParams) -> Tensor:
+def kept_tokens(logprobs_RV: Tensor, sampling: SamplingParams) -> Tensor:
     """[R, V] bool: whether each token may be sampled. As in transformers, top_k keeps the k likeliest tokens; top_p, of
     these, the fewest whose renormalised probabilities reach top_p; min_p, of these, tokens at least min_p times as
     likely as the likeliest (Nguyen et al. 2024). The likeliest token is always kept."""
@@ -76,7 +76,7 @@ def _chosen(logprobs_RV: Tensor, tokens_R: Tensor) -> Tensor:
     return logprobs_RV.gather(-1, tokens_R[:, None])[:, 0]
 
 
-def _at(probabilities_RV: Tensor, uniforms_R: Tensor) -> Tensor:
+def _tokens_at(probabilities_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     """[R] the token at which the cumulative probability passes each number. For a large V in two steps: first over sums
     of blocks of about sqrt(V) tokens, then within a block. Sums are fp64, so that no small probability is lost."""
     rows, vocabulary = probabilities_RV.shape
@@ -88,9 +88,9 @@ def _at(probabilities_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     sums_RN = padded.sum(-1, dtype=torch.float64)
     until_RN = sums_RN.cumsum(-1)
     block_R = _first_above(until_RN, uniforms_R)
-    every = torch.arange(rows, device=block_R.device)
-    left_R = uniforms_R * until_RN[:, -1] - (until_RN - sums_RN)[every, block_R]
-    within_RW = padded[every, block_R].double().cumsum(-1)
+    row_indices = torch.arange(rows, device=block_R.device)
+    left_R = uniforms_R * until_RN[:, -1] - (until_RN - sums_RN)[row_indices, block_R]
+    within_RW = padded[row_indices, block_R].double().cumsum(-1)
     return block_R * width + _first_above(within_RW, left_R / within_RW[:, -1])
 
 

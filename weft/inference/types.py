@@ -112,8 +112,8 @@ class Sample:
 
     def completion(self) -> list[int]:
         """All tokens after the prompt."""
-        found: list[int] = self.tokens[len(self.prompt.tokens) :].tolist()
-        return found
+        completion: list[int] = self.tokens[len(self.prompt.tokens) :].tolist()
+        return completion
 
 
 @dataclass

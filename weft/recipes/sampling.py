@@ -62,7 +62,7 @@ class Sampler:
         """Answers all prompts and records the answers. Returns lines to print. Collective."""
         flight.enter("sample")
         numbers = range(self.ranks.rank, len(self.questions.prompts), self.ranks.world)
-        self.embedded.wake(here=bool(numbers))
+        self.embedded.wake(generates=bool(numbers))
         answered = self._answer(numbers, step) if numbers else {}
         self.embedded.sleep()
         parts: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.ranks.world)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.errors import ActorError
 from weft.inference.base import Completion, EnginePart, Request, Synced
-from weft.inference.weight_sync.protocol import GONE, Delivery, SyncError, Ticket
+from weft.inference.weight_sync.protocol import WORKER_DIED, Delivery, SyncError, Ticket
 from weft.launch.ray_actors import ActorGroup, gather_calls
 
 _SENDER_SECONDS = 5.0  # for telling the sender that an engine has failed
@@ -210,7 +210,7 @@ async def decline_on_error(taking: Awaitable[Any], ticket: Ticket) -> Any:
 
 def _decline(ticket: Ticket) -> None:
     with suppress(SyncError):
-        Delivery(ticket, GONE).channel.close()
+        Delivery(ticket, WORKER_DIED).channel.close()
 
 
 def deal_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:

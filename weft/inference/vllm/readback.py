@@ -45,18 +45,18 @@ def digest(values: Tensor) -> int:
 def digests_of(model: torch.nn.Module) -> Digests:
     """The digest of every parameter, by name. For a head that keeps its weight besides the packed copy, also whether
     the two differ (0 or 1), under the name with STALE."""
-    found, seen = Digests(), set[int]()
+    digests, visited = Digests(), set[int]()
     for path, module in model.named_modules():
         packs = hasattr(module, "cpu_linear")
         for name, parameter in module.named_parameters(path, recurse=False):
             if packs and parameter.numel() == 0 and name == f"{path}.weight":
-                found[name] = _packed(module)
-            elif id(parameter) not in seen:
-                found[name] = digest(parameter)
-            seen.add(id(parameter))
+                digests[name] = _packed(module)
+            elif id(parameter) not in visited:
+                digests[name] = digest(parameter)
+            visited.add(id(parameter))
         if packs and _is_head(module):
-            found[f"{path}.weight{STALE}"] = int(_packed(module) != digest(module.weight))
-    return found
+            digests[f"{path}.weight{STALE}"] = int(_packed(module) != digest(module.weight))
+    return digests
 
 
 def _packed(module: Any) -> int:
@@ -91,10 +91,10 @@ class LoadVerifier:
         names. before: digests_of(model) before the first load; {} later."""
         now = digests_of(model)
         groups = _groups(now, sent, getattr(model, "packed_modules_mapping", {}))
-        differing = [own for own, theirs in groups if _total(now, own) != _total(sent, theirs)]
-        plain = {own for own, _ in groups} - set(differing) if self._plain is None else self._plain
-        kept = [own for own in differing if _total(now, own) == _total(before, own)]
-        wrong = [name for own in differing if own in plain or own in kept for name in own]
+        differing = [params for params, tensors in groups if _total(now, params) != _total(sent, tensors)]
+        plain = {params for params, _ in groups} - set(differing) if self._plain is None else self._plain
+        unchanged = [params for params in differing if _total(now, params) == _total(before, params)]
+        wrong = [name for params in differing if params in plain or params in unchanged for name in params]
         wrong += [name for name, differs in now.items() if name.endswith(STALE) and differs]
         if wrong:
             raise SyncError(
@@ -106,22 +106,22 @@ class LoadVerifier:
 def _groups(now: Digests, sent: Digests, joined: Mapping[str, Sequence[str]]) -> list[tuple[Names, Names]]:
     """(vLLM's parameters, sent tensors) that must have the same values: pairs of the same name; modules that vLLM joins
     from several; and per decoder layer everything else in one group. joined: name of a module -> names of its parts."""
-    groups, left = list[tuple[Names, Names]](), dict[str, tuple[list[str], list[str]]]()
-    taken = set[str]()
-    for own in now:
-        if own.endswith(STALE):
+    groups, ungrouped = list[tuple[Names, Names]](), dict[str, tuple[list[str], list[str]]]()
+    grouped = set[str]()
+    for param in now:
+        if param.endswith(STALE):
             continue
-        path, _, leaf = own.replace(".base_layer.", ".").rpartition(".")
+        path, _, leaf = param.replace(".base_layer.", ".").rpartition(".")
         parent, _, module = path.rpartition(".")
         parts = tuple(f"{parent}.{part}.{leaf}" for part in joined.get(module, (module,)))
         if sent.keys() >= set(parts):
-            groups.append(((own,), parts))
-            taken |= set(parts)
+            groups.append(((param,), parts))
+            grouped |= set(parts)
         else:
-            left.setdefault(_layer(own), ([], []))[0].append(own)
-    for theirs in sent.keys() - taken:
-        left.setdefault(_layer(theirs), ([], []))[1].append(theirs)
-    return groups + [(tuple(own), tuple(theirs)) for own, theirs in left.values()]
+            ungrouped.setdefault(_layer(param), ([], []))[0].append(param)
+    for tensor in sent.keys() - grouped:
+        ungrouped.setdefault(_layer(tensor), ([], []))[1].append(tensor)
+    return groups + [(tuple(param), tuple(tensor)) for param, tensor in ungrouped.values()]
 
 
 def _layer(name: str) -> str:
@@ -136,17 +136,17 @@ def _total(digests: Digests, names: Names) -> int:
 def check_adapter(model: Any, slot: int, adapter: Mapping[str, Tensor], scaling: float) -> None:
     """Raise SyncError, naming vLLM's layers, if an adapter slot does not hold this adapter. Checks linear layers.
     adapter: in peft's format. scaling: factor on B A, which vLLM multiplies into B."""
-    owners = {part: own for own, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    owners = {part: joined for joined, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_b_stacked")}
-    wanted = Digests()
+    expected = Digests()
     for name, matrix in adapter.items():
         path, _, kind = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
         parent, _, leaf = path.rpartition(".")
         owner = f"{parent}.{owners.get(leaf, leaf)}"
         if owner in layers and kind in ("lora_A", "lora_B"):
             values = matrix.to(layers[owner].lora_b_stacked[0])
-            wanted[owner] = wanted.get(owner, 0) + digest(values if kind == "lora_A" else values * scaling)
-    wrong = [owner for owner, value in wanted.items() if _in_slot(layers[owner], slot) != value % (1 << 64)]
+            expected[owner] = expected.get(owner, 0) + digest(values if kind == "lora_A" else values * scaling)
+    wrong = [owner for owner, value in expected.items() if _in_slot(layers[owner], slot) != value % (1 << 64)]
     if wrong:
         raise SyncError(
             f"vLLM holds another adapter than it was sent: {', '.join(wrong[:3])} ({len(wrong)} layers in all)"
@@ -165,7 +165,7 @@ def complete(model: Any) -> Iterator[None]:
     load = model.load_weights
     names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}  # tied ones once
 
-    def whole(tensors: Iterable[tuple[str, Tensor]]) -> Any:
+    def load_all(tensors: Iterable[tuple[str, Tensor]]) -> Any:
         loaded = load(tensors)
         lacking = [] if loaded is None else sorted(names - {name.replace(".base_layer.", ".") for name in loaded})
         lacking += list(_half_loaded(model))
@@ -173,7 +173,7 @@ def complete(model: Any) -> Iterator[None]:
             raise SyncError(f"vLLM was not sent all of {', '.join(lacking[:3])} ({len(lacking)} parameters in all)")
         return loaded
 
-    model.load_weights = whole
+    model.load_weights = load_all
     try:
         yield
     finally:

@@ -40,9 +40,9 @@ class VllmSyncWorker:
         text}, because an exception would end the engine.
         """
         try:
-            own = protocol.Ticket.of({**json.loads(ticket), "member": self.rank})
+            worker_ticket = protocol.Ticket.from_json({**json.loads(ticket), "member": self.rank})
             adapter = verify = False
-            with protocol.Delivery(own, version, has=has, base=based) as delivery:
+            with protocol.Delivery(worker_ticket, version, has=has, base=based) as delivery:
                 for part in delivery.parts():
                     if part.kind == "adapter":
                         adapter, verify = True, part.verify
@@ -75,8 +75,8 @@ class VllmSyncWorker:
         from safetensors.torch import load_file
 
         try:
-            told = json.loads((Path(folder) / "adapter_config.json").read_text())
-            scaling = told["lora_alpha"] / (math.sqrt(told["r"]) if told.get("use_rslora") else told["r"])
+            config = json.loads((Path(folder) / "adapter_config.json").read_text())
+            scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
             adapter = load_file(Path(folder) / "adapter_model.safetensors")
             for slot, number in enumerate(self.model_runner.lora_manager._adapter_manager.lora_index_to_id):
                 if number is not None and self.parallel_config.world_size == 1:

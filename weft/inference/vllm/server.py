@@ -174,4 +174,4 @@ def _rank_of(lora: LoraConfig) -> int:
 
 def _lora_rank(rank: int) -> int:
     """The smallest rank that vLLM supports and that is at least `rank`; an adapter of smaller rank fits into it."""
-    return next((known for known in (1, 8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), rank)
+    return next((supported for supported in (1, 8, 16, 32, 64, 128, 256, 320, 512) if supported >= rank), rank)

@@ -105,7 +105,7 @@ class Buckets(Protocol):
         ...
 
 
-def _place(rows: list[BucketTensor], entry: TensorHeader, size: int) -> BucketTensor | None:
+def _next_slot(rows: list[BucketTensor], entry: TensorHeader, size: int) -> BucketTensor | None:
     """The place of a tensor after these rows of a bucket of `size` bytes; None if it does not fit."""
     offset = -(-rows[-1].end // ALIGNMENT) * ALIGNMENT if rows else 0
     return BucketTensor(entry, offset) if not rows or offset + entry.length <= size else None
@@ -119,9 +119,9 @@ class BucketPlan:
         """size: bytes at which a bucket is full; a larger tensor gets its own."""
         cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_rank, engine.tied_copies
         state = engine.module.state_dict(keep_vars=True)
-        own = {name: tensor for name, tensor in state.items() if name not in borrowed}
-        held = {name: rank_boxes(tensor, cuts.get(name), among) for name, tensor in own.items()}
-        numbers = {name: number for number, name in enumerate(held)}
+        owned = {name: tensor for name, tensor in state.items() if name not in borrowed}
+        boxes = {name: rank_boxes(tensor, cuts.get(name), among) for name, tensor in owned.items()}
+        numbers = {name: number for number, name in enumerate(boxes)}
         self.buckets = list[list[BucketTensor]]()
         self._shares = list[list[_ShardCopy]]()
         for bucket in _planned(content, size):
@@ -129,7 +129,7 @@ class BucketPlan:
             shares = [
                 _share(row, mapping, box)
                 for row, mapping in bucket
-                for box in held.get(mapping.runtime, ())  # empty for tensors of other pipeline stages
+                for box in boxes.get(mapping.runtime, ())  # empty for tensors of other pipeline stages
                 if box.is_writer(numbers[mapping.runtime])
             ]
             self._shares.append([share for share in shares if share is not None])
@@ -157,17 +157,17 @@ class _ShardCopy:
     target: tuple[slice, ...]
 
 
-def _share(row: BucketTensor, mapping: TensorMapping, held: RankBox) -> _ShardCopy | None:
-    part = overlap(mapping.box, held.box)
+def _share(row: BucketTensor, mapping: TensorMapping, local_box: RankBox) -> _ShardCopy | None:
+    part = overlap(mapping.box, local_box.box)
     if part is None:
         return None
-    return _ShardCopy(row, mapping, held.within(part), mapping.disk_box(part).within(Box.whole(mapping.shape)))
+    return _ShardCopy(row, mapping, local_box.within(part), mapping.disk_box(part).within(Box.whole(mapping.shape)))
 
 
 def _planned(content: SyncContent, size: int) -> Iterator[list[tuple[BucketTensor, TensorMapping]]]:
     entries, bucket = content.entries, list[tuple[BucketTensor, TensorMapping]]()
     for mapping in content.mappings:
-        row = _place([row for row, _ in bucket[-1:]], entries[mapping.disk], size)
+        row = _next_slot([row for row, _ in bucket[-1:]], entries[mapping.disk], size)
         if row is None:
             yield bucket
             bucket, row = [], BucketTensor(entries[mapping.disk], 0)
@@ -181,7 +181,7 @@ def gathered(engine: Engine, content: SyncContent, buckets: Buckets) -> Iterator
     entries, rows, number = content.entries, list[BucketTensor](), 0
     memory = buckets.memory(number)
     for name, tensor in engine.walk(content.mappings, content.manifest, bucket_bytes=2 * buckets.size):
-        row = _place(rows[-1:], entries[name], buckets.size)
+        row = _next_slot(rows[-1:], entries[name], buckets.size)
         if row is None:
             settle(engine.device, memory)
             yield rows

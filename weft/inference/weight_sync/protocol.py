@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from weft.inference.weight_sync.checksums import checksum
 
 PROTOCOL = 4
-GONE = -1  # sent instead of a version, on behalf of a worker that has died
+WORKER_DIED = -1  # sent instead of a version, on behalf of a worker that has died
 LONGEST = 1 << 26  # most bytes of a message
 WIDTHS = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
@@ -84,7 +84,7 @@ class Ticket:
         return asdict(self)
 
     @staticmethod
-    def of(fields: Mapping[str, Any]) -> Ticket:
+    def from_json(fields: Mapping[str, Any]) -> Ticket:
         """The inverse of to_json()."""
         return Ticket(**fields)
 
@@ -146,22 +146,22 @@ class SyncChannel:
             self.socket.sendall(len(text).to_bytes(4, "big") + text)
         except OSError as error:
             late = isinstance(error, TimeoutError)
-            if not late and (said := self._last_words()):
-                raise SyncError(said) from error
+            if not late and (peer_error := self._last_words()):
+                raise SyncError(peer_error) from error
             raise SyncError(f"{self.peer} cannot be written to: {_reason(error, self.timeout)}", late) from error
 
-    def read(self, what: str, *expected: str) -> dict[str, Any]:
-        """Receive the next message, which must have one of the `expected` keys. what: describes the message in errors.
-        SyncError if the peer reports an error, is gone, sends another message, or nothing in time."""
+    def read(self, awaited: str, *expected: str) -> dict[str, Any]:
+        """Receive the next message, which must have one of the `expected` keys. awaited: describes the message in
+        errors. SyncError if the peer reports an error, is gone, sends another message, or nothing in time."""
         try:
             message = self._message()
         except (OSError, ValueError) as error:
-            text = f"{self.peer} was waited for, for {what}: {_reason(error, self.timeout)}"
+            text = f"{self.peer} was waited for, for {awaited}: {_reason(error, self.timeout)}"
             raise SyncError(text, isinstance(error, TimeoutError)) from error
         if "error" in message:
             raise SyncError(str(message["error"]))
         if not any(key in message for key in expected):
-            raise SyncError(f"{self.peer} was waited for, for {what}, and said {', '.join(message)}")
+            raise SyncError(f"{self.peer} was waited for, for {awaited}, and said {', '.join(message)}")
         return message
 
     def close(self) -> None:
@@ -235,15 +235,15 @@ class Checklist:
             )
 
 
-def check_manifest(manifest: Mapping[str, TensorHeader], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise SyncError, naming tensors, if the manifest differs from the engine's own model. wanted: name -> shape in
+def check_manifest(manifest: Mapping[str, TensorHeader], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise SyncError, naming tensors, if the manifest differs from the engine's own model. expected: name -> shape in
     that model."""
-    lacking, unknown = sorted(wanted.keys() - manifest.keys()), sorted(manifest.keys() - wanted.keys())
+    lacking, unknown = sorted(expected.keys() - manifest.keys()), sorted(manifest.keys() - expected.keys())
     if lacking:
         raise SyncError(f"the sync does not bring {', '.join(lacking[:3])} ({len(lacking)} tensors in all)")
     if unknown:
         raise SyncError(f"the model has no place for {', '.join(unknown[:3])} ({len(unknown)} tensors in all)")
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if manifest[name].shape != tuple(shape):
             raise SyncError(f"the sync brings {name} as {manifest[name]}, the model has it as {list(shape)}")
 
@@ -267,11 +267,11 @@ class Delivery:
         self.ticket, self.version, self.has = ticket, version, has
         peer = f"the sender at {ticket.host}:{ticket.port}"
         self.channel = SyncChannel(_connect(ticket, version), peer, ticket.timeout)
-        who = {"key": ticket.key, "name": ticket.name, "member": ticket.member}
+        identity = {"key": ticket.key, "name": ticket.name, "member": ticket.member}
         joined = None if _GroupReceiver.joined is None else _GroupReceiver.joined[0]
         mapped = None if _DeviceReceiver.mapped is None else _DeviceReceiver.mapped[0]
         self.channel.write(
-            hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **who, **software()
+            hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **identity, **software()
         )
 
     def parts(self) -> Iterator[SyncPart]:
@@ -319,8 +319,8 @@ def opens_handles(receiver: str, sender: str) -> bool:
     """
     if not receiver or not sender:
         return True
-    ours, theirs = (tuple(int(number) for number in re.findall(r"\d+", text)[:2]) for text in (sender, receiver))
-    return ours == theirs or (max(ours, theirs) <= (2, 13) and (ours <= (2, 12) or theirs == (2, 13)))
+    made_by, opened_by = (tuple(int(number) for number in re.findall(r"\d+", text)[:2]) for text in (sender, receiver))
+    return made_by == opened_by or (max(made_by, opened_by) <= (2, 13) and (made_by <= (2, 12) or opened_by == (2, 13)))
 
 
 def _connect(ticket: Ticket, version: int) -> socket.socket:
@@ -500,16 +500,16 @@ class _DeviceReceiver:
             _DeviceReceiver.mapped = None  # first unmap the previous sender's memory, so that it can be freed
             _DeviceReceiver.mapped = transport["id"], [_opened(handle, ticket) for handle in transport["handles"]]
         self._memories = _DeviceReceiver.mapped[1]
-        self._taken: Any = None
+        self._bucket_memory: Any = None
 
     def take(self, message: Mapping[str, Any]) -> Any:
         """The bytes of a bucket, on the device."""
-        self._taken = self._memories[message["slot"]]
-        return self._taken
+        self._bucket_memory = self._memories[message["slot"]]
+        return self._bucket_memory
 
     def release(self) -> None:
         """Wait until the device has read the bucket, because the sender will overwrite it."""
-        device_memory.wait(self._taken)
+        device_memory.wait(self._bucket_memory)
 
 
 _transports: dict[str, Any] = {
@@ -546,10 +546,10 @@ class DeviceMemory:
 
         if torch.device(device).type != "cuda":
             return []
-        seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
+        uuids = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
         index = torch.device(device).index
-        own = seen[torch.cuda.current_device() if index is None else index]
-        return [own, *(uuid for uuid in seen if uuid != own)]
+        local_uuid = uuids[torch.cuda.current_device() if index is None else index]
+        return [local_uuid, *(uuid for uuid in uuids if uuid != local_uuid)]
 
     def allocate(self, size: int, device: Any) -> Any:
         """An uninitialised uint8 tensor [size] that can be shared. CUDA IPC shares no expandable segments, so the
@@ -561,8 +561,8 @@ class DeviceMemory:
         before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         if "expandable_segments:true" not in before.lower().replace(" ", ""):
             return torch.empty(size, dtype=torch.uint8, device=device)
-        kept = [text for text in before.split(",") if not text.strip().startswith("expandable_segments")]
-        set_allocator(",".join([*kept, "expandable_segments:False"]))
+        other_options = [text for text in before.split(",") if not text.strip().startswith("expandable_segments")]
+        set_allocator(",".join([*other_options, "expandable_segments:False"]))
         try:
             return torch.empty(size, dtype=torch.uint8, device=device)
         finally:
@@ -580,10 +580,10 @@ class DeviceMemory:
         import torch
 
         torch.cuda.init()
-        seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
-        if handle["device"] not in seen:
-            raise RuntimeError(f"this process sees other devices ({', '.join(seen) or 'none'})")
-        index = seen.index(handle["device"])
+        uuids = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
+        if handle["device"] not in uuids:
+            raise RuntimeError(f"this process sees other devices ({', '.join(uuids) or 'none'})")
+        index = uuids.index(handle["device"])
         values = [handle[name] for name in self._FIELDS]
         raw = [base64.b64decode(value) if isinstance(value, str) else value for value in values]
         storage = torch.UntypedStorage._new_shared_cuda(index, *raw)

@@ -100,8 +100,8 @@ class Sender:
         address = address or host_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
         self._software = protocol.software()
-        own = protocol.device_memory.devices(engine.device)[:1]
-        addresses = self._gather((address, own, key or secrets.token_hex(16), secrets.token_hex(8)))
+        local_devices = protocol.device_memory.devices(engine.device)[:1]
+        addresses = self._gather((address, local_devices, key or secrets.token_hex(16), secrets.token_hex(8)))
         self._hosts = [host for host, *_ in addresses]
         self._devices = [device for _, device, *_ in addresses]  # per rank: [UUID], or [] on CPU
         *_, self._key, self._slots = addresses[0]  # slots: part of shared memory's names, unique to this sender
@@ -148,21 +148,21 @@ class Sender:
 
     def _route(self, receiver: EngineTarget) -> tuple[Transport, int]:
         """(transport, sending rank) for an engine. UserError if the requested transport cannot reach it."""
-        host, wanted = receiver.host or self._hosts[0], self.options.transport
-        if wanted == "files":
+        host, requested = receiver.host or self._hosts[0], self.options.transport
+        if requested == "files":
             return "files", 0
-        if wanted in ("auto", "ipc"):
+        if requested in ("auto", "ipc"):
             rank = self._rank_on_device(receiver, host)
             if rank is not None and protocol.opens_handles(receiver.torch, self._software["torch"]):
                 return "ipc", rank
-            if rank is not None and wanted == "ipc":
+            if rank is not None and requested == "ipc":
                 raise self._other_handles(receiver.name, receiver.torch)
-        if wanted == "ipc":
+        if requested == "ipc":
             raise UserError(
                 f"rollout.transport=ipc: {receiver.name} sees no CUDA device of a trainer rank (rollout engines have "
                 "those with cluster.placement=colocated): set rollout.transport=auto."
             )
-        if wanted == "group" or (wanted == "auto" and host not in self._hosts):
+        if requested == "group" or (requested == "auto" and host not in self._hosts):
             return "group", 0
         if host not in self._hosts:
             raise UserError(
@@ -173,16 +173,16 @@ class Sender:
 
     def _rank_on_device(self, receiver: EngineTarget, host: str) -> int | None:
         """The rank on the engine's own device, else a rank on another device that the engine sees, else None."""
-        places = [(self._hosts[rank], *own) for rank, own in enumerate(self._devices)]
-        wanted = [(host, device) for device in receiver.devices]
-        return next((places.index(place) for place in wanted if place in places), None)
+        locations = [(self._hosts[rank], *uuids) for rank, uuids in enumerate(self._devices)]
+        receiver_devices = [(host, device) for device in receiver.devices]
+        return next((locations.index(pair) for pair in receiver_devices if pair in locations), None)
 
     def _tickets_of(self, receiver: EngineTarget, places: Sequence[tuple[str, int]]) -> list[Ticket]:
         address, port = places[self._routes[receiver.name][1]]
         common = (address, port, self._key, receiver.name)
         return [Ticket(*common, member, self.options.timeout) for member in range(receiver.workers)]
 
-    def _mine(self, transport: Transport) -> list[Ticket]:
+    def _local_tickets(self, transport: Transport) -> list[Ticket]:
         """The tickets of the workers that this rank sends to by this transport."""
         names = [name for name, route in self._routes.items() if route == (transport, self._rank)]
         return [ticket for name in names for ticket in self.tickets[name]]
@@ -193,10 +193,10 @@ class Sender:
         sent = []
         self._error = None
         try:
-            self._lead(SyncServer.welcome, self._mine(transport), version)
+            self._lead(SyncServer.welcome, self._local_tickets(transport), version)
             self._lead(self._check_software, transport)
             self._agree()
-            for content in self._wanted():
+            for content in self._contents_to_send():
                 self._activate(content)
                 self._deliver(content, transport, version)
                 sent.append(content)
@@ -213,23 +213,29 @@ class Sender:
         for connection in server.connections:
             if transport == "ipc" and not protocol.opens_handles(connection.torch, self._software["torch"]):
                 raise self._other_handles(connection.name, connection.torch)
-            ours, theirs = self._software["nccl"], connection.nccl
-            if transport == "group" and self._backend == "nccl" and ours and theirs and ours != theirs:
+            sender_nccl, receiver_nccl = self._software["nccl"], connection.nccl
+            if (
+                transport == "group"
+                and self._backend == "nccl"
+                and sender_nccl
+                and receiver_nccl
+                and sender_nccl != receiver_nccl
+            ):
                 raise UserError(
-                    f"rollout.transport: {connection.name} has NCCL {theirs} (torch {connection.torch}), and this "
-                    f"trainer NCCL {ours} (torch {self._software['torch']}); a group needs one version at both ends. "
-                    "Install the same torch in both environments, or set rollout.transport=shared, where engines are "
-                    "on a trainer's host, or rollout.transport=files, where all see run.dir."
+                    f"rollout.transport: {connection.name} has NCCL {receiver_nccl} (torch {connection.torch}), and "
+                    f"this trainer NCCL {sender_nccl} (torch {self._software['torch']}); a group needs one version at "
+                    "both ends. Install the same torch in both environments, or set rollout.transport=shared, where "
+                    "engines are on a trainer's host, or rollout.transport=files, where all see run.dir."
                 )
 
-    def _other_handles(self, name: str, theirs: str) -> UserError:
+    def _other_handles(self, name: str, receiver_torch: str) -> UserError:
         return UserError(
-            f"rollout.transport=ipc: {name} has torch {theirs}, which is not known to open CUDA IPC handles of this "
-            f"trainer's torch {self._software['torch']}: set rollout.transport=shared, or install the same torch in "
-            "both environments."
+            f"rollout.transport=ipc: {name} has torch {receiver_torch}, which is not known to open CUDA IPC handles of "
+            f"this trainer's torch {self._software['torch']}: set rollout.transport=shared, or install the same torch "
+            "in both environments."
         )
 
-    def _wanted(self) -> list[SyncContent]:
+    def _contents_to_send(self) -> list[SyncContent]:
         """The parts to send: an adapter's base only if a connected engine lacks it; collective."""
         if not self._adapters:
             return self._contents
@@ -261,7 +267,7 @@ class Sender:
         """Post every bucket; returns their number. The ranks agree once per bucket k: all have written it, and engines
         have taken bucket k - AHEAD, whose buffer bucket k + 2 reuses. During an agreement, ranks write the next bucket
         and engines read earlier ones."""
-        memories, number, post = self._open(transport), 0, _nothing
+        memories, number, post = self._open(transport), 0, _no_action
         self._lead(self._begin, content, transport, version, verify)
 
         def send(number: int, rows: list[BucketTensor]) -> None:
@@ -357,24 +363,24 @@ class Sender:
             needed = max(max(c.largest, min(full, c.room)) for c in self._contents)
             room = -(-needed // contents.ALIGNMENT) * contents.ALIGNMENT
             if transport == "shared" or (transport == "group" and self._on_one_host(transport)):
-                made: SharedBuckets | DeviceBuckets | None = self._open_shared(transport, room, full)
+                buckets: SharedBuckets | DeviceBuckets | None = self._open_shared(transport, room, full)
             else:
                 kind = IpcBuckets if transport == "ipc" else DeviceBuckets
-                made = self._attempt(kind, room, full, self.engine.device, bool(self._mine(transport)))
+                buckets = self._attempt(kind, room, full, self.engine.device, bool(self._local_tickets(transport)))
                 self._agree()
-            self._memories[transport] = made or DeviceBuckets(room, full, self.engine.device, False)
+            self._memories[transport] = buckets or DeviceBuckets(room, full, self.engine.device, False)
         return self._memories[transport]
 
     def _open_shared(self, transport: Transport, room: int, full: int) -> SharedBuckets | None:
         """Buffers in the host's shared memory: common to all ranks or, with several hosts, of the sending rank alone.
         None on a rank without buffers."""
-        together = self._on_one_host(transport)
-        name, owner, made = f"{self._slots}-{transport}", 0 if together else self._rank, None
+        is_common = self._on_one_host(transport)
+        name, owner, buckets = f"{self._slots}-{transport}", 0 if is_common else self._rank, None
         device = self.engine.device
-        if self._mine(transport):
-            made = self._attempt(SharedBuckets, name, owner, room, full, True, device)
+        if self._local_tickets(transport):
+            buckets = self._attempt(SharedBuckets, name, owner, room, full, True, device)
         self._agree()
-        return SharedBuckets(name, owner, room, full, False, device) if made is None and together else made
+        return SharedBuckets(name, owner, room, full, False, device) if buckets is None and is_common else buckets
 
     # ------------------------------------------------------------ agreement between ranks
 
@@ -392,7 +398,7 @@ class Sender:
 
     def _agree(self) -> None:
         """Raise on all ranks an error that one rank has kept; collective (one all-reduce)."""
-        self._once_agreed(_nothing)()
+        self._once_agreed(_no_action)()
 
     def _once_agreed(self, action: Callable[[], None]) -> Callable[[], None]:
         """Start an agreement; the returned function waits for it and then calls `action`. A single rank calls `action`
@@ -401,7 +407,7 @@ class Sender:
             if self._error is not None:
                 raise self._error
             action()
-            return _nothing
+            return _no_action
         failed = torch.tensor(self._error is not None, dtype=torch.int32)
         work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=world_group(), async_op=True)
 
@@ -423,15 +429,15 @@ class Sender:
         return out
 
 
-def verify_is_due(count: int, every: int, had: Sequence[int | None], last: int | None) -> bool:
-    """Whether a sync is verified: every `every`-th one, and any to an engine without `last`, the last version that all
-    confirmed. count: number of this sync, from 1. had: each engine's version, None for none; empty: no engine receives
-    from this rank."""
-    due = every > 0 and count % every == 0
-    return bool(had) and (due or any(version is None or version != last for version in had))
+def verify_is_due(count: int, interval: int, had: Sequence[int | None], last: int | None) -> bool:
+    """Whether a sync is verified: every `interval`-th one, and any to an engine without `last`, the last version that
+    all confirmed. count: number of this sync, from 1. had: each engine's version, None for none; empty: no engine
+    receives from this rank."""
+    is_due = interval > 0 and count % interval == 0
+    return bool(had) and (is_due or any(version is None or version != last for version in had))
 
 
-def _nothing() -> None: ...
+def _no_action() -> None: ...
 
 
 def _sums(rows: Iterable[BucketTensor], memory: Tensor | None) -> dict[str, int]:

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.inference.weight_sync.buckets import BucketTensor, SyncContent
-from weft.inference.weight_sync.protocol import GONE, PROTOCOL, SyncChannel, SyncError, Ticket, parsed, understood
+from weft.inference.weight_sync.protocol import (
+    PROTOCOL,
+    WORKER_DIED,
+    SyncChannel,
+    SyncError,
+    Ticket,
+    parsed,
+    understood,
+)
 from weft.inference.weight_sync.verify import compare
 from weft.launch import flight
 
@@ -57,7 +65,7 @@ class Hello:
     nccl: str
 
     @staticmethod
-    def of(text: bytes) -> Hello:
+    def parse(text: bytes) -> Hello:
         """Parse a message. ValueError if it is malformed."""
         message = parsed(text)
         kinds: dict[str, tuple[type, ...]] = {
@@ -80,35 +88,35 @@ class _Pending:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.deadline = time.monotonic() + _HELLO_SECONDS
-        self.gone = False
-        self._said = bytearray()
+        self.is_closed = False
+        self._received = bytearray()
         connection.setblocking(False)
 
     def hear(self) -> bool:
-        """Read without blocking, at most the first message; returns whether that is complete. Sets `gone` if the peer
-        left or announced too long a message."""
+        """Read without blocking, at most the first message; returns whether that is complete. Sets `is_closed` if the
+        peer left or announced too long a message."""
         try:
             part = self.socket.recv(self._lacking())
         except BlockingIOError:
             return False
         except OSError:
             part = b""
-        self._said += part
-        self.gone = not part or self._lacking() > _HELLO_BYTES
-        return not self.gone and not self._lacking()
+        self._received += part
+        self.is_closed = not part or self._lacking() > _HELLO_BYTES
+        return not self.is_closed and not self._lacking()
 
     def hello(self) -> Hello | None:
         """The first message; None if it is malformed."""
         try:
-            return Hello.of(bytes(self._said[4:]))
+            return Hello.parse(bytes(self._received[4:]))
         except ValueError:
             return None
 
     def _lacking(self) -> int:
         """Bytes that the first message still lacks."""
-        if len(self._said) < 4:
-            return 4 - len(self._said)
-        return 4 + int.from_bytes(self._said[:4], "big") - len(self._said)
+        if len(self._received) < 4:
+            return 4 - len(self._received)
+        return 4 + int.from_bytes(self._received[:4], "big") - len(self._received)
 
 
 class SyncServer:
@@ -130,7 +138,7 @@ class SyncServer:
         try:
             while missing:
                 flight.beat()
-                for pending in self._heard(waiting, deadline):
+                for pending in self._complete_hellos(waiting, deadline):
                     connection = self._admit(pending, missing, version)
                     if connection is not None:
                         self.connections.append(connection)
@@ -145,48 +153,47 @@ class SyncServer:
             for pending in waiting:
                 pending.socket.close()
 
-    def _heard(self, waiting: list[_Pending], deadline: float) -> list[_Pending]:
+    def _complete_hellos(self, waiting: list[_Pending], deadline: float) -> list[_Pending]:
         """The pending connections whose first message is complete; late and surplus ones are closed."""
         now = time.monotonic()
         until = min([deadline, now + 1.0, *(pending.deadline for pending in waiting)])
         # poll(), because select() takes no descriptor above 1023
         poll = select.poll()
-        for one in (self._listener, *(pending.socket for pending in waiting)):
-            poll.register(one, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, until - now) * 1000)}
-        if self._listener.fileno() in ready:
+        for listened in (self._listener, *(pending.socket for pending in waiting)):
+            poll.register(listened, select.POLLIN)
+        readable = {descriptor for descriptor, _ in poll.poll(max(0.0, until - now) * 1000)}
+        if self._listener.fileno() in readable:
             with suppress(OSError):  # the peer has already left
                 waiting.append(_Pending(self._listener.accept()[0]))
-        whole = [pending for pending in waiting if pending.socket.fileno() in ready and pending.hear()]
-        sent_away = [pending for pending in waiting if pending.gone or time.monotonic() > pending.deadline] + waiting[
-            :-_MOST_PENDING
-        ]
-        for pending in {*whole, *sent_away}:
+        complete = [pending for pending in waiting if pending.socket.fileno() in readable and pending.hear()]
+        refused = [pending for pending in waiting if pending.is_closed or time.monotonic() > pending.deadline]
+        refused += waiting[:-_MOST_PENDING]
+        for pending in {*complete, *refused}:
             waiting.remove(pending)
-            if pending not in whole:
+            if pending not in complete:
                 pending.socket.close()
-        return whole
+        return complete
 
     def _admit(self, pending: _Pending, missing: dict[tuple[str, int], Ticket], version: int) -> Connection | None:
         """The connection of a worker with a valid ticket; others are closed, and give None. SyncError if the worker
         speaks another protocol, has died, or asks for another version."""
         hello = pending.hello()
-        who = (hello.name, hello.member) if hello is not None else None
-        ticket = missing.get(who) if who is not None else None
-        if hello is None or who is None or ticket is None or not hmac.compare_digest(ticket.key.encode(), hello.key):
+        worker = (hello.name, hello.member) if hello is not None else None
+        ticket = missing.get(worker) if worker is not None else None
+        if hello is None or worker is None or ticket is None or not hmac.compare_digest(ticket.key.encode(), hello.key):
             pending.socket.close()
             return None
         if hello.protocol != PROTOCOL:
             raise SyncError(
                 f"{ticket.name} syncs by protocol {hello.protocol}, this is {PROTOCOL}: versions of weft differ"
             )
-        if hello.version == GONE:
+        if hello.version == WORKER_DIED:
             raise SyncError(f"{ticket.name} did not come for version {version}: it has died")
         if hello.version != version:
             raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
-        del missing[who]
+        del missing[worker]
         channel = SyncChannel(pending.socket, ticket.name, self.timeout)
-        return Connection(channel, *who, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl)
+        return Connection(channel, *worker, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl)
 
     def begin(self, content: SyncContent, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
         """Announce a part. transports: per active connection, the message fields of its transport."""
@@ -197,11 +204,11 @@ class SyncServer:
                 adapter=content.adapter,
             )  # fmt: skip
 
-    def post(self, number: int, rows: Sequence[BucketTensor], where: Mapping[str, Any]) -> None:
-        """Announce a bucket. where: the message field with its path, number of bytes or slot."""
+    def post(self, number: int, rows: Sequence[BucketTensor], location: Mapping[str, Any]) -> None:
+        """Announce a bucket. location: the message field with its path, number of bytes or slot."""
         table = [[row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.entry.length] for row in rows]
         for connection in self.active:
-            connection.channel.write(bucket=number, rows=table, **where)
+            connection.channel.write(bucket=number, rows=table, **location)
 
     def wait_taken(self, number: int, version: int) -> None:
         """Wait until every active connection has taken this bucket."""
@@ -239,11 +246,11 @@ class SyncServer:
         """Stop listening."""
         self._listener.close()
 
-    def _answers(self, what: str, key: str) -> Iterator[tuple[Connection, dict[str, Any]]]:
+    def _answers(self, awaited: str, key: str) -> Iterator[tuple[Connection, dict[str, Any]]]:
         for connection in self.active:
             flight.beat()
             try:
-                yield connection, connection.channel.read(what, key)
+                yield connection, connection.channel.read(awaited, key)
             except SyncError as error:
                 text = str(error)
                 raise SyncError(

@@ -187,8 +187,8 @@ class BroadcastGroup:
     def describe(self, connections: Sequence[Connection]) -> list[dict[str, Any]]:
         """Per connection, the message fields for joining the group. A new member leads to a new group."""
         members = [(connection.name, connection.member) for connection in connections]
-        known = self._group is not None and members == self._members
-        if not known or any(connection.joined != self._id for connection in connections):
+        is_current = self._group is not None and members == self._members
+        if not is_current or any(connection.joined != self._id for connection in connections):
             self._group, self._members, self._id = None, members, secrets.token_hex(8)
             self._store = open_store(self.address, 0, self.timeout, serve=True)
         common = {"kind": "group", "backend": self.backend, "id": self._id, "port": self._store.port}
@@ -219,12 +219,12 @@ class BroadcastGroup:
     def leave(self) -> None:
         """Drop the group after a failure; the next sync creates another. What it still does is aborted, because NCCL's
         watchdog would end this process over it. A thread does that, because it may take a while."""
-        left = [self._group, self._works]
+        abandoned = [self._group, self._works]
         self._group, self._works = None, {}
 
         def destroy() -> None:
-            if left[0] is not None:
-                protocol.abort(left[0])
-            left.clear()
+            if abandoned[0] is not None:
+                protocol.abort(abandoned[0])
+            abandoned.clear()
 
         threading.Thread(target=destroy, name="weft group that is left", daemon=True).start()

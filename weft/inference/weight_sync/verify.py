@@ -16,24 +16,24 @@ def compare(
     """Compare checksums by tensor: of the sent bytes, of those that the engine received, and of its weights afterwards
     (placed; None if it cannot read them back). SyncError names the engine and the tensors that differ or are missing.
     receiver: the engine's name."""
-    told = {"received": received} if placed is None else {"received": received, "placed": placed}
-    for what, sums in told.items():
+    reports = {"received": received} if placed is None else {"received": received, "placed": placed}
+    for verb, sums in reports.items():
         lacking = [name for name in sent if name not in sums]
         if lacking:
             raise SyncError(
-                f"{receiver} did not say what it {what} of {_some(lacking)}, version {version}: it is not proven"
+                f"{receiver} did not say what it {verb} of {_first_names(lacking)}, version {version}: it is not proven"
             )
     wrong = [name for name, value in sent.items() if received[name] != value]
     if wrong:
-        raise SyncError(f"{receiver} received other bytes than were sent, version {version}: {_some(wrong)}")
+        raise SyncError(f"{receiver} received other bytes than were sent, version {version}: {_first_names(wrong)}")
     wrong = [name for name, value in sent.items() if placed is not None and placed[name] != value]
     if wrong:
-        raise SyncError(f"{receiver} holds other values than it was sent, version {version}: {_some(wrong)}")
+        raise SyncError(f"{receiver} holds other values than it was sent, version {version}: {_first_names(wrong)}")
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _first_names(names: Sequence[str]) -> str:
+    suffix = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + suffix
 
 
 Floats = NDArray[np.float32]
@@ -51,19 +51,20 @@ def check_parity(
     another model, or after another prompt.
     """
     empty = np.zeros(0)
-    ours, theirs = (np.concatenate([empty, *parts]).astype(np.float64) for parts in (trainer, engine))
-    if ours.shape != theirs.shape:
-        raise SyncError(f"{receiver} gave {theirs.size} logprobs for {ours.size} tokens, version {version}")
-    if not ours.size:
+    expected, sampled = (np.concatenate([empty, *parts]).astype(np.float64) for parts in (trainer, engine))
+    if expected.shape != sampled.shape:
+        raise SyncError(f"{receiver} gave {sampled.size} logprobs for {expected.size} tokens, version {version}")
+    if not expected.size:
         return 0.0
     limit = max(PARITY[dtype] for dtype in dtypes)
-    distance = np.abs(ours - theirs)
+    distance = np.abs(expected - sampled)
     mean = float(distance.mean())
     if not mean <= limit:
-        place = int(np.nanargmax(np.where(np.isfinite(distance), distance, np.inf)))
+        worst = int(np.nanargmax(np.where(np.isfinite(distance), distance, np.inf)))
         raise SyncError(
             f"{receiver} samples from another distribution than the trainer trains, version {version}: logprobs of "
-            f"{ours.size} tokens differ by {mean:.2g} in the mean, where {'/'.join(dict.fromkeys(dtypes))} explains at "
-            f"most {limit:g}; most where the engine says {theirs[place]:.4g} and the trainer {ours[place]:.4g}"
+            f"{expected.size} tokens differ by {mean:.2g} in the mean, where {'/'.join(dict.fromkeys(dtypes))} "
+            f"explains at most {limit:g}; most where the engine says {sampled[worst]:.4g} and the trainer "
+            f"{expected[worst]:.4g}"
         )
     return mean
