@@ -44,9 +44,9 @@ def _config(run: Run, folder: Path, prompts: int, group: int, prompt_tokens: int
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(model)
     (folder / "none.jsonl").write_text("")
     words = [
-        f"model.path={model}", f"data.path={folder}/none.jsonl", "rl.reward=[length]", f"rl.prompts={prompts}",
+        f"model.path={model}", f"data.path={folder}/none.jsonl", "rl.reward=[length]", f"rl.prompts_per_step={prompts}",
         f"rl.group_size={group}", f"rollout.max_prompt_tokens={prompt_tokens}", f"rollout.max_new_tokens={new_tokens}",
-        f"rollout.max_tokens_per_device={prompts * group * (prompt_tokens + new_tokens)}",
+        f"rollout.kv_cache_tokens={prompts * group * (prompt_tokens + new_tokens)}",
         f"step.max_tokens_per_device={run.pick(16_384, 64)}", f"optimizer.lr={LR}",
     ]  # fmt: skip
     return load_config([], words, RlConfig)

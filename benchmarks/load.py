@@ -2,7 +2,7 @@
 
     python benchmarks/load.py                # 2 GB dense and 1 GB of experts; about 10 GB of disk and of memory
     python benchmarks/load.py --gigabytes 0.2
-    python benchmarks/load.py --dcp          # from directories of torch.distributed.checkpoint (model.weights)
+    python benchmarks/load.py --dcp          # from directories of torch.distributed.checkpoint (model.dcp_weights)
 
 For every rank: anonymous memory (RssAnon, sampled) above what it was before loading, against 1.3 x its fp32 shard plus
 the largest tensor; bytes asked of the disk, against 1.2 x size / ranks; that every box is bitwise the file's. Then the
@@ -126,7 +126,7 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
 
     builder.fill_weights = measured
     config = EngineConfig(
-        model=ModelConfig(path=path, weights=f"{path}/dcp" if Path(path, "dcp").exists() else None),
+        model=ModelConfig(path=path, dcp_weights=f"{path}/dcp" if Path(path, "dcp").exists() else None),
         mesh=MeshConfig(dp_replicate=dp_replicate), fsdp=FsdpConfig(param_dtype="fp32"),
         purpose="inference",
     )  # fmt: skip

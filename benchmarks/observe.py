@@ -123,7 +123,7 @@ def main() -> None:
             (out / "run").mkdir()
         dist.barrier()
         keys = [f"model.path={out / 'model'}", f"data.path={out / 'chat.jsonl'}", f"step.documents={options.documents}"]
-        config = load_config([], [*keys, "step.max_tokens_per_device=2048", "track.to=[tensorboard]"])
+        config = load_config([], [*keys, "step.max_tokens_per_device=2048", "track.report_to=[tensorboard]"])
         with Path(os.devnull).open("w") as terminal:
             bench = Bench(config, ranks, out / "run", terminal)
             with closing(bench.upcoming):

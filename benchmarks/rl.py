@@ -147,7 +147,7 @@ def make_spec(case: Case, folder: Path, options: argparse.Namespace, epochs: int
     texts = [json.loads(row)["prompt"] for row in rows]
     keys = [
         f"model.path={folder / 'adder'}", f"data.path={folder / 'additions.jsonl'}", "data.shuffle=false",
-        f"rl.prompts={options.prompts}", f"rl.group_size={GROUP}", "rl.reward=[length]",
+        f"rl.prompts_per_step={options.prompts}", f"rl.group_size={GROUP}", "rl.reward=[length]",
         f"rl.reward_options={{length.target: {TARGET}}}", f"rl.epochs={epochs}", "rollout.max_prompt_tokens=6",
         f"rollout.max_new_tokens={case.max_new_tokens}", "step.max_tokens_per_device=4096", f"optimizer.lr={LR}",
         "optimizer.weight_decay=0", "schedule.name=constant", "schedule.warmup_steps=0",

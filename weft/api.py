@@ -123,9 +123,9 @@ def rl(
     (docs/how-to/write-a-reward.md). A function of this program or notebook is pickled and sent to the processes that
     run it; a resumed run must be given such a function again. on_step: called in this process after each optimizer step
     with its line of metrics.jsonl. sections: further sections of the config (docs/reference/config.md), as in
-    rl={"prompts": 32}; cluster={"trainer": 2} asks for two trainer ranks. replay, rollout_only: as the options of
-    `weft rl`. Raises UserError for what the command line would refuse, StoppedError if a signal ended the run early,
-    and ActorError if a trainer or an engine failed.
+    rl={"prompts_per_step": 32}; cluster={"trainer_ranks": 2} asks for two trainer ranks. replay, rollout_only: as the
+    options of `weft rl`. Raises UserError for what the command line would refuse, StoppedError if a signal ended the
+    run early, and ActorError if a trainer or an engine failed.
     """
     join_launcher()
     if joined():
@@ -184,10 +184,10 @@ class _Given:
 
 
 def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> RlOptions:
-    """Device and number of trainer ranks of a config. nproc: the number of ranks if cluster.trainer is not set. Raises
-    UserError if the mesh does not fit the number."""
+    """Device and number of trainer ranks of a config. nproc: the number of ranks if cluster.trainer_ranks is not set.
+    Raises UserError if the mesh does not fit the number."""
     accelerators = accelerator_count(device)
-    world = config.cluster.trainer or nproc or accelerators or 1
+    world = config.cluster.trainer_ranks or nproc or accelerators or 1
     check_reshard(config, resolve_mesh(config.mesh, world))
     return RlOptions(device="cuda" if accelerators or device == "cuda" else "cpu", world=world)
 
@@ -212,7 +212,7 @@ def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
 
     section = values.get("rl", {})
     if not isinstance(section, Mapping):
-        raise UserError(f'rl is a section, not a {type(section).__name__}: say rl={{"prompts": 32}}.')
+        raise UserError(f'rl is a section, not a {type(section).__name__}: say rl={{"prompts_per_step": 32}}.')
     if reward is not None and "reward" in section:
         raise UserError("reward and rl={'reward': ...} are both given: keep one.")
     given = section.get("reward") if reward is None else reward
@@ -310,10 +310,10 @@ def _run(config: SftConfig, options: SftOptions, hooks: Hooks) -> Run:
     from weft.recipes import sft as recipe
 
     if hooks.objective is not None:  # named in config.yaml, so that no other objective goes on with this run
-        if config.train.objective is not None:
-            raise UserError("objective and train={'objective': ...} are both given: keep one.")
+        if config.train.loss is not None:
+            raise UserError("objective and train={'loss': ...} are both given: keep one.")
         kind = type(hooks.objective)
-        config = replace(config, train=replace(config.train, objective=f"{kind.__module__}:{kind.__qualname__}"))
+        config = replace(config, train=replace(config.train, loss=f"{kind.__module__}:{kind.__qualname__}"))
     if config.run.dir is None:
         _require_one_rank("run={'dir': ...} has to be set, so that all of them write to one folder.")
         config = replace(config, run=replace(config.run, dir=str(default_folder(config.model.path))))

@@ -227,7 +227,9 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     schema = RlConfig if _names_rl(arguments) else SftConfig
     config: Any = _load(arguments, schema)
     accelerator(arguments.assume)
-    ranks = arguments.ranks or getattr(getattr(config, "cluster", None), "trainer", None) or fewest_ranks(config.mesh)
+    ranks = (
+        arguments.ranks or getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
+    )
     if not arguments.search:
         check_reshard(config, resolve_mesh(config.mesh, ranks, "--ranks"))
     options = _options(PlanOptions, arguments, ranks=ranks)
@@ -524,8 +526,8 @@ def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
 
 def _ranks_wanted(arguments: argparse.Namespace, config: AnyConfig) -> int | None:
     """The number of ranks: --nproc, else that of the resumed run, else in a dry run the fewest that mesh allows. None
-    if this machine's accelerators decide, or cluster.trainer does."""
-    if arguments.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer):
+    if this machine's accelerators decide, or cluster.trainer_ranks does."""
+    if arguments.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer_ranks):
         return arguments.nproc
     run = getattr(arguments, "resume", None)
     world, whose = None if run is None else ranks_of(Path(run)), f"{run} had"

@@ -85,7 +85,7 @@ _ELSEWHERE = (
     ("estimate memory estimate-memory", "`weft plan` gives memory and time, `weft sft ... --dry-run` the sharding"),
     ("resume continue", "use the option: weft sft --resume RUN, or weft rl --resume RUN"),
     ("version env info", "weft --version prints the version"),
-    ("logs plot dashboard tensorboard wandb", "`weft report RUN` draws curves; 'track.to=[wandb]' sends them"),
+    ("logs plot dashboard tensorboard wandb", "`weft report RUN` draws curves; 'track.report_to=[wandb]' sends them"),
     ("bench", "docs/benchmarks has the command of each measurement"),
 )
 # What users of other tools try as a command -> what to do here.

@@ -49,7 +49,7 @@ def open_and_step(path: str, weights: str, mesh: str, expected: dict[str, Any], 
     bit. off: how far the weights are, after the step, from where they should be, and how far they went."""
     optimizer = {**ADAMW, "load_state": state}
     with no_forward():  # no check of the architecture, which other tests have
-        engine = open_engine(path, mesh, model={"weights": weights}, optimizer=optimizer)
+        engine = open_engine(path, mesh, model={"dcp_weights": weights}, optimizer=optimizer)
     assert engine.loaded is not None
     wrong = differing(engine, expected["saved"]) + (differing_moments(engine, expected["moments"]) if state else [])
     documents = [Document(torch.tensor(ids), torch.ones(len(ids))) for ids in DOCUMENTS]
@@ -118,7 +118,7 @@ def load_only(
 ) -> list[Any]:
     """Names of tensors that differ from what was saved, and the bytes of weights that this rank read."""
     with no_forward():
-        engine = open_engine(path, mesh, model={"weights": weights}, optimizer={"load_state": moments is not None})
+        engine = open_engine(path, mesh, model={"dcp_weights": weights}, optimizer={"load_state": moments is not None})
         assert engine.loaded is not None
         wrong = differing(engine, saved) + (differing_moments(engine, moments) if moments is not None else [])
         return [wrong, engine.loaded.bytes_read]
@@ -272,7 +272,7 @@ def test_it_is_a_source_again(tmp_path: Path) -> None:
 def masters_and_moments(path: str, weights: str, mesh: str, run_folder: str) -> list[str]:
     """Names of what differs between an engine opened on an export, and the trainer state that was exported."""
     with no_forward():
-        engine = open_engine(path, mesh, model={"weights": weights}, optimizer={"load_state": True})
+        engine = open_engine(path, mesh, model={"dcp_weights": weights}, optimizer={"load_state": True})
     saved = whole_state(Path(run_folder), 2)
     wrong = differing(engine, {name.removeprefix(WEIGHTS): t for name, t in saved.items() if name.startswith(WEIGHTS)})
     moments: dict[str, dict[str, torch.Tensor]] = {}
@@ -292,7 +292,7 @@ def test_a_run_begins_with_it_and_is_resumed(tmp_path: Path) -> None:
     run_folder = trained("llama")
     written = export_to(tmp_path / "dcp", run_folder, format="dcp", optimizer=True)
     sections = {
-        "model": {"weights": str(written)}, "train": {"steps": 4, "epochs": None},
+        "model": {"dcp_weights": str(written)}, "train": {"steps": 4, "epochs": None},
         "optimizer": {"lr": LR, "load_state": True},
     }  # fmt: skip
     process(tmp_path / "whole", "2", sections=sections)
@@ -316,7 +316,7 @@ def test_a_state_under_numbers_is_refused(tmp_path: Path) -> None:
 def refused_state(path: str, weights: str, **optimizer: Any) -> str:
     with no_forward():
         try:
-            open_engine(path, "1", model={"weights": weights}, optimizer={"load_state": True, **optimizer})
+            open_engine(path, "1", model={"dcp_weights": weights}, optimizer={"load_state": True, **optimizer})
         except UserError as error:
             return str(error)
     return ""

@@ -179,7 +179,7 @@ def test_an_objective_may_be_an_object(here: Path) -> None:
         ({"model": torch.nn.Linear(1, 1)}, "model is a Linear, not a path or hub id"),
         ({"on_step": 3}, "on_step is of type int: give a function"),
         ({"model": "nowhere/at/all"}, "model.path nowhere/at/all does not exist"),
-        ({"objective": object()}, "train.objective: object is no objective"),
+        ({"objective": object()}, "train.loss: object is no objective"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
@@ -192,7 +192,7 @@ def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"rl": {"promts": 3}}, "weft.rl: rl.promts is not a key of weft: did you mean rl.prompts?"),
+        ({"rl": {"promts": 3}}, "weft.rl: rl.promts is not a key of weft: did you mean rl.prompts_per_step?"),
         ({"reward": None}, "rl.reward is empty: name at least one reward function"),
         ({"reward": ["math", 3]}, "reward: 3 is of type int: give a function"),
         ({"rl": {"reward": "math"}}, "reward and rl={'reward': ...} are both given"),
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
         ({"resume": "nowhere"}, "resume reads the data of its run: leave out data"),
         ({"resume": "nowhere", "data": None}, "--resume nowhere: it does not exist"),
         ({"resume": "nowhere", "config": {}}, "resume reads the config of its run: leave config out"),
-        ({"mesh": {"dp_shard": 3}, "cluster": {"trainer": 2}}, "mesh.dp_shard"),
+        ({"mesh": {"dp_shard": 3}, "cluster": {"trainer_ranks": 2}}, "mesh.dp_shard"),
         ({"on_step": 3}, "on_step is of type int: give a function"),
     ],
 )
@@ -223,9 +223,9 @@ def test_a_config_is_that_of_its_file_or_object(here: Path) -> None:
     with mock.patch.object(api, "_run_rl", lambda config, *_: seen.append(config)):
         weft.rl("rl.yaml", rl={"group_size": 2})
         weft.rl(seen[0], rl={**to_dict(seen[0])["rl"], "group_size": 4})
-        weft.rl({"rl": {"prompts": 3, "group_size": 2}}, model="model", data="chats.jsonl", reward=["length"])
+        weft.rl({"rl": {"prompts_per_step": 3, "group_size": 2}}, model="model", data="chats.jsonl", reward=["length"])
     first, second, third = seen
-    assert (first.rl.prompts, first.rl.group_size, second.rl.group_size) == (3, 2, 4)
+    assert (first.rl.prompts_per_step, first.rl.group_size, second.rl.group_size) == (3, 2, 4)
     assert first == third and replace(second, rl=first.rl) == first
     assert list(inspect.signature(weft.rl).parameters)[:4] == ["config", "model", "data", "reward"]
 

@@ -54,7 +54,7 @@ def test_import_paths_are_looked_up_without_running_anything(
             "run.dir gs://bucket/run: gs:// needs the package gcsfs, which is not installed",
         ),
         ("data.path=az://host/rows.jsonl", "data.path az://host/rows.jsonl: az:// needs the package adlfs"),
-        ("train.objective=json:Focal", "train.objective: json has no Focal"),
+        ("train.loss=json:Focal", "train.loss: json has no Focal"),
         ("optimizer.name=nowhere:Lion", "optimizer.name: there is no module nowhere for nowhere:Lion"),
     ],
 )

@@ -76,7 +76,7 @@ def test_files_merge_left_to_right_and_overrides_win() -> None:
     a = "step: {documents: 8, shapes: fixed}\noptimizer:\n  lr: 1e-4\n"
     b = "step: {documents: 16}\noptimizer:\n"
     config = load("optimizer.lr=3e-4", a=a, b=b)
-    assert (config.step.documents, config.step.shapes, config.optimizer.lr) == (16, "fixed", 3e-4)
+    assert (config.step.documents, config.step.padding, config.optimizer.lr) == (16, "fixed", 3e-4)
 
 
 def test_a_section_can_be_given_whole_or_dotted() -> None:
@@ -153,7 +153,7 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("optimizer.groups=[{match: [a], rate: 1}]", "`rate` is none of match, lr, lr_scale, weight_decay"),
         ("data.shuffle=1", "write true"),
         ("data.shuffle=no", "write false"),
-        ("step.shapes=bucket", "one of free, buckets, fixed, not bucket"),
+        ("step.padding=bucket", "one of free, buckets, fixed, not bucket"),
         ("model.recompute=selective", "selective is not in this version yet"),
         ("model.freeze=lm_head", "a list of strings, not lm_head: write [lm_head]"),
         ("model.freeze=[*.norm, lm_head]", "write ['*.norm', lm_head]"),
@@ -254,8 +254,8 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
         ("optimizer.momentum", "0.9", []),
         ("optimizer.load_state", "true", []),
-        ("optimizer.load_state", "true", ["model.weights=.", "optimizer.name=torch.optim.RAdam"]),
-        ("optimizer.load_state", "true", ["model.weights=.", "optimizer.name=sgd"]),
+        ("optimizer.load_state", "true", ["model.dcp_weights=.", "optimizer.name=torch.optim.RAdam"]),
+        ("optimizer.load_state", "true", ["model.dcp_weights=.", "optimizer.name=sgd"]),
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=torch.optim.RAdam"]),
         ("optimizer.state_dtype", "bf16", ["optimizer.name=torch.optim.RAdam"]),
         ("optimizer.options", "{eps: 1e-6}", []),
@@ -291,7 +291,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("eval.at_start", "true", []),
         ("eval.patience", "2", ["eval.prompts=[a]"]),
         ("eval.target", "0.5", ["eval.prompts=[a]"]),
-        ("eval.target", "0.5", ["eval.path=d.jsonl", "train.objective=weft.engine.losses.base:CrossEntropy"]),
+        ("eval.target", "0.5", ["eval.path=d.jsonl", "train.loss=weft.engine.losses.base:CrossEntropy"]),
         ("eval.min_delta", "0.1", ["eval.path=d.jsonl"]),
         ("eval.metric", "eval/loss", ["eval.path=d.jsonl"]),
         ("eval.max_new_tokens", "2", ["eval.path=d.jsonl"]),

@@ -25,7 +25,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "which architectures of the user's own are known",
         "models/test_own_architecture.py::test_gradients_and_weights_are_plain_transformers",
     ),
-    "model.weights": (
+    "model.dcp_weights": (
         "which directory of torch.distributed.checkpoint weights are read from",
         "checkpoint/test_dcp.py::test_what_names_stand_under",
     ),
@@ -219,7 +219,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "step.documents": ("documents per optimizer step", "data/test_order.py::test_the_last_step_of_an_epoch_is_short"),
     "step.tokens": ("tokens per optimizer step", "data/test_order.py::test_tokens_by_hand"),
     "step.max_tokens_per_device": ("how a step is cut into micro-batches", "parity/test_parity.py::test_switches"),
-    "step.shapes": ("row lengths", "parity/test_parity.py::test_padded_shapes"),
+    "step.padding": ("row lengths", "parity/test_parity.py::test_padded_shapes"),
     "optimizer.name": ("the update rule", "parity/test_parity.py::test_optimizers"),
     "optimizer.lr": ("the size of updates", "engine/test_schedule.py::test_constant_warms_up_and_stays"),
     "optimizer.weight_decay": ("how far weights shrink in a step", "engine/test_optimizer.py::test_adamw_by_hand"),
@@ -275,7 +275,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "how long a collective waits",
         "recipes/test_sft.py::test_a_rank_that_stops_ends_the_run_after_the_timeout",
     ),
-    "train.objective": (
+    "train.loss": (
         "what is trained",
         "engine/test_loss_by_import_path.py::test_an_objective_of_ones_own_is_trained",
     ),
@@ -375,7 +375,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "whether tokens are drawn",
         "inference/test_embedded.py::test_answers_are_those_of_a_plain_model",
     ),
-    "track.to": (
+    "track.report_to": (
         "which trackers get the metrics",
         "observe/test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
     ),

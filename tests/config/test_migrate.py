@@ -89,7 +89,7 @@ def test_trl() -> None:
             "checkpoint.keep": 1, "run.dir": "data/base-7b-sft",
         },
     )  # fmt: skip
-    assert found["track.to"] == ["wandb"]
+    assert found["track.report_to"] == ["wandb"]
     assert "train.steps" not in found  # max_steps: -1
     draft = migrate([str(FOREIGN / "trl.yaml")])
     assert "tokens: 65536  # 8 x 2 x 4096 x the number of GPUs: multiply by it, or say --nproc\n" in draft
@@ -213,13 +213,14 @@ ROLL_VISION = {
     "model.path": "org/base-VL-7B", "model.freeze": ["vision", "projector"], "model.recompute": "full",
     "data.sources": [{"path": "data/geometry.parquet"}, {"path": "data/charts.parquet"}],
     "data.long_documents": "drop", "data.image_pixels": {"max": 1048576, "min": 3136},
-    "rl.advantage": "grpo", "rl.scale": "group", "rl.reward": ["math", "my_rewards:charts"], "rl.chat": True,
+    "rl.advantage": "grpo", "rl.advantage_norm": "group", "rl.reward": ["math", "my_rewards:charts"], "rl.chat": True,
     "rl.policy_loss": "ppo", "rl.clip": [0.2, 0.2], "rl.dual_clip": None, "rl.kl_estimator": "k3",
-    "rl.prompts": 256, "rl.group_size": 8, "rl.updates": 2,
-    "rl.epochs": 1, "rl.kl": 0.01, "rl.kl_in": "loss", "rl.kl_clamp": 10.0, "rl.aggregation": "sequence_mean",
-    "rl.correction": "none", "rollout.engine": "vllm", "rollout.engines": 4, "rollout.tp": 2, "rollout.memory": 0.8,
+    "rl.prompts_per_step": 256, "rl.group_size": 8, "rl.minibatches": 2,
+    "rl.epochs": 1, "rl.kl_coef": 0.01, "rl.kl_in": "loss", "rl.kl_clamp": 10.0, "rl.loss_aggregation": "sequence_mean",
+    "rl.correction": "none", "rollout.engine": "vllm", "rollout.num_engines": 4, "rollout.tp": 2,
+    "rollout.gpu_memory_utilization": 0.8,
     "rollout.max_prompt_tokens": 2048, "rollout.max_new_tokens": 4096, "rollout.temperature": 0.99,
-    "rollout.bucket_mb": 512, "cluster.trainer": 8,
+    "rollout.bucket_mb": 512, "cluster.trainer_ranks": 8,
     "cluster.placement": "colocated", "mesh.dp_replicate": 2, "mesh.dp_shard": 2, "mesh.cp": 2, "mesh.ulysses": 2,
     "fsdp.param_dtype": "bf16", "fsdp.reduce_dtype": "fp32", "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.01,
     "schedule.name": "linear", "train.steps": 600, "checkpoint.every": 50, "eval.every": 10, "eval.samples": 1,
@@ -238,14 +239,14 @@ def test_images_and_rewards_of_roll() -> None:
     assert not {"critic.clip", "train.epochs", "data.max_length", "step.documents"} & set(found)
     draft = migrate([str(FOREIGN / "roll_vision.yaml")])
     assert "`weft rl THIS --dry-run`" in draft
-    assert "updates: 2  # 2048 samples / (1 x 256 x 4 data ranks)\n" in draft
+    assert "minibatches: 2  # 2048 samples / (1 x 256 x 4 data ranks)\n" in draft
     assert "steps: 600  # max_steps: 300 rollout steps of 2 updates\n" in draft
     below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
     for words in (
         "freeze_module_prefix: `vision_model` is tower and projector as Megatron names them.",
         "rewards.charts.worker_cls: my_rewards.ChartRewardWorker: write it as a function",
         "rewards.charts.infer_batch_size: say `rl.reward`, and `rl.reward_column`",
-        "disable_mm_preprocessor_cache,", "say `rollout.options`",
+        "disable_mm_preprocessor_cache,", "say `rollout.engine_kwargs`",
     ):  # fmt: skip
         assert words in below, words
     top = draft.partition("\nmodel:")[0]
@@ -301,7 +302,7 @@ def test_nothing_of_rollouts_is_lost_without_a_word(file: str) -> None:
             "adv_estimator: grpo\nactor_train: {device_mapping: 'list(range(0,4))'}\nactor_infer: {strategy_args: "
             "{strategy_name: vllm}, device_mapping: 'list(range(4, 8))'}\nasync_generation_ratio: 1\n",
             {
-                "cluster.trainer": 4, "rollout.engines": 4, "cluster.placement": "disaggregated",
+                "cluster.trainer_ranks": 4, "rollout.num_engines": 4, "cluster.placement": "disaggregated",
                 "cluster.max_staleness": 1,
             },
         ),
@@ -309,7 +310,7 @@ def test_nothing_of_rollouts_is_lost_without_a_word(file: str) -> None:
             "adv_estimator: grpo\nrollout_batch_size: 64\nnum_return_sequences_in_group: 4\nmax_steps: 10\nppo_epochs: "
             "2\nactor_train: {device_mapping: '[0, 1]', training_args: {per_device_train_batch_size: 2, "
             "gradient_accumulation_steps: 16}}\n",
-            {"rl.updates": 4, "train.steps": 80},
+            {"rl.minibatches": 4, "train.steps": 80},
         ),
     ],
 )  # fmt: skip
@@ -643,7 +644,7 @@ def test_overrides_of_a_script(tmp_path: Path) -> None:
             "data.columns": {"instruction": "extra_info.question", "output": "extra_info.answer"},
         },
     )  # fmt: skip
-    assert found["track.to"] == ["wandb"]
+    assert found["track.report_to"] == ["wandb"]
     draft = migrate([str(FOREIGN / "verl_script.sh")])
     assert "path: $VAL  # val_files: write it out, weft knows no variables" in draft
     assert "does not know it" not in draft and "40 GPUs" not in draft
@@ -876,8 +877,9 @@ CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
         f"{VERL}apply_chat_template_kwargs: {{enable_thinking: false}}\n",
         {"data.template_kwargs": {"enable_thinking": False}},
     ),
-    "use_wandb": (f"{MILES}use_wandb: true\nwandb_project: p\n", {"track.to": ["wandb"], "track.project": "p"}),
-    "use_tensorboard": (f"{MILES}use_tensorboard: true\nuse_wandb: true\n", {"track.to": ["tensorboard", "wandb"]}),
+    "use_wandb": (f"{MILES}use_wandb: true\nwandb_project: p\n", {"track.report_to": ["wandb"], "track.project": "p"}),
+    "use_tensorboard": (f"{MILES}use_tensorboard: true\nuse_wandb: true\n",
+        {"track.report_to": ["tensorboard", "wandb"]}),
     "async_save": (f"{VERL}checkpoint: {{async_save: false}}\n", {"checkpoint.async": False}),
     "async_save_ckpt": (f"{ROLL}async_save_ckpt: false\n", {"checkpoint.async": False}),
     "pipelines, Miles": (f"{MILES}pipeline_model_parallel_size: 4\n", {"mesh.pp": 4}),

@@ -231,13 +231,14 @@ def test_the_example_of_rolls_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = load_config(["mine.yaml"], ["model.path=org/m", "data.path=d.jsonl", "rl.algorithm=reinforce++"], RlConfig)
     expected = {
         "rl.advantage": "reinforce++", "rl.gamma": 1.0, "rl.policy_loss": "ppo", "rl.clip": (0.2, 0.2),
-        "rl.dual_clip": 1.4, "rl.aggregation": "sequence_mean", "rl.kl": 0.0, "rl.entropy": 0.0,
+        "rl.dual_clip": 1.4, "rl.loss_aggregation": "sequence_mean", "rl.kl_coef": 0.0, "rl.entropy_coef": 0.0,
         "rl.old_logprobs": "recompute", "rl.correction": "none", "rl.mask_truncated": True, "rl.count_masked": False,
-        "rl.dynamic_sampling": 0, "rl.prompts": 64, "rl.group_size": 8, "rl.updates": 1, "rl.epochs": 1,
+        "rl.dynamic_sampling": 0, "rl.prompts_per_step": 64, "rl.group_size": 8, "rl.minibatches": 1, "rl.epochs": 1,
         "rl.reward": ("math",), "rl.reward_column": None, "rl.overlong_buffer": None, "rl.chat": False,
-        "rollout.engine": "vllm", "rollout.engines": 12, "rollout.max_prompt_tokens": 2048,
+        "rollout.engine": "vllm", "rollout.num_engines": 12, "rollout.max_prompt_tokens": 2048,
         "rollout.max_new_tokens": 4096, "rollout.temperature": 0.99, "rollout.top_p": 0.99, "rollout.top_k": 100,
-        "rollout.min_p": 0.0, "rollout.allow_truncated": True, "rollout.memory": 0.8, "cluster.trainer": 16,
+        "rollout.min_p": 0.0, "rollout.allow_truncated": True, "rollout.gpu_memory_utilization": 0.8,
+        "cluster.trainer_ranks": 16,
         "cluster.placement": "colocated", "mesh.dp_shard": 16, "mesh.dp_replicate": 1, "fsdp.param_dtype": "bf16",
         "fsdp.reduce_dtype": "fp32", "fsdp.reshard_after_forward": True, "fsdp.cpu_offload": False,
         "optimizer.name": "adamw", "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.0, "optimizer.betas": (0.9, 0.999),
@@ -260,5 +261,13 @@ def test_ulysses_of_rolls_guide(tmp_path: Path) -> None:
         text.replace("gradient_accumulation_steps: 32", "gradient_accumulation_steps: 128")
     )
     draft = migrate([str(tmp_path / "a.yaml")])
-    for line in ("dp_replicate: 2", "dp_shard: 2", "cp: 2", "ulysses: 2", "trainer: 8", "engines: 8", "updates: 1"):
+    for line in (
+        "dp_replicate: 2",
+        "dp_shard: 2",
+        "cp: 2",
+        "ulysses: 2",
+        "trainer_ranks: 8",
+        "num_engines: 8",
+        "minibatches: 1",
+    ):
         assert re.search(rf"^  {line}( |$)", draft, re.MULTILINE), line

@@ -53,10 +53,10 @@ actor_train:
 """
 # Every key of `rl` that defines the algorithm, as ROLL's defaults have it beside adv_estimator: grpo.
 GRPO: dict[str, Any] = {
-    "reward": ["math"], "algorithm": "grpo", "advantage": "grpo", "scale": "group", "policy_loss": "ppo",
-    "clip": [0.2, 0.2], "dual_clip": None, "aggregation": "sequence_mean", "kl": 0.0, "entropy": 0,
+    "reward": ["math"], "algorithm": "grpo", "advantage": "grpo", "advantage_norm": "group", "policy_loss": "ppo",
+    "clip": [0.2, 0.2], "dual_clip": None, "loss_aggregation": "sequence_mean", "kl_coef": 0.0, "entropy_coef": 0,
     "old_logprobs": "recompute", "correction": "none", "dynamic_sampling": 0, "mask_truncated": False,
-    "overlong_buffer": None, "prompts": 64, "group_size": 8, "updates": 1, "epochs": 1, "chat": False,
+    "overlong_buffer": None, "prompts_per_step": 64, "group_size": 8, "minibatches": 1, "epochs": 1, "chat": False,
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_advantages_are_those_of_roll_or_said_to_differ(
     keys["gamma"] = gamma
     draft, differs = drafted(tmp_path, yaml.safe_dump(keys))
     name = draft["rl"]["advantage"]
-    own = {leaf: draft["rl"][leaf] for leaf in ("advantage", "scale", "gamma") if leaf in draft["rl"]}
+    own = {leaf: draft["rl"][leaf] for leaf in ("advantage", "advantage_norm", "gamma") if leaf in draft["rl"]}
     groups = [
         group(rewards, lengths, index) for index, (rewards, lengths) in enumerate(zip(REWARDS, LENGTHS, strict=True))
     ]
@@ -140,34 +140,36 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "grpo": ("adv_estimator: grpo", {}, set()),
     "reinforce, whitened": (
         "adv_estimator: reinforce\nwhiten_advantages: true\ndual_clip_loss: true",
-        {"algorithm": "reinforce++", "advantage": "reinforce++", "scale": ..., "gamma": 1, "dual_clip": 1.4},
+        {"algorithm": "reinforce++", "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1, "dual_clip": 1.4},
         set(),
     ),
     "reinforce of the group's mean, whitened": (
         "adv_estimator: reinforce\nwhiten_advantages: true\nnorm_mean_type: group",
-        {"algorithm": "reinforce++_baseline", "advantage": "reinforce++_baseline", "scale": ...},
+        {"algorithm": "reinforce++_baseline", "advantage": "reinforce++_baseline", "advantage_norm": ...},
         set(),
     ),
     "plain reinforce": (
         "adv_estimator: reinforce",
-        {"algorithm": None, "advantage": "reinforce++", "scale": ..., "gamma": 1},
+        {"algorithm": None, "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1},
         {"advantage"},
     ),
     "reinforce of normalised groups": (
         "adv_estimator: reinforce\nnorm_mean_type: group\nnorm_std_type: group", {}, set()
     ),
     "the deviation of the batch": (
-        "adv_estimator: reinforce\nnorm_mean_type: group\nnorm_std_type: batch", {"scale": "batch"}, set()
+        "adv_estimator: reinforce\nnorm_mean_type: group\nnorm_std_type: batch", {"advantage_norm": "batch"}, set()
     ),
-    "no deviation": ("adv_estimator: reinforce\nnorm_mean_type: group\nnorm_std_type: ~", {"scale": "none"}, set()),
+    "no deviation": ("adv_estimator: reinforce\nnorm_mean_type: group\nnorm_std_type: ~", {"advantage_norm": "none"},
+        set()),
     "grpo, whitened": ("adv_estimator: grpo\nwhiten_advantages: true", {"algorithm": None}, {"advantage"}),
     "grpo, discounted": ("adv_estimator: grpo\ngamma: 0.9", {"algorithm": None}, {"advantage"}),
     "gigpo": (
-        "adv_estimator: gigpo", {"algorithm": None, "advantage": "reinforce++", "scale": ..., "gamma": 1}, {"advantage"}
+        "adv_estimator: gigpo", {"algorithm": None, "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1},
+        {"advantage"}
     ),
     "step_reinforce": (
         "adv_estimator: step_reinforce",
-        {"algorithm": None, "advantage": "reinforce++", "scale": ..., "gamma": 1},
+        {"algorithm": None, "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1},
         {"advantage"},
     ),
     "whitened rewards": (
@@ -181,7 +183,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
     "clip of whitened advantages": (
         "adv_estimator: reinforce\nwhiten_advantages: true\nreward_clip: 5\nadvantage_clip: 2.0",
-        {"algorithm": None, "advantage": "reinforce++", "scale": ..., "gamma": 1},
+        {"algorithm": None, "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1},
         {"clip of advantages"},
     ),
     "clip": ("adv_estimator: grpo\npg_clip: 0.1\ndual_clip_loss: true", {"clip": [0.1, 0.1], "dual_clip": 1.2}, set()),
@@ -192,36 +194,38 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
     "clip range that is off": ("adv_estimator: grpo\npg_clip_low: 0.1\npg_clip_high: 0.3", {}, set()),
     "ratios of samples": ("adv_estimator: grpo\nimportance_sampling: seq", {"policy_loss": "gspo"}, set()),
-    "token-mean": ("adv_estimator: grpo\nloss_agg_mode: token-mean", {"aggregation": "token_mean"}, set()),
-    "token-sum": ("adv_estimator: grpo\nloss_agg_mode: seq-mean-token-sum", {"aggregation": "sequence_sum"}, set()),
+    "token-mean": ("adv_estimator: grpo\nloss_agg_mode: token-mean", {"loss_aggregation": "token_mean"}, set()),
+    "token-sum": ("adv_estimator: grpo\nloss_agg_mode: seq-mean-token-sum", {"loss_aggregation": "sequence_sum"},
+        set()),
     "token-sum-norm": (
         "adv_estimator: grpo\nloss_agg_mode: seq-mean-token-sum-norm",
-        {"aggregation": "sequence_sum", "algorithm": None},
+        {"loss_aggregation": "sequence_sum", "algorithm": None},
         {"aggregation of the loss"},
     ),
     "KL in the loss": (
         "adv_estimator: grpo\nuse_kl_loss: true\nkl_loss_coef: 0.001",
-        {"kl": 0.001, "kl_in": "loss", "kl_estimator": "k3", "kl_clamp": 10.0, "kl_unbiased": False},
+        {"kl_coef": 0.001, "kl_in": "loss", "kl_estimator": "k3", "kl_clamp": 10.0, "kl_unbiased": False},
         set(),
     ),
     "KL that is off": ("adv_estimator: grpo\nkl_loss_coef: 0.1\ninit_kl_coef: 0.1", {}, set()),
     "KL in the reward": (
         "adv_estimator: reinforce\nwhiten_advantages: true\nadd_token_level_kl: true",
         {
-            "algorithm": "reinforce++", "advantage": "reinforce++", "scale": ..., "gamma": 1, "kl": 0.2,
+            "algorithm": "reinforce++", "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1, "kl_coef": 0.2,
             "kl_in": "reward", "kl_estimator": "k1", "kl_clamp": None,
         },
         set(),
     ),
     "KL in grpo's reward": (
         "adv_estimator: grpo\nadd_token_level_kl: true\ninit_kl_coef: 0.1\nkl_penalty: mse",
-        {"algorithm": None, "kl": 0.1, "kl_in": "reward", "kl_estimator": "k2", "kl_clamp": None},
+        {"algorithm": None, "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2", "kl_clamp": None},
         {"advantage"},
     ),
     "an adaptive KL": (
         "adv_estimator: reinforce\nwhiten_advantages: true\nadd_token_level_kl: true\ninit_kl_coef: 0.1\ntarget_kl: 6",
         {
-            "algorithm": None, "advantage": "reinforce++", "scale": ..., "gamma": 1, "kl": 0.1, "kl_in": "reward",
+            "algorithm": None, "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1, "kl_coef": 0.1,
+            "kl_in": "reward",
             "kl_estimator": "k1", "kl_clamp": None,
         },
         {"KL"},
@@ -230,7 +234,8 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         "adv_estimator: reinforce\nwhiten_advantages: true\nadd_token_level_kl: true\nuse_kl_loss: true\n"
         "kl_loss_coef: 0.5",
         {
-            "algorithm": None, "advantage": "reinforce++", "scale": ..., "gamma": 1, "kl": 0.5, "kl_in": "loss",
+            "algorithm": None, "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1, "kl_coef": 0.5,
+            "kl_in": "loss",
             "kl_estimator": "k3", "kl_clamp": 10.0, "kl_unbiased": False,
         },
         {"KL"},
@@ -253,12 +258,12 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"algorithm": None},
         {"filter of tokens"},
     ),
-    "entropy": ("adv_estimator: grpo\nentropy_loss_coef: 0.01", {"entropy": 0.01}, set()),
+    "entropy": ("adv_estimator: grpo\nentropy_loss_coef: 0.01", {"entropy_coef": 0.01}, set()),
     "long samples": ("adv_estimator: grpo\nmax_len_mask: true", {"mask_truncated": True, "count_masked": False}, set()),
     "long samples, whitened": (
         "adv_estimator: reinforce\nwhiten_advantages: true\nmax_len_mask: true",
         {
-            "algorithm": None, "advantage": "reinforce++", "scale": ..., "gamma": 1, "mask_truncated": True,
+            "algorithm": None, "advantage": "reinforce++", "advantage_norm": ..., "gamma": 1, "mask_truncated": True,
             "count_masked": False,
         },
         {"whitening beside max_len_mask"},
@@ -284,7 +289,7 @@ def test_each_line_that_defines_the_algorithm_is_written(tmp_path: Path, name: s
 def test_gae_is_the_default(tmp_path: Path, estimator: str) -> None:
     """Neither lambda, whitening, aggregation nor the critic are weft's."""
     draft, differs = drafted(tmp_path, estimator)
-    own = {"algorithm": None, "advantage": "gae", "scale": "none", "gamma": 1, "gae_lambda": 0.95}
+    own = {"algorithm": None, "advantage": "gae", "advantage_norm": "none", "gamma": 1, "gae_lambda": 0.95}
     assert draft["rl"] == {**GRPO, **own}
     assert draft["critic"] == {"lr": 5e-5, "clip": None}
     assert set(differs) == {
@@ -297,7 +302,7 @@ def test_gae_is_the_default(tmp_path: Path, estimator: str) -> None:
         "per_device_train_batch_size: 1}}\n"
     )
     draft, differs = drafted(tmp_path, estimator + text)
-    own |= {"scale": "batch", "gae_lambda": 0.9}
+    own |= {"advantage_norm": "batch", "gae_lambda": 0.9}
     assert draft["rl"] == {**GRPO, **own}
     assert draft["critic"] == {"path": "org/reward", "lr": 1e-5, "clip": 0.5}
     assert set(differs) == {"aggregation of the critic's loss", "warm-up of the critic"}
@@ -393,7 +398,11 @@ def test_a_draft_that_differs_is_refused_until_it_is_confirmed(
         load_config(["mine.yaml"], here, RlConfig)
     assert "algorithm: null  # CONFIRM: write reinforce++, the nearest" in printed.out
     config = load_config(["mine.yaml"], [*here, "rl.algorithm=reinforce++"], RlConfig)
-    assert (config.rl.advantage, config.rl.aggregation, config.rl.dual_clip) == ("reinforce++", "sequence_mean", None)
+    assert (config.rl.advantage, config.rl.loss_aggregation, config.rl.dual_clip) == (
+        "reinforce++",
+        "sequence_mean",
+        None,
+    )
     table = printed.out.partition("# Theirs -> yours, of what defines the algorithm (ROLL -> weft):\n")[2]
     assert "# ! clip of advantages" in table and "#   KL " in table and table.count(" -> ") >= 20
 
@@ -402,7 +411,9 @@ def test_updates_that_are_not_known_are_not_one(tmp_path: Path) -> None:
     """With a batch that does not divide the samples of a rollout step, weft's default of 1 would be another run."""
     base = BASE.replace("gradient_accumulation_steps: 32", "gradient_accumulation_steps: 24")
     draft, _ = drafted(tmp_path, "adv_estimator: grpo\n", base)
-    assert draft["rl"]["updates"] is None and draft["train"]["steps"] is None and draft["checkpoint"]["every"] is None
+    assert (
+        draft["rl"]["minibatches"] is None and draft["train"]["steps"] is None and draft["checkpoint"]["every"] is None
+    )
 
 
 def test_rewards_that_weft_does_not_have_are_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +448,7 @@ def test_devices_that_overlap_in_part(
     first, last = (part.strip() for part in BASE.split("device_mapping: list(range(0,16))", 2)[:2])
     base = f"{first}\n  device_mapping: list(range({engines}))\n{last}\n  device_mapping: list(range({train}))\n"
     draft, differs = drafted(tmp_path, "adv_estimator: grpo\n", base)
-    assert draft["cluster"]["placement"] == placement and draft["rollout"]["engines"] == count
+    assert draft["cluster"]["placement"] == placement and draft["rollout"]["num_engines"] == count
     assert ("devices" in differs) == (placement is None)
 
 
@@ -450,7 +461,7 @@ def test_devices_that_overlap_are_named_with_who_wants_them(tmp_path: Path) -> N
         draft, differs = drafted(
             tmp_path, "adv_estimator: grpo\n", base.replace("strategy_name: vllm", f"strategy_name: {engine}")
         )
-        assert differs["devices"].startswith(both) and draft["rollout"]["engines"] == 12
+        assert differs["devices"].startswith(both) and draft["rollout"]["num_engines"] == 12
         assert draft["cluster"]["placement"] is None
     apart = f"{first}\n  device_mapping: list(range(12,16))\n{last}\n  device_mapping: list(range(0,12))\n"
     reference = "reference: {device_mapping: 'list(range(14,18))', strategy_args: {strategy_name: fsdp2_infer}}\n"

@@ -74,7 +74,7 @@ def test_every_name_sentence_and_key_of_the_tables_is_one_that_there_is() -> Non
         ("roll.yaml", "SEED: [seed", "SEED: [train.seed", "roll.yaml: names: train.seed is a key of weft"),
         ("roll.yaml", "optimizer.lr: 5.0e-5", "optimizer.rate: 5.0e-5", "defaults: optimizer.rate is no key of weft."),
         ("roll.yaml", "optimizer.lr: 5.0e-5", "optimizer.lr: 1.0e-5", "optimizer.lr: 1e-05 is weft's default, too"),
-        ("roll.yaml", "rl.prompts: [roll", "rl.promts: [roll", "rl_draft: rl.promts is no key of `weft rl`"),
+        ("roll.yaml", "rl.prompts_per_step: [roll", "rl.promts: [roll", "rl_draft: rl.promts is no key of `weft rl`"),
         ("roll.yaml", "tokens: [prompt_length]", "tokens: [promt_length]", "rl_draft: promt_length stands neither"),
         ("roll.yaml", "rollout.engine: hf}", "rollout.engin: hf}", "roll.yaml: rl_draft: rollout.engin is no key of"),
         ("roll.yaml", "  longest: [", "  longst: [", "rl_draft: `longst` is no key of a table: did"),
@@ -133,7 +133,7 @@ def test_what_is_said_of_reinforcement_learning() -> None:
     with pytest.raises(UserError) as caught:
         load_config([], ["model.path=m", "data.path=d.jsonl", "actor_infer.x=1", *overrides], RlConfig)
     for words in (
-        "say `rl.kl`",
+        "say `rl.kl_coef`",
         "say `rl.group_size`",
         "say `optimizer.lr`",
         "did you mean rl.clip?",
@@ -144,7 +144,7 @@ def test_what_is_said_of_reinforcement_learning() -> None:
 
 def test_sections_of_reinforcement_learning_are_none_of_sft() -> None:
     assert "rl and cluster belong to `weft rl`: leave them out" in refusal(
-        overrides=("rl.prompts=3", "cluster.trainer=2")
+        overrides=("rl.prompts_per_step=3", "cluster.trainer_ranks=2")
     )
 
 
@@ -163,7 +163,7 @@ def test_there_are_at_least_400_names_and_50_of_each() -> None:
         ("dataset.path_or_dataset", "say `data.path`."),
         ("validation_dataset.path_or_dataset", "say `eval.path`."),
         ("validation_dataset", "say `eval.path`."),
-        ("wandb.entity", "say `track.to`"),
+        ("wandb.entity", "say `track.report_to`"),
         ("interval", None),
         ("no_such_name", None),
     ],

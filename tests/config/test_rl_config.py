@@ -37,28 +37,28 @@ EFFECTS: dict[str, str] = {
     "rl.max_turns": "rl/test_environments.py::test_where_a_conversation_ends",
     "rl.environment_timeout": "rl/test_environments.py::test_an_environment_that_fails_costs_one_sample",
     "rl.algorithm": "rl/test_rl_math.py::test_a_preset_sets_what_nobody_has",
-    "rl.like": "rl/test_rl_math.py::test_the_defaults_of_another_trainer",
-    "rl.prompts": RUN,
+    "rl.preset": "rl/test_rl_math.py::test_the_defaults_of_another_trainer",
+    "rl.prompts_per_step": RUN,
     "rl.group_size": RUN,
-    "rl.updates": RUN,
+    "rl.minibatches": RUN,
     "rl.chat": "rl/test_prompts.py::test_keys_of_the_config",
     "rl.instruction": "rl/test_prompts.py::test_files_of_other_trainers",
     "rl.epochs": "rl/test_rl_run.py::test_samples_may_be_trained_more_than_once_and_from_python",
     "rl.advantage": "rl/test_rl_math.py::test_rewards_are_compared_within_a_group",
-    "rl.scale": "rl/test_rl_math.py::test_rewards_are_compared_within_a_group",
+    "rl.advantage_norm": "rl/test_rl_math.py::test_rewards_are_compared_within_a_group",
     "rl.gamma": "rl/test_rl_math.py::test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step",
     "rl.gae_lambda": "rl/test_rl_math.py::test_gae_and_its_returns",
     "rl.policy_loss": ALGORITHMS,
     "rl.clip": ALGORITHMS,
     "rl.dual_clip": "engine/test_policy_loss.py::test_metrics",
-    "rl.aggregation": "rl/test_rl_math.py::test_documents",
-    "rl.kl": "rl/test_rl_math.py::test_kl_in_the_reward",
+    "rl.loss_aggregation": "rl/test_rl_math.py::test_documents",
+    "rl.kl_coef": "rl/test_rl_math.py::test_kl_in_the_reward",
     "rl.measure_kl": "engine/test_policy_loss.py::test_a_kl_of_weight_0_is_measured_and_trains_nothing",
     "rl.kl_in": "rl/test_rl_math.py::test_kl_in_the_reward",
     "rl.kl_estimator": "engine/test_policy_loss.py::test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of",
     "rl.kl_clamp": ALGORITHMS,
     "rl.kl_unbiased": "engine/test_policy_loss.py::test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of",
-    "rl.entropy": "engine/test_policy_loss.py::test_metrics",
+    "rl.entropy_coef": "engine/test_policy_loss.py::test_metrics",
     "rl.entropy_aggregation": ALGORITHMS,
     "rl.old_logprobs": "rl/test_rl_math.py::test_old_logprobs_of_the_rollout",
     "rl.on_policy": "rl/test_exact.py::test_it_is_proven_on_the_model_before_training_or_refused",
@@ -79,17 +79,17 @@ EFFECTS: dict[str, str] = {
     "rollout.min_p": "inference/test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
     "rollout.allow_truncated": "rl/test_rl_math.py::test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share",
     "rollout.stop": "inference/test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
-    "rollout.unfinished": "rl/test_colocation.py::test_completions_that_are_unfinished_when_weights_change",
+    "rollout.on_weight_update": "rl/test_colocation.py::test_completions_that_are_unfinished_when_weights_change",
     "rollout.transport": SYNC,
     "rollout.bucket_mb": SYNC,
     "rollout.verify_every": "inference/test_weight_sync.py::test_values_are_compared_at_an_engines_first_sync_and_every_so_often",
-    "rollout.max_tokens_per_device": "inference/test_generate.py::test_room_is_what_the_config_says",
+    "rollout.kv_cache_tokens": "inference/test_generate.py::test_room_is_what_the_config_says",
     "rollout.python": "inference/test_servers.py::test_the_interpreter_is_found_and_its_version_checked",
-    "rollout.engines": SERVER,
+    "rollout.num_engines": SERVER,
     "rollout.tp": SERVER,
-    "rollout.memory": SERVER,
+    "rollout.gpu_memory_utilization": SERVER,
     "rollout.dtype": SERVER,
-    "rollout.options": SERVER,
+    "rollout.engine_kwargs": SERVER,
     "rollout.timeout": SERVER,
     "reference.path": "rl/test_critic.py::test_what_is_not_said_of_reference_and_critic_is_as_the_policys",
     "reference.param_dtype": BESIDE,
@@ -112,9 +112,9 @@ EFFECTS: dict[str, str] = {
     "critic.cpu_offload": BESIDE,
     "critic.max_tokens_per_device": BESIDE,
     "cluster.address": "rl/test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
-    "cluster.trainer": "rl/test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
+    "cluster.trainer_ranks": "rl/test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
     "cluster.placement": "rl/test_placement.py::test_what_needs_no_trial",
-    "cluster.sleep": "rl/test_colocation.py::test_which_parts_sleep",
+    "cluster.offload_during_rollout": "rl/test_colocation.py::test_which_parts_sleep",
     "cluster.max_staleness": "rl/test_rl_run.py::test_engines_of_their_own_run_ahead_of_training",
     "eval.samples": "rl/test_rl_eval.py::test_pass_at_k_of_answers_that_are_drawn",
     "eval.pass_at": "rl/test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
@@ -152,9 +152,9 @@ def test_every_key_is_read_outside_the_config_package() -> None:
 
 
 OUT_OF_RANGE: dict[str, Any] = {
-    "rl.prompts": 0, "rl.group_size": 0, "rl.updates": 0, "rl.epochs": 0, "rl.clip": "[0, 0.2]", "rl.kl": -1,
-    "rl.entropy": -1, "rl.dynamic_sampling": -1, "rollout.max_prompt_tokens": 0, "rollout.max_new_tokens": 0,
-    "rollout.temperature": 0, "rollout.top_p": 0, "rollout.top_k": -1, "rollout.min_p": 1, "cluster.trainer": 0,
+    "rl.prompts_per_step": 0, "rl.group_size": 0, "rl.minibatches": 0, "rl.epochs": 0, "rl.clip": "[0, 0.2]", "rl.kl_coef": -1,
+    "rl.entropy_coef": -1, "rl.dynamic_sampling": -1, "rollout.max_prompt_tokens": 0, "rollout.max_new_tokens": 0,
+    "rollout.temperature": 0, "rollout.top_p": 0, "rollout.top_k": -1, "rollout.min_p": 1, "cluster.trainer_ranks": 0,
     "cluster.max_staleness": -1, "rl.max_turns": 0, "rl.reward_timeout": 0,
 }  # fmt: skip
 
@@ -169,7 +169,10 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["step.documents=8"], "step.documents would have no effect: a rollout step has rl.prompts x rl.group_size"),
+        (
+            ["step.documents=8"],
+            "step.documents would have no effect: a rollout step has rl.prompts_per_step x rl.group_size",
+        ),
         (["cluster.max_staleness=1"], "the embedded engine takes turns with training: set rollout.engine=hf or vllm"),
         (
             ["cluster.max_staleness=1", "rollout.engine=hf", "cluster.placement=colocated"],
@@ -177,14 +180,20 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         ),
         (["cluster.placement=colocated"], "cluster.placement would have no effect: rollout.engine=embedded is in"),
         (
-            ["rollout.engine=hf", "rollout.unfinished=drop"],
-            "rollout.unfinished would have no effect: nothing is unfinis",
+            ["rollout.engine=hf", "rollout.on_weight_update=drop"],
+            "rollout.on_weight_update would have no effect: nothing is unfinis",
         ),
-        (["rollout.engine=hf", "cluster.placement=disaggregated", "cluster.sleep=[optimizer]"], "trainers stay awake"),
-        (["cluster.sleep=[weights]"], "cluster.sleep"),
+        (
+            ["rollout.engine=hf", "cluster.placement=disaggregated", "cluster.offload_during_rollout=[optimizer]"],
+            "trainers stay awake",
+        ),
+        (["cluster.offload_during_rollout=[weights]"], "cluster.offload_during_rollout"),
         (["rollout.max_new_tokens=9000"], "set step.max_tokens_per_device="),
-        (["rl.prompts=3", "rl.updates=2"], "rl.updates is 2, which does not divide rl.prompts = 3"),
-        (["rl.kl=0.1", "rl.measure_kl=true"], "rl.measure_kl would have no effect: rl.kl is above 0"),
+        (
+            ["rl.prompts_per_step=3", "rl.minibatches=2"],
+            "rl.minibatches is 2, which does not divide rl.prompts_per_step = 3",
+        ),
+        (["rl.kl_coef=0.1", "rl.measure_kl=true"], "rl.measure_kl would have no effect: rl.kl_coef is above 0"),
         (["rollout.engine=vllm", "rollout.top_p=0.99"], "rollout.allow_truncated=true"),
         (["rollout.engine=vllm", "rollout.allow_truncated=true"], "leave no token out"),
         (["rollout.top_k=5", "rollout.allow_truncated=true"], "only engines that are servers read it"),
@@ -197,10 +206,13 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         (["rl.on_policy=exact", "rl.old_logprobs=rollout"], "takes the engine's logprobs unread, so that nothing"),
         (["rl.on_policy=exact", "mesh.tp=2"], "with mesh.tp = 2 the sums of a layer are made of those of 2 ranks"),
         (["rl.on_policy=exact", "rl.algorithm=ppo", "critic.tp=4"], "set critic.tp=1"),
-        (["model.weights=.", "rollout.engine=sglang"], "weft export . --model org/m, and set model.path to that"),
-        (["rl.prompts=100000", "rl.group_size=11"], "rl.prompts x rl.group_size is 1,100,000; it must be 1,000,000 or"),
+        (["model.dcp_weights=.", "rollout.engine=sglang"], "weft export . --model org/m, and set model.path to that"),
+        (
+            ["rl.prompts_per_step=100000", "rl.group_size=11"],
+            "rl.prompts_per_step x rl.group_size is 1,100,000; it must be 1,000,000 or",
+        ),
         (["rl.reward_workers=5000"], "it must be 1 to 4,096"),
-        (["cluster.trainer=1000000000"], "it must be 1 to 1,000,000"),
+        (["cluster.trainer_ranks=1000000000"], "it must be 1 to 1,000,000"),
     ],
 )
 def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
@@ -210,7 +222,7 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 def test_a_resolved_config_loads_to_itself(tmp_path: Path) -> None:
-    config = load("rl.algorithm=dapo", "rollout.engine=hf", "cluster.max_staleness=1", "rl.kl=0.1")
+    config = load("rl.algorithm=dapo", "rollout.engine=hf", "cluster.max_staleness=1", "rl.kl_coef=0.1")
     (tmp_path / "c.yaml").write_text(to_yaml(config))
     assert load_config([str(tmp_path / "c.yaml")], [], RlConfig) == config
     assert "documents" not in to_dict(config)["step"]

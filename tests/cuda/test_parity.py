@@ -15,7 +15,7 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v
 SWITCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "offloaded": ("llama", {"fsdp": {"cpu_offload": True}}),
     "recomputed": ("qwen3_moe", {"model": {"recompute": "full"}}),
-    "fixed rows": ("llama", {"step": {"shapes": "fixed"}}),
+    "fixed rows": ("llama", {"step": {"padding": "fixed"}}),
     "adapters": ("qwen3", {"lora": {"rank": 4}}),
 }
 

@@ -140,8 +140,8 @@ CASES: dict[str, tuple[str, Loss, tuple[str, ...], dict[str, Any]]] = {
     "sft, adapters": ("llama", CrossEntropy(), (), {**SMALL, "lora": {"rank": 4}}),
     "experts": ("qwen3_moe", CrossEntropy(), (), {**SMALL, "model": {"router_aux_loss": "document"}}),
     "experts, balanced by step": ("qwen3_moe", CrossEntropy(), (), {**SMALL, "model": {"router_aux_loss": "step"}}),
-    "policy": ("llama", PolicyLoss(algorithm("grpo", kl=0.1, entropy=0.01)), GRPO, SMALL),
-    "gspo": ("llama", PolicyLoss(algorithm("grpo", policy_loss="gspo", aggregation="sequence_mean")), GRPO, SMALL),
+    "policy": ("llama", PolicyLoss(algorithm("grpo", kl_coef=0.1, entropy_coef=0.01)), GRPO, SMALL),
+    "gspo": ("llama", PolicyLoss(algorithm("grpo", policy_loss="gspo", loss_aggregation="sequence_mean")), GRPO, SMALL),
     "policy that is its own old one": (
         "llama", PolicyLoss(algorithm("grpo", correction="mis", correction_level="sequence"), old_is_current=True),
         ("advantages", "rollout_logprobs"), SMALL,

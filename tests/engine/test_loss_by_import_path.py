@@ -1,4 +1,4 @@
-"""train.objective: a loss of one's own by import path, in the recipe and beside a plain loop."""
+"""train.loss: a loss of one's own by import path, in the recipe and beside a plain loop."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 WORDS = ["sft", "model.path=model", "data.path=d.jsonl", "step.documents=6", "step.max_tokens_per_device=16"]
-WORDS += ["train.epochs=1", "train.objective=own_losses:Focal"]
+WORDS += ["train.epochs=1", "train.loss=own_losses:Focal"]
 
 
 @pytest.mark.slow
@@ -176,16 +176,16 @@ def test_an_objective_of_ones_own_is_trained(here: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_an_objective_without_a_loss_to_show_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*WORDS, "train.objective=own_losses:Mute", "run.dir=mute"]) == 2
-    assert "train.objective: own_losses:Mute gives no metric `loss`" in capsys.readouterr().err
+    assert cli.main([*WORDS, "train.loss=own_losses:Mute", "run.dir=mute"]) == 2
+    assert "train.loss: own_losses:Mute gives no metric `loss`" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*WORDS, "train.objective=own_losses:Hasty", "run.dir=hasty"]) == 2
-    assert "train.objective: logprob_grad() of Hasty is not the gradient of its loss" in capsys.readouterr().err
+    assert cli.main([*WORDS, "train.loss=own_losses:Hasty", "run.dir=hasty"]) == 2
+    assert "train.loss: logprob_grad() of Hasty is not the gradient of its loss" in capsys.readouterr().err
     assert not (here / "hasty" / "metrics.jsonl").read_text()
 
 
@@ -205,7 +205,7 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
 def test_what_an_objective_returns_is_looked_at_before_the_first_step(
     name: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*WORDS, f"train.objective=own_losses:{name}", f"run.dir={name}"]) == 2
+    assert cli.main([*WORDS, f"train.loss=own_losses:{name}", f"run.dir={name}"]) == 2
     assert words in capsys.readouterr().err
     assert not (here / name / "metrics.jsonl").read_text()
 
@@ -229,13 +229,13 @@ def verdict_of(path: str, name: str, mesh: str) -> Verdict | None:
 def test_verify_compares_it_with_plain_readouts(name: str, family: str, mesh: str, folder: Path) -> None:
     verdict = run(2, importing, str(folder), saved_model(family, vocab_size=264), name, mesh)[0]
     assert verdict.passed, describe(verdict)
-    assert len([figure for figure in verdict.figures if figure.name.startswith("train.objective: ")]) == 4
+    assert len([figure for figure in verdict.figures if figure.name.startswith("train.loss: ")]) == 4
 
 
 @pytest.mark.slow
 def test_verify_sees_one_that_depends_on_how_a_step_is_cut(folder: Path) -> None:
     verdict = run(2, importing, str(folder), saved_model("llama", vocab_size=264), "ByRows", "2")[0]
-    assert verdict.failed == ["train.objective: gradients, many micro-batches"]
+    assert verdict.failed == ["train.loss: gradients, many micro-batches"]
 
 
 def importing(folder: str, *args: str) -> Verdict | None:
@@ -260,18 +260,18 @@ def importing(folder: str, *args: str) -> Verdict | None:
     ],
 )
 def test_what_is_no_objective_is_refused(path: str, words: str, here: Path) -> None:
-    with pytest.raises(UserError, match="train.objective") as caught:
+    with pytest.raises(UserError, match="train.loss") as caught:
         choose_objective(path)
     assert words in str(caught.value)
 
 
 def test_it_is_refused_before_anything_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "empty.jsonl").write_text("")
-    assert cli.main([*WORDS, "data.path=empty.jsonl", "train.objective=my_loss:Focal"]) == 2
+    assert cli.main([*WORDS, "data.path=empty.jsonl", "train.loss=my_loss:Focal"]) == 2
     assert "there is no module my_loss" in capsys.readouterr().err
-    assert cli.main([*WORDS, "train.objective=own_losses.py:Focal"]) == 2
+    assert cli.main([*WORDS, "train.loss=own_losses.py:Focal"]) == 2
     assert "in own_losses, which is no package: write own_losses:Focal." in capsys.readouterr().err
-    assert cli.main([*WORDS, "train.objective=Focal"]) == 2
+    assert cli.main([*WORDS, "train.loss=Focal"]) == 2
     assert "which is no import path: write package.module:Name" in capsys.readouterr().err
 
 

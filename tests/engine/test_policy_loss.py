@@ -86,7 +86,7 @@ def test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of(estimator: Any, u
     """As the docstring of kl_loss says: with tokens of the policy itself, and corrected, of an older one."""
     policy, reference = logits(1), logits(2).log_softmax(-1)
     drawn = policy + 0.5 * logits(3) if unbiased else policy
-    config = algorithm(kl=1.0, kl_estimator=estimator, kl_unbiased=unbiased)
+    config = algorithm(kl_coef=1.0, kl_estimator=estimator, kl_unbiased=unbiased)
     old = drawn.log_softmax(-1)
     found = gradient(config, policy, drawn, ref_logprobs=reference, old_logprobs=old)
     forward = true_gradient(policy, lambda logprob: (logprob.exp() * (logprob - reference)).sum())
@@ -102,7 +102,7 @@ def test_metrics() -> None:
     weights, arrays = torch.tensor([1.0, 1.0, 0.5, 0.5]), {"old_logprobs": old, "advantages": advantage}
 
     def means(**keys: Any) -> dict[str, float]:
-        config = algorithm(aggregation="token_mean", **keys)
+        config = algorithm(loss_aggregation="token_mean", **keys)
         found = terms(config, old + ratio.log(), weights, ref_logprobs=reference, **arrays).metrics
         return {name: float(total) / float(weight) for name, (total, weight) in found.items()}
 
@@ -118,8 +118,8 @@ def test_metrics() -> None:
     dual = (0.8 * 1 - 1 * 1 - 0.5 * 1.2 + 0.5 * 2) / 3
     assert means(dual_clip=2.0)["loss"] == pytest.approx(dual)
     kl = float(((-d).exp() - 1 + d).mean())
-    assert means(kl=0.1, kl_in="reward") == pytest.approx({"loss": loss, "kl": kl, **shared, **cut}, rel=1e-5)
-    bonus = means(entropy=0.1)["loss"]
+    assert means(kl_coef=0.1, kl_in="reward") == pytest.approx({"loss": loss, "kl": kl, **shared, **cut}, rel=1e-5)
+    bonus = means(entropy_coef=0.1)["loss"]
     assert bonus == pytest.approx(loss - 0.1 * 0.5)
     outside = {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.5, "clip_ratio/region_mean": 0.75}
     assert means(policy_loss="cispo").items() >= outside.items()
@@ -143,7 +143,7 @@ def test_a_kl_of_weight_0_is_measured_and_trains_nothing() -> None:
 def test_a_measured_kl_has_a_reference() -> None:
     """The reference is loaded, and reads the samples, with ranks of its own, too."""
     words = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]"]
-    for more, is_read in ((["rl.measure_kl=true"], True), (["rl.kl=0.1"], True), ([], False)):
+    for more, is_read in ((["rl.measure_kl=true"], True), (["rl.kl_coef=0.1"], True), ([], False)):
         config = load_config([], [*words, *more], RlConfig)
         assert ("reference" in read_before_training(config.rl, old=False)) == is_read
         assert (reference_config(config) is not None) == is_read
@@ -155,7 +155,7 @@ def test_a_measured_kl_has_a_reference() -> None:
 def test_a_document_without_a_trained_token_is_no_sample(aggregation: Any, divisor: float) -> None:
     documents = [DocumentMeta(9, float(trained), trained) for trained in (2, 0, 3)]
     plan = plan_step(documents, ranks=1, budget=16)
-    assert PolicyLoss(algorithm(aggregation=aggregation)).normaliser(plan) == divisor
+    assert PolicyLoss(algorithm(loss_aggregation=aggregation)).normaliser(plan) == divisor
 
 
 def test_the_share_of_samples_that_are_clipped() -> None:
@@ -170,9 +170,9 @@ def test_the_share_of_samples_that_are_clipped() -> None:
 
 
 def test_a_row_without_documents_has_the_same_metrics() -> None:
-    empty = terms(algorithm(kl=0.1), torch.zeros(0), torch.zeros(0), ref_logprobs=torch.zeros(0))
+    empty = terms(algorithm(kl_coef=0.1), torch.zeros(0), torch.zeros(0), ref_logprobs=torch.zeros(0))
     assert float(empty.loss_sum) == 0 and all(float(weight) == 0 for _, weight in empty.metrics.values())
-    full = terms(algorithm(kl=0.1), torch.zeros(2), torch.ones(2), ref_logprobs=torch.zeros(2))
+    full = terms(algorithm(kl_coef=0.1), torch.zeros(2), torch.ones(2), ref_logprobs=torch.zeros(2))
     assert empty.metrics.keys() == full.metrics.keys()
 
 

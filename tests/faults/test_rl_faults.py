@@ -74,7 +74,7 @@ def whole_keys(task: Path) -> list[str]:
 
 
 CASES = {
-    "updates and epochs": ["rl.updates=2", "rl.epochs=2", "train.steps=12", "schedule.name=linear"],
+    "updates and epochs": ["rl.minibatches=2", "rl.epochs=2", "train.steps=12", "schedule.name=linear"],
     "dynamic sampling": ["rl.dynamic_sampling=2", "rl.group_size=2", "train.steps=3"],
     "a critic": ["rl.algorithm=ppo", "critic.lr=1e-2", "train.steps=3"],
     # Replies come when they come, so what is generated together differs, and with it the last bits of anything inexact.
@@ -154,7 +154,7 @@ def names(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
 def counted(steps: dict[int, list[dict[str, Any]]], config: RlAlgorithm) -> None:
     """Each step has its samples, and no sample is in two of them; each prompt comes once in an epoch of nine."""
     found = [name for rows in steps.values() for name in names(rows)]
-    assert len(found) == len(set(found)) == len(steps) * config.prompts * config.group_size
+    assert len(found) == len(set(found)) == len(steps) * config.prompts_per_step * config.group_size
     assert {visit for _, visit, _ in found} == {0}
 
 
@@ -189,7 +189,7 @@ def test_rollouts_alone_go_on_behind_the_last(
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(StoppedError):
-        start(task, run, "train.steps=4", "track.to=[tensorboard]", rollout_only=True, hook=strike)
+        start(task, run, "train.steps=4", "track.report_to=[tensorboard]", rollout_only=True, hook=strike)
     assert f"after step 2. Go on with: weft rl --resume {run} --rollout-only" in capsys.readouterr().out
     start(task, run, resume=True, rollout_only=True)
     assert "resumed  behind rollout step 2" in capsys.readouterr().out
@@ -696,7 +696,7 @@ def test_a_step_that_was_skipped_does_not_advance_the_rate() -> None:
             rates.append(lr)
             return [UpdateResult({"step": number} | ({"skipped": True} if number == 2 else {}), {})]
 
-    config = rl_config(algorithm(updates=4))
+    config = rl_config(algorithm(minibatches=4))
     object.__setattr__(config, "schedule", ScheduleConfig(name="linear", warmup_steps=0, min_lr_ratio=0.0))
     trainers: Any = Trainers()
     nothing: Any = None

@@ -31,7 +31,7 @@ from weft.parallel.shards.dcp import open_dcp
 from weft.parallel.shards.pickles import UnreadableError, read_pickle
 from weft.parallel.shards.rank_files import open_rank_files
 
-KEY = "model.weights"
+KEY = "model.dcp_weights"
 W = torch.arange(12.0).reshape(4, 3)
 
 
@@ -315,7 +315,7 @@ def test_what_does_not_fit_the_model(tmp_path: Path) -> None:
         change(changed)  # type: ignore[no-untyped-call]
         save(changed, tmp_path / name)
         text = refused(path, weights=str(tmp_path / name))
-        assert text.startswith("model.weights: ") and words in text
+        assert text.startswith("model.dcp_weights: ") and words in text
     assert refused(path, weights=str(tmp_path / "more"), ignore_weights=("extra",)) == ""
 
 
@@ -334,12 +334,15 @@ def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     make(home, ".metadata")
     base = ["sft", f"model.path={home}", f"data.path={tmp_path / 'data.jsonl'}"]
     for keys, words in (
-        ([], f"set model.weights={home}, too"),
-        (["model.weights=nowhere"], "model.weights nowhere does not exist"),
-        (["model.weights=s3://a/b"], "model.weights s3://a/b"),
-        ([f"model.weights={home}", "model.init=random"], "model.init is random, but model.weights names weights"),
-        ([f"model.weights={home}", "lora.rank=2"], f"weft export {home} --model {home}"),
-        (["optimizer.load_state=true", "model.init=random"], "model.weights is null"),
+        ([], f"set model.dcp_weights={home}, too"),
+        (["model.dcp_weights=nowhere"], "model.dcp_weights nowhere does not exist"),
+        (["model.dcp_weights=s3://a/b"], "model.dcp_weights s3://a/b"),
+        (
+            [f"model.dcp_weights={home}", "model.init=random"],
+            "model.init is random, but model.dcp_weights names weights",
+        ),
+        ([f"model.dcp_weights={home}", "lora.rank=2"], f"weft export {home} --model {home}"),
+        (["optimizer.load_state=true", "model.init=random"], "model.dcp_weights is null"),
     ):
         assert cli.main([*base, *keys]) == 2
         assert words in capsys.readouterr().err

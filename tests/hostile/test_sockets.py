@@ -151,7 +151,8 @@ def test_rl(here: Path) -> None:
     write_jsonl(here / "asked.jsonl", *[{"messages": [{"role": "user", "content": "1 2"}], "answer": "3"}] * 8)
     run = Run(
         (
-            "rl", "model.path=model", "data.path=asked.jsonl", "rl.reward=[length]", "rl.prompts=2", "rl.group_size=2",
+            "rl", "model.path=model", "data.path=asked.jsonl", "rl.reward=[length]", "rl.prompts_per_step=2",
+            "rl.group_size=2",
             "rollout.engine=hf", "cluster.placement=colocated", "rollout.max_prompt_tokens=32",
             "rollout.max_new_tokens=4", "step.max_tokens_per_device=128", "train.steps=100000",
             "train.log_every=1", "run.dir=run-rl", "--nproc", "2",

@@ -51,7 +51,9 @@ def config_of(folder: Path, python: Path) -> RlConfig:
         "rl.reward=[tests.support.reward_functions:seen]",
         "rollout.engine=vllm",
     ]
-    return load_config([], [*given, f"rollout.engines={ENGINES}", f"rollout.python={python}"], RlConfig, weights=False)
+    return load_config(
+        [], [*given, f"rollout.num_engines={ENGINES}", f"rollout.python={python}"], RlConfig, weights=False
+    )
 
 
 @pytest.fixture(scope="module")

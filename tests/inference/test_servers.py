@@ -372,7 +372,13 @@ def test_a_server_does_not_inherit_what_is_about_ranks_of_weft(tmp_path: Path, m
 
 def test_keys_reach_the_server(tmp_path: Path) -> None:
     words = ["rollout.engine=vllm", "rollout.max_prompt_tokens=40", "rollout.max_new_tokens=24", "train.seed=7"]
-    own = ["rollout.tp=2", "rollout.memory=0.5", "rollout.dtype=fp32", "rollout.timeout=99", "rollout.options={a_b: 3}"]
+    own = [
+        "rollout.tp=2",
+        "rollout.gpu_memory_utilization=0.5",
+        "rollout.dtype=fp32",
+        "rollout.timeout=99",
+        "rollout.engine_kwargs={a_b: 3}",
+    ]
     cuda = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=False)
     found = settings_of(config_of(tmp_path, *words, *own), cuda, "e", tmp_path, "bf16")
     line = command(found, Path("/s"))
@@ -381,7 +387,7 @@ def test_keys_reach_the_server(tmp_path: Path) -> None:
     assert told["--dtype"] == "float32" and told["--tensor-parallel-size"] == "2" and told["--max-model-len"] == "64"
     assert told["--gpu-memory-utilization"] == "0.5" and found.silence == 99
     assert found.folder == tmp_path / "engines"
-    assert server_names(config_of(tmp_path, *words, "rollout.engines=2")) == ["vllm-0", "vllm-1"]
+    assert server_names(config_of(tmp_path, *words, "rollout.num_engines=2")) == ["vllm-0", "vllm-1"]
     exact = settings_of(config_of(tmp_path, *words, "rl.on_policy=exact"), cuda, "e", tmp_path, "fp32")
     assert environment(exact, tmp_path)["VLLM_BATCH_INVARIANT"] == "1"
     for other in (found, replace(exact, interpreter=CPU)):
@@ -389,7 +395,7 @@ def test_keys_reach_the_server(tmp_path: Path) -> None:
     assert not found.sleeps and not found.drops and "--enable-sleep-mode" not in line
     sleeping = settings_of(config_of(tmp_path, *words, "cluster.placement=colocated"), cuda, "e", tmp_path, "fp32")
     assert "--enable-sleep-mode" in command(sleeping, Path("/s"))
-    dropping = config_of(tmp_path, *words, "cluster.max_staleness=1", "rollout.unfinished=drop")
+    dropping = config_of(tmp_path, *words, "cluster.max_staleness=1", "rollout.on_weight_update=drop")
     assert settings_of(dropping, cuda, "e", tmp_path, "fp32").drops
     plain = settings_of(config_of(tmp_path, *words, "model.init=random"), CPU, "e", tmp_path, "bf16")
     line = command(plain, Path("/s"))
@@ -402,7 +408,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"rollout\.{key.split('=')[0]} would have no effect"):
             config_of(tmp_path, f"rollout.{key}")
     with pytest.raises(UserError, match=r"holds `max-model-len`, .* set rollout.max_prompt_tokens"):
-        config_of(tmp_path, "rollout.engine=vllm", "rollout.options={max-model-len: 9}")
+        config_of(tmp_path, "rollout.engine=vllm", "rollout.engine_kwargs={max-model-len: 9}")
     with pytest.raises(UserError, match=r"rollout.temperature is 0.001, which vLLM would raise to 0.01"):
         config_of(tmp_path, "rollout.engine=vllm", "rollout.temperature=0.001")
     for key, value, whole in (("top_p", "0.9", 1), ("top_k", "20", 0), ("min_p", "0.1", 0)):
@@ -421,9 +427,9 @@ def test_what_a_host_lacks_is_told_by_its_actor(tmp_path: Path) -> None:
         asyncio.run(HostedServer(config_of(tmp_path, *words), 0).check(model_is_local=True))
 
     vllm = ["rollout.engine=vllm", f"rollout.python={stand_in(tmp_path / 'env')}"]
-    check(*vllm, "rollout.memory=2")
-    with pytest.raises(UserError, match=r"rollout.memory is 2.5: on CPU vLLM takes whole GiB"):
-        check(*vllm, "rollout.memory=2.5")
+    check(*vllm, "rollout.gpu_memory_utilization=2")
+    with pytest.raises(UserError, match=r"rollout.gpu_memory_utilization is 2.5: on CPU vLLM takes whole GiB"):
+        check(*vllm, "rollout.gpu_memory_utilization=2.5")
     with pytest.raises(UserError, match=r"there is no Python at .*none/bin/python|there is no Python at .*none"):
         check("rollout.engine=sglang", f"rollout.python={tmp_path}/none")
     config = config_of(tmp_path, *vllm)

@@ -251,7 +251,7 @@ def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
 
 
 def test_trainers_are_told_what_engines_see(tmp_path: Path) -> None:
-    trainers, _ = opened(tmp_path, "rollout.engine=hf", "rollout.engines=2")
+    trainers, _ = opened(tmp_path, "rollout.engine=hf", "rollout.num_engines=2")
     hosts, workers, seen, torches = trainers.asked["open_sync"]
     assert (list(hosts), workers) == (["hf-0", "hf-1"], 1)
     assert torches == {"hf-0": "2.13.0", "hf-1": "2.12.1"}
@@ -259,7 +259,7 @@ def test_trainers_are_told_what_engines_see(tmp_path: Path) -> None:
 
 
 def test_servers_see_the_devices_of_the_ranks_in_whose_place_they_are(tmp_path: Path) -> None:
-    trainers, engines = opened(tmp_path, "rollout.engine=vllm", "rollout.engines=2", "rollout.tp=2")
+    trainers, engines = opened(tmp_path, "rollout.engine=vllm", "rollout.num_engines=2", "rollout.tp=2")
     hosts, workers, seen, torches = trainers.asked["open_sync"]
     assert (list(hosts), workers) == (["vllm-0", "vllm-1"], 2)
     assert torches == {"vllm-0": "2.13.0", "vllm-1": "2.12.1"}

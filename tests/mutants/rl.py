@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant("rl/advantages.py", "overlong_penalty", "length - (longest - buffer)", "length - longest", "tests/rl/test_rl_math.py"),
     Mutant("rl/advantages.py", "advantages", "[s for s in group.samples if s.counts]", "[s for s in group.samples]", "tests/rl/test_rl_math.py tests/rl/test_rewards.py"),
     Mutant("rl/advantages.py", "reward_metrics", "not group.has_signal", "group.has_signal", "tests/rl/test_rl_math.py"),
-    Mutant("rl/corrections.py", "old_is_current", "rl.updates * rl.epochs == 1", "rl.updates == 1", "tests/rl/test_rl_math.py tests/parity/test_rl_parity.py tests/parity/test_policy_parity.py"),
+    Mutant("rl/corrections.py", "old_is_current", "rl.minibatches * rl.epochs == 1", "rl.minibatches == 1", "tests/rl/test_rl_math.py tests/parity/test_rl_parity.py tests/parity/test_policy_parity.py"),
     Mutant("rl/corrections.py", "comparable", "sample.rollout_logprobs + sample.kept_logmass", "sample.rollout_logprobs", "tests/rl/test_rl_math.py tests/parity/test_policy_parity.py"),
     Mutant("rl/corrections.py", "mismatch_metrics", "weights != ratios", "weights == ratios", "tests/rl/test_rl_math.py"),
     Mutant("rl/corrections.py", "mismatch_metrics", "ratios.sum() ** 2", "ratios.sum()", "tests/rl/test_rl_math.py"),

@@ -45,7 +45,7 @@ def on(folder: Path) -> tuple[Path, str]:
         patch.chdir(folder)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            words = ["run.dir=on", "track.to=[tensorboard]", "profile.steps=[2]", "track.system_seconds=0.01"]
+            words = ["run.dir=on", "track.report_to=[tensorboard]", "profile.steps=[2]", "track.system_seconds=0.01"]
             assert cli.main([*WORDS, *words]) == 0
     return folder / "on", out.getvalue()
 

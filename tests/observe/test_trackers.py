@@ -75,7 +75,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def tracked(folder: Path, *to: Any, step: int = 0, **keys: Any) -> Trackers:
-    return Trackers(CONFIG, TrackConfig(to=to, **keys), folder, step)
+    return Trackers(CONFIG, TrackConfig(report_to=to, **keys), folder, step)
 
 
 def test_numbers_of_a_line() -> None:
@@ -131,11 +131,11 @@ def test_without_trackers_nothing_is_written_and_no_thread_runs(tmp_path: Path) 
 def test_what_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        UserError, match=r"wandb, which is not installed: pip install wandb, or leave it out of track.to"
+        UserError, match=r"wandb, which is not installed: pip install wandb, or leave it out of track.report_to"
     ):
-        check_installed(TrackConfig(to=("wandb",)))
+        check_installed(TrackConfig(report_to=("wandb",)))
     with pytest.raises(UserError, match=r"wandb and mlflow, which are not installed: pip install wandb mlflow"):
-        check_installed(TrackConfig(to=("wandb", "mlflow")))
+        check_installed(TrackConfig(report_to=("wandb", "mlflow")))
     check_installed(TrackConfig())
 
 

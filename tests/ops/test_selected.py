@@ -268,9 +268,7 @@ def opened(path: str, readouts: Sequence[str], compiled: bool = False, mesh: str
 def test_what_a_model_does_not_have_is_said_before_it_loads() -> None:
     path = saved_model("qwen3")
     (said,) = run(1, opened, path, ["hidden/model.layers.9"])
-    assert said.startswith(
-        "train.objective: `hidden/model.layers.9` in `readouts`: the model has no module model.layers.9."
-    )
+    assert said.startswith("train.loss: `hidden/model.layers.9` in `readouts`: the model has no module model.layers.9.")
     assert "Did you mean model.layers.1 or model.layers.0" in said
     assert run(1, opened, path, ["hidden/model.layers.1", "top_logits/5"]) == [""]
     assert "logits. Ask for fewer." in run(1, opened, path, ["top_logits/999"])[0]

@@ -382,7 +382,7 @@ def policy_step(path: str, mesh: str, policy_loss: str) -> tuple[dict[str, Any],
     engine: Engine = open_engine(path, mesh, step={"max_tokens_per_device": 40 if "cp" in mesh else 128})
     documents = sampled(5)
     plan = engine.plan(engine.planner.metadata(documents.values()))
-    loss = PolicyLoss(RlAlgorithm(policy_loss=policy_loss, aggregation="sequence_mean"))
+    loss = PolicyLoss(RlAlgorithm(policy_loss=policy_loss, loss_aggregation="sequence_mean"))
     metrics = engine.accumulate(plan, documents, loss)
     return metrics, dict(engine.gradients())
 

@@ -190,7 +190,7 @@ def test_the_load_of_experts_is_that_of_the_step_however_it_is_cut() -> None:
     path = saved_model("mixtral")
     expected = pytest.approx(load_in_transformers(path))
     assert run(1, load_of_a_step, path, "1", {})[0] == {"experts/max_load": expected}
-    for mesh, sections in (("ep2", {"model": {"recompute": "full"}}), ("ep2xtp2", {"step": {"shapes": "buckets"}})):
+    for mesh, sections in (("ep2", {"model": {"recompute": "full"}}), ("ep2xtp2", {"step": {"padding": "buckets"}})):
         found = run(world_of(mesh), load_of_a_step, path, mesh, sections)[0]
         assert found["experts/max_load"] == expected
         assert 0.2 < (found["experts/sent"] or 0) < 0.8

@@ -107,7 +107,7 @@ def test_switches(family: str, row: tuple[str, bool | int, str, str, bool, int])
     [("llama", "buckets"), ("llama", "fixed"), ("stablelm", "fixed"), ("lfm2", "buckets")],
 )
 def test_padded_shapes(family: str, shapes: str) -> None:
-    check(family, "2", {"step": {"shapes": shapes}})
+    check(family, "2", {"step": {"padding": shapes}})
 
 
 @pytest.mark.parametrize(

@@ -34,34 +34,40 @@ TEMPERATURE = 0.7
 LR = 1e-3
 
 # The same algorithms in weft's keys.
-_UNBIASED: dict[str, Any] = {"kl": 0.1, "kl_unbiased": True, "old_logprobs": "rollout", "aggregation": "token_mean"}
+_UNBIASED: dict[str, Any] = {
+    "kl_coef": 0.1,
+    "kl_unbiased": True,
+    "old_logprobs": "rollout",
+    "loss_aggregation": "token_mean",
+}
 CONFIGS: dict[str, RlAlgorithm] = {
-    "grpo": algorithm("grpo", kl=0.05, entropy=0.01),
+    "grpo": algorithm("grpo", kl_coef=0.05, entropy_coef=0.01),
     "dr_grpo": algorithm("dr_grpo"),
     "dapo": algorithm("dapo", dual_clip=1.3, correction="none"),
-    "rloo": algorithm("rloo", kl=0.1),
-    "reinforce++": algorithm("reinforce++", kl=0.1, gamma=0.9),
-    "reinforce++_baseline": algorithm("reinforce++_baseline", kl=0.1),
+    "rloo": algorithm("rloo", kl_coef=0.1),
+    "reinforce++": algorithm("reinforce++", kl_coef=0.1, gamma=0.9),
+    "reinforce++_baseline": algorithm("reinforce++_baseline", kl_coef=0.1),
     "gspo": algorithm("gspo", clip=(0.05, 0.08), correction_level="geometric", correction_limits=(0.0, 1.02)),
     "cispo": algorithm("cispo", clip=(0.3, 0.3), correction="icepop", correction_limits=(0.8, 1.5)),
-    "ppo": algorithm("ppo", kl=0.1, kl_estimator="k3", gamma=0.95, gae_lambda=0.9),
+    "ppo": algorithm("ppo", kl_coef=0.1, kl_estimator="k3", gamma=0.95, gae_lambda=0.9),
     "reinforce": algorithm(
-        "grpo", scale="none", policy_loss="reinforce", correction="mis", correction_level="sequence",
+        "grpo", advantage_norm="none", policy_loss="reinforce", correction="mis", correction_level="sequence",
         correction_limits=(0.0, 1.5),
     ),
     "whole samples": algorithm(
-        "rloo", policy_loss="ppo_sequence", aggregation="sequence_mean", correction="none"
+        "rloo", policy_loss="ppo_sequence", loss_aggregation="sequence_mean", correction="none"
     ),
     "kl clamp": algorithm(
-        "grpo", kl=0.5, kl_clamp=0.05, dual_clip=3.0, aggregation="token_mean", correction="none"
+        "grpo", kl_coef=0.5, kl_clamp=0.05, dual_clip=3.0, loss_aggregation="token_mean", correction="none"
     ),
-    "entropy by tokens": algorithm("grpo", entropy=0.3, entropy_aggregation="token_mean", correction="none"),
+    "entropy by tokens": algorithm("grpo", entropy_coef=0.3, entropy_aggregation="token_mean", correction="none"),
     "entropy by samples": algorithm(
-        "dr_grpo", scale="group", entropy=0.3, entropy_aggregation="sequence_mean", correction="none"
+        "dr_grpo", advantage_norm="group", entropy_coef=0.3, entropy_aggregation="sequence_mean", correction="none"
     ),
     "masked counted": algorithm("grpo", mask_truncated=True, count_masked=True, correction="none"),
     "sequence mask": algorithm(
-        "grpo", aggregation="token_mean", correction="mis", correction_level="sequence", correction_limits=(0.0, 1.3)
+        "grpo", loss_aggregation="token_mean", correction="mis", correction_level="sequence",
+        correction_limits=(0.0, 1.3)
     ),
     **{f"kl {kind}": algorithm("grpo", kl_estimator=kind, **_UNBIASED) for kind in ("k1", "k2", "k3")},
 }  # fmt: skip

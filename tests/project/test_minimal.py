@@ -87,7 +87,7 @@ def test_sft_of_jsonl(bare: Path, here: Path) -> None:
     [
         ((*WORDS, "data.path=rows.parquet"), "pyarrow", "data"),
         ((*WORDS, "data.path=someone/rows"), "datasets", "data"),
-        ((*WORDS, "track.to=[tensorboard]"), "tensorboard", "track"),
+        ((*WORDS, "track.report_to=[tensorboard]"), "tensorboard", "track"),
         (("rl", "model.path=model", "data.path=chat.jsonl", "rl.reward=[exact_match]"), "ray", "rl"),
     ],
 )

@@ -457,7 +457,7 @@ def test_a_model_that_fits_by_offloading_is_said_to_fit(checkout: Path, capsys: 
 def test_a_reference_on_the_host_takes_no_memory_of_the_accelerator(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", "examples/rl_dapo_qwen3_4b.yaml", "rl.kl=0.01"]
+    words = ["plan", "examples/rl_dapo_qwen3_4b.yaml", "rl.kl_coef=0.01"]
     rows = []
     for offload in ("false", "true"):
         assert cli.main([*words, f"reference.cpu_offload={offload}"]) == 0

@@ -263,7 +263,14 @@ def test_the_command_says_what_a_rank_does(rows: str, capsys: pytest.CaptureFixt
 
 
 def test_rl_is_simulated_with_its_own_loss(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", f"model.path={saved_model('qwen3')}", rows, "rl.reward=[exact_match]", "rl.kl=0.1", "rl.prompts=2"]
+    words = [
+        "plan",
+        f"model.path={saved_model('qwen3')}",
+        rows,
+        "rl.reward=[exact_match]",
+        "rl.kl_coef=0.1",
+        "rl.prompts_per_step=2",
+    ]
     assert cli.main([*words, "mesh.dp_shard=2", "--length", "20", "--simulate"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "memory of rank 0, simulated" in out

@@ -34,7 +34,8 @@ from weft.rl.colocation import DeviceSharing, sleeping_parts
 from weft.rl.trainer import TrainerRank
 
 KEYS = [
-    "rl.reward=[length]", "rl.correction=none", "rl.advantage=gae", "rl.scale=none", "rl.kl=0.1", "rl.group_size=4",
+    "rl.reward=[length]", "rl.correction=none", "rl.advantage=gae", "rl.advantage_norm=none", "rl.kl_coef=0.1",
+    "rl.group_size=4",
     "optimizer.lr=0.01", "critic.lr=0.01",
     "rollout.max_new_tokens=9", "rollout.max_prompt_tokens=9",
 ]  # fmt: skip
@@ -71,7 +72,7 @@ def open_switch(
         return trainer, DeviceSharing(EmbeddedPool(trainers), trainers, shared=shared, parts=parts)
     tickets = trainer.open_sync({"hf-0": "127.0.0.1"}, 1)
     standalone: Any = Actors(Standalone(path, dtype=torch.float32))
-    keep = config.rollout.unfinished == "continue"
+    keep = config.rollout.on_weight_update == "continue"
     return trainer, DeviceSharing(
         StandalonePool(standalone, trainers, tickets, keep), trainers, shared=shared, parts=parts
     )
@@ -170,14 +171,14 @@ def test_a_part_that_is_not_woken_is_seen(folder: Path, apart: tuple[Any, ...], 
 
 
 def test_which_parts_sleep() -> None:
-    """On accelerators that are shared all of them, on CPU none, and what cluster.sleep says."""
+    """On accelerators that are shared all of them, on CPU none, and what cluster.offload_during_rollout says."""
     needed = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]"]
 
     def parts(device: str, *words: str) -> tuple[Part, ...]:
         return sleeping_parts(load_config([], [*needed, *words], RlConfig), device)
 
-    assert parts("cuda") == PARTS and parts("cpu") == () and parts("cuda", "cluster.sleep=[]") == ()
-    assert parts("cpu", "cluster.sleep=[gradients,optimizer]") == ("optimizer", "gradients")
+    assert parts("cuda") == PARTS and parts("cpu") == () and parts("cuda", "cluster.offload_during_rollout=[]") == ()
+    assert parts("cpu", "cluster.offload_during_rollout=[gradients,optimizer]") == ("optimizer", "gradients")
     assert parts("cuda", "rollout.engine=hf", "cluster.placement=colocated") == PARTS
     assert parts("cuda", "rollout.engine=hf", "cluster.placement=disaggregated") == ()
 
@@ -188,7 +189,7 @@ def test_which_parts_sleep() -> None:
 def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any], list[float], int]:
     """Weights change while completions are written: (of the pool, of a fresh engine with the new weights alone, largest
     distance of each version's logprobs from what the trainer reads with its weights, tokens that the old ones drew)."""
-    keys = {"rollout.unfinished": unfinished, "cluster.max_staleness": 1}
+    keys = {"rollout.on_weight_update": unfinished, "cluster.max_staleness": 1}
     trainer, switch = open_switch(folder, "hf", False, (), **keys)
     requests = [Request(f"{n}", (*PROMPT, n + 8), (10 * n, 10 * n + 1), SamplingParams(4 + 8 * n)) for n in range(3)]
 
@@ -272,7 +273,7 @@ def test_a_run_in_turns_is_the_run_apart_and_auto_leaves_nothing_of_its_trial(
     keys = ["rollout.engine=hf", "train.steps=3", f"eval.path={task}/held-out.jsonl", "eval.every=1"]
     local_rl.start(task, tmp_path / "apart", *keys, "cluster.placement=disaggregated")
     monkeypatch.setattr(placement, "LONG", 1)
-    local_rl.start(task, tmp_path / "auto", *keys, "cluster.sleep=[parameters,optimizer,gradients]")
+    local_rl.start(task, tmp_path / "auto", *keys, "cluster.offload_during_rollout=[parameters,optimizer,gradients]")
     local_rl.same_run(tmp_path / "auto", tmp_path / "apart")
     line = r"placed   (\w+): seconds of a rollout step: colocated ([\d.e-]+), disaggregated ([\d.e-]+)\n"
     found = re.search(line, capsys.readouterr().out)
@@ -281,7 +282,13 @@ def test_a_run_in_turns_is_the_run_apart_and_auto_leaves_nothing_of_its_trial(
     assert found[1] == faster and f"  placement: {faster}\n" in (tmp_path / "auto/config.yaml").read_text()
     assert not (tmp_path / "auto/placement-trial").exists()
     run = tmp_path / "colocated"
-    local_rl.start(task, run, *keys, "cluster.placement=colocated", "cluster.sleep=[parameters,optimizer,gradients]")
+    local_rl.start(
+        task,
+        run,
+        *keys,
+        "cluster.placement=colocated",
+        "cluster.offload_during_rollout=[parameters,optimizer,gradients]",
+    )
     local_rl.same_run(run, tmp_path / "apart")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all({"seconds/sleep", "seconds/wake", "seconds/sync"} <= line.keys() for line in lines)

@@ -261,7 +261,8 @@ def test_a_critic_learns_returns_beside_a_policy_and_its_reference(lora: str) ->
 # ---------------------------------------------------------------- keys
 
 POLICY = (
-    "model.path=m", "data.path=owner/data", "rl.reward=[length]", "rl.algorithm=ppo", "rl.kl=0.1", "mesh.dp_shard=4",
+    "model.path=m", "data.path=owner/data", "rl.reward=[length]", "rl.algorithm=ppo", "rl.kl_coef=0.1",
+    "mesh.dp_shard=4",
     "optimizer.weight_decay=0.3", "rollout.temperature=0.7", "optimizer.ema_decay=0.9",
 )  # fmt: skip
 
@@ -284,7 +285,7 @@ def test_what_is_not_said_of_reference_and_critic_is_as_the_policys() -> None:
 
 def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_no_path_of_their_own() -> None:
     for overrides, expected in (((), "."), (("reference.path=r", "critic.path=r"), None)):
-        config = read("model.weights=.", "optimizer.load_state=true", *overrides)
+        config = read("model.dcp_weights=.", "optimizer.load_state=true", *overrides)
         reference, critic = reference_config(config), critic_config(config)
         assert reference is not None and critic is not None
         assert reference.model.weights == critic.model.weights == expected
@@ -318,14 +319,14 @@ def test_what_is_said_is_the_engines_own(override: str, where: str, value: objec
 
 
 def test_engines_that_nothing_asks_for_are_not_opened_and_their_keys_refused() -> None:
-    plain = load_config([], [*POLICY, "rl.algorithm=grpo", "rl.kl=0"], RlConfig)
+    plain = load_config([], [*POLICY, "rl.algorithm=grpo", "rl.kl_coef=0"], RlConfig)
     assert reference_config(plain) is None and critic_config(plain) is None
     based = read("lora.rank=4")
     assert reference_config(based) is None, "the base under the adapters"
     replaced = reference_config(read("lora.rank=4", "lora.modules_to_save=[lm_head]"))
     assert replaced is not None and not replaced.lora.on
     for overrides, message in (
-        (["rl.kl=0", "rl.kl_in=null", "reference.path=r"], "reference.path would have no effect: rl.kl is 0"),
+        (["rl.kl_coef=0", "rl.kl_in=null", "reference.path=r"], "reference.path would have no effect: rl.kl_coef is 0"),
         (["rl.algorithm=grpo", "critic.lr=1e-6"], "critic.lr would have no effect: only rl.advantage=gae has a critic"),
         (["lora.rank=4", "reference.dp_shard=2"], "the base under the adapters is the reference"),
         (["critic.max_tokens_per_device=1500"], "critic.max_tokens_per_device = 1500"),

@@ -35,7 +35,7 @@ def never(config: RlConfig) -> float:
         (["rollout.engine=hf", "cluster.max_staleness=1"], {}, LONG, "disaggregated", "with cluster.max_staleness"),
         (["rollout.engine=hf", "cluster.placement=disaggregated"], {}, LONG, "disaggregated", ""),
         (["rollout.engine=vllm"], {"device": "cuda", "world": 8}, LONG, "colocated", "trainers have all accelerators"),
-        (["rollout.engine=vllm", "cluster.trainer=6", "rollout.tp=2", "rollout.engines=2"],
+        (["rollout.engine=vllm", "cluster.trainer_ranks=6", "rollout.tp=2", "rollout.num_engines=2"],
          {"device": "cuda", "world": 6}, LONG, "colocated", "of 8 accelerators trainers leave too few"),
         (["rollout.engine=vllm", "rollout.tp=2"], {"device": "cuda", "world": 3}, LONG, "disaggregated",
          "3 trainer ranks are no multiple of rollout.tp = 2"),
@@ -81,7 +81,10 @@ def test_a_placement_that_is_not_possible_is_not_taken() -> None:
     ("words", "message"),
     [
         (["rollout.tp=3"], "rollout.tp is 3, but .* there are 4: set rollout.tp to a divisor of 4"),
-        (["rollout.engines=3", "rollout.tp=2"], "4 trainer ranks have room for 2: set rollout.engines=2 or fewer"),
+        (
+            ["rollout.num_engines=3", "rollout.tp=2"],
+            "4 trainer ranks have room for 2: set rollout.num_engines=2 or fewer",
+        ),
         (["rollout.transport=group"], "which NCCL does not join: set rollout.transport=auto"),
     ],
 )

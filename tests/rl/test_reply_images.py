@@ -54,7 +54,8 @@ def keys(*more: str) -> list[str]:
     return [
         "rl.environment=tests.support.environments:Gallery", "rl.reward=[]", "rl.reward_workers=null", "rl.max_turns=5",
         f"rollout.stop={stops}",
-        "rollout.max_new_tokens=200", "rollout.max_prompt_tokens=60", "rl.prompts=2", "step.max_tokens_per_device=512",
+        "rollout.max_new_tokens=200", "rollout.max_prompt_tokens=60", "rl.prompts_per_step=2",
+        "step.max_tokens_per_device=512",
         *more,
     ]  # fmt: skip
 

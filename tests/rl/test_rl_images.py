@@ -58,7 +58,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(data: Path, run: Path, *keys: str, family: str = FAMILY) -> RlConfig:
     words = [
         f"model.path={folder(family)}", f"data.path={data}/prompts.jsonl", f"run.dir={run}", "rl.chat=true",
-        "rl.prompts=4", "rl.group_size=3", "rl.reward=[tests.rl.test_rl_images:wide]", "rl.reward_workers=1",
+        "rl.prompts_per_step=4", "rl.group_size=3", "rl.reward=[tests.rl.test_rl_images:wide]", "rl.reward_workers=1",
         "rollout.max_prompt_tokens=120", "rollout.max_new_tokens=5", "step.max_tokens_per_device=256",
         "optimizer.lr=1e-2", "schedule.name=constant", "schedule.warmup_steps=0", "checkpoint.async=false",
         "train.steps=2", "rl.on_policy=measured",
@@ -73,7 +73,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("family", "keys"),
     [
-        (FAMILY, ("rl.kl=0.1", "rl.epochs=2")),
+        (FAMILY, ("rl.kl_coef=0.1", "rl.epochs=2")),
         (FAMILY, ("rollout.engine=hf", "model.freeze=[vision]")),
         ("gemma3", ()),
     ],
@@ -114,14 +114,19 @@ def test_a_prompt_that_no_row_takes_is_named_before_training(data: Path, tmp_pat
     with pytest.raises(UserError, match=rf"^\S*{said}"):
         run_config(config_of(data, tmp_path / "run", *keys, "step.max_tokens_per_device=66"))
     with pytest.raises(UserError, match=f"^the reference .*{said}"):
-        run_config(config_of(data, tmp_path / "kl", *keys, "rl.kl=0.1", "reference.max_tokens_per_device=66"))
+        run_config(config_of(data, tmp_path / "kl", *keys, "rl.kl_coef=0.1", "reference.max_tokens_per_device=66"))
     assert not (tmp_path / "kl/rollouts").exists()
 
 
 def test_an_image_that_is_alone_in_its_row_is_trained(data: Path, tmp_path: Path) -> None:
     """It was opened to generate, where nothing is saved for a backward pass."""
     (data / "one.jsonl").write_text(json.dumps({"prompt": "<image>", "images": ["a.png"]}) + "\n")
-    keys = [f"data.path={data}/one.jsonl", "rl.reward=[length]", "rl.prompts=1", "step.max_tokens_per_device=66"]
+    keys = [
+        f"data.path={data}/one.jsonl",
+        "rl.reward=[length]",
+        "rl.prompts_per_step=1",
+        "step.max_tokens_per_device=66",
+    ]
     run_config(config_of(data, tmp_path / "run", *keys, "rollout.max_prompt_tokens=40", "train.steps=1"))
     assert lines_of(tmp_path / "run")[0]["micro_batches"] == 3
 

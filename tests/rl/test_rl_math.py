@@ -53,8 +53,8 @@ THIRD = 1 / math.sqrt(1 / 3)  # 1 / the standard deviation of 1, 0, 0 with n - 1
         # two groups: rewards 1, 0, 0, whose mean is 1/3 and deviation sqrt(1/3); and 2, 2, which teach nothing
         ({}, [[2 / 3 * THIRD, -1 / 3 * THIRD, -1 / 3 * THIRD], [0, 0]]),
         # of 1, 0, 0, 2, 2 the mean is 1, the deviation 1
-        ({"scale": "batch"}, [[2 / 3, -1 / 3, -1 / 3], [0, 0]]),
-        ({"scale": "none"}, [[2 / 3, -1 / 3, -1 / 3], [0, 0]]),
+        ({"advantage_norm": "batch"}, [[2 / 3, -1 / 3, -1 / 3], [0, 0]]),
+        ({"advantage_norm": "none"}, [[2 / 3, -1 / 3, -1 / 3], [0, 0]]),
         ({"advantage": "rloo"}, [[1, -1 / 2, -1 / 2], [0, 0]]),
     ],
     ids=["grpo", "batch", "dr_grpo", "rloo"],
@@ -116,7 +116,7 @@ def test_reinforce_plus_plus_baseline_takes_the_kl_off_its_rewards() -> None:
     for given, old in zip(groups[0].samples, ([0.5, 1.0], [0.0, 0.0]), strict=True):
         given.old_logprobs, given.ref_logprobs = np.zeros(len(given), np.float32), np.zeros(len(given), np.float32)
         given.old_logprobs[given.sampled] = old
-    advantages(groups, algorithm("reinforce++_baseline", kl=2.0, kl_in="reward", kl_estimator="k1"))
+    advantages(groups, algorithm("reinforce++_baseline", kl_coef=2.0, kl_in="reward", kl_estimator="k1"))
     assert firsts(groups) == [pytest.approx([-math.sqrt(3 / 4), math.sqrt(3 / 4)])]
 
 
@@ -124,7 +124,7 @@ def test_gae_and_its_returns() -> None:
     """Values 0.5, 0.25, 1 and a reward of 2, gamma 1/2, lambda 1/2: delta = -0.375, 0.25, 1, so from the end
     A = 1, 0.25 + 1/4, -0.375 + 0.5/4. A tool wrote the token between the first and the second."""
     given = sample(0, 4, 2.0, gaps=[1], values=[0.5, 99.0, 0.25, 1.0])
-    advantages([SampleGroup(given.prompt, [given])], algorithm("ppo", scale="none", gamma=0.5, gae_lambda=0.5))
+    advantages([SampleGroup(given.prompt, [given])], algorithm("ppo", advantage_norm="none", gamma=0.5, gae_lambda=0.5))
     assert drawn(given) == pytest.approx([-0.25, 0.5, 1.0])
     assert given.returns is not None
     assert given.returns[given.sampled] == pytest.approx([0.25, 0.75, 2.0])
@@ -146,7 +146,7 @@ def test_kl_in_the_reward(estimator: Any, penalties: list[float]) -> None:
     assert kl(np.array([0.5, -1.0]), estimator) == pytest.approx(penalties)
     pair = [sample(n, 2, 1.0, old_logprobs=[-1.0, -2.0], ref_logprobs=[-1.5, -1.0]) for n in range(2)]
     pair[1].ref_logprobs = pair[1].old_logprobs
-    keys: dict[str, Any] = {"kl": 0.1, "kl_in": "reward", "kl_estimator": estimator, "scale": "none"}
+    keys: dict[str, Any] = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": estimator, "advantage_norm": "none"}
     advantages([SampleGroup(pair[0].prompt, pair)], algorithm(**keys))
     assert drawn(pair[0]) == pytest.approx([-0.05 * sum(penalties)] * 2)
     pair[0].values = np.zeros(len(pair[0]), np.float32)
@@ -162,7 +162,13 @@ def test_a_kl_in_the_reward_is_clamped() -> None:
     assert kl(np.array([-5.0, 1.0]), "k3", 10.0) == pytest.approx([10.0, math.exp(-1)])
     assert kl(np.array([-5.0, 5.0, 0.5]), "k1", 1.0).tolist() == [-1.0, 1.0, 0.5]
     given = sample(0, 2, 1.0, old_logprobs=[-6.0, -1.0], ref_logprobs=[-1.0, -2.0], values=[0.0, 0.0])
-    keys: dict[str, Any] = {"kl": 0.1, "kl_in": "reward", "kl_estimator": "k3", "kl_clamp": 10.0, "scale": "none"}
+    keys: dict[str, Any] = {
+        "kl_coef": 0.1,
+        "kl_in": "reward",
+        "kl_estimator": "k3",
+        "kl_clamp": 10.0,
+        "advantage_norm": "none",
+    }
     advantages([SampleGroup(given.prompt, [given])], algorithm("ppo", **keys))
     assert drawn(given) == pytest.approx([1 - 0.1 * (10 + math.exp(-1)), 1 - 0.1 * math.exp(-1)])
 
@@ -234,7 +240,7 @@ def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.M
 
     monkeypatch.setattr(recipe, "rollout_group", sampled)
     monkeypatch.setattr(recipe, "decode", lambda samples, tokenizer: None)
-    config = rl_config(algorithm("dapo", overlong_buffer=4, prompts=1, group_size=2), max_new_tokens=20)
+    config = rl_config(algorithm("dapo", overlong_buffer=4, prompts_per_step=1, group_size=2), max_new_tokens=20)
     stream = PromptStream([g.prompt for g in given], 1, 0, shuffle=False)
     task = SimpleNamespace(stream=stream, tokenizer=None, episodes=None, rewards=SimpleNamespace(score=score))
     run: Any = SimpleNamespace(config=config, task=task, show=lambda text: None)
@@ -403,7 +409,7 @@ def test_documents(aggregation: str, weights: list[float]) -> None:
     samples[1].finish = "length"
     for given in samples:
         given.old_logprobs = given.advantages = given.correction = np.arange(len(given), dtype=np.float32)
-    config = rl_config(algorithm(aggregation=aggregation), max_new_tokens=10)
+    config = rl_config(algorithm(loss_aggregation=aggregation), max_new_tokens=10)
     documents = build_documents(samples, config)
     first, second = (torch.tensor(w) for w in weights)
     zero = torch.zeros(())
@@ -425,7 +431,7 @@ def test_samples_are_measured_as_their_documents_are(aggregation: str) -> None:
         given.sampled[0] = number % 7 == 0  # whose weight is never used
         given.old_logprobs = given.advantages = given.correction = np.zeros(len(given), np.float32)
         given.routes = np.zeros((len(given), 1, 1), np.int16) if number % 3 else None
-    trained = TrainedSamples(samples, rl_config(algorithm(aggregation=aggregation), max_new_tokens=77))
+    trained = TrainedSamples(samples, rl_config(algorithm(loss_aggregation=aggregation), max_new_tokens=77))
     costs = Costs(lambda n: 1, float, lambda patches, pairs: (0.0, 0))
     measured, built = (document_metadata(given, costs) for given in (trained, list(trained)))
     assert measured == built and len(built) == 50
@@ -469,21 +475,24 @@ def test_a_preset_sets_what_nobody_has() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["rl.like=trl"], {"aggregation": "token_mean", "correction": "mis", "correction_level": "sequence",
+        (["rl.preset=trl"], {"loss_aggregation": "token_mean", "correction": "mis", "correction_level": "sequence",
                            "correction_limits": (0.0, 3.0), "count_masked": True, "dual_clip": None}),
-        (["rl.like=verl"], {"aggregation": "token_mean", "dual_clip": 3.0, "kl_clamp": 10.0, "correction": "none"}),
-        (["rl.like=verl", "rl.dual_clip=null", "rl.aggregation=sequence_mean"],
-         {"aggregation": "sequence_mean", "dual_clip": None, "kl_clamp": 10.0}),
-        (["rl.like=nemo-rl"], {"kl": 0.01, "kl_clamp": 10.0, "kl_estimator": "k3", "dual_clip": None}),
-        (["rl.like=trl", "rl.algorithm=rloo"], {"policy_loss": "ppo_sequence", "advantage": "rloo", "kl": 0.05,
-                                                "kl_in": "reward", "aggregation": "sequence_mean"}),
-        (["rl.like=roll", "rl.algorithm=ppo"], {"gae_lambda": 0.95, "scale": "none", "aggregation": "sequence_mean"}),
-        (["rl.like=roll"], {"kl_estimator": "k3", "kl_clamp": 10.0, "correction": "none", "dual_clip": None}),
-        (["rl.like=miles"], {"kl_estimator": "k1", "kl_clamp": None, "aggregation": "sequence_mean"}),
-        (["rl.like=slime"], {"kl_estimator": "k1", "correction": "none", "dual_clip": None}),
-        (["rl.like=openrlhf", "rl.algorithm=ppo"], {"kl": 0.01, "kl_in": "reward", "aggregation": "token_mean"}),
-        (["rl.like=trl", "rl.algorithm=gspo"], {"clip": (3e-4, 4e-4), "policy_loss": "gspo"}),
-        (["rl.like=verl", "rl.algorithm=dapo"], {"clip": (0.2, 0.28), "dynamic_sampling": 10, "dual_clip": 3.0}),
+        (["rl.preset=verl"], {"loss_aggregation": "token_mean", "dual_clip": 3.0, "kl_clamp": 10.0,
+            "correction": "none"}),
+        (["rl.preset=verl", "rl.dual_clip=null", "rl.loss_aggregation=sequence_mean"],
+         {"loss_aggregation": "sequence_mean", "dual_clip": None, "kl_clamp": 10.0}),
+        (["rl.preset=nemo-rl"], {"kl_coef": 0.01, "kl_clamp": 10.0, "kl_estimator": "k3", "dual_clip": None}),
+        (["rl.preset=trl", "rl.algorithm=rloo"], {"policy_loss": "ppo_sequence", "advantage": "rloo", "kl_coef": 0.05,
+                                                "kl_in": "reward", "loss_aggregation": "sequence_mean"}),
+        (["rl.preset=roll", "rl.algorithm=ppo"], {"gae_lambda": 0.95, "advantage_norm": "none",
+            "loss_aggregation": "sequence_mean"}),
+        (["rl.preset=roll"], {"kl_estimator": "k3", "kl_clamp": 10.0, "correction": "none", "dual_clip": None}),
+        (["rl.preset=miles"], {"kl_estimator": "k1", "kl_clamp": None, "loss_aggregation": "sequence_mean"}),
+        (["rl.preset=slime"], {"kl_estimator": "k1", "correction": "none", "dual_clip": None}),
+        (["rl.preset=openrlhf", "rl.algorithm=ppo"], {"kl_coef": 0.01, "kl_in": "reward",
+            "loss_aggregation": "token_mean"}),
+        (["rl.preset=trl", "rl.algorithm=gspo"], {"clip": (3e-4, 4e-4), "policy_loss": "gspo"}),
+        (["rl.preset=verl", "rl.algorithm=dapo"], {"clip": (0.2, 0.28), "dynamic_sampling": 10, "dual_clip": 3.0}),
     ],
 )  # fmt: skip
 def test_the_defaults_of_another_trainer(overrides: list[str], expected: dict[str, Any]) -> None:
@@ -494,7 +503,7 @@ def test_the_defaults_of_another_trainer(overrides: list[str], expected: dict[st
 def test_every_default_of_another_trainer_is_a_key_that_loads() -> None:
     for like, algorithms in LIKE.items():
         for name, keys in algorithms.items():
-            found = read(f"rl.like={like}", f"rl.algorithm={name}").rl
+            found = read(f"rl.preset={like}", f"rl.algorithm={name}").rl
             for leaf, value in keys.items():
                 assert getattr(found, leaf) == (tuple(value) if isinstance(value, list) else value), (like, name, leaf)
 
@@ -503,7 +512,9 @@ def test_the_page_of_presets_is_current() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md").read_text()
     for name, keys in PRESETS.items():
         cells = next(line for line in page.splitlines() if line.startswith(f"| `{name}`")).split("|")[2:-1]
-        table = dict(zip(("advantage", "scale", "policy_loss", "aggregation"), map(str.strip, cells), strict=False))
+        table = dict(
+            zip(("advantage", "advantage_norm", "policy_loss", "loss_aggregation"), map(str.strip, cells), strict=False)
+        )
         other = {leaf: value for leaf, value in keys.items() if leaf not in table}
         assert table == {leaf: keys.get(leaf, "") for leaf in table}, name
         words = {"kl_estimator": "{}", "clip": "clip [{:g}, {:g}]"}
@@ -520,11 +531,11 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.advantage=best"], "rl.advantage is best: it must be one of grpo, rloo"),
         (["rl.policy_loss=best"], "rl.policy_loss is best: it must be one of ppo, gspo"),
         (["rl.group_size=1"], "set rl.group_size=2 or more, or rl.advantage=reinforce"),
-        (["rl.advantage=gae"], "set rl.scale=batch or none"),
-        (["rl.kl=0.1", "rl.kl_estimator=k1"], "whose gradient in the loss is zero on average"),
-        (["rl.kl_in=reward"], "rl.kl_in would have no effect: rl.kl is 0"),
-        (["rl.kl=1", "rl.kl_in=reward", "rl.kl_unbiased=true"], "which has no gradient"),
-        (["rl.algorithm=rloo", "rl.scale=none"], "only rl.advantage=grpo and gae read it"),
+        (["rl.advantage=gae"], "set rl.advantage_norm=batch or none"),
+        (["rl.kl_coef=0.1", "rl.kl_estimator=k1"], "whose gradient in the loss is zero on average"),
+        (["rl.kl_in=reward"], "rl.kl_in would have no effect: rl.kl_coef is 0"),
+        (["rl.kl_coef=1", "rl.kl_in=reward", "rl.kl_unbiased=true"], "which has no gradient"),
+        (["rl.algorithm=rloo", "rl.advantage_norm=none"], "only rl.advantage=grpo and gae read it"),
         (["rl.gamma=0.9"], "only rl.advantage=reinforce++ and gae read it"),
         (["rl.gae_lambda=0.9"], "only rl.advantage=gae reads it"),
         (["rl.policy_loss=reinforce", "rl.clip=[0.1, 0.1]"], "no ratio to clip"),
@@ -539,12 +550,15 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.on_policy=exact", "rollout.engine=hf", "cluster.max_staleness=1"], "set cluster.max_staleness=0"),
         (["rl.on_policy=exact", "model.compile=true"], "set model.compile=false"),
         (["rl.on_policy=exact", "model.attention=per_document"], "rl.on_policy=exact brings its own"),
-        (["rl.kl_clamp=10"], "rl.kl_clamp would have no effect: rl.kl is 0"),
-        (["rl.entropy_aggregation=token_mean"], "rl.entropy is 0"),
+        (["rl.kl_clamp=10"], "rl.kl_clamp would have no effect: rl.kl_coef is 0"),
+        (["rl.entropy_aggregation=token_mean"], "rl.entropy_coef is 0"),
         (["rl.count_masked=true"], "rl.mask_truncated is false"),
-        (["rl.count_masked=true", "rl.mask_truncated=true", "rl.algorithm=dapo"], "rl.aggregation=token_mean counts"),
-        (["rl.like=nemo-rl", "rl.algorithm=ppo"], "set rl.algorithm to one of grpo, gspo, or rl.like=null"),
-        (["rl.like=prime-rl"], "rl.like must be one of trl, verl, roll, miles, slime, openrlhf, nemo-rl or null"),
+        (
+            ["rl.count_masked=true", "rl.mask_truncated=true", "rl.algorithm=dapo"],
+            "rl.loss_aggregation=token_mean counts",
+        ),
+        (["rl.preset=nemo-rl", "rl.algorithm=ppo"], "set rl.algorithm to one of grpo, gspo, or rl.preset=null"),
+        (["rl.preset=prime-rl"], "rl.preset must be one of trl, verl, roll, miles, slime, openrlhf, nemo-rl or null"),
         (["rl.overlong_buffer=2000"], "set it to at most rollout.max_new_tokens = 1024"),
         (["rl.overlong_penalty=2"], "rl.overlong_buffer is not set"),
     ],
@@ -570,7 +584,7 @@ def test_what_truncated_sampling_left_out_is_measured_after_the_update(
 
     monkeypatch.setattr(recipe, "correct", corrected)
     monkeypatch.setattr(recipe, "old_is_current", lambda config: True)
-    config = rl_config(algorithm(prompts=1, group_size=2), top_p=top_p)
+    config = rl_config(algorithm(prompts_per_step=1, group_size=2), top_p=top_p)
     plan = SimpleNamespace(per_rollout=1, steps=1)
     run: Any = SimpleNamespace(config=config, plan=plan, updates=0, trainer_group=SimpleNamespace(update=trained))
     groups = [group([1.0, 0.0])]

@@ -44,7 +44,7 @@ sys.stdin.read()
 """
 PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 KEYS = [
-    "model.init=random", "rl.prompts=4", "rl.group_size=4", "rl.updates=2", "rollout.max_prompt_tokens=6",
+    "model.init=random", "rl.prompts_per_step=4", "rl.group_size=4", "rl.minibatches=2", "rollout.max_prompt_tokens=6",
     "rollout.max_new_tokens=4", "step.max_tokens_per_device=256", "optimizer.lr=1e-3", "schedule.name=constant",
     "schedule.warmup_steps=0", "rl.reward=[exact_match, length]", "data.columns={answer: completion}",
     "rl.reward_options={length.longest: 4}", "train.timeout=120",
@@ -174,14 +174,14 @@ def test_a_run_in_stages_of_layers(task: Path) -> None:
     shutil.copytree(task / "adder", task / "adder-2")
     shrink(task / "adder-2", 2)
     keys = [f"eval.path={task}/held-out.jsonl", "eval.every=2", "checkpoint.every=2"]
-    staged = ["mesh.pp=2", "cluster.sleep=[parameters, optimizer, gradients]"]
+    staged = ["mesh.pp=2", "cluster.offload_during_rollout=[parameters, optimizer, gradients]"]
     compare_with_one_rank(task, "stages", staged, [f"model.path={task}/adder-2", *keys])
     assert all("bubble" in line for line in lines_of(task / "stages")[1:])
 
 
 def compare_with_one_rank(task: Path, name: str, mesh: list[str], keys: Sequence[str] = ()) -> float:
     """Returns the largest difference of a token's logprob between engine and trainer."""
-    run, keys = task / name, [*keys, "train.steps=6", "rl.kl=0.01", "optimizer.eps=1e-5"]
+    run, keys = task / name, [*keys, "train.steps=6", "rl.kl_coef=0.01", "optimizer.eps=1e-5"]
     weft(command(task, run, *keys, "--nproc", "2", "mesh.dp_shard=1", *mesh))
     lines = [line for line in lines_of(run) if line["step"]]
     assert all(line["documents"] == 8 for line in lines)
@@ -291,7 +291,7 @@ def test_samples_may_be_trained_more_than_once_and_from_python(task: Path) -> No
     """Two epochs over a rollout step: ratios leave 1 in the second. The engine takes turns with the trainer, all of
     whose parts sleep meanwhile."""
     run = task / "epochs"
-    shared = ["rollout.engine=hf", "cluster.sleep=[parameters, optimizer, gradients]"]
+    shared = ["rollout.engine=hf", "cluster.offload_during_rollout=[parameters, optimizer, gradients]"]
     keys = [word.replace("=", ": ", 1) for word in [*KEYS, *shared]]
     (task / "keys.yaml").write_text("\n".join(["model.path: adder", f"cluster.address: {cluster()}", *keys]) + "\n")
     (task / "cell.py").write_text(CELL)
@@ -317,7 +317,7 @@ def test_samples_may_be_trained_more_than_once_and_from_python(task: Path) -> No
 
 def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     """The losses, values and weights of the trainer's own; a step of which not all is whole is none."""
-    keys = ["rl.algorithm=ppo", "rl.updates=1", "rl.epochs=1", "rl.kl=0.1", "critic.lr=1e-3", "train.steps=3"]
+    keys = ["rl.algorithm=ppo", "rl.minibatches=1", "rl.epochs=1", "rl.kl_coef=0.1", "critic.lr=1e-3", "train.steps=3"]
     keys += ["checkpoint.every=1", "checkpoint.keep=1"]
     together, own = task / "together", task / "own"
     weft(command(task, together, *keys))
@@ -337,5 +337,5 @@ def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
 def test_a_cluster_that_is_not_there_is_named(task: Path) -> None:
     out = weft(command(task, task / "nowhere", "train.steps=2", "cluster.address=127.0.0.1:1"), status=2)
     assert "cluster.address: no Ray cluster at 127.0.0.1:1" in out
-    out = weft(command(task, task / "large", "train.steps=2", "cluster.trainer=2", "mesh.dp_shard=3"), status=2)
+    out = weft(command(task, task / "large", "train.steps=2", "cluster.trainer_ranks=2", "mesh.dp_shard=3"), status=2)
     assert "mesh.dp_shard" in out

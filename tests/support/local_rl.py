@@ -36,7 +36,8 @@ from weft.rl.actors import Actors
 from weft.rl.trainer import TrainerRank
 
 KEYS = [
-    "model.init=random", "rl.prompts=2", "rl.group_size=3", "rollout.max_prompt_tokens=6", "rollout.max_new_tokens=4",
+    "model.init=random", "rl.prompts_per_step=2", "rl.group_size=3", "rollout.max_prompt_tokens=6",
+    "rollout.max_new_tokens=4",
     "step.max_tokens_per_device=64", "optimizer.lr=1e-2", "schedule.name=constant", "schedule.warmup_steps=0",
     "rl.reward=[length]", "data.columns={answer: completion}",
     "checkpoint.every=1", "checkpoint.async=false",

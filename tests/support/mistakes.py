@@ -40,7 +40,7 @@ RL_YAML = """\
 model: {path: tiny}
 data: {path: sums.jsonl}
 step: {max_tokens_per_device: 256}
-rl: {prompts: 2, group_size: 2, reward: [exact_match]}
+rl: {prompts_per_step: 2, group_size: 2, reward: [exact_match]}
 rollout: {max_prompt_tokens: 32, max_new_tokens: 4}
 run: {dir: run}
 """

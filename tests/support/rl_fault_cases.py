@@ -113,7 +113,7 @@ EVALUATED = ["eval.path=../additions.jsonl", "eval.every=1"]
 TRAINER: dict[str, tuple[str, tuple[str, int], list[str], int]] = {
     "loading": ("loading the model", ("load", 0), [], 0),
     "generating": ("generating, step 2", ("generate", 1), [], 1),
-    "reading logprobs": ("computing logprobs, step 2", ("logprobs", 1), ["rl.kl=0.1"], 1),
+    "reading logprobs": ("computing logprobs, step 2", ("logprobs", 1), ["rl.kl_coef=0.1"], 1),
     "in forward": ("forward, step 2", ("forward", 2), [], 1),
     "in the optimizer": ("optimizer, step 2", ("optimizer", 2), [], 1),
     "syncing weights": ("syncing weights, step 2", ("sync", 2), [], 1),
@@ -190,7 +190,7 @@ def stages() -> dict[str, RlCase]:
         ),
         "the last stage is stopped reading logprobs": RlCase(
             fault=RlFault(do="stop", phase="logprobs", step=1, rank=1), when="computing logprobs, step 2", status=11,
-            words=[*cut, *SOON, "rl.kl=0.1"], within=90.0, **common,
+            words=[*cut, *SOON, "rl.kl_coef=0.1"], within=90.0, **common,
             says=[r"trainer rank 1 .*is stopped \(SIGSTOP\)", "computing logprobs"],
         ),
         "an engine is stopped, syncing weights of two stages": RlCase(

@@ -239,7 +239,7 @@ def test_the_plain_reference_is_the_model_that_the_config_names(
 
     monkeypatch.setattr(rl_harness, "PlainPolicy", policy)
     monkeypatch.setattr(rl_harness._Plain, "_optimizer", lambda *_: None)
-    config = rl_config(algorithm(kl=0.1))
+    config = rl_config(algorithm(kl_coef=0.1))
     config = replace(config, reference=replace(config.reference, path=path))
     trainer: Any = SimpleNamespace(config=config, engine=SimpleNamespace(device="cpu"), critic=None)
     rl_harness._Plain(trainer, ({}, None), None)

@@ -25,7 +25,7 @@ finally:
     cluster.shutdown()
 """
 KEYS = [
-    "model.path=adder", "data.path=additions.jsonl", "model.init=random", "rl.prompts=4", "rl.group_size=4",
+    "model.path=adder", "data.path=additions.jsonl", "model.init=random", "rl.prompts_per_step=4", "rl.group_size=4",
     "rollout.max_prompt_tokens=6", "rollout.max_new_tokens=4", "step.max_tokens_per_device=256",
     "optimizer.lr=1e-3", "schedule.name=constant", "schedule.warmup_steps=0", "rl.reward=[length]",
     "rl.reward_options={length.longest: 4}", "data.columns={answer: completion}", "train.steps=3",

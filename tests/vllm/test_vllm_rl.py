@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 MEAN = 1e-5  # of |engine's logprob - trainer's|
 STEPS = 150
 TASK = [
-    "rollout.engine=vllm", "rl.prompts=6", "rl.group_size=6", "rollout.max_prompt_tokens=6", "optimizer.lr=1e-4",
+    "rollout.engine=vllm", "rl.prompts_per_step=6", "rl.group_size=6", "rollout.max_prompt_tokens=6",
+    "optimizer.lr=1e-4",
     "step.max_tokens_per_device=256", "schedule.name=constant", "schedule.warmup_steps=0", "rl.reward=[length]",
     "rl.reward_options={length.longest: 24}", "train.timeout=300",
 ]  # fmt: skip

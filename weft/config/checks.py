@@ -98,7 +98,7 @@ INERT = (
     *(
         Inert("optimizer.load_state", when, because)
         for when, because in (
-            (lambda c: c.model.weights is None, "model.weights is null: there is no state to begin with"),
+            (lambda c: c.model.dcp_weights is None, "model.dcp_weights is null: there is no state to begin with"),
             (lambda c: c.optimizer.name not in BUILT_IN, "only the state of adamw and sgd is known by its names"),
             (lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum == 0, "SGD without momentum has no state"),
         )
@@ -176,8 +176,8 @@ INERT = (
     Inert("eval.target", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
     Inert(
         "eval.target",
-        lambda c: c.train.objective is not None,
-        "train.objective is evaluated in place of the cross entropy, and has no eval/exact",
+        lambda c: c.train.loss is not None,
+        "train.loss is evaluated in place of the cross entropy, and has no eval/exact",
     ),
     Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
     Inert(
@@ -188,8 +188,8 @@ INERT = (
     Inert("eval.max_new_tokens", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("eval.temperature", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
-    Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
-    Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
+    Inert("track.project", lambda c: not c.track.report_to, "track.report_to is empty"),
+    Inert("track.name", lambda c: not c.track.report_to, "track.report_to is empty"),
     Inert("track.system_seconds", lambda c: not c.track.system, "track.system is false"),
     Inert("run.staging", lambda c: not uses_stores(c), "no path of this config is on an object store"),
     Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
@@ -347,11 +347,11 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"step.tokens is {tokens}, but one document may have data.max_length = {longest} tokens: "
             f"set step.tokens={longest} or more.",
         )
-    objective = config.train.objective
+    objective = config.train.loss
     if objective is not None and not IMPORT_PATH.fullmatch(objective):
         yield (
-            "train.objective",
-            f"train.objective is {objective}, which is no import path: write package.module:Name, as in "
+            "train.loss",
+            f"train.loss is {objective}, which is no import path: write package.module:Name, as in "
             "my_losses:Focal for the class Focal in my_losses.py.",
         )
     yield from common_combinations(config)
@@ -433,20 +433,21 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
 
 
 def _weights_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """(key, message) of values that do not go together with model.weights."""
-    if config.model.weights is None:
+    """(key, message) of values that do not go together with model.dcp_weights."""
+    if config.model.dcp_weights is None:
         return
     if config.model.init == "random":
         yield (
             "model.init",
-            "model.init is random, but model.weights names weights: set model.weights=null, or model.init=pretrained.",
+            "model.init is random, but model.dcp_weights names weights: set model.dcp_weights=null, or "
+            "model.init=pretrained.",
         )
     if config.lora.on:
         yield (
-            "model.weights",
-            "model.weights does not go together with lora: an adapter names its base by model.path, which has other "
-            f"weights. Write a HuggingFace directory, weft export {shlex.quote(config.model.weights)} --model "
-            f"{shlex.quote(config.model.path)}, and set model.path to that.",
+            "model.dcp_weights",
+            "model.dcp_weights does not go together with lora: an adapter names its base by model.path, which has "
+            f"other weights. Write a HuggingFace directory, weft export {shlex.quote(config.model.dcp_weights)} "
+            f"--model {shlex.quote(config.model.path)}, and set model.path to that.",
         )
 
 

@@ -5,28 +5,59 @@ from __future__ import annotations
 import functools
 import keyword
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Section = TypeVar("Section")
 
 # (key, value) that are planned and refused until the feature exists.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 
 
-def key(help: str, default: Any = MISSING, default_factory: Any = MISSING) -> Any:
-    """A config key: a dataclass field that carries its documentation. Without a default it is required."""
+def key(help: str, default: Any = MISSING, default_factory: Any = MISSING, *, formerly: str = "") -> Any:
+    """A config key: a dataclass field that carries its documentation. Without a default it is required. formerly: the
+    name that it had in the same section; configs may still use it."""
+    metadata = {"help": help, "formerly": formerly}
     if default_factory is not MISSING:
-        return field(default_factory=default_factory, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=default_factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def with_former_names(section: type[Section]) -> type[Section]:
+    """Let Python code give and read the keys of a section by their former names, too: functions of users get sections
+    as arguments."""
+    names = {spec.metadata["formerly"]: spec.name for spec in fields(section) if spec.metadata.get("formerly")}  # type: ignore[arg-type]
+    make = section.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, **values: Any) -> None:
+        for former in names.keys() & values.keys():
+            if names[former] in values:
+                raise TypeError(f"{former} is the former name of {names[former]}: give one of them.")
+            values[names[former]] = values.pop(former)
+        make(self, **values)
+
+    def get_former(self: Any, name: str) -> Any:
+        if name in names:
+            return getattr(self, names[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    setattr(section, "__init__", init)  # noqa: B010 - mypy refuses the plain assignments
+    setattr(section, "__getattr__", get_former)  # noqa: B010
+    return section
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a schema: dotted name, type, default (MISSING if the key is required) and documentation."""
+    """One key of a schema: dotted name, type, default (MISSING if the key is required), documentation, and the dotted
+    name that it had before ("" for none)."""
 
     name: str
     type: Any
     default: Any
     help: str
+    formerly: str = ""
 
     @property
     def required(self) -> bool:
@@ -60,8 +91,27 @@ def _schema_keys(schema: type) -> dict[str, Key]:
         hints = typing.get_type_hints(section_type)
         for spec in fields(section_type):
             name = f"{section}.{spec.name.removesuffix('_')}"
-            table[name] = Key(name, hints[spec.name], default_of(spec), str(spec.metadata.get("help", "")))
+            former = f"{section}.{spec.metadata['formerly']}" if spec.metadata.get("formerly") else ""
+            help = str(spec.metadata.get("help", "")) + (f" Formerly {former}." if former else "")
+            table[name] = Key(name, hints[spec.name], default_of(spec), help, former)
     return table
+
+
+def former_names(schema: type) -> dict[str, str]:
+    """Former dotted name -> name, of the keys that were renamed."""
+    return {key.formerly: key.name for key in schema_keys(schema).values() if key.formerly}
+
+
+def with_current_names(config: Mapping[str, Any], schema: type) -> dict[str, Any]:
+    """A config that an earlier version has written, section -> key -> value, with today's names of its keys."""
+    current = dict(config)
+    for former, name in former_names(schema).items():
+        section, _, leaf = former.partition(".")
+        if isinstance(current.get(section), Mapping) and leaf in current[section]:
+            values = dict(current[section])
+            values.setdefault(name.rpartition(".")[2], values.pop(leaf))
+            current[section] = values
+    return current
 
 
 def get(config: Any, name: str) -> Any:

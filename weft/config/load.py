@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.config.coerce import MismatchError, coerce, describe
-from weft.config.keys import NOT_YET_VALUES, Key, attribute, get, schema_keys, sections
+from weft.config.keys import NOT_YET_VALUES, Key, attribute, former_names, get, schema_keys, sections
 from weft.config.migrate.names import weft_value
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
@@ -28,7 +28,7 @@ COMMAND_LINE = "command line"
 _BASE = "what the run's config says"
 PATH_KEYS = (
     "model.path",
-    "model.weights",
+    "model.dcp_weights",
     "data.path",
     "eval.path",
     "eval.prompts",
@@ -54,12 +54,7 @@ def load_config(
     UserError, with one line per problem, unless every key is known, has its type and fits the others, and the local
     files that it names exist.
     """
-    tree = Node({}, COMMAND_LINE)
-    _merge(tree, node_of(base or {}, _BASE))
-    for path in files:
-        _merge(tree, read_config_file(path))
-    for override in overrides:
-        _merge(tree, parse_override(override))
+    tree = _merged([node_of(base or {}, _BASE), *map(read_config_file, files), _parse_overrides(overrides)], schema)
     return _finish(tree, schema, weights, (*(files if of_run else ()), _BASE))
 
 
@@ -71,10 +66,7 @@ def load_values(
 ) -> Schema:
     """The config of a program. values: section -> key -> value, which override those of `files`. where: the name of
     the program's call, for messages. Raises UserError, as load_config."""
-    tree = Node({}, where)
-    for path in files:
-        _merge(tree, read_config_file(path))
-    _merge(tree, node_of(values, where))
+    tree = _merged([*map(read_config_file, files), node_of(values, where)], schema)
     return _finish(tree, schema, weights=True)
 
 
@@ -122,13 +114,17 @@ def chosen_keys(overrides: Sequence[str], schema: type) -> dict[str, Any]:
     """Dotted key -> value, of overrides alone. Raises UserError for what is no key of the schema, or of another
     type."""
     required = [f"{key.name}=x" for key in schema_keys(schema).values() if key.required]
-    tree, whole = Node({}, COMMAND_LINE), Node({}, COMMAND_LINE)
+    tree = _merged([_parse_overrides(overrides)], schema)
+    config: Any = build(_merged([_parse_overrides([*required, *overrides])], schema), schema)
+    return {name: get(config, name) for name in schema_keys(schema) if _find(tree, name) is not None}
+
+
+def _parse_overrides(overrides: Sequence[str]) -> Node:
+    """`a.b=c` overrides as one tree; later ones win."""
+    tree = Node({}, COMMAND_LINE)
     for override in overrides:
         _merge(tree, parse_override(override))
-    for override in [*required, *overrides]:
-        _merge(whole, parse_override(override))
-    config: Any = build(whole, schema)
-    return {name: get(config, name) for name in schema_keys(schema) if _find(tree, name) is not None}
+    return tree
 
 
 def parse_override(text: str) -> Node:
@@ -171,6 +167,31 @@ def _expand_dotted(tree: Node) -> Node:
             node = Node({part: node}, child.where)
         _merge(expanded, Node({name.split(".")[0]: node}, child.where))
     return expanded
+
+
+def _merged(sources: Sequence[Node], schema: type) -> Node:
+    """The trees of files and overrides as one; later ones win. Keys have their current names."""
+    tree = Node({}, COMMAND_LINE)
+    for source in sources:
+        _replace_former_names(source, schema)
+        _merge(tree, source)
+    return tree
+
+
+def _replace_former_names(tree: Node, schema: type) -> None:
+    """Give keys their current names. Raises UserError if one file, or the command line, sets a key by both names."""
+    for former, name in former_names(schema).items():
+        node, current = _find(tree, former), _find(tree, name)
+        if node is None:
+            continue
+        if current is not None:
+            raise UserError(
+                f"{node.where}: {former} is the former name of {name}, which is set as well ({current.where}): "
+                f"keep {name}."
+            )
+        keys = tree.value[former.partition(".")[0]].value
+        del keys[former.partition(".")[2]]
+        keys[name.partition(".")[2]] = Node(node.value, f"{node.where} ({former})", node.raw)
 
 
 def _merge(into: Node, other: Node, *, sections: bool = True) -> None:

@@ -27,7 +27,7 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     data, prompts = _data_paths(config), _prompts_path(config)
     named = [("model.path", config.model.path), ("lora.path", config.lora.path), ("run.dir", config.run.dir)]
     named += [("data.chat_template", config.data.chat_template), ("eval.prompts", prompts)]
-    named += [("model.weights", config.model.weights)]
+    named += [("model.dcp_weights", config.model.dcp_weights)]
     written = [("run.dir", config.run.dir), ("data.cache", config.data.cache)]
     found = [(key, problem) for key, path in written if (problem := _variable_problem(key, path))]
     found += list(_unnameable([*data, *((key, path) for key, path in named if path is not None)]))
@@ -39,7 +39,7 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
             found.append(("data.chat_template", _template_problem(config.data.chat_template)))
         if not is_url(config.model.path):
             found.append(("model.path", _model_problem(config, weights)))
-        found.append(("model.weights", _weights_problem(config.model.weights)))
+        found.append(("model.dcp_weights", _weights_problem(config.model.dcp_weights)))
         if not is_url(config.lora.path):
             found.append(("lora.path", _adapter_problem(config.lora.path)))
         found += [(key, named_problem(path, key)) for key, path in _import_paths(config)]
@@ -56,7 +56,7 @@ def _data_paths(config: Any) -> list[tuple[str, str]]:
 
 def _import_paths(config: Any) -> list[tuple[str, str]]:
     """(key, path) of the user's own functions and classes."""
-    named = [("optimizer.name", config.optimizer.name), ("train.objective", getattr(config.train, "objective", None))]
+    named = [("optimizer.name", config.optimizer.name), ("train.loss", config.train.loss)]
     if (rl := getattr(config, "rl", None)) is not None:
         named += [("rl.reward", path) for path in rl.reward]
         named += [(f"rl.{key}", getattr(rl, key)) for key in ("environment", "advantage", "policy_loss")]
@@ -182,7 +182,9 @@ def _model_problem(config: Any, weights: bool) -> str:
     path = config.model.path
     folder = Path(path)
     if folder.is_dir():
-        return _folder_problem(folder, weights and config.model.init == "pretrained" and config.model.weights is None)
+        return _folder_problem(
+            folder, weights and config.model.init == "pretrained" and config.model.dcp_weights is None
+        )
     if folder.is_file():
         return f"model.path {path} is a file: name the folder that holds it."
     if not _looks_like_a_path(path):
@@ -206,7 +208,7 @@ def _folder_problem(folder: Path, weights: bool) -> str:
         if dcp := next((found for found in (folder, folder / "dcp") if os.path.lexists(found / ".metadata")), None):
             return (
                 f"model.path {folder} holds its weights as torch.distributed.checkpoint: set "
-                f"{override('model.weights', str(dcp))}, too."
+                f"{override('model.dcp_weights', str(dcp))}, too."
             )
         return (
             f"model.path {folder} holds no weights (*.safetensors): download them to it, or set model.init=random to "
@@ -216,15 +218,16 @@ def _folder_problem(folder: Path, weights: bool) -> str:
 
 
 def _weights_problem(path: str | None) -> str:
-    """The problem of model.weights; "" if there is none. The content of the directory is checked by its reader."""
+    """The problem of model.dcp_weights; "" if there is none. The content of the directory is checked by its reader."""
     if path is None or Path(path).expanduser().is_dir():
         return ""
     if is_url(path):
         return (
-            f"model.weights {path}: weft reads it from a local or shared file system: copy it there, and name the copy."
+            f"model.dcp_weights {path}: weft reads it from a local or shared file system: copy it there, and name the "
+            "copy."
         )
     near = near_names(Path(path), folders=True)
-    return f"model.weights {path} does not exist: name a directory that torch.distributed.checkpoint wrote.{near}"
+    return f"model.dcp_weights {path} does not exist: name a directory that torch.distributed.checkpoint wrote.{near}"
 
 
 def _adapter_problem(path: str | None) -> str:

@@ -171,27 +171,27 @@ _FIRST: dict[Command, dict[str, Any]] = {
     "sft": {"model.path": "Qwen/Qwen3-0.6B", "data.path": "chat.jsonl", "step.documents": 16, "train.epochs": 3},
     "rl": {
         "model.path": "Qwen/Qwen3-0.6B", "data.path": "problems.jsonl", "rl.reward": ["exact_match"], "rl.chat": True,
-        "rl.prompts": 32, "rollout.max_new_tokens": 512,
+        "rl.prompts_per_step": 32, "rollout.max_new_tokens": 512,
     },
 }  # fmt: skip
 _SET = {
     "sft": "model.path data.path step.documents step.max_tokens_per_device optimizer.lr schedule.name "
     "schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
-    "rl": "model.path data.path rl.reward rl.chat rl.algorithm rl.prompts rl.group_size rollout.engine "
+    "rl": "model.path data.path rl.reward rl.chat rl.algorithm rl.prompts_per_step rl.group_size rollout.engine "
     "rollout.max_prompt_tokens rollout.max_new_tokens rollout.temperature step.max_tokens_per_device optimizer.lr "
     "schedule.name train.epochs checkpoint.every checkpoint.keep",
 }
 _SHOWN = {
     "sft": "model.recompute data.columns data.max_length data.long_documents data.train_on mesh.dp_shard mesh.tp "
-    "mesh.cp lora.rank optimizer.weight_decay eval.share eval.every track.to run.dir",
-    "rl": "data.columns rl.kl rl.instruction rl.environment mesh.dp_shard mesh.tp lora.rank eval.path eval.every "
-    "eval.samples track.to run.dir",
+    "mesh.cp lora.rank optimizer.weight_decay eval.share eval.every track.report_to run.dir",
+    "rl": "data.columns rl.kl_coef rl.instruction rl.environment mesh.dp_shard mesh.tp lora.rank eval.path eval.every "
+    "eval.samples track.report_to run.dir",
 }
 _EXAMPLES: dict[str, Any] = {
     "model.recompute": "full", "data.columns": {"prompt": "question"}, "data.max_length": 4096, "lora.rank": 16,
     "data.long_documents": "drop", "data.train_on": "all", "mesh.dp_shard": 4, "mesh.tp": 2, "mesh.cp": 2,
     "optimizer.weight_decay": 0.0, "eval.share": 0.05, "eval.path": "held_out.jsonl", "eval.every": 20,
-    "eval.samples": 4, "track.to": ["tensorboard"], "run.dir": "runs/mine", "rl.kl": 0.001,
+    "eval.samples": 4, "track.report_to": ["tensorboard"], "run.dir": "runs/mine", "rl.kl_coef": 0.001,
     "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
 }  # fmt: skip
 

@@ -53,7 +53,7 @@ _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
 
 
-_NO_REFERENCE = "rl.kl is 0: there is no reference (rl.measure_kl=true measures the KL from one)"
+_NO_REFERENCE = "rl.kl_coef is 0: there is no reference (rl.measure_kl=true measures the KL from one)"
 _NO_PROMPTS = "neither eval.path nor eval.sources is set: nothing is evaluated"
 
 
@@ -105,7 +105,11 @@ _OWN = ("eval.", "profile.", "checkpoint.keep_best")
 INERT = (
     *(rule for rule in SFT_INERT if not rule.key.startswith(_OWN)),
     *(
-        Inert(f"step.{leaf}", _always, "a rollout step has rl.prompts x rl.group_size documents, which rl.updates cuts")
+        Inert(
+            f"step.{leaf}",
+            _always,
+            "a rollout step has rl.prompts_per_step x rl.group_size documents, which rl.minibatches cuts",
+        )
         for leaf in ("documents", "tokens")
     ),
     Inert("data.train_on", _always, _DRAWN),
@@ -114,16 +118,16 @@ INERT = (
     Inert("data.cache", _always, "prompts are tokenised as they are read"),
     Inert("eval.every", lambda c: not _held_out(c), _NO_PROMPTS),
     Inert("eval.at_start", lambda c: not _held_out(c), _NO_PROMPTS),
-    Inert("rl.scale", _other_advantage(*_SCALED), "only rl.advantage=grpo and gae read it"),
+    Inert("rl.advantage_norm", _other_advantage(*_SCALED), "only rl.advantage=grpo and gae read it"),
     Inert("rl.gamma", _other_advantage(*_DISCOUNTED), "only rl.advantage=reinforce++ and gae read it"),
     Inert("rl.gae_lambda", _other_advantage("gae"), "only rl.advantage=gae reads it"),
     Inert("rl.clip", _other_loss(*_CLIPPED, "cispo"), "rl.policy_loss=reinforce has no ratio to clip"),
     Inert("rl.dual_clip", _other_loss(*_CLIPPED), "only rl.policy_loss=ppo, gspo and ppo_sequence read it"),
     *(
-        Inert(f"rl.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: no KL is trained on")
+        Inert(f"rl.{leaf}", lambda c: c.rl.kl_coef == 0, "rl.kl_coef is 0: no KL is trained on")
         for leaf in ("kl_in", "kl_estimator", "kl_clamp", "kl_unbiased")
     ),
-    Inert("rl.measure_kl", lambda c: c.rl.kl > 0, "rl.kl is above 0, and its KL is measured anyway"),
+    Inert("rl.measure_kl", lambda c: c.rl.kl_coef > 0, "rl.kl_coef is above 0, and its KL is measured anyway"),
     Inert("rl.kl_unbiased", lambda c: c.rl.kl_in == "reward", "rl.kl_in is reward, which has no gradient"),
     *(
         Inert(f"rl.{leaf}", lambda c: c.rl.old_logprobs == "rollout", _RATIO)
@@ -148,18 +152,22 @@ INERT = (
         Inert(f"critic.{leaf}", lambda c: c.rl.advantage != "gae", "only rl.advantage=gae has a critic")
         for leaf in _leaves(CriticConfig)
     ),
-    Inert("rl.entropy_aggregation", lambda c: c.rl.entropy == 0, "rl.entropy is 0"),
+    Inert("rl.entropy_aggregation", lambda c: c.rl.entropy_coef == 0, "rl.entropy_coef is 0"),
     Inert("rl.count_masked", lambda c: not c.rl.mask_truncated, "rl.mask_truncated is false: no sample is masked"),
-    Inert("rl.count_masked", lambda c: c.rl.aggregation == "token_mean", "rl.aggregation=token_mean counts tokens"),
+    Inert(
+        "rl.count_masked",
+        lambda c: c.rl.loss_aggregation == "token_mean",
+        "rl.loss_aggregation=token_mean counts tokens",
+    ),
     Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
     Inert(
-        "rollout.max_tokens_per_device",
+        "rollout.kv_cache_tokens",
         lambda c: c.rollout.engine != "embedded",
-        "only rollout.engine=embedded reads it (others have rollout.memory)",
+        "only rollout.engine=embedded reads it (others have rollout.gpu_memory_utilization)",
     ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")
-        for leaf in ("python", "tp", "memory", "options", "allow_truncated")
+        for leaf in ("python", "tp", "gpu_memory_utilization", "engine_kwargs", "allow_truncated")
     ),
     Inert(
         "rollout.allow_truncated",
@@ -168,15 +176,19 @@ INERT = (
     ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
-        for leaf in ("engines", "dtype", "timeout", *_SYNC_KEYS)
+        for leaf in ("num_engines", "dtype", "timeout", *_SYNC_KEYS)
     ),
     Inert(
         "cluster.placement",
         lambda c: c.rollout.engine == "embedded",
         "rollout.engine=embedded is in the trainers' ranks",
     ),
-    Inert("cluster.sleep", _is_disaggregated, "engines have devices of their own: trainers stay awake"),
-    Inert("rollout.unfinished", lambda c: c.cluster.max_staleness == 0, "nothing is unfinished when weights change"),
+    Inert(
+        "cluster.offload_during_rollout", _is_disaggregated, "engines have devices of their own: trainers stay awake"
+    ),
+    Inert(
+        "rollout.on_weight_update", lambda c: c.cluster.max_staleness == 0, "nothing is unfinished when weights change"
+    ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
         for leaf in _SYNC_KEYS
@@ -197,7 +209,7 @@ INERT = (
         Inert(f"eval.{leaf}", lambda c: c.eval.samples == 0, "eval.samples is 0: answers are greedy")
         for leaf in ("pass_at", "temperature", "top_p", "top_k")
     ),
-    Inert("train.objective", _always, "rl.algorithm says what is trained"),
+    Inert("train.loss", _always, "rl.algorithm says what is trained"),
     Inert(
         "train.neftune_noise_alpha",
         _always,
@@ -207,17 +219,17 @@ INERT = (
 
 RANGES: dict[str, tuple[Test, str]] = {
     **{name: rule for name, rule in SFT_RANGES.items() if not name.startswith(_OWN)},
-    "rl.prompts": AT_LEAST_1,
+    "rl.prompts_per_step": AT_LEAST_1,
     "rl.group_size": AT_LEAST_1,
-    "rl.updates": AT_LEAST_1,
+    "rl.minibatches": AT_LEAST_1,
     "rl.epochs": AT_LEAST_1,
     "rl.clip": (lambda v: 0 < v[0] <= 1 and v[1] > 0, "two numbers above 0, the first at most 1"),
     "rl.gamma": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "rl.gae_lambda": SHARE,
     "rl.dual_clip": (lambda v: v > 1, "above 1, or null"),
-    "rl.kl": NOT_NEGATIVE,
+    "rl.kl_coef": NOT_NEGATIVE,
     "rl.kl_clamp": POSITIVE,
-    "rl.entropy": NOT_NEGATIVE,
+    "rl.entropy_coef": NOT_NEGATIVE,
     "rl.correction_limits": (lambda v: 0 <= v[0] <= 1 <= v[1], "two numbers, 1 between them, neither below 0"),
     "rl.dynamic_sampling": NOT_NEGATIVE,
     "rl.overlong_buffer": AT_LEAST_1,
@@ -239,10 +251,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
     "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
-    "rollout.max_tokens_per_device": AT_LEAST_1,
-    "rollout.engines": AT_LEAST_1,
+    "rollout.kv_cache_tokens": AT_LEAST_1,
+    "rollout.num_engines": AT_LEAST_1,
     "rollout.tp": AT_LEAST_1,
-    "rollout.memory": POSITIVE,
+    "rollout.gpu_memory_utilization": POSITIVE,
     "rollout.timeout": POSITIVE,
     "rollout.bucket_mb": AT_LEAST_1,
     "rollout.verify_every": NOT_NEGATIVE,
@@ -250,7 +262,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rl.reward_workers": PROCESSES,
     "rl.max_turns": AT_LEAST_1,
     "rl.environment_timeout": POSITIVE,
-    "cluster.trainer": RANKS,
+    "cluster.trainer_ranks": RANKS,
     "cluster.max_staleness": NOT_NEGATIVE,
     "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "rollout.top_k": NOT_NEGATIVE,
@@ -301,11 +313,11 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
                 f"holds {name} = {row}{over}: set {name}={-(-longest // cp)}, a larger mesh.cp, or let samples be "
                 "shorter.",
             )
-    if config.rl.updates > 0 and config.rl.prompts % config.rl.updates:
+    if config.rl.minibatches > 0 and config.rl.prompts_per_step % config.rl.minibatches:
         yield (
-            "rl.updates",
-            f"rl.updates is {config.rl.updates}, which does not divide rl.prompts = {config.rl.prompts}: groups are "
-            "dealt to the optimizer steps whole, and equally.",
+            "rl.minibatches",
+            f"rl.minibatches is {config.rl.minibatches}, which does not divide rl.prompts_per_step = "
+            f"{config.rl.prompts_per_step}: groups are dealt to the optimizer steps whole, and equally.",
         )
     if config.data.long_documents == "truncate":
         yield (
@@ -313,12 +325,12 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "data.long_documents is truncate, but a prompt without its end asks something else: set it to error, or to "
             "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
         )
-    if config.model.weights is not None and config.rollout.engine == "sglang":
+    if config.model.dcp_weights is not None and config.rollout.engine == "sglang":
         yield (
-            "model.weights",
-            "model.weights does not go together with rollout.engine=sglang, which starts with the weights at "
+            "model.dcp_weights",
+            "model.dcp_weights does not go together with rollout.engine=sglang, which starts with the weights at "
             "model.path: set rollout.engine=vllm, or write a HuggingFace directory, weft export "
-            f"{config.model.weights} --model {config.model.path}, and set model.path to that.",
+            f"{config.model.dcp_weights} --model {config.model.path}, and set model.path to that.",
         )
     if config.model.imports and config.rollout.engine in SERVERS:
         yield (
@@ -467,12 +479,12 @@ def _eval_combinations(evaluation: RlEvalConfig) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:
-    if rl.like is not None and rl.algorithm not in LIKE[rl.like]:
-        known = ", ".join(LIKE[rl.like])
+    if rl.preset is not None and rl.algorithm not in LIKE[rl.preset]:
+        known = ", ".join(LIKE[rl.preset])
         yield (
-            "rl.like",
-            f"rl.like is {rl.like}, whose defaults of {rl.algorithm} weft does not know: set rl.algorithm to one of "
-            f"{known}, or rl.like=null.",
+            "rl.preset",
+            f"rl.preset is {rl.preset}, whose defaults of {rl.algorithm} weft does not know: set rl.algorithm to one "
+            f"of {known}, or rl.preset=null.",
         )
     for leaf, own in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
         named = getattr(rl, leaf)
@@ -482,10 +494,11 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
                 f"rl.{leaf} is {named}: it must be one of {', '.join(own)}, or the import path of a function of your "
                 f"own, as in my_rl:{leaf}.",
             )
-    if rl.prompts * rl.group_size > MOST_DOCUMENTS:
+    if rl.prompts_per_step * rl.group_size > MOST_DOCUMENTS:
         yield (
-            "rl.prompts",
-            f"rl.prompts x rl.group_size is {rl.prompts * rl.group_size:,}; it must be {MOST_DOCUMENTS:,} or less.",
+            "rl.prompts_per_step",
+            f"rl.prompts_per_step x rl.group_size is {rl.prompts_per_step * rl.group_size:,}; it must be "
+            f"{MOST_DOCUMENTS:,} or less.",
         )
     if rl.advantage in COMPARING and rl.group_size < 2:
         yield (
@@ -493,9 +506,12 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
             f"rl.group_size is {rl.group_size}, but rl.advantage={rl.advantage} compares the samples of a prompt with "
             "each other: set rl.group_size=2 or more, or rl.advantage=reinforce++, which compares those of a step.",
         )
-    if rl.advantage == "gae" and rl.scale == "group":
-        yield "rl.scale", "rl.scale is group, but rl.advantage=gae compares no groups: set rl.scale=batch or none."
-    if rl.kl > 0 and rl.kl_in == "loss" and rl.kl_estimator == "k1" and not rl.kl_unbiased:
+    if rl.advantage == "gae" and rl.advantage_norm == "group":
+        yield (
+            "rl.advantage_norm",
+            "rl.advantage_norm is group, but rl.advantage=gae compares no groups: set rl.advantage_norm=batch or none.",
+        )
+    if rl.kl_coef > 0 and rl.kl_in == "loss" and rl.kl_estimator == "k1" and not rl.kl_unbiased:
         yield (
             "rl.kl_estimator",
             "rl.kl_estimator is k1, whose gradient in the loss is zero on average, whatever the policy is: set "
@@ -516,9 +532,9 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
 
 
 def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The presets of rl.like, which take precedence, of rl.algorithm, and of adapters."""
+    """The presets of rl.preset, which take precedence, of rl.algorithm, and of adapters."""
     algorithm = value("rl.algorithm")
-    for name, table in (("rl.like", LIKE.get(value("rl.like"), {})), ("rl.algorithm", PRESETS)):
+    for name, table in (("rl.preset", LIKE.get(value("rl.preset"), {})), ("rl.algorithm", PRESETS)):
         yield name, {f"rl.{leaf}": preset for leaf, preset in table.get(algorithm, {}).items()}
     yield from adapter_presets(value, "rl")
 

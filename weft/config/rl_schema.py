@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.config.keys import key
+from weft.config.keys import key, with_former_names
 from weft.config.run_schema import RunConfig, TrackConfig
 from weft.config.schema import (
     CheckpointConfig,
@@ -25,6 +25,7 @@ from weft.config.schema import (
 from weft.errors import how_to_install
 
 
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class RlAlgorithm:
     """The algorithm, its rewards and its loss."""
@@ -64,14 +65,23 @@ class RlAlgorithm:
         "(docs/reference/algorithms.md).",
         "grpo",
     )
-    like: Literal["trl", "verl", "roll", "miles", "slime", "openrlhf", "nemo-rl"] | None = key(
+    preset: Literal["trl", "verl", "roll", "miles", "slime", "openrlhf", "nemo-rl"] | None = key(
         "Sets those of the keys below that nobody has set as this trainer has them by default for rl.algorithm, where "
         "it differs from the paper (docs/reference/algorithms.md); null: the paper's.",
         None,
+        formerly="like",
     )
-    prompts: int = key("Prompts of a rollout step.", 64)
+    prompts_per_step: int = key(
+        "Prompts of a rollout step.",
+        64,
+        formerly="prompts",
+    )
     group_size: int = key("Samples of each prompt, whose rewards are compared.", 8)
-    updates: int = key("Optimizer steps that a rollout step's groups are dealt to.", 1)
+    minibatches: int = key(
+        "Optimizer steps that a rollout step's groups are dealt to.",
+        1,
+        formerly="updates",
+    )
     chat: bool = key(
         "A `prompt` that is a text is what a user says, and goes through the chat template; false: it is continued as "
         "it stands.",
@@ -87,10 +97,11 @@ class RlAlgorithm:
         "step; `gae`, a critic's values; or a function of your own, as in my_rl:advantage.",
         "grpo",
     )
-    scale: Literal["group", "batch", "none"] = key(
+    advantage_norm: Literal["group", "batch", "none"] = key(
         "What advantages are divided by: the standard deviation of the `group`'s rewards, that of the whole step's "
         "(`batch`; with `gae` that of the advantages, whose mean is taken off, too), or `none`.",
         "group",
+        formerly="scale",
     )
     gamma: float = key("What a reward is worth one token earlier.", 1.0)
     gae_lambda: float = key("1: advantages from rewards alone; less: more from the critic's values.", 1.0)
@@ -107,15 +118,21 @@ class RlAlgorithm:
     dual_clip: float | None = key(
         "Where the advantage is negative, no token's loss is more than so many times that; null: unbounded.", None
     )
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = key(
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = key(
         "How an optimizer step's loss is made of those of its tokens: `token_mean`: their mean; `sequence_mean`: the "
         "mean of each sample, then of the samples; `sequence_sum`: the sum of each sample / rollout.max_new_tokens, "
         "then the mean of the samples.",
         "sequence_mean",
+        formerly="aggregation",
     )
-    kl: float = key("Weight of the KL divergence from the reference, the model as it was at first; 0: none.", 0.0)
+    kl_coef: float = key(
+        "Weight of the KL divergence from the reference, the model as it was at first; 0: none.",
+        0.0,
+        formerly="kl",
+    )
     measure_kl: bool = key(
-        "Measure the KL divergence from the reference (metric `kl`) where rl.kl is 0, too; nothing is trained on it.",
+        "Measure the KL divergence from the reference (metric `kl`) where rl.kl_coef is 0, too; nothing is trained on "
+        "it.",
         False,
     )
     kl_in: Literal["loss", "reward"] = key("Whether it is part of the loss, or taken off each token's reward.", "loss")
@@ -133,14 +150,18 @@ class RlAlgorithm:
         "the KL (DeepSeek-V3.2).",
         False,
     )
-    entropy: float = key("Weight of the entropy of the policy, which is taken off the loss.", 0.0)
+    entropy_coef: float = key(
+        "Weight of the entropy of the policy, which is taken off the loss.",
+        0.0,
+        formerly="entropy",
+    )
     entropy_aggregation: Literal["token_mean", "sequence_mean"] | None = key(
-        "How that entropy is made of its tokens'; null: as the loss is, rl.aggregation.", None
+        "How that entropy is made of its tokens'; null: as the loss is, rl.loss_aggregation.", None
     )
     old_logprobs: Literal["recompute", "rollout"] = key(
         "Where logprobs of the old policy come from: `recompute` reads them with the trainer, in one more forward, or "
-        "without it where a rollout step is one optimizer step (rl.updates x rl.epochs = 1); `rollout` takes those of "
-        "the engine, so that ratios correct its mismatch, too.",
+        "without it where a rollout step is one optimizer step (rl.minibatches x rl.epochs = 1); `rollout` takes those "
+        "of the engine, so that ratios correct its mismatch, too.",
         "recompute",
     )
     on_policy: Literal["measured", "exact"] = key(
@@ -188,7 +209,7 @@ class RlAlgorithm:
     @property
     def has_reference(self) -> bool:
         """Whether the KL divergence from a reference is trained on, or only measured."""
-        return self.kl > 0 or self.measure_kl
+        return self.kl_coef > 0 or self.measure_kl
 
     @property
     def corrects(self) -> bool:
@@ -196,6 +217,7 @@ class RlAlgorithm:
         return self.correction != "none" and self.old_logprobs == "recompute"
 
 
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """The rollout engine, and how it samples."""
@@ -219,11 +241,12 @@ class RolloutConfig:
         False,
     )
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
-    unfinished: Literal["continue", "drop"] = key(
+    on_weight_update: Literal["continue", "drop"] = key(
         "What becomes of completions that are being written when weights change (cluster.max_staleness): `continue`: "
         "they go on under the new weights, each token with the version that drew it; `drop`: they begin again, with "
         "the same seeds.",
         "continue",
+        formerly="unfinished",
     )
     transport: Literal["auto", "ipc", "shared", "group", "files"] = key(
         "How weights get to engines of their own: memory of the CUDA device that they share with a trainer rank "
@@ -242,34 +265,38 @@ class RolloutConfig:
         "the next; 0: only the first of each engine. Names, shapes, dtypes and versions are checked in each.",
         20,
     )
-    max_tokens_per_device: int = key(
+    kv_cache_tokens: int = key(
         "Tokens that the embedded engine remembers at once on each rank (its KV cache), where a completion counts as "
         "long as it may become; others wait. One always runs.",
         65_536,
+        formerly="max_tokens_per_device",
     )
     python: str | None = key(
         "Python program, or folder of the environment, that engines of their own run with; null: the one that "
         "`weft engine install vllm` made.",
         None,
     )
-    engines: int | None = key(
+    num_engines: int | None = key(
         "Engines of their own; prompts are spread over them. null: 1, or as many as the devices of colocated trainers "
         "take.",
         None,
+        formerly="engines",
     )
     tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1)
-    memory: float | None = key(
+    gpu_memory_utilization: float | None = key(
         "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: whole GiB of KV "
         "cache. null: as the engine does by itself, on CPU 1.",
         None,
+        formerly="memory",
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
         "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.", "auto"
     )
-    options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
+    engine_kwargs: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Further arguments of the engine's server, as in {max_num_seqs: 512, enable_prefix_caching: false}; what it "
         "does not know it refuses when it starts.",
         default_factory=dict,
+        formerly="options",
     )
     timeout: float = key(
         "Seconds in which an engine has to start, to obey, and to finish at least one of the completions that it is "
@@ -285,9 +312,10 @@ class RolloutConfig:
     @property
     def count(self) -> int:
         """The number of engines with processes of their own, once cluster.placement is settled."""
-        return self.engines or 1
+        return self.num_engines or 1
 
 
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Where trainers and rollout engines run."""
@@ -295,17 +323,22 @@ class ClusterConfig:
     address: str | None = key(
         "Ray cluster to join, as in 10.0.0.1:6379 or `auto`; null: one of its own on this machine.", None
     )
-    trainer: int | None = key("Trainer ranks; null: one per accelerator of the cluster, else --nproc, else 1.", None)
+    trainer_ranks: int | None = key(
+        "Trainer ranks; null: one per accelerator of the cluster, else --nproc, else 1.",
+        None,
+        formerly="trainer",
+    )
     placement: Literal["auto", "colocated", "disaggregated"] = key(
         "`colocated`: engines of their own have the trainers' devices, and they take turns; `disaggregated`: they have "
         "others. `auto`: in long runs where both are possible, a few rollout steps of each are timed at first, and the "
         "faster is taken (docs/reference/rollout-engines.md).",
         "auto",
     )
-    sleep: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
+    offload_during_rollout: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
         "What of the trainers (policy, reference, critic) waits in the host's memory while engines on their devices "
         "generate; null: all three on accelerators, nothing on CPU, where it would be copied from memory to memory.",
         None,
+        formerly="sleep",
     )
     max_staleness: int = key(
         "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
@@ -316,7 +349,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """The model that rl.kl and rl.measure_kl measure the policy against: an engine of its own, which only reads."""
+    """The model that rl.kl_coef and rl.measure_kl measure the policy against: an engine of its own, which only
+    reads."""
 
     path: str | None = key(
         "A HuggingFace model directory or hub id; null: the policy as model.path has it. With lora that is the base "

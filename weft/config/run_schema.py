@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.config.keys import key
+from weft.config.keys import key, with_former_names
 
 
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class TrackConfig:
     """Where metrics go beside RUN/metrics.jsonl; docs/reference/observing.md tells more."""
 
-    to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = key(
-        "Trackers that get every step's metrics, as in [tensorboard, wandb]; one that fails never ends the run.", ()
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = key(
+        "Trackers that get every step's metrics, as in [tensorboard, wandb]; one that fails never ends the run.",
+        (),
+        formerly="to",
     )
     project: str = key("Project (of mlflow: experiment) that the run belongs to.", "weft")
     name: str | None = key("Name of the run in the trackers; null: that of the run folder.", None)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.config.keys import key
+from weft.config.keys import key, with_former_names
 from weft.config.run_schema import ProfileConfig, RunConfig, TrackConfig
 
 
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model, as HuggingFace knows it, and how its layers are computed."""
@@ -32,10 +33,11 @@ class ModelConfig:
         "for among the installed packages, in PYTHONPATH and in the working directory, never in the model's folder.",
         (),
     )
-    weights: str | None = key(
+    dcp_weights: str | None = key(
         "Directory of torch.distributed.checkpoint (torchtitan, ROLL, ...), or of verl, that is read in place of the "
         "weights at model.path, which then needs config and tokenizer alone (docs/how-to/dcp.md).",
         None,
+        formerly="weights",
     )
     ignore_weights: tuple[str, ...] = key(
         "Globs of tensors in the model's files that its class does not have and that may be left out; others are an "
@@ -373,6 +375,7 @@ class LoraConfig:
         return self.rank is not None or self.path is not None
 
 
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
     """The documents of an optimizer step, and how they are cut into micro-batches."""
@@ -386,10 +389,11 @@ class StepConfig:
     max_tokens_per_device: int = key(
         "Tokens of one forward on one rank; a step is cut into as many micro-batches as this needs.", 8192
     )
-    shapes: Literal["free", "buckets", "fixed"] = key(
+    padding: Literal["free", "buckets", "fixed"] = key(
         "Row lengths: `free` as the documents give them, `buckets` rounded up to one of a few, "
         "`fixed` always step.max_tokens_per_device.",
         "free",
+        formerly="shapes",
     )
 
 
@@ -438,8 +442,8 @@ class OptimizerConfig:
         "auto",
     )
     load_state: bool = key(
-        "Begin with the optimizer's state that is in model.weights (AdamW's moments and steps, SGD's momentum); steps, "
-        "learning rate and order of the data begin anew.",
+        "Begin with the optimizer's state that is in model.dcp_weights (AdamW's moments and steps, SGD's momentum); "
+        "steps, learning rate and order of the data begin anew.",
         False,
     )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
@@ -471,6 +475,7 @@ class ScheduleConfig:
     )
 
 
+@with_former_names
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long to train, and what ends a run early."""
@@ -483,10 +488,11 @@ class TrainConfig:
         "an error; loading, saving and the first step have ten times as long outside of collectives.",
         600.0,
     )
-    objective: str | None = key(
+    loss: str | None = key(
         "Import path of the loss, as in my_losses:Focal: a class that is made without arguments, or an object, with "
         "what docs/how-to/objective.md asks for; null: cross entropy over trained tokens.",
         None,
+        formerly="objective",
     )
     neftune_noise_alpha: float | None = key(
         "Noise on embeddings in training (NEFTune), uniform within alpha / sqrt(tokens of the document x hidden size); "

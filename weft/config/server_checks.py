@@ -17,7 +17,7 @@ SERVER_OPTIONS = {
     "dtype": "set rollout.dtype instead",
     **dict.fromkeys(("seed", "random_seed"), "set train.seed instead"),
     **dict.fromkeys(("tensor_parallel_size", "tp_size", "tp"), "set rollout.tp instead"),
-    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "set rollout.memory instead"),
+    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "set rollout.gpu_memory_utilization instead"),
     **dict.fromkeys(("max_model_len", "context_length"), _LENGTHS),
     "logprobs_mode": "logprobs are of the distribution that tokens are drawn from",
     "generation_config": _DRAWS,
@@ -31,10 +31,10 @@ _COLDEST = 0.01  # vLLM raises lower temperatures to it
 
 def server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of values that do not go together."""
-    for name in rollout.options:
+    for name in rollout.engine_kwargs:
         instead = SERVER_OPTIONS.get(name.replace("-", "_"))
         if instead is not None:
-            yield "rollout.options", f"rollout.options holds `{name}`, which weft passes itself: {instead}."
+            yield "rollout.engine_kwargs", f"rollout.engine_kwargs holds `{name}`, which weft passes itself: {instead}."
     if rollout.engine == "sglang" and rollout.python is None:
         yield (
             "rollout.python",

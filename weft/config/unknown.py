@@ -115,8 +115,9 @@ def _nearest(name: str, schema: type) -> str:
     if not candidates and not section:
         candidates = difflib.get_close_matches(name, sections(schema), n=1, cutoff=0.75)
     if not candidates and section in sections(schema):
-        own = [key.leaf for key in keys.values() if key.name.startswith(section + ".")]
-        candidates = [f"{section}.{match}" for match in difflib.get_close_matches(leaf, own, n=2)]
+        near = {key.leaf: key.name for key in keys.values() if key.name.startswith(section + ".")}
+        near |= {key.formerly.rpartition(".")[2]: key.name for key in keys.values() if key.name in near.values()}
+        candidates = list(dict.fromkeys(near[match] for match in difflib.get_close_matches(leaf, near, n=2)))
     if not candidates:
         meant = difflib.get_close_matches(leaf, TABLES.names, n=1, cutoff=0.9)  # a misspelt name of another trainer
         if meant:

@@ -161,7 +161,9 @@ def _plan(
     plan = None if lora is None else plan_lora(model, lora, merged=adapters == "merged")
     untied = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
-        source = open_model_weights(config.path) if config.weights is None else open_weights(config.weights, model)
+        source = (
+            open_model_weights(config.path) if config.dcp_weights is None else open_weights(config.dcp_weights, model)
+        )
         ignore, head = config.ignore_weights, set[str]()
         if values:
             ignore, head = (*ignore, f"{support.head}.*"), value_head_names(model)

@@ -215,7 +215,7 @@ def build(spec: EngineSpec, *, weights: bool = True, readouts: Collection[str] =
             freeze(module, config.model.freeze)
         else:
             freeze_base(module, built.lora)
-        if config.optimizer.load_state and built.load is not None and config.model.weights is not None:
+        if config.optimizer.load_state and built.load is not None and config.model.dcp_weights is not None:
             check_state(module, built.load, config.optimizer.name)
         check_groups(module, config.optimizer)
     readout_spec = ReadoutSpec.parse(readouts)

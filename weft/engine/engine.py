@@ -313,7 +313,7 @@ class Engine:
             self._nonfinite = nonfinite.name_losses(unread.sources, micro_batches)
         if metrics.pop(WRONG) and self._nonfinite is None:
             raise UserError(
-                f"train.objective: logprob_grad() of {self._trained} is not the gradient of its loss by the "
+                f"train.loss: logprob_grad() of {self._trained} is not the gradient of its loss by the "
                 "logprobs, up to one factor: return None there, and it is computed from the loss."
             )
         return metrics

@@ -96,7 +96,7 @@ def state_lines(plan: LoadPlan | None, config: OptimizerConfig) -> list[str]:
 
 
 def _source_of(plan: LoadPlan) -> DcpSource:
-    assert isinstance(plan.source, DcpSource), "optimizer.load_state asks for model.weights"
+    assert isinstance(plan.source, DcpSource), "optimizer.load_state asks for model.dcp_weights"
     return plan.source
 
 

@@ -28,7 +28,7 @@ from weft.launch import flight
 from weft.models import hf
 from weft.ops.exact import numerics
 
-MAX_TOKENS = 65_536  # default of max_tokens; runs set rollout.max_tokens_per_device
+MAX_TOKENS = 65_536  # default of max_tokens; runs set rollout.kv_cache_tokens
 _JOIN = 0.25  # share of free room from which samples join a running batch, because every join costs a forward
 
 

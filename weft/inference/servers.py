@@ -72,9 +72,11 @@ class HostedServer:
         """Raise UserError if the engine could not run on this host. model_is_local: whether model.path is a folder on
         the controller's host."""
         with _located():
-            interpreter, memory = interpreter_of(self._config), self._config.rollout.memory
+            interpreter, memory = interpreter_of(self._config), self._config.rollout.gpu_memory_utilization
             if interpreter.cpu and memory is not None and memory % 1:
-                raise UserError(f"rollout.memory is {memory:g}: on CPU vLLM takes whole GiB, at least 1.")
+                raise UserError(
+                    f"rollout.gpu_memory_utilization is {memory:g}: on CPU vLLM takes whole GiB, at least 1."
+                )
             path = self._config.model.path
             if model_is_local and not Path(path).expanduser().is_dir():
                 raise UserError(

@@ -24,22 +24,20 @@ def check_readouts(
         if name not in names:
             near = get_close_matches(name, names, 3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise UserError(f"train.objective: `{HIDDEN}{name}` in `readouts`: the model has no module {name}.{hint}")
+            raise UserError(f"train.loss: `{HIDDEN}{name}` in `readouts`: the model has no module {name}.{hint}")
         mixer = next((mixer for mixer in mixers if name.startswith(f"{mixer}.")), None)
         if mixer is not None:
             raise UserError(
-                f"train.objective: `{HIDDEN}{name}` in `readouts`: {mixer} carries state, so that what is inside runs "
+                f"train.loss: `{HIDDEN}{name}` in `readouts`: {mixer} carries state, so that what is inside runs "
                 f"document by document. Read {mixer} or its layer."
             )
     if spec.hidden and compiled:
         raise UserError(
-            f"train.objective: `{HIDDEN}{spec.hidden[0]}` in `readouts`: nothing is taken out of compiled layers. "
+            f"train.loss: `{HIDDEN}{spec.hidden[0]}` in `readouts`: nothing is taken out of compiled layers. "
             "Set model.compile=false."
         )
     if spec.top > vocabulary:
-        raise UserError(
-            f"train.objective: `{TOP}{spec.top}` in `readouts`: there are {vocabulary} logits. Ask for fewer."
-        )
+        raise UserError(f"train.loss: `{TOP}{spec.top}` in `readouts`: there are {vocabulary} logits. Ask for fewer.")
 
 
 @contextmanager
@@ -56,7 +54,7 @@ def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Ite
         if not isinstance(values, Tensor) or not values.is_floating_point() or not _is_of_tokens(values, tokens):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise UserError(
-                f"train.objective: `{HIDDEN}{name}` in `readouts`: the module gives {shape}, not a vector for each of "
+                f"train.loss: `{HIDDEN}{name}` in `readouts`: the module gives {shape}, not a vector for each of "
                 f"{tokens} tokens."
             )
         captured[name] = values.reshape(tokens, -1).to(torch.promote_types(values.dtype, torch.float32))

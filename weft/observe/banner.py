@@ -103,8 +103,8 @@ def print_opening(
         return
     lines = [f"run      {folder}", f"data     {report}"]
     lines += steps_lines(config, len(steps), report.in_epoch or report.documents, steps.in_epoch)
-    if config.train.objective is not None:
-        lines.append(f"loss     {config.train.objective}")
+    if config.train.loss is not None:
+        lines.append(f"loss     {config.train.loss}")
     model = model_opening(config, engine)
     if engine.loaded is not None:
         model = replace(model, lines=[f"weights  {_loaded(engine.loaded)}", *model.lines])
@@ -158,9 +158,11 @@ def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str
     epochs = config.train.epochs
     if epochs is None or rollouts >= _FEW_STEPS:
         return []
-    fewer = max(_SMALL_STEP, prompts * epochs // (2 * _FEW_STEPS)) * config.rl.updates
+    fewer = max(_SMALL_STEP, prompts * epochs // (2 * _FEW_STEPS)) * config.rl.minibatches
     smaller = (
-        f"rl.prompts={fewer} makes smaller steps and more of them, " if fewer < min(config.rl.prompts, prompts) else ""
+        f"rl.prompts_per_step={fewer} makes smaller steps and more of them, "
+        if fewer < min(config.rl.prompts_per_step, prompts)
+        else ""
     )
     longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // max(1, rollouts))} goes through the prompts more often"
     return [f"hint     {counted(rollouts, 'rollout step')} in all may teach little: {smaller}{longer}"]
@@ -180,7 +182,7 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
     """Prints the resolved config, the mesh and the sharding, for a dry run. parameters: one row for each parameter."""
     say(to_yaml(config))
     folder = Path(config.model.path)
-    pretrained = config.model.init == "pretrained" and config.model.weights is None
+    pretrained = config.model.init == "pretrained" and config.model.dcp_weights is None
     if pretrained and folder.is_dir() and not holds_weights(folder):
         say(f"weights  there are none in {folder} yet: download them before you train")
     model = model_opening(config, engine)

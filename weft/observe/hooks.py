@@ -14,7 +14,7 @@ OnStep = Callable[[Mapping[str, object]], object]
 
 @dataclass(frozen=True)
 class Hooks:
-    """For `weft sft`. objective: replaces train.objective. on_step: called on every rank after each step, with its line
+    """For `weft sft`. objective: replaces train.loss. on_step: called on every rank after each step, with its line
     of metrics.jsonl."""
 
     objective: Loss | None = None

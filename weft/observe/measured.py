@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.retention import chosen_step, complete_steps
+from weft.config.keys import with_current_names
 from weft.config.load import load_config, parse_override, plain_sections, read_config_file
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
@@ -19,7 +20,7 @@ _OTHER_DATA = ("path", "sources", "split", "subset", "columns", "shuffle", "chat
 _COPIED: dict[str, tuple[str, ...]] = {
     "step": ("max_tokens_per_device",),
     "fsdp": ("param_dtype",),
-    "train": ("seed", "objective"),
+    "train": ("seed", "loss"),
     "rl": (
         "reward", "reward_weights", "reward_column", "reward_options", "reward_timeout", "reward_workers",
         "environment", "max_turns", "environment_timeout", "chat", "instruction",
@@ -40,7 +41,8 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
         problem = "name the data" if not data else f"{data[1]} is a second file: name one, or a pattern in quotes"
         raise UserError(f"weft eval: {problem}, as in weft eval {path} held_out.jsonl [section.key=value ...].")
     run, checkpoint = _weights(Path(path), step)
-    written = plain_sections(read_config_file(str(run / "config.yaml"))) if run is not None else {}
+    sections = {} if run is None else plain_sections(read_config_file(str(run / "config.yaml")))
+    written = with_current_names(sections, RlConfig)
     rewards = "rl" in written or any(name.startswith("rl.") for name in named)
     base = _of_run(written, rewards)
     base["model"] = {"path": path if checkpoint is None else str(checkpoint)}
@@ -57,7 +59,7 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
     if not rewards:
         return load_config([], overrides, SftConfig, base=base)
     base.setdefault("rl", {})
-    base["rl"] |= {"prompts": 1, "updates": 1}
+    base["rl"] |= {"prompts_per_step": 1, "minibatches": 1}
     data_path = next((str(parse_override(word).value) for word in overrides if word.startswith("data.path=")), None)
     base["eval"] = {**base.get("eval", {}), "path": data_path or base["data"].get("path")}
     return load_config([], overrides, RlConfig, base=base)

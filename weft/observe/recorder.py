@@ -113,7 +113,7 @@ class RunRecorder:
         evaluation: of the weights after the step, if there was one. Raises UserError if there is no metric `loss`."""
         if "loss" not in outcome.metrics:  # only a user's own objective can omit it
             raise UserError(
-                f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
+                f"train.loss: {self.config.train.loss} gives no metric `loss`: add it to the metrics of its "
                 "LossOutput, as (sum, weight)."
             )
         line = step_line(step.number, step.epoch, outcome, self.throughput, memory_gib)

@@ -24,7 +24,7 @@ from weft.checkpoint.resume import (
 from weft.checkpoint.retention import complete_steps, forget_best, point_best, point_latest, set_aside, step_folder
 from weft.checkpoint.state import RUN, TrainerState
 from weft.config import to_dict
-from weft.config.keys import schema_keys
+from weft.config.keys import schema_keys, with_current_names
 from weft.config.load import show_default
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import ScheduleConfig, SftConfig
@@ -44,8 +44,8 @@ MAY_CHANGE = (
     "data.subset", "data.columns", "data.text_unit", "data.roles", "data.message_keys", "data.ignore", "data.system",
     "data.max_length", "data.long_documents", "data.bad_rows",
     "data.workers", "data.cache", "data.check_images", "data.max_image_pixels", "data.fetch_images",
-    "data.chat_template", "model.path", "model.imports", "model.weights", "model.attention", "model.recompute",
-    "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every",
+    "data.chat_template", "model.path", "model.imports", "model.dcp_weights", "model.attention", "model.recompute",
+    "model.compile", "step.max_tokens_per_device", "step.padding", "train.timeout", "train.log_every",
     "train.max_nonfinite", "train.deterministic", "optimizer.load_state",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
@@ -170,6 +170,7 @@ def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yields (key, (before, now)) of the keys that differ. A key that a config lacks counts as its default."""
+    before = with_current_names(before, schema)
     for name, key in schema_keys(schema).items():
         section, _, leaf = name.partition(".")
         old, new = (

@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard, Weights & Biases, trackio and MLflow, for the trackers that track.to names.
+"""Metrics to TensorBoard, Weights & Biases, trackio and MLflow, for the trackers that track.report_to names.
 
 A thread of the first rank sends the numbers of every step, so that a slow tracker delays no step. A tracker that fails
 is dropped with one warning, and the run goes on; RUN/metrics.jsonl stays the record. Imports no torch, and the package
@@ -193,12 +193,15 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def check_installed(config: TrackConfig) -> None:
-    """Raises UserError, with the command to install them, if packages of track.to are missing."""
-    missing = [TRACKERS[name].package for name in config.to if importlib.util.find_spec(TRACKERS[name].package) is None]
+    """Raises UserError, with the command to install them, if packages of track.report_to are missing."""
+    missing = [
+        TRACKERS[name].package for name in config.report_to if importlib.util.find_spec(TRACKERS[name].package) is None
+    ]
     if missing:
         raise UserError(
-            f"track.to names {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install {' '.join(missing)}, or leave {'it' if len(missing) == 1 else 'them'} out of track.to."
+            f"track.report_to names {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            f"installed: pip install {' '.join(missing)}, or leave {'it' if len(missing) == 1 else 'them'} out of "
+            "track.report_to."
             + f" For tensorboard alone: {how_to_install('tensorboard', 'track')}."
             * ("tensorboard" in missing)
         )
@@ -214,10 +217,10 @@ class Trackers:
         self._lines: queue.SimpleQueue[Mapping[str, object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failed = False
-        if not track.to:
+        if not track.report_to:
             return
         run = TrackedRun(folder, track.project, track.name or folder.resolve().name, _identity(folder), step)
-        for name in dict.fromkeys(track.to):
+        for name in dict.fromkeys(track.report_to):
             tracker = TRACKERS[name]()
             try:
                 address = tracker.start(config, run)

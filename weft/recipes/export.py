@@ -75,7 +75,7 @@ def run(options: ExportOptions) -> Path:
 def _convert(options: ExportOptions, model: str) -> Path:
     """Converts another trainer's checkpoint to a HuggingFace directory. model: the HuggingFace model with its config
     and tokenizer."""
-    built = _built(ModelConfig(path=model, weights=options.path))
+    built = _built(ModelConfig(path=model, dcp_weights=options.path))
     assert built.load is not None
     load, dtype = built.load, DTYPES[options.dtype]
     target = Path(options.output) if options.output else Path(f"{options.path.rstrip('/')}-{options.dtype}")

@@ -72,7 +72,7 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
             "weft eval measures one set of documents: run it once for each path of data.sources. Evaluations during "
             "training measure each of eval.sources."
         )
-    config, objective = dated(config), choose_objective(config.train.objective)
+    config, objective = dated(config), choose_objective(config.train.loss)
     with join(options.device, config.train.timeout) as ranks:
         flight.enter("data")
         tokenizer = load_tokenizer(config.model.path)

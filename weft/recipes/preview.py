@@ -184,7 +184,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
             if len(p.kept)
         ],
     )
-    budget, shapes = config.step.max_tokens_per_device, config.step.shapes
+    budget, shapes = config.step.max_tokens_per_device, config.step.padding
     plans = [
         plan_step([meta(i) for i in step.documents], ranks=world, budget=budget, shapes=shapes, ring=config.mesh.cp)
         for step in islice(steps, _PLANNED)

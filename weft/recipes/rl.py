@@ -179,7 +179,7 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> RlTask:
         raise UserError(
             "rollout.engine=sglang takes no prompts with images in this version: set rollout.engine=vllm or embedded."
         )
-    stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
+    stream = PromptStream(prompts, config.rl.prompts_per_step, config.train.seed, config.data.shuffle)
     held_out = read_held_out_prompts(config, tokenizer, vocabulary, images)
     ends = template_ends(tokenizer, read_encoding(config.data, tokenizer))
     # A text that holds the template's end of turn was rendered with it before. Other texts end as documents do.
@@ -190,7 +190,7 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> RlTask:
 
 @dataclass(frozen=True)
 class RlPlan:
-    """The number of steps of a run. rollouts: rollout steps. per_rollout: optimizer steps of each, rl.updates x
+    """The number of steps of a run. rollouts: rollout steps. per_rollout: optimizer steps of each, rl.minibatches x
     rl.epochs. steps: optimizer steps of the whole run."""
 
     rollouts: int
@@ -203,7 +203,7 @@ class RlPlan:
     @staticmethod
     def of(config: RlConfig, stream: PromptStream) -> RlPlan:
         """The plan for train.steps optimizer steps, rounded up to whole rollout steps, or for train.epochs."""
-        per_rollout = config.rl.updates * config.rl.epochs
+        per_rollout = config.rl.minibatches * config.rl.epochs
         if config.train.steps is not None:
             return RlPlan(-(-config.train.steps // per_rollout), per_rollout)
         assert config.train.epochs is not None
@@ -318,7 +318,7 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
     trial = folder / "placement-trial"
     shutil.rmtree(trial, ignore_errors=True)
     config = replace(config, run=replace(config.run, dir=str(trial)))
-    plan = RlPlan(TIMED, config.rl.updates * config.rl.epochs)
+    plan = RlPlan(TIMED, config.rl.minibatches * config.rl.epochs)
     try:
         with (
             redirect_stdout(io.StringIO()),
@@ -522,7 +522,7 @@ async def update(run: RlRun, step: RolloutStep) -> list[dict[str, object]]:
     number = (step.number - 1) * plan.per_rollout
     with step.phases("train"):
         for epoch in range(config.rl.epochs):
-            for part in deal(step.groups, config.rl.updates, seed=config.train.seed + step.number * 1000 + epoch):
+            for part in deal(step.groups, config.rl.minibatches, seed=config.train.seed + step.number * 1000 + epoch):
                 number += 1
                 lr = learning_rate(run.updates + 1, plan.steps, config.optimizer.lr, config.schedule)
                 lines.append(await run.trainer_group.update(samples_of(part), number, plan.steps, epoch + 1, lr))

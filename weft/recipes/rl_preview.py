@@ -66,9 +66,9 @@ def _task_lines(config: RlConfig, task: RlTask) -> list[str]:
     lines += [f"held out {name or config.eval.path}: {len(found):,}" for name, found in task.held_out.named.items()]
     lines += task.held_out.leaks(task.prompts)
     lines.append(
-        f"steps    {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts, 'prompt')} x "
+        f"steps    {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts_per_step, 'prompt')} x "
         f"{counted(rl.group_size, 'sample')}, {counted(plan.per_rollout, 'optimizer step')} each: "
-        f"{plan.rollouts * rl.prompts / task.stream.in_epoch:.3g} x the prompts"
+        f"{plan.rollouts * rl.prompts_per_step / task.stream.in_epoch:.3g} x the prompts"
     )
     lines += few_rollout_steps(config, plan.rollouts, task.stream.in_epoch)
     prompt = task.prompts[0]
@@ -109,12 +109,14 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
     rollout, size = config.rollout, policy.precision.compute.itemsize
     if rollout.engine in SERVERS:
         each = counted(rollout.tp, "accelerator")
-        which = f"{rollout.engines} x {each}" if rollout.engines else f"engines of {each}"
-        note = f"{rollout.engine}: {which}, of each as much as rollout.memory says"
+        which = f"{rollout.num_engines} x {each}" if rollout.num_engines else f"engines of {each}"
+        note = f"{rollout.engine}: {which}, of each as much as rollout.gpu_memory_utilization says"
         return EngineRow("rollout", note=note)
     copy = sum(tensor.nbytes for tensor in manifest_of(policy, policy.precision.compute).values())
-    cache = byte_count(cache_bytes(policy.built.config, size) * rollout.max_tokens_per_device)
+    cache = byte_count(cache_bytes(policy.built.config, size) * rollout.kv_cache_tokens)
     if rollout.engine == "hf":
-        return EngineRow("rollout", note=f"{rollout.engines} processes beside: {byte_count(copy)} each, and a cache")
-    note = f"a whole copy; beside it a cache of up to {cache} ({rollout.max_tokens_per_device:,} tokens)"
+        return EngineRow(
+            "rollout", note=f"{rollout.num_engines} processes beside: {byte_count(copy)} each, and a cache"
+        )
+    note = f"a whole copy; beside it a cache of up to {cache} ({rollout.kv_cache_tokens:,} tokens)"
     return EngineRow("rollout", copy, note=note)

@@ -61,7 +61,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
     """Entry point of one rank. Raises StoppedError if a signal ended the run early."""
     hf.import_architectures(config.model.imports, config.model.path)
     # Errors in the objective and the optimizer are reported before the data are read, which may take long.
-    objective = choose_objective(config.train.objective, hooks.objective)
+    objective = choose_objective(config.train.loss, hooks.objective)
     hooks = replace(hooks, objective=objective)
     check_installed(config.track)
     if options.dry_run:
@@ -127,8 +127,8 @@ def train(
     """The training loop; it always saves the last weights. Raises StoppedError if a signal ended the run early."""
     phases.add(start.seconds)
     steps, updates, stop = make_steps(config, data.documents), start.updates, 0
-    objective = choose_objective(config.train.objective, hooks.objective)
-    if config.train.objective is not None or hooks.objective is not None:
+    objective = choose_objective(config.train.loss, hooks.objective)
+    if config.train.loss is not None or hooks.objective is not None:
         engine.check_sums(objective)
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
     recorder = RunRecorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)

@@ -100,7 +100,7 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     """The verdict in fp32, and in the configured dtypes if they are others (narrow.py); None except on the first
     rank."""
     exact = verified_config(config, subject.path)
-    objective = None if config.train.objective is None else choose_objective(config.train.objective)
+    objective = None if config.train.loss is None else choose_objective(config.train.loss)
     engine = Engine(EngineConfig.from_config(exact), ranks, readouts=() if objective is None else objective.readouts)
     special, remark = special_ids(engine, subject.path)
     steps = awkward_steps(hf.vocabulary_size(subject.path), special=special)
@@ -147,7 +147,7 @@ def verified_config(config: Config, path: str) -> Config:
     optimizer: Any = replace(_with_larger_eps(config.optimizer), load_state=False)
     return replace(
         config,
-        model=replace(config.model, path=path, init="pretrained", weights=None, attention="auto", transforms=()),
+        model=replace(config.model, path=path, init="pretrained", dcp_weights=None, attention="auto", transforms=()),
         lora=replace(config.lora, dropout=0.0),
         train=replace(config.train, neftune_noise_alpha=None),
         fsdp=replace(config.fsdp, param_dtype="fp32", reduce_dtype="fp32", master_dtype="fp32"),
@@ -176,7 +176,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     dist.broadcast_object_list(fits, src=0, group=ranks.group)  # each rank may see other free memory
     if layers is None and not fits[0]:
         layers = max(2, *_stages(config))
-    if layers is None and config.model.init == "pretrained" and config.model.weights is None:
+    if layers is None and config.model.init == "pretrained" and config.model.dcp_weights is None:
         return VerifiedModel(config.model.path, f"{config.model.path}, its own weights")
     shape = hf.read_config(config.model.path)
     words = f"{config.model.path}, random weights"

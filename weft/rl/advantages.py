@@ -87,17 +87,17 @@ def _set(sample: Sample, estimate: Any, name: str) -> None:
 
 def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
     """[G] the reward of each sampled token: the sample's reward at the last one and, if rl.kl_in is `reward`,
-    -rl.kl x the KL from the reference at each.
+    -rl.kl_coef x the KL from the reference at each.
 
     Ouyang et al. 2022, arXiv:2203.02155, equation 2, per token, with `old` as the penalised policy.
     """
     rewards = np.zeros(sample.length)
-    if config.kl > 0 and config.kl_in == "reward":
+    if config.kl_coef > 0 and config.kl_in == "reward":
         assert sample.old_logprobs is not None and sample.ref_logprobs is not None, (
             f"sample {sample.id} has no reference logprobs"
         )
         difference = sample.old_logprobs[sample.sampled].astype(np.float64) - sample.ref_logprobs[sample.sampled]
-        rewards -= config.kl * kl(difference, config.kl_estimator, config.kl_clamp)
+        rewards -= config.kl_coef * kl(difference, config.kl_estimator, config.kl_clamp)
     if len(rewards):
         assert sample.reward is not None
         rewards[-1] += sample.reward
@@ -158,14 +158,14 @@ def _centred(values: Exact) -> Exact:
 def grpo(groups: Sequence[SampleGroup], config: RlAlgorithm) -> Estimates:
     """(r - mean) / (std + 1e-4) over the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); std with n - 1.
 
-    rl.scale: `batch` divides by the standard deviation of all rewards of the step (Lite PPO, arXiv:2508.08221); `none`
-    does not divide (Dr. GRPO, arXiv:2503.20783, section 3.1).
+    rl.advantage_norm: `batch` divides by the standard deviation of all rewards of the step (Lite PPO,
+    arXiv:2508.08221); `none` does not divide (Dr. GRPO, arXiv:2503.20783, section 3.1).
     """
     found = [scores(group, config) for group in groups]
     divisors = [1.0] * len(found)
-    if config.scale == "group":
+    if config.advantage_norm == "group":
         divisors = [_deviation(r) + _BESIDE for r in found]
-    elif config.scale == "batch":
+    elif config.advantage_norm == "batch":
         divisors = [_deviation(np.concatenate(found)) + _BESIDE] * len(found)
     return [list(_centred(r) / divisor) for r, divisor in zip(found, divisors, strict=True)]
 
@@ -199,8 +199,8 @@ def gae(groups: Sequence[SampleGroup], config: RlAlgorithm) -> Estimates:
     arXiv:1506.02438, equation 16).
 
     V_t is the critic's value before token t is sampled, and 0 after the last token. Tokens of an environment are
-    skipped: t + 1 is the next sampled token. Also sets sample.returns to advantage + V. With rl.scale=batch, advantages
-    are whitened over the step afterwards.
+    skipped: t + 1 is the next sampled token. Also sets sample.returns to advantage + V. With rl.advantage_norm=batch,
+    advantages are whitened over the step afterwards.
     """
     found: list[list[Exact]] = []
     for group in groups:
@@ -214,7 +214,7 @@ def gae(groups: Sequence[SampleGroup], config: RlAlgorithm) -> Estimates:
             sample.returns = np.zeros(len(sample), np.float32)
             sample.returns[sample.sampled] = estimate + values
             found[-1].append(estimate)
-    return _whitened(found) if config.scale == "batch" else found
+    return _whitened(found) if config.advantage_norm == "batch" else found
 
 
 def _to_go(values: Exact, factor: float) -> Exact:

@@ -143,7 +143,7 @@ class EmbeddedPool(BatchPool):
 class StandalonePool(BatchPool):
     """Standalone engines, with short turns, because weights may change between two turns.
 
-    keep: whether unfinished requests continue with new weights; otherwise they start again (rollout.unfinished).
+    keep: whether unfinished requests continue with new weights; otherwise they start again (rollout.on_weight_update).
     """
 
     method, turn = "advance", 0.2

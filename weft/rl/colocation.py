@@ -23,12 +23,12 @@ def shares_devices(config: RlConfig) -> bool:
 
 
 def sleeping_parts(config: RlConfig, device: str) -> tuple[Part, ...]:
-    """The parts of the trainers that sleep during rollouts: cluster.sleep, by default all on CUDA and none on CPU. None
-    sleep if trainers and engines use different devices. device: the trainers' device type."""
+    """The parts of the trainers that sleep during rollouts: cluster.offload_during_rollout, by default all on CUDA and
+    none on CPU. None sleep if trainers and engines use different devices. device: the trainers' device type."""
     if not shares_devices(config):
         return ()
-    if config.cluster.sleep is not None:
-        return tuple(part for part in PARTS if part in config.cluster.sleep)
+    if config.cluster.offload_during_rollout is not None:
+        return tuple(part for part in PARTS if part in config.cluster.offload_during_rollout)
     return PARTS if device == "cuda" else ()
 
 

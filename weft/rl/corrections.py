@@ -44,8 +44,8 @@ def old_is_current(config: RlConfig) -> bool:
     sample in its forward.
     """
     rl = config.rl
-    asked = (rl.kl > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
-    once = rl.updates * rl.epochs == 1 and config.mesh.cp == 1
+    asked = (rl.kl_coef > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
+    once = rl.minibatches * rl.epochs == 1 and config.mesh.cp == 1
     return rl.old_logprobs == "recompute" and once and not asked and config.lora.dropout == 0
 
 

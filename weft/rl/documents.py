@@ -1,7 +1,7 @@
 """Samples as training documents, and the groups of each optimizer step.
 
-The documents' weights and the normaliser of the whole step (weft/engine/losses/policy.py) express rl.aggregation, so
-the loss does not depend on how a step is divided into micro-batches and over ranks.
+The documents' weights and the normaliser of the whole step (weft/engine/losses/policy.py) express rl.loss_aggregation,
+so the loss does not depend on how a step is divided into micro-batches and over ranks.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def trained_tokens(sample: Sample) -> Flags:
 def _weight(sample: Sample, config: RlConfig) -> np.float32:
     """The weight of each trained token: 1 / G with sequence_mean (of a sample with G trained tokens),
     1 / rollout.max_new_tokens with sequence_sum, else 1."""
-    if config.rl.aggregation == "sequence_mean":
+    if config.rl.loss_aggregation == "sequence_mean":
         return np.float32(1.0 / np.count_nonzero(trained_tokens(sample)))
-    return np.float32(1.0 / config.rollout.max_new_tokens if config.rl.aggregation == "sequence_sum" else 1.0)
+    return np.float32(1.0 / config.rollout.max_new_tokens if config.rl.loss_aggregation == "sequence_sum" else 1.0)
 
 
 def _column(arrays: Sequence[NDArray[Any]], dtype: type) -> tuple[Tensor, ...]:

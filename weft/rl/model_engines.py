@@ -28,8 +28,8 @@ def policy_config(config: RlConfig) -> EngineConfig:
 
 
 def reference_config(config: RlConfig) -> EngineConfig | None:
-    """The engine config of the reference. None without rl.kl and rl.measure_kl, or if the policy without its adapters
-    is the reference (Engine.without_adapter)."""
+    """The engine config of the reference. None without rl.kl_coef and rl.measure_kl, or if the policy without its
+    adapters is the reference (Engine.without_adapter)."""
     own = config.reference
     if not config.rl.has_reference or (config.lora.on and own.path is None and not config.lora.modules_to_save):
         return None
@@ -135,7 +135,7 @@ def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> E
     model = ModelConfig(
         path=own.path or policy.model.path,
         init=policy.model.init if own.path is None else "pretrained",
-        weights=policy.model.weights if own.path is None else None,
+        dcp_weights=policy.model.dcp_weights if own.path is None else None,
         ignore_weights=policy.model.ignore_weights,
         attention=policy.model.attention,
         compile=policy.model.compile,

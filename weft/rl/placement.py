@@ -62,8 +62,8 @@ def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Place
     if options.device == "cuda":
         if options.world % rollout.tp:
             return "disaggregated", f"{options.world} trainer ranks are no multiple of rollout.tp = {rollout.tp}"
-        if cluster.trainer is None:
-            return "colocated", "trainers have all accelerators (cluster.trainer would leave some)"
+        if cluster.trainer_ranks is None:
+            return "colocated", "trainers have all accelerators (cluster.trainer_ranks would leave some)"
         there = accelerator_count("cuda") if cluster.address is None else None
         if there is not None and there < options.world + rollout.count * rollout.tp:
             return "colocated", f"of {there} accelerators trainers leave too few"
@@ -92,7 +92,7 @@ def _by_trial(config: RlConfig, options: RlOptions, seconds: Callable[[RlConfig]
 def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlConfig:
     """The config with this placement and a definite number of engines. UserError if it is impossible."""
     rollout, world, gpu = config.rollout, options.world, options.device == "cuda"
-    engines = rollout.engines or 1
+    engines = rollout.num_engines or 1
     if rollout.transport == "ipc" and not (placement == "colocated" and gpu):
         raise UserError(
             "rollout.transport is ipc, which is memory of a CUDA device that trainers and engines share, and with "
@@ -110,11 +110,11 @@ def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlCon
                 "devices, which NCCL does not join: set rollout.transport=auto."
             )
         most = world // rollout.tp
-        engines = rollout.engines or most
+        engines = rollout.num_engines or most
         if engines > most:
             raise UserError(
-                f"rollout.engines is {engines}, but with cluster.placement=colocated {world} trainer ranks have room "
-                f"for {most}: set rollout.engines={most} or fewer, or null."
+                f"rollout.num_engines is {engines}, but with cluster.placement=colocated {world} trainer ranks have "
+                f"room for {most}: set rollout.num_engines={most} or fewer, or null."
             )
     cluster = replace(config.cluster, placement=placement)
-    return replace(config, cluster=cluster, rollout=replace(rollout, engines=engines))
+    return replace(config, cluster=cluster, rollout=replace(rollout, num_engines=engines))

@@ -222,7 +222,7 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
     model. notes: further lines."""
     config, plan = run.config, run.plan
     rl, rollout = config.rl, config.rollout
-    like = "" if rl.like is None else f" like {rl.like}"
+    like = "" if rl.preset is None else f" like {rl.preset}"
     rewards = [*rl.reward, *([] if rl.environment is None else [f"those of {rl.environment}"])]
     lines = [
         f"run      {run.held.folder}",
@@ -231,9 +231,9 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
         *run.task.held_out.leaks(run.task.prompts),
         *run.start.notes,
         *notes,
-        f"rl       {rl.algorithm}{like}: {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts, 'prompt')} x "
-        f"{counted(rl.group_size, 'sample')}, {counted(plan.per_rollout, 'optimizer step')} each; "
-        f"rewards {', '.join(rewards)}",
+        f"rl       {rl.algorithm}{like}: {counted(plan.rollouts, 'rollout step')} of "
+        f"{counted(rl.prompts_per_step, 'prompt')} x {counted(rl.group_size, 'sample')}, "
+        f"{counted(plan.per_rollout, 'optimizer step')} each; rewards {', '.join(rewards)}",
         *few_rollout_steps(config, plan.rollouts, run.task.stream.in_epoch),
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}",

@@ -38,8 +38,9 @@ _BESIDE = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_
 # Keys that a resumed run may change: they affect how it computes or generates, not what it learns.
 MAY_CHANGE = (
     "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout",
-    *(f"rollout.{leaf}" for leaf in ("engine", "engines", "tp", "memory", "python", "options", "timeout")),
-    *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "max_tokens_per_device")),
+    *(f"rollout.{leaf}" for leaf in ("engine", "num_engines", "tp", "gpu_memory_utilization", "python", "engine_kwargs",
+        "timeout")),
+    *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "kv_cache_tokens")),
     *(f"{section}.{leaf}" for section in ("reference", "critic") for leaf in _BESIDE),
 )  # fmt: skip
 

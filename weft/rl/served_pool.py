@@ -145,7 +145,7 @@ async def open_engines(
         seen = dict(zip(hosts, await standalone.call_all("devices"), strict=True))
         torches = dict(zip(hosts, await standalone.call_all("torch_version"), strict=True))
         tickets = (await trainers.call_all("open_sync", hosts, 1, seen, torches))[0]
-        return StandalonePool(standalone, trainers, tickets, keep=config.rollout.unfinished == "continue")
+        return StandalonePool(standalone, trainers, tickets, keep=config.rollout.on_weight_update == "continue")
     takes = config.rollout.engine == "vllm"
     hosts = dict(zip(server_names(config), await standalone.call_all("host"), strict=True)) if takes else {}
     devices = await devices_of_trainers(config, trainers)

@@ -107,7 +107,7 @@ class TrainerRank:
         rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
         self.opener = image_opener(config.model.path, config.data)
-        tokens = config.rollout.max_tokens_per_device
+        tokens = config.rollout.kv_cache_tokens
         self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True, opener=self.opener)
         self.throughput = Throughput(self.engine.ranks.world, peak_flops(self.engine.ranks.device))
         self.times = StepTimes(self.engine.device, self.ranks.world) if config.track.timing else None

@@ -155,12 +155,12 @@ def _judge_with_noise(
 
 
 def _objective_figures(seen: Seen, expected: ExpectedGradient) -> list[Figure]:
-    """Figures of train.objective."""
+    """Figures of train.loss."""
     noise, figures = gradient_noise(expected.gradients, expected.others), []
     for (loss, gradients), rows in zip(seen, ("", ", many micro-batches"), strict=True):
-        figures.append(Figure(f"train.objective: loss{rows}", relative(loss, expected.loss), SCALAR))
+        figures.append(Figure(f"train.loss: loss{rows}", relative(loss, expected.loss), SCALAR))
         parameters = compare_gradients(gradients, expected.gradients, noise)
-        figures.append(worst_of(f"train.objective: gradients{rows}", parameters))
+        figures.append(worst_of(f"train.loss: gradients{rows}", parameters))
     return figures
 
 

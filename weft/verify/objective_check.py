@@ -1,4 +1,4 @@
-"""train.objective against the same object on plain readouts: one process, one document at a time."""
+"""train.loss against the same object on plain readouts: one process, one document at a time."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ class UpdateSettings:
     follow: Callable[[PlainSample], AbstractContextManager[Any]] = field(default=lambda row: nullcontext())
 
     def weights(self, row: PlainSample) -> float:
-        """The weight of each of the row's tokens in the sums of a step, by rl.aggregation."""
+        """The weight of each of the row's tokens in the sums of a step, by rl.loss_aggregation."""
         return {"token_mean": 1.0, "sequence_mean": 1 / max(1, len(row.drawn)), "sequence_sum": 1 / self.longest}[
-            self.rl.aggregation
+            self.rl.loss_aggregation
         ]
 
 
@@ -104,7 +104,7 @@ def compare(rows: Sequence[PlainSample], rl: Any) -> None:
         found = [_generalised(row, rl) for row in known]
         for row, advantage in zip(known, found, strict=True):
             row.returns = advantage + row.values.double()
-        found = _whitened(found) if rl.scale == "batch" else found
+        found = _whitened(found) if rl.advantage_norm == "batch" else found
     elif rl.advantage == "reinforce++":
         found = _whitened([_to_go(_token_rewards(row, rl), rl.gamma) for row in known])
     else:
@@ -124,9 +124,9 @@ def _compared(rows: Sequence[PlainSample], rl: Any) -> Iterator[tuple[PlainSampl
         value = 0.0 if alike else own - float(group.mean())
         if rl.advantage == "rloo" and not alike:
             value = own - float((group.sum() - own) / (len(group) - 1))
-        if rl.advantage == "grpo" and rl.scale == "group" and not alike:
+        if rl.advantage == "grpo" and rl.advantage_norm == "group" and not alike:
             value /= float(group.std()) + 1e-4
-        if rl.advantage == "grpo" and rl.scale == "batch" and not alike:
+        if rl.advantage == "grpo" and rl.advantage_norm == "batch" and not alike:
             value /= float(everything.std()) + 1e-4
         yield row, value
 
@@ -134,8 +134,8 @@ def _compared(rows: Sequence[PlainSample], rl: Any) -> Iterator[tuple[PlainSampl
 def _token_rewards(row: PlainSample, rl: Any) -> Tensor:
     """[G]: the reward at the last token, less each token's KL if rl.kl_in is reward."""
     rewards = torch.zeros(len(row.drawn), dtype=torch.float64)
-    if rl.kl > 0 and rl.kl_in == "reward":
-        rewards -= rl.kl * _kl((row.old_logprobs - row.ref_logprobs).double(), rl)
+    if rl.kl_coef > 0 and rl.kl_in == "reward":
+        rewards -= rl.kl_coef * _kl((row.old_logprobs - row.ref_logprobs).double(), rl)
     rewards[-1] += row.reward
     return rewards
 
@@ -206,12 +206,12 @@ class _Policy(_Update):
         rl = self.rule.rl
         logprob, entropy = read(self.model, row, self.rule.temperature)
         loss = _policy_loss(logprob, row, rl) * row.correction
-        if rl.kl > 0 and rl.kl_in == "loss":
+        if rl.kl_coef > 0 and rl.kl_in == "loss":
             ratio, d = (logprob - row.old_logprobs).exp(), logprob - row.ref_logprobs
             if rl.kl_unbiased:
                 ratio = ratio.detach() if rl.kl_estimator == "k2" else ratio
-            loss = loss + rl.kl * _kl(d, rl) * (ratio if rl.kl_unbiased else 1.0)
-        return loss - rl.entropy * entropy * self._entropy_share(row)
+            loss = loss + rl.kl_coef * _kl(d, rl) * (ratio if rl.kl_unbiased else 1.0)
+        return loss - rl.entropy_coef * entropy * self._entropy_share(row)
 
     def _entropy_share(self, row: PlainSample) -> float:
         """The factor that replaces a token's weight and divisor in the loss by those of rl.entropy_aggregation."""
@@ -225,7 +225,7 @@ class _Policy(_Update):
         rl, self.trained = self.rule.rl, [row for row in rows if row.trained]
         masked = sum(not row.trained and row.reward is not None for row in rows) if rl.count_masked else 0
         tokens = sum(len(r.drawn) for r in self.trained)
-        self.divisor = float(tokens if rl.aggregation == "token_mean" else len(self.trained) + masked) or 1.0
+        self.divisor = float(tokens if rl.loss_aggregation == "token_mean" else len(self.trained) + masked) or 1.0
         return self.divisor
 
     @torch.no_grad()

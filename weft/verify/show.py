@@ -27,8 +27,8 @@ def print_verdict(
     what = "peft on transformers, random adapters" if config.lora.rank is not None else "transformers alone"
     what = "peft on transformers, the adapter of lora.path" if config.lora.path is not None else what
     console.print(f"against  {what}: one process, fp32, eager attention, one document at a time")
-    if isinstance(config, SftConfig) and config.train.objective is not None:
-        console.print(f"loss     cross entropy; {config.train.objective} on the documents of the first step")
+    if isinstance(config, SftConfig) and config.train.loss is not None:
+        console.print(f"loss     cross entropy; {config.train.loss} on the documents of the first step")
     if isinstance(config, RlConfig):
         console.print(f"update   {config.rl.algorithm}: the same rollouts on both sides")
     if plant is not None:

@@ -17,7 +17,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node, read_value, show
 
-_LISTS = ("model.freeze", "fsdp.wrap", "track.to")  # keys that several names of a trainer fill
+_LISTS = ("model.freeze", "fsdp.wrap", "track.report_to")  # keys that several names of a trainer fill
 _PATTERNS = ("lora.targets",)  # keys for which other trainers have regular expressions
 
 

@@ -76,7 +76,7 @@ _LIKE = """\
 ## Algorithms that differ
 
 `rl.algorithm` sets what the paper of an algorithm has. {title} has other defaults for these keys of `rl`, and
-`rl.like: {name}` sets all of them that you have not set:
+`rl.preset: {name}` sets all of them that you have not set:
 
 | `rl.algorithm` | key | {title} | weft |
 | --- | --- | --- | --- |
@@ -84,7 +84,7 @@ _LIKE = """\
 
 
 def _like(trainer: Trainer) -> str:
-    """The table of values of rl.like that differ from the algorithm's preset, or else from the schema's default."""
+    """The table of values of rl.preset that differ from the algorithm's preset, or else from the schema's default."""
     rows = []
     for algorithm, keys in LIKE.get(trainer.name, {}).items():
         for leaf, value in keys.items():

@@ -208,7 +208,8 @@ class _Algorithm:
                          "`rl.environment`; rewards as below")  # fmt: skip
 
     def advantage(self) -> str:
-        """Set rl.algorithm, rl.advantage, rl.scale, rl.gamma, rl.gae_lambda. Returns the name of the estimator."""
+        """Set rl.algorithm, rl.advantage, rl.advantage_norm, rl.gamma, rl.gae_lambda. Returns the name of the
+        estimator."""
         estimator = str(self.value("adv_estimator"))
         grpo = estimator == "grpo"
         mean, std = ("group", "group") if grpo else (self.value("norm_mean_type"), self.value("norm_std_type"))
@@ -253,7 +254,7 @@ class _Algorithm:
         self.take("rl.algorithm", algorithm, "adv_estimator", origin)
         self.take("rl.advantage", own, "adv_estimator", origin)
         if scale is not None:
-            self.take("rl.scale", scale, "whiten_advantages" if own == "gae" else "norm_std_type", origin)
+            self.take("rl.advantage_norm", scale, "whiten_advantages" if own == "gae" else "norm_std_type", origin)
         (self.same if known and exact else self.differs)("advantage", theirs, yours)
         if own in ("gae", "reinforce++"):
             self.take("rl.gamma", gamma, "gamma")
@@ -318,7 +319,7 @@ class _Algorithm:
         self.same("dual clip", text, text)
 
     def policy_loss(self) -> None:
-        """Set rl.policy_loss, rl.aggregation and rl.entropy."""
+        """Set rl.policy_loss, rl.loss_aggregation and rl.entropy_coef."""
         worker, variant = self.value("actor_train.worker_cls"), self.value("actor_train.pg_variant")
         if str(worker or "").endswith(_PG_WORKER):
             self.variant(str(variant or "vanilla"))
@@ -333,7 +334,7 @@ class _Algorithm:
             (self.same if constant else self.differs)("policy loss", text, f"{own}: {text}")
         mode = str(self.value("loss_agg_mode"))
         own = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}.get(mode, "sequence_sum")
-        self.take("rl.aggregation", own, "loss_agg_mode")
+        self.take("rl.loss_aggregation", own, "loss_agg_mode")
         longest = self.draft.value("rollout.max_new_tokens")
         norm = self.value("max_grad_norm")
         if own != "sequence_sum":
@@ -350,7 +351,7 @@ class _Algorithm:
         origin = self.origin("max_grad_norm") + (f", / {longest}" if norm != self.value("max_grad_norm") else "")
         self.take("optimizer.max_grad_norm", norm, "max_grad_norm", origin)
         entropy = self.number("entropy_loss_coef")
-        self.take("rl.entropy", entropy, "entropy_loss_coef")
+        self.take("rl.entropy_coef", entropy, "entropy_loss_coef")
         self.same("entropy", show(entropy), show(entropy))
         coefficient = self.number("rl_loss_coef")
         if coefficient != 1:
@@ -395,7 +396,7 @@ class _Algorithm:
         ]
 
     def kl(self) -> None:
-        """Set rl.kl and what belongs to it."""
+        """Set rl.kl_coef and what belongs to it."""
         in_loss = self.on("use_kl_loss") and self.number("kl_loss_coef") > 0
         in_reward = self.on("add_token_level_kl") and self.number("init_kl_coef") > 0
         theirs = []
@@ -407,11 +408,11 @@ class _Algorithm:
             for switch, weight in (("use_kl_loss", "kl_loss_coef"), ("add_token_level_kl", "init_kl_coef")):
                 if weight in self.found and self.number(weight) and not self.on(switch):
                     self.draft.left[weight] = f"without {switch} it says nothing."
-            self.take("rl.kl", 0.0, "use_kl_loss")
+            self.take("rl.kl_coef", 0.0, "use_kl_loss")
             self.same("KL", "none", "none")
             return
         name = "kl_loss_coef" if in_loss else "init_kl_coef"
-        self.take("rl.kl", self.number(name), name)
+        self.take("rl.kl_coef", self.number(name), name)
         self.take("rl.kl_in", "loss" if in_loss else "reward", "use_kl_loss" if in_loss else "add_token_level_kl")
         penalty = "k3" if in_loss else str(self.value("kl_penalty"))
         estimator = {"kl": "k1", "mse": "k2", "k3": "k3"}.get(penalty, "k1")
@@ -459,7 +460,7 @@ class _Algorithm:
         """Set rl.mask_truncated, rl.count_masked and rl.dynamic_sampling."""
         masked = self.on("max_len_mask")
         self.take("rl.mask_truncated", masked, "max_len_mask")
-        if masked and self.draft.value("rl.aggregation") != "token_mean":
+        if masked and self.draft.value("rl.loss_aggregation") != "token_mean":
             self.take("rl.count_masked", False, "max_len_mask", "ROLL divides by the samples that are trained")
         text = "are not trained" if masked else "are trained"
         self.same("samples of the greatest length", text, text)
@@ -508,7 +509,7 @@ class _Algorithm:
         ]
         if batches[0] != batches[1]:
             said = f"critic {batches[1]} of each rank, policy {batches[0]}"
-            self.differs("samples of an optimizer step of the critic", said, "as the policy (rl.updates)")
+            self.differs("samples of an optimizer step of the critic", said, "as the policy (rl.minibatches)")
         if draft.value("optimizer.max_grad_norm") != self.value("max_grad_norm"):
             self.differs("gradient norm of the critic", show(self.value("max_grad_norm")), "as the policy's")
 
@@ -561,7 +562,7 @@ class _Algorithm:
         """Note prompts, samples, updates, lengths and learning rate."""
         draft = self.draft
         for what, key in (
-            ("prompts of a rollout step", "rl.prompts"),
+            ("prompts of a rollout step", "rl.prompts_per_step"),
             ("samples of a prompt", "rl.group_size"),
             ("epochs", "rl.epochs"),
             ("longest prompt", "rollout.max_prompt_tokens"),
@@ -571,13 +572,13 @@ class _Algorithm:
         ):
             if key in draft.taken:
                 self.same(what, show(draft.value(key)), show(draft.value(key)))
-        samples = draft.value("rl.prompts", 0) * self.group
-        if "rl.updates" in draft.taken:
-            text = f"{draft.value('rl.updates')} x {self.samples} samples"
+        samples = draft.value("rl.prompts_per_step", 0) * self.group
+        if "rl.minibatches" in draft.taken:
+            text = f"{draft.value('rl.minibatches')} x {self.samples} samples"
             self.same("optimizer steps of a rollout step", text, text)
         else:
-            draft.taken["rl.updates"] = (
+            draft.taken["rl.minibatches"] = (
                 None,
                 f"set it: {samples} samples / those of an optimizer step (per device x accumulation x data ranks)",
-                "rl.updates",
+                "rl.minibatches",
             )

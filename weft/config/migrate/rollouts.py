@@ -49,13 +49,13 @@ def settle_rollouts(
     _settle_lengths(draft, rl, found)
     _settle_devices(draft, rl, found, gpus)
     samples = _settle_updates(draft, found, data_ranks)
-    per_rollout = draft.value("rl.updates", 1) * int(next(numbers_of(found.get("ppo_epochs", 1)), 1))
+    per_rollout = draft.value("rl.minibatches", 1) * int(next(numbers_of(found.get("ppo_epochs", 1)), 1))
     for key in rl.per_rollout:
         count = draft.value(key)
         if isinstance(count, int) and count > 0:
             origin, name = draft.taken[key][1:]
             if samples is None:
-                draft.taken[key] = (None, f"set it: {count} rollout steps x rl.updates x rl.epochs", name)
+                draft.taken[key] = (None, f"set it: {count} rollout steps x rl.minibatches x rl.epochs", name)
             elif per_rollout > 1:
                 draft.take(key, count * per_rollout, name, f"{origin}: {count} rollout steps of {per_rollout} updates")
     return samples
@@ -76,20 +76,20 @@ def _settle_lengths(draft: Draft, rl: RlDraft, found: Mapping[str, Any]) -> None
 
 
 def _settle_devices(draft: Draft, rl: RlDraft, found: Mapping[str, Any], gpus: int | None) -> None:
-    """Set cluster.trainer, rollout.engines and cluster.placement."""
+    """Set cluster.trainer_ranks, rollout.num_engines and cluster.placement."""
     train, engines = _devices(draft.trainer.table.devices, found), _devices((rl.engines,), found)
     ranks = (*TABLES.shared.ranks.machines, *TABLES.shared.ranks.gpus)
     if gpus:
-        draft.take("cluster.trainer", gpus, draft.trainer.table.devices[0], f"{gpus} GPUs")
+        draft.take("cluster.trainer_ranks", gpus, draft.trainer.table.devices[0], f"{gpus} GPUs")
     for name, value in found.items():
         if draft.entry(name) in ranks or (train and set(devices_of(value)) == train):
-            draft.left.pop(name, None)  # covered by cluster.trainer; roles on the trainers' devices need nothing
+            draft.left.pop(name, None)  # covered by cluster.trainer_ranks; roles on the trainers' devices need nothing
     _compare_roles(draft, found, train, engines)
     engine = draft.value("rollout.engine", "embedded")
     if not engines or engine == "embedded":
         return
     each = draft.value("rollout.tp", 1) if engine in SERVERS else 1
-    draft.take("rollout.engines", len(engines) // each, rl.engines, f"{len(engines)} GPUs / {each}")
+    draft.take("rollout.num_engines", len(engines) // each, rl.engines, f"{len(engines)} GPUs / {each}")
     if engines <= train or not engines & train:
         shared = "colocated" if engines <= train else "disaggregated"
         draft.take("cluster.placement", shared, rl.engines, f"GPUs of trainers and engines: {shared}")
@@ -189,17 +189,19 @@ def _devices(names: tuple[str, ...], found: Mapping[str, Any]) -> set[int]:
 
 
 def _settle_updates(draft: Draft, found: Mapping[str, Any], data_ranks: int | None) -> int | None:
-    """Set rl.updates from the samples of an optimizer step. Returns these; None if they are not known, or do not
+    """Set rl.minibatches from the samples of an optimizer step. Returns these; None if they are not known, or do not
     divide the samples of a rollout step."""
     sizes = draft.trainer.table.per_device
     given = {name: value for name, value in found.items() if draft.entry(name) in sizes}
     factors = {**sizes, **{draft.entry(name): next(numbers_of(value), 0) for name, value in given.items()}}
-    samples = draft.value("rl.prompts", 0) * draft.value("rl.group_size", 1)
+    samples = draft.value("rl.prompts_per_step", 0) * draft.value("rl.group_size", 1)
     batch = int(math.prod(factors.values())) * (data_ranks or 0)
     updates = samples // batch if batch and samples % batch == 0 else 0
-    if not updates or draft.value("rl.prompts", 0) % updates:
+    if not updates or draft.value("rl.prompts_per_step", 0) % updates:
         draft.left |= {name: draft.advice(name) or "" for name in given}
         return None
     terms = " x ".join(str(value) for value in factors.values())
-    draft.take("rl.updates", updates, next(iter(given), ""), f"{samples} samples / ({terms} x {data_ranks} data ranks)")
+    draft.take(
+        "rl.minibatches", updates, next(iter(given), ""), f"{samples} samples / ({terms} x {data_ranks} data ranks)"
+    )
     return batch

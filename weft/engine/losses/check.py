@@ -27,7 +27,7 @@ def check_terms(output: Any, objective: Loss) -> LossOutput:
     value = output.loss_sum if isinstance(output, LossOutput) else output
     shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
     raise UserError(
-        f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(output, LossOutput)}"
+        f"train.loss: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(output, LossOutput)}"
         f"a {type(value).__name__}{shape}; it must be LossOutput(loss_sum=...), the sum over all predictions of the "
         "batch, a tensor without dimensions. docs/how-to/objective.md shows one that is whole."
     )
@@ -38,7 +38,7 @@ def _check_metrics(metrics: Any, objective: Loss) -> None:
         if isinstance(pair, tuple) and len(pair) == 2 and all(_is_number(value) for value in pair):
             continue
         raise UserError(
-            f"train.objective: metric `{name}` of {type(objective).__name__} is {_in_words(pair)}; it must be a pair "
+            f"train.loss: metric `{name}` of {type(objective).__name__} is {_in_words(pair)}; it must be a pair "
             "(sum, weight) of two numbers, which are added up over all rows and divided at the end."
         )
 
@@ -60,7 +60,7 @@ def check_normaliser(value: Any, objective: Loss) -> float:
         return float(value)
     shown = float(value) if _is_number(value) else _in_words(value)
     raise UserError(
-        f"train.objective: normaliser(plan) of {type(objective).__name__} gives {shown}; it must be a number other "
+        f"train.loss: normaliser(plan) of {type(objective).__name__} gives {shown}; it must be a number other "
         "than zero, by which the loss sum of the whole step is divided, such as plan.totals.weight or 1.0."
     )
 
@@ -72,7 +72,7 @@ def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Loss) -> 
     lowest, highest = int(chosen_NC.min()), int(chosen_NC.max())
     if lowest < 0 or highest >= vocabulary:
         raise UserError(
-            f"train.objective: token_ids() of {type(objective).__name__} gives token "
+            f"train.loss: token_ids() of {type(objective).__name__} gives token "
             f"{lowest if lowest < 0 else highest}; the model has logits for tokens 0 to {vocabulary - 1}."
         )
 
@@ -85,7 +85,7 @@ def check_is_sum(objective: Loss, batch: Batch) -> bool:
     loss, gradients = _differentiate(objective, single)
     if not gradients and loss and bool((batch.weights_N != 0).any()):
         raise UserError(
-            f"train.objective: the loss_sum of {type(objective).__name__} has no gradient: it was computed under "
+            f"train.loss: the loss_sum of {type(objective).__name__} has no gradient: it was computed under "
             "torch.no_grad(), detached, or made from numbers."
         )
     largest = max((float(gradient.abs().max()) for gradient in gradients.values()), default=0.0)
@@ -99,7 +99,7 @@ def check_is_sum(objective: Loss, batch: Batch) -> bool:
         if len(doubled) == len(gradient) and float((doubled - gradient).abs().max()) <= _TOLERANCE * largest:
             continue
         raise UserError(
-            f"train.objective: {type(objective).__name__} is no sum over documents: with the same documents in the row "
+            f"train.loss: {type(objective).__name__} is no sum over documents: with the same documents in the row "
             f"twice, the gradient of a prediction's {name} changes, {_ratio(doubled, gradient)}. Divide by no count or "
             "sum of a batch, which is a row of one rank: return the sum, and from normaliser(plan) what the whole step "
             "is divided by. docs/how-to/objective.md shows one."
@@ -156,7 +156,7 @@ def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor])
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2 or len(ids) != count:
         result = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise UserError(
-            f"train.objective: token_ids() of {type(objective).__name__} gives {result}, and has to give int64 of "
+            f"train.loss: token_ids() of {type(objective).__name__} gives {result}, and has to give int64 of "
             f"shape [{count}, tokens]: for each prediction the same number of tokens."
         )
     return ids.to(targets_N)

@@ -1,4 +1,4 @@
-"""train.objective: the trained loss, which may be a user's class."""
+"""train.loss: the trained loss, which may be a user's class."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def choose_objective(path: str | None, objective: Loss | None = None) -> Loss:
         return check_objective(objective, type(objective).__name__)
     if path is None:
         return CrossEntropy()
-    loaded = import_named(path, "train.objective")
+    loaded = import_named(path, "train.loss")
     if isinstance(loaded, type):
         try:
             loaded = loaded()
         except TypeError as error:
             raise UserError(
-                f"train.objective: {path} cannot be made without arguments: {error}. Give them defaults, or name an "
+                f"train.loss: {path} cannot be made without arguments: {error}. Give them defaults, or name an "
                 "object of the module in place of the class."
             ) from error
     return check_objective(loaded, path)
@@ -45,21 +45,21 @@ def check_objective(objective: Any, name: str) -> Loss:
     missing += [field for field in ("readouts", "every_token") if not hasattr(objective, field)]
     if missing:
         raise UserError(
-            f"train.objective: {name} is no objective: it has no {', '.join(missing)}. "
+            f"train.loss: {name} is no objective: it has no {', '.join(missing)}. "
             "docs/how-to/objective.md shows one that is whole."
         )
     if isinstance(objective.readouts, str):
         raise UserError(
-            f"train.objective: {name} has a string as `readouts`; it has names of readouts, as in "
+            f"train.loss: {name} has a string as `readouts`; it has names of readouts, as in "
             f'frozenset({{"{objective.readouts}"}}).'
         )
     unknown = ReadoutSpec.parse(objective.readouts).unknown
     if unknown or not objective.readouts:
         problem = f"asks for {', '.join(unknown)}" if unknown else "asks for nothing"
-        raise UserError(f"train.objective: {name} {problem} in `readouts`; there are {OFFERED}.")
+        raise UserError(f"train.loss: {name} {problem} in `readouts`; there are {OFFERED}.")
     if "chosen_logits" in objective.readouts and not callable(getattr(objective, "token_ids", None)):
         raise UserError(
-            f"train.objective: {name} asks for chosen_logits in `readouts`, and has no method token_ids(targets_N, "
+            f"train.loss: {name} asks for chosen_logits in `readouts`, and has no method token_ids(targets_N, "
             "arrays) that says of which tokens. docs/how-to/objective.md shows one."
         )
     checked: Loss = objective

@@ -163,7 +163,8 @@ def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm
 
 
 class PolicyLoss:
-    """loss of a token = correction x policy loss + rl.kl x KL - rl.entropy x entropy; see the top of this file."""
+    """loss of a token = correction x policy loss + rl.kl_coef x KL - rl.entropy_coef x entropy; see the top of this
+    file."""
 
     readouts = frozenset({"logprob", "entropy"})  # entropy without a gradient costs next to nothing
     every_token = False
@@ -189,7 +190,7 @@ class PolicyLoss:
         samples = sum(document.loss_tokens > 0 for document in plan.documents)
         self._tokens = float(sum(document.loss_tokens for document in plan.documents)) or 1.0
         self._samples = float(samples) or 1.0
-        summed = self.config.aggregation == "token_mean"
+        summed = self.config.loss_aggregation == "token_mean"
         self._divisor = plan.totals.weight or 1.0 if summed else float(samples + self.masked) or 1.0
         return self._divisor
 
@@ -209,10 +210,10 @@ class PolicyLoss:
         if config.has_reference:
             reference = batch.arrays["ref_logprobs"]
             means["kl"] = _k3(logprob, reference)
-            if config.kl > 0 and config.kl_in == "loss":
-                loss = loss + config.kl * kl_loss(tokens, reference, config)
-        if config.entropy > 0:
-            loss = loss - config.entropy * entropy * self._entropy_share(batch)
+            if config.kl_coef > 0 and config.kl_in == "loss":
+                loss = loss + config.kl_coef * kl_loss(tokens, reference, config)
+        if config.entropy_coef > 0:
+            loss = loss - config.entropy_coef * entropy * self._entropy_share(batch)
         loss_sum = (batch.weights_N * loss).sum()
         metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()}
         if config.policy_loss in _OF_SAMPLES:
@@ -256,7 +257,7 @@ class PolicyLoss:
 
     def _share(self, batch: Batch) -> Tensor:
         """This row's part of the normaliser."""
-        if self.config.aggregation == "token_mean":
+        if self.config.loss_aggregation == "token_mean":
             return batch.weights_N.sum()
         trained = (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
         return trained * (self._divisor / self._samples)  # masked samples are spread over the rows

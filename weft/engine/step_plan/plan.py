@@ -301,8 +301,8 @@ def _check(
         raise UserError("a step needs at least one document, got none")
     if layout == "padded" and sizes.shapes == "fixed":
         raise UserError(
-            "step.shapes=fixed would give every document a row of its own, because this model's documents cannot share "
-            "one: set step.shapes=buckets"
+            "step.padding=fixed would give every document a row of its own, because this model's documents cannot "
+            "share one: set step.padding=buckets"
         )
     for index, document in enumerate(documents):
         if document.length < 1:
@@ -345,7 +345,7 @@ def _row_cost(costs: list[float], layout: Layout) -> float:
 
 
 class _RowSizes:
-    """Row lengths that step.shapes allows."""
+    """Row lengths that step.padding allows."""
 
     def __init__(self, budget: int, multiple: int, shapes: Shapes) -> None:
         self.multiple, self.shapes = multiple, shapes
@@ -455,7 +455,7 @@ class StepPlanner:
             budget=budget,
             multiple=self.multiple,
             layout=self.layout,
-            shapes=self.step.shapes,
+            shapes=self.step.padding,
             alone_above=self._alone_above(metadata, budget),
             ring=1 if context is None else context.ring_size,
             ulysses=1 if context is None else context.ulysses_size,

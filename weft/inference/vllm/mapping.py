@@ -84,8 +84,8 @@ def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
     if start is None or tokens.count(stands) != rendered.count(stands):
         raise UserError(
             f"{request.id}: vLLM's processor gives its images {rendered.count(stands)} tokens, and the trainer's "
-            f"{tokens.count(stands)}. Set rollout.options.mm_processor_kwargs to what data.image_pixels says, in the "
-            "words of this model's processor, or set rollout.engine=embedded."
+            f"{tokens.count(stands)}. Set rollout.engine_kwargs.mm_processor_kwargs to what data.image_pixels says, in "
+            "the words of this model's processor, or set rollout.engine=embedded."
         )
     return {**features, "mm_placeholders": {"image": places}}
 

@@ -79,14 +79,14 @@ def settings_of(
         max_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         dtype=dtype,
         tp=rollout.tp,
-        memory=rollout.memory,
+        memory=rollout.gpu_memory_utilization,
         seed=config.train.seed,
         lora_rank=_rank_of(config.lora) if config.lora.on else None,
         sleeps=config.cluster.placement == "colocated",
-        drops=rollout.unfinished == "drop",
+        drops=rollout.on_weight_update == "drop",
         invariant=config.rl.on_policy == "exact",
         silence=rollout.timeout,
-        options={**reading, **rollout.options},
+        options={**reading, **rollout.engine_kwargs},
     )
 
 
@@ -153,7 +153,7 @@ def _defaults(interpreter: Interpreter) -> dict[str, str]:
 
 
 def option(name: str, value: Any) -> list[str]:
-    """One of rollout.options as arguments of a command line."""
+    """One of rollout.engine_kwargs as arguments of a command line."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):

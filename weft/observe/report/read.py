@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.retention import TRAINER_STATE, complete_steps, step_folder
+from weft.config.keys import with_current_names
 from weft.config.load import plain_sections
+from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import read_file
 from weft.errors import UserError
 from weft.files import LOCK
@@ -94,7 +96,7 @@ def read_run(folder: Path) -> ReportedRun:
     config: dict[str, dict[str, Any]] = {}
     if (folder / "config.yaml").is_file():
         try:
-            config = plain_sections(read_file(str(folder / "config.yaml")))
+            config = with_current_names(plain_sections(read_file(str(folder / "config.yaml"))), RlConfig)
         except UserError as error:
             notes.append(str(error))
     try:

@@ -155,8 +155,9 @@ def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) 
     config = model.config.get_text_config()
     if config.model_type not in TITAN_TURNS_PAIRS:
         raise UserError(
-            f"model.weights: these are torchtitan's names, and weft knows how its {', '.join(TITAN_TURNS_PAIRS)} lie, "
-            f"not its {config.model_type}. Write it with torchtitan's checkpoint.last_save_in_hf, and set model.path."
+            f"model.dcp_weights: these are torchtitan's names, and weft knows how its {', '.join(TITAN_TURNS_PAIRS)} "
+            f"lie, not its {config.model_type}. Write it with torchtitan's checkpoint.last_save_in_hf, and set "
+            "model.path."
         )
     abstract, layer = _abstract(own)
     theirs = TITAN.get(abstract)
@@ -165,7 +166,7 @@ def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) 
     elif "{e}" in theirs:
         experts = getattr(config, "num_experts", 0)
         if not shape or shape[0] != experts:
-            raise UserError(f"model.weights: {name} is {list(shape)}, and the model has {experts} experts.")
+            raise UserError(f"model.dcp_weights: {name} is {list(shape)}, and the model has {experts} experts.")
         for expert in range(experts):
             yield theirs.format(layer, e=expert), TensorView(name, shape[1:], expert=expert)
     else:
@@ -176,7 +177,7 @@ def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) 
 
 # ---------------------------------------------------------------- the tensors
 
-KEY = "model.weights"
+KEY = "model.dcp_weights"
 
 
 class DcpTensors:
@@ -262,7 +263,7 @@ class DcpSource(TensorSource):
 
 
 def open_weights(path: str, model: PreTrainedModel) -> DcpSource:
-    """The directory of model.weights. Raises UserError if it is no such directory, or does not fit the model."""
+    """The directory of model.dcp_weights. Raises UserError if it is no such directory, or does not fit the model."""
     directory = (open_rank_files if holds_rank_files(Path(path).expanduser()) else open_dcp)(path, KEY)
     shapes = {name: stored.shape for name, stored in directory.tensors.items()}
     naming = name_tensors(shapes, model, KEY, str(directory.folder))

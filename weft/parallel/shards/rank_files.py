@@ -67,7 +67,7 @@ def open_rank_files(path: str, key: str) -> DcpDirectory:
 def _merge(folder: Path) -> str:
     return (
         "verl merges such files: python -m verl.model_merger merge --backend fsdp "
-        f"--local_dir {folder} --target_dir NEW; then set model.path=NEW, without model.weights."
+        f"--local_dir {folder} --target_dir NEW; then set model.path=NEW, without model.dcp_weights."
     )
 
 

@@ -95,7 +95,7 @@ def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[
         inside = next((name for name in names if name.startswith(f"{region}.")), None)
         if inside is not None:
             raise UserError(
-                f"train.objective: `hidden/{inside}` in `readouts`: with mesh.tp above 1 each rank has a part of what "
+                f"train.loss: `hidden/{inside}` in `readouts`: with mesh.tp above 1 each rank has a part of what "
                 f"is inside of {region}. Read {region} or its layer, or set mesh.tp=1."
             )
 

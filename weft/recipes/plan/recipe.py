@@ -79,7 +79,7 @@ def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLeng
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
     """The step to simulate: documents of these lengths, and the objective with the columns that it reads."""
     if isinstance(config, SftConfig):
-        return Step(lengths, choose_objective(config.train.objective))
+        return Step(lengths, choose_objective(config.train.loss))
     return Step(lengths, PolicyLoss(config.rl), ("old_logprobs", "advantages", "correction", "ref_logprobs"))
 
 
@@ -127,7 +127,7 @@ def _equal(config: SftConfig, length: int, origin: str) -> StepLengths:
 
 
 def _lengths_of_rollouts(config: RlConfig, stated: int | None) -> StepLengths:
-    count = max(1, config.rl.prompts * config.rl.group_size // config.rl.updates)
+    count = max(1, config.rl.prompts_per_step * config.rl.group_size // config.rl.minibatches)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     origin = "--length" if stated else "prompts and answers as long as rollout allows; --length N states another"
     return StepLengths([stated or longest] * count, f"{stated or longest:,} tokens each ({origin})")

@@ -309,7 +309,7 @@ def _with_padding_trained(row: Row, covered: Tensor) -> Row:
     "B9", "weft.engine.batch.rows:build_row",
     "padding behind documents is trained",
     caught_by=LOSS, seen="open-jarvis/OpenJarvis#521",
-    needs="rows with padding: a padded family such as falcon, or step.shapes=fixed",
+    needs="rows with padding: a padded family such as falcon, or step.padding=fixed",
 )  # fmt: skip
 def padding_trained(
     plant: Plant, original: Original, indices: Sequence[int], documents: Mapping[int, Document], **options: Any
