@@ -28,13 +28,15 @@ MIXES = (
 INTRODUCTION = """\
 # Mixes of axes
 
-Written by `make verify-all` (tests/support/mixes_table.py), which runs what stands here: {machine}. On real ranks
-(gloo, fp32, tiny random models) readouts, loss, the gradient of every parameter and the weights after three steps are
-compared with those of plain transformers in one process; **ok** is within the tolerances of `weft verify`, which
-[design-decisions.md](../explanation/design-decisions.md#the-proof) has. A cell without experts or layers for its axes
-is empty. The meshes are named as in tests/support/cases.py: data axes first (`2x1` is dp_replicate 2 x dp_shard 1),
-`4ep2` has four data ranks, of which two each have the same experts, `pp2i` has the schedule Interleaved1F1B and
-`pp2v` ZBVZeroBubble, with two stages on each rank. With cp, rows are so short that documents are cut.
+`make verify-all` (tests/support/mixes_table.py) runs these tests and writes this page: {machine}. On real ranks (gloo,
+fp32, tiny random models) it compares readouts, loss, the gradient of every parameter and the weights after three steps
+with plain transformers in one process. **ok** means within the tolerances of `weft verify`
+([design-decisions.md](../explanation/design-decisions.md#the-proof)). A cell is empty if the family has no experts or
+layers for the axes.
+
+Meshes are named as in tests/support/cases.py, with data axes first: `2x1` is dp_replicate 2 x dp_shard 1. `4ep2` has
+four data ranks, each two with the same experts. `pp2i` has the schedule Interleaved1F1B and `pp2v` ZBVZeroBubble, with
+two stages per rank. With cp, rows are so short that documents are split.
 
 """
 

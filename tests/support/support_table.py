@@ -47,22 +47,28 @@ _LONGEST = 140  # letters of a reason
 INTRODUCTION = """\
 # Families and axes
 
-Written by `make support` (tests/support/support_table.py), which runs what stands here: {machine}. What the axes are
-is in [parallelism.md](parallelism.md). weft has no list of families: one that is not here is tried at the start of a
-run, on a small random copy, and refused by name where it does not pass.
+`make support` (tests/support/support_table.py) runs these tests and writes this page: {machine}.
+[parallelism.md](parallelism.md) explains the axes. weft does not depend on this list. A run with another family tests a
+small random copy at its start. If a test fails, weft refuses the family by name.
 
 - **proven**: on real ranks (gloo, fp32, tiny random models) readouts, loss, the gradient of every parameter and the
-  weights after three steps are those of plain transformers in one process. The mesh is named as in
-  tests/support/cases.py: `2x2` is dp_replicate x dp_shard, `tp4` four ranks of tp, `2xcp2` two data ranks of two ranks
-  of cp, `cp4u2` a ring of two with Ulysses over two, `4ep2` four data ranks, of which two each have the same experts,
-  `pp2x2` two stages of two data ranks, `pp2g` two with the schedule GPipe; `whole` is said where documents are never
-  cut, but dealt to these ranks: where a state needs positions, where documents are padded, and where the rotary table
-  depends on their length.
-- **refused**: the check that every run makes before it loads, on a small copy, fails, so that a run ends within seconds
-  with this reason.
-- **not run**: nothing was tried.
+  weights after three steps equal plain transformers in one process, on the mesh in the cell.
+- **refused**: the check on a small copy fails, so a run ends within seconds with this reason.
+- **not run**: there is no test.
 
-`make test` and `make verify-all` run all that is proven.
+Names of meshes, as in tests/support/cases.py:
+
+- `2x2`: dp_replicate x dp_shard
+- `tp4`: four ranks of tp
+- `2xcp2`: two data ranks of two ranks of cp
+- `cp4u2`: a ring of two with Ulysses over two
+- `4ep2`: four data ranks, each two with the same experts
+- `pp2x2`: two stages of two data ranks
+- `pp2g`: two stages with the schedule GPipe
+- `whole`: documents are not split over cp. This applies to padded documents, to a state that needs positions, and to
+  a rotary table that depends on the document's length
+
+`make test` and `make verify-all` run all proven cells.
 
 """
 

@@ -28,12 +28,14 @@ KINDS = ("passed", "failed", "skipped")
 INTRODUCTION = """\
 # Versions
 
-weft runs with torch 2.11 to 2.15, transformers 5.17 to 5.23 and Python 3.11 to 3.13. `make test` has the pair of
-constraints.txt, and contracts and parity on the oldest transformers beside it. The ends of the ranges are what
-`make test-versions` runs, in environments of several GB each: the suite without its slow tests, with all tests of
-parity and all contracts. With a newer version weft warns, and goes on.
+weft runs with torch 2.11 to 2.15, transformers 5.17 to 5.23 and Python 3.11 to 3.13. With a newer version it prints a
+warning and continues.
 
-What differs from version to version is asked for by feature: of torch in weft/versions.py, of transformers in
+`make test` uses the pair of constraints.txt, and also runs contracts and parity on the oldest transformers.
+`make test-versions` runs both ends of the ranges in environments of several GB each: the suite without its slow tests,
+with all tests of parity and all contracts.
+
+The code detects differences between versions by feature: of torch in weft/versions.py, of transformers in
 weft/models/hf.py.
 """
 
