@@ -16,7 +16,7 @@ from tests.support.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim import rounded
-from weft.observe.banner import dtype_rows
+from weft.observe.opening import dtype_rows
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents

@@ -16,7 +16,7 @@ from weft.engine.engine import Engine, StepResult
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim.loss_scale import LossScale
 from weft.engine.step_plan.plan import StepPlan
-from weft.observe.banner import dtype_rows
+from weft.observe.opening import dtype_rows
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict, verify
 from weft.verify.observed import to_documents

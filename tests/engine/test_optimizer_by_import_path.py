@@ -22,7 +22,7 @@ from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.engine.optim.optimizer import build_optimizer, set_learning_rate
 from weft.errors import UserError
-from weft.observe.banner import dtype_rows
+from weft.observe.opening import dtype_rows
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
 

@@ -13,7 +13,7 @@ from tests.support.zoo import tiny_config
 from weft import cli
 from weft.engine.metrics import CORE_KEYS
 from weft.models import hf
-from weft.observe.banner import closing
+from weft.observe.closing import closing
 
 ROOT = Path(__file__).parents[2]
 TIMES = ["time/data", "time/forward", "time/backward", "time/communication", "time/optimizer"]

@@ -9,7 +9,7 @@ import pytest
 from weft.config import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.observe.banner import ModelOpening, few_rollout_steps, show_opening, steps_lines, update_lines
+from weft.observe.opening import ModelOpening, few_rollout_steps, show_opening, steps_lines, update_lines
 from weft.observe.tables import AxisRow, mesh_table
 from weft.terminal import counted
 
@@ -67,7 +67,7 @@ def test_steps_of_an_epoch_and_in_all(override: str, said: str) -> None:
 
 def test_a_reinforced_run_of_few_steps_is_told_so() -> None:
     assert few_rollout_steps(rl(), 1, 40) == [
-        "hint     1 rollout step in all may teach little: rl.prompts_per_step=4 makes smaller steps and more of them, "
+        "hint     1 rollout step in all may be too few: rl.prompts_per_step=4 makes smaller steps and more of them, "
         "train.epochs=40 goes through the prompts more often"
     ]
     assert few_rollout_steps(rl("train.steps=3"), 3, 40) == [] == few_rollout_steps(rl(), 20, 1280)

@@ -17,7 +17,7 @@ from weft import upstream
 from weft.config.schema import FsdpConfig
 from weft.engine.contract import check_contract
 from weft.engine.losses.base import CrossEntropy
-from weft.observe.banner import fsdp_line
+from weft.observe.opening import fsdp_line
 from weft.parallel import fsdp
 from weft.parallel.fsdp import fsdp_modules
 from weft.verify.documents import awkward_steps

@@ -22,7 +22,7 @@ from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim import optimizer
 from weft.errors import UserError
-from weft.observe.banner import parameter_rows, unit_rows
+from weft.observe.opening import parameter_rows, unit_rows
 from weft.parallel import fsdp
 from weft.parallel.mesh import full_tensor
 from weft.verify.documents import awkward_steps

@@ -17,7 +17,7 @@ from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.observe.banner import unit_rows
+from weft.observe.opening import unit_rows
 from weft.parallel.units import Unit, find_units, parameters_by_unit
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict

@@ -35,7 +35,7 @@ from weft.engine.selfcheck.architecture import examine
 from weft.engine.selfcheck.pipeline import check_pipeline
 from weft.errors import UserError
 from weft.models import hf
-from weft.observe.banner import pipeline_hint
+from weft.observe.opening import pipeline_hint
 from weft.parallel.pp.model import cut_layers
 from weft.parallel.pp.placement import Placement
 from weft.parallel.pp.schedule import placement_of

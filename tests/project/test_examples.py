@@ -109,7 +109,7 @@ def test_a_dry_run_of_long_documents(checkout: Path, capsys: pytest.CaptureFixtu
     words = ["sft", "examples/sft_qwen3_4b_128k.yaml", "--dry-run", "--assume", "h100-80gb"]
     assert cli.main([*words, "mesh.ulysses=4"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "cut over up to 4 ranks (ulysses 4); others send nothing" in out
+    assert "cut over up to 4 ranks (ulysses 4); shorter ones send nothing" in out
     assert "rows of 32,768 tokens, a rank's part of 131,072, keep 11.56 GiB for backward" in out
     assert cli.main([*words, "mesh.cp=2", "mesh.dp_shard=4"]) == 2
     assert "set step.max_tokens_per_device=65536, or data.max_length=65536, or mesh.cp=4" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Records the outcomes of steps: metrics.jsonl, summary.json, and the run's part of a checkpoint's state."""
+"""Records steps: their lines in metrics.jsonl, summary.json, and the run's part of a checkpoint's state."""
 
 from __future__ import annotations
 
@@ -12,22 +12,63 @@ from weft.config import resolve_mesh, to_dict
 from weft.config.run_schema import TrackConfig
 from weft.config.schema import SftConfig
 from weft.data.order import SampledStep
-from weft.engine.engine import Engine
+from weft.engine.engine import Engine, StepResult
 from weft.engine.metrics import MetricsFile
+from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
 from weft.launch.machine import device_name
 from weft.launch.summary import Phases, RunSummary
 from weft.launch.timing import StepTimes
 from weft.models.flops import Throughput, peak_flops
-from weft.observe.banner import print_closing
+from weft.observe.closing import print_closing
 from weft.observe.resume import Start
 from weft.observe.starts import note_end, note_start
-from weft.observe.step_line import StepOutcome, step_line
 from weft.observe.system import SYSTEM, SystemMonitor
 from weft.observe.trackers import Trackers
 from weft.parallel.memory import local_ranks
 from weft.parallel.timed import time_collectives
 from weft.terminal import say
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The outcome of an optimizer step. metrics: reduced over all ranks. seconds: wall time of the step."""
+
+    plan: StepPlan
+    metrics: Mapping[str, float | None]
+    result: StepResult
+    lr: float
+    seconds: float
+
+
+def step_line(
+    number: int, epoch: int, outcome: StepOutcome, throughput: Throughput, memory_gib: float
+) -> dict[str, object]:
+    """The line of metrics.jsonl for step `number`. memory_gib: peak memory of the fullest rank."""
+    plan, result, metrics = outcome.plan, outcome.result, dict(outcome.metrics)
+    totals, loss = plan.totals, metrics.pop("loss")
+    line: dict[str, object] = {
+        "step": number,
+        "epoch": epoch,
+        "loss": None if result.skipped else loss,
+        "grad_norm": None if result.skipped else result.grad_norm,
+        "lr": None if result.skipped else outcome.lr,
+        "documents": totals.documents,
+        "tokens": totals.tokens,
+        "loss_tokens": totals.loss_tokens,
+        "micro_batches": plan.micro_batches,
+        "fill": plan.fill,
+        "utilisation": plan.utilisation,
+        "seconds": outcome.seconds,
+        "tokens_per_second": totals.tokens / outcome.seconds,
+        "mfu": throughput.mfu(totals.cost, outcome.seconds),
+        "memory_gib": memory_gib,
+    }
+    if result.loss_scale is not None:
+        line["loss_scale"] = result.loss_scale
+    if result.overflow:
+        line["overflow"] = True
+    return line | ({"skipped": True, "reason": result.reason} if result.skipped else metrics)
 
 
 @dataclass

@@ -37,7 +37,7 @@ from weft.launch.reaper import reaping
 from weft.launch.stopping import StopSignals
 from weft.launch.summary import Phases
 from weft.models import hf
-from weft.observe.banner import say_stopped
+from weft.observe.closing import say_stopped
 from weft.observe.folder import RunLock, lock_folder, write_bad_rows, write_config
 from weft.observe.hooks import NO_RL_HOOKS, OnStep, RlHooks
 from weft.observe.progress import Progress

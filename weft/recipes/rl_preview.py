@@ -12,7 +12,7 @@ from weft.inference.types import Prompt
 from weft.launch.machine import accelerator
 from weft.launch.options import RlOptions
 from weft.launch.process import Ranks, fake_ranks
-from weft.observe.banner import few_rollout_steps, print_dry_run
+from weft.observe.opening import few_rollout_steps, print_dry_run
 from weft.observe.tables import EngineRow, engine_table, separate_engines, show
 from weft.parallel.memory import cache_bytes
 from weft.recipes.rl import RlPlan, RlTask, check_task, read_task

@@ -18,7 +18,7 @@ from weft.engine.losses.base import Loss
 from weft.launch.machine import accelerator, known_accelerator
 from weft.launch.options import SftOptions
 from weft.launch.process import choose_device, fake_ranks
-from weft.observe.banner import print_dry_run, steps_lines
+from weft.observe.opening import print_dry_run, steps_lines
 from weft.observe.profiling import check_profile
 from weft.observe.progress import duration, loading
 from weft.recipes.plan.blueprint import Blueprint

@@ -18,8 +18,9 @@ from weft.inference.base import Synced
 from weft.inference.records import EVALUATIONS, write_rollouts
 from weft.inference.types import Sample
 from weft.launch.summary import Phases, RunSummary
-from weft.observe.banner import ModelOpening, few_rollout_steps, print_closing, show_opening
+from weft.observe.closing import print_closing
 from weft.observe.hooks import OnStep
+from weft.observe.opening import ModelOpening, few_rollout_steps, show_opening
 from weft.observe.recorder import BadSteps
 from weft.observe.starts import note_end, note_start
 from weft.observe.system import SYSTEM, SystemMonitor

@@ -45,8 +45,8 @@ from weft.launch.options import Device
 from weft.launch.process import leave
 from weft.launch.timing import StepTimes
 from weft.models.flops import Throughput, peak_flops
-from weft.observe.banner import ModelOpening, model_opening
-from weft.observe.step_line import StepOutcome, step_line
+from weft.observe.opening import ModelOpening, model_opening
+from weft.observe.recorder import StepOutcome, step_line
 from weft.parallel.fsdp import DTYPES
 from weft.parallel.timed import time_collectives
 from weft.rl.colocation import sleeping_parts

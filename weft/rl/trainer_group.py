@@ -13,7 +13,7 @@ from weft.engine.batch.media import ImageRoom
 from weft.errors import first_line
 from weft.inference.types import Sample
 from weft.launch.ray_actors import ActorGroup, gather_calls
-from weft.observe.banner import ModelOpening
+from weft.observe.opening import ModelOpening
 from weft.rl.reference_critic import CRITIC, Role, set_readings
 from weft.rl.serialization import SampleBatch
 from weft.terminal import say

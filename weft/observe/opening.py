@@ -1,15 +1,12 @@
-"""The output of a run at its opening (data, mesh, precision, units, sharding) and at its closing (time, results, where
-the model is, what to do next). Printed by the first rank."""
+"""The output of a run at its start: data, steps, model, mesh, precision, units, memory. Printed by the first rank."""
 
 from __future__ import annotations
 
 import io
 import math
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -23,7 +20,6 @@ from weft.config.paths import holds_weights
 from weft.config.presets import default_of_command
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.config.urls import is_url
 from weft.data.documents import DataReport
 from weft.data.order import StepSampler
 from weft.engine.engine import Engine
@@ -33,12 +29,13 @@ from weft.engine.sleep import Part
 from weft.engine.step_plan.plan import StepPlan
 from weft.launch.accelerators import limits_of
 from weft.launch.options import Detail
-from weft.launch.process import Ranks
 from weft.models import hf
+from weft.models.freeze import PRESETS, resolved
 from weft.models.lora import describe
 from weft.models.mixer_kernels import described
+from weft.models.patterns import matches
 from weft.models.transforms import TRANSFORMS
-from weft.observe.progress import duration, number
+from weft.models.vision import vision_parts
 from weft.observe.tables import (
     AxisRow,
     DtypeRow,
@@ -52,18 +49,16 @@ from weft.observe.tables import (
     show,
     unit_table,
 )
-from weft.observe.vision import vision_lines
 from weft.ops.attention import EXACT, choose
 from weft.parallel.activations import RowSharing, saved_bytes
 from weft.parallel.memory import HostNeeds, hint, host_bytes, host_shortage
 from weft.parallel.mesh import Mesh
-from weft.parallel.parallelize import StagePlan, layers_of
+from weft.parallel.parallelize import layers_of
 from weft.parallel.pp.model import Pipeline
 from weft.parallel.pp.schedule import in_flight
 from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, full_shape
-from weft.parallel.shards.load import LoadReport
-from weft.parallel.units import Unit, parameters_by_unit
-from weft.terminal import Console, byte_count, clean, counted, display_name, say, say_folded
+from weft.parallel.units import parameters_by_unit
+from weft.terminal import Console, byte_count, clean, count, counted, say, say_folded
 from weft.versions import untested_versions
 
 _TIMED_BYTES = 100 << 20
@@ -73,7 +68,7 @@ _SMALL_STEP = 4  # documents or prompts; gradients of fewer are mostly noise
 _ESSENTIAL = ("model ", "update ", "lora ", "hint ", "warning ")
 _DETAILS = ("weights ", "layout ", "checked ", "fsdp ", "host ")
 OPENING = "opening.txt"
-_COMPARED = "on a small copy log-probabilities and every gradient were those of one rank"
+_COMPARED = "checked on a small copy: log-probabilities and gradients equal those of one rank"
 
 
 @dataclass(frozen=True)
@@ -106,8 +101,14 @@ def print_opening(
     if config.train.loss is not None:
         lines.append(f"loss     {config.train.loss}")
     model = model_opening(config, engine)
-    if engine.loaded is not None:
-        model = replace(model, lines=[f"weights  {_loaded(engine.loaded)}", *model.lines])
+    if (loaded := engine.loaded) is not None:
+        text = f"weights  {counted(loaded.tensors, 'tensor')}; this rank read {byte_count(loaded.bytes_read)}"
+        if loaded.bytes_read >= _TIMED_BYTES:  # for fewer bytes, the time is that of opening files
+            speed = loaded.bytes_read / max(loaded.seconds, 1e-9) / 1e9
+            text += f" in {loaded.seconds:.1f} s ({speed:.2f} GB/s)"
+        if loaded.left_out:
+            text += f"; left out, not part of this model: {len(loaded.left_out)} ({loaded.left_out[0]}, ...)"
+        model = replace(model, lines=[text, *model.lines])
     show_opening([*lines, *notes], model, folder, detail)
 
 
@@ -123,7 +124,9 @@ def show_opening(lines: Sequence[str], model: ModelOpening, folder: Path, detail
         for table in model.tables:
             show(table)
         return
-    say_folded([*lines, *(essential if detail == "quiet" else brief)(model.lines)])
+    quiet = detail == "quiet"
+    shown = [s for s in model.lines if s.startswith(_ESSENTIAL) or not (quiet or s.startswith(_DETAILS))]
+    say_folded([*lines, *shown])
     if detail == "normal":
         say_folded(
             [f"details  {folder / OPENING} has dtypes, kernels, units and optimizer groups; --verbose prints them"]
@@ -150,7 +153,7 @@ def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int) ->
     makes = "makes smaller steps and more of them" if fewer < min(step.documents or documents, documents) else ""
     longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // steps)} goes through the data more often"
     advice = f"{smaller} {makes}, {longer}" if makes else longer
-    return [*lines, f"hint     {counted(steps, 'optimizer step')} in all may teach little: {advice}"]
+    return [*lines, f"hint     {counted(steps, 'optimizer step')} in all may be too few: {advice}"]
 
 
 def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str]:
@@ -165,17 +168,7 @@ def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str
         else ""
     )
     longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // max(1, rollouts))} goes through the prompts more often"
-    return [f"hint     {counted(rollouts, 'rollout step')} in all may teach little: {smaller}{longer}"]
-
-
-def say_finished(folder: Path, step: int, steps: int, stopped_by: str | None, ranks: Ranks, advice: str) -> None:
-    """Prints that there is nothing to resume: the last step is done, or the eval key `stopped_by` ended the run."""
-    if not ranks.is_first:
-        return
-    if step == steps:
-        say(f"{folder} has finished already: step {steps} of {steps}. {advice}".rstrip())
-    else:
-        say(f"{folder} was ended by {stopped_by} after step {step} of {steps}. Set another {stopped_by} to go on.")
+    return [f"hint     {counted(rollouts, 'rollout step')} in all may be too few: {smaller}{longer}"]
 
 
 def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool) -> None:
@@ -198,52 +191,34 @@ def _activations(engine: Engine) -> str:
     """Describes the activations that the largest row keeps for backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
     bound = "at most " if engine.lora is not None or model.freeze else ""
-    stages = engine.stages
+    stages, cut = engine.stages, engine.context
+    ring, ulysses = (1, 1) if cut is None else (cut.ring_size, cut.ulysses_size)
+    sharing = RowSharing(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
     try:
-        saved = saved_bytes(engine.built.config, engine.precision.compute, _shared(engine))
+        saved = saved_bytes(engine.built.config, engine.precision.compute, sharing)
     except Exception as error:  # of any type: some families need real values, and only shapes are computed here
         return (
-            f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
+            f"of {tokens:,} tokens: the memory that they keep for backward is not known before they run "
+            f"({type(error).__name__})"
         )
     layers, share, of_stage = None, 1.0, ""
     if stages is not None:
-        layers = layers_of(stages, 0)
-        share, rows_text = _most_in_flight(engine, stages)
-        of_stage = f" on the first rank of mesh.pp, of {rows_text},"
+        layers, placement = layers_of(stages, 0), stages.placement
+        rows_text = "each row of a step, all"
+        if engine.config.mesh.pp_schedule != "GPipe":
+            # More micro-batches than 4 a stage change nothing.
+            rows = in_flight(engine.config.mesh.pp_schedule, placement, 0, 4 * placement.stages)
+            share = rows / placement.chunks
+            rows_text = f"{rows} rows"
+            if placement.chunks > 1:
+                rows_text += f" in one of its {placement.chunks} stages"
+        of_stage = f" on the first rank of mesh.pp, of {rows_text} at once,"
     size = saved.bytes(tokens, recompute=model.recompute == "full", layers=layers, rows=share)
-    cut = engine.context
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
         f"of {tokens:,} tokens{row} keep{of_stage} {bound}{byte_count(size)} for backward "
         f"(model.recompute={model.recompute}), counted from shapes, without the head and masks"
     )
-
-
-def _most_in_flight(engine: Engine, stages: StagePlan) -> tuple[float, str]:
-    """(rows of all its layers that the first rank of mesh.pp keeps at most, their description)."""
-    schedule, placement = engine.config.mesh.pp_schedule, stages.placement
-    if schedule == "GPipe":
-        return 1.0, "each row of a step, all at once"
-    micro_batches = 4 * placement.stages  # more micro-batches change nothing
-    in_flight_rows = in_flight(schedule, placement, 0, micro_batches)
-    rows = (
-        f"{in_flight_rows} rows"
-        if placement.chunks == 1
-        else f"{in_flight_rows} rows in one of its {placement.chunks} stages"
-    )
-    return in_flight_rows / placement.chunks, f"{rows} at once"
-
-
-def _shared(engine: Engine) -> RowSharing:
-    """How the ranks share the largest row; with mesh.cp, a row may be a part of one document."""
-    cut = engine.context
-    ring, ulysses = (1, 1) if cut is None else (cut.ring_size, cut.ulysses_size)
-    return RowSharing(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
-
-
-def _balancing(engine: Engine) -> str:
-    scope = {"document": "each document", "step": "the whole step"}.get(engine.config.model.router_aux_loss)
-    return "no auxiliary loss" if scope is None else f"auxiliary loss of {scope} x {engine.balance:g}"
 
 
 def model_opening(
@@ -261,102 +236,93 @@ def model_opening(
     return ModelOpening(list(_model_lines(config, engine, other_engines, asleep)), tables)
 
 
-def essential(lines: Iterable[str]) -> list[str]:
-    """The lines about the model that --quiet leaves."""
-    return [line for line in lines if line.startswith(_ESSENTIAL)]
-
-
-def brief(lines: Iterable[str]) -> list[str]:
-    """The lines about the model that are printed without --quiet and --verbose."""
-    return [line for line in lines if not line.startswith(_DETAILS)]
-
-
-def _limits(engine: Engine) -> str:
-    """What is amiss with the accelerators of this run; "" if nothing is."""
-    ranks = engine.ranks
-    if ranks.assumed is not None:
-        capability = ranks.assumed.capability
-    elif ranks.device.type != "cuda" or not torch.cuda.is_available():
-        return ""
-    else:
-        capability = None if torch.version.hip else torch.cuda.get_device_capability(ranks.device)
-    return limits_of(capability, engine.precision.compute == torch.bfloat16)
-
-
 def _model_lines(
     config: SftConfig | RlConfig, engine: Engine, other_engines: Sequence[Engine], asleep: Sequence[Part]
 ) -> Iterator[str]:
     """The lines of model_opening."""
-    built = engine.built
+    built, mesh, ranks, precision = engine.built, engine.mesh, engine.ranks, engine.precision
+    elements = _elements_of(engine)
     for line in untested_versions():
         yield f"warning  {line}"
+    name = type(built.module.hf_model).__name__
+    yield f"model    {config.model.path}: {name}, {sum(elements.values()):,} parameters"
     yield (
-        f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_all_elements(engine):,} parameters"
-    )
-    precision = engine.precision
-    yield (
-        f"mesh     {' x '.join(f'{axis} {size}' for axis, size in engine.mesh.axes.items())} on "
-        f"{counted(engine.ranks.world, 'rank')} of {engine.ranks.device.type}; "
+        f"mesh     {' x '.join(f'{axis} {size}' for axis, size in mesh.axes.items())} on "
+        f"{counted(ranks.world, 'rank')} of {ranks.device.type}; "
         f"{_name(precision.master)} weights, {_name(precision.compute)} compute"
     )
     if precision.remark():
         yield f"warning  {precision.remark()}"
-    if limits := _limits(engine):
-        yield f"warning  {limits}"
-    notes = "".join(f"{line}; " for line in _mixers(engine) if built.layout == "packed")
+    if ranks.assumed is not None or (ranks.device.type == "cuda" and torch.cuda.is_available()):
+        capability = None
+        if ranks.assumed is not None:
+            capability = ranks.assumed.capability
+        elif not torch.version.hip:
+            capability = torch.cuda.get_device_capability(ranks.device)
+        if limits := limits_of(capability, precision.compute == torch.bfloat16):
+            yield f"warning  {limits}"
+    notes = ""
+    if built.layout == "packed" and ranks.assumed is not None:
+        notes = "".join(f"{name} document by document; " for name in built.support.mixers)
+    elif built.layout == "packed":
+        mixers = {type(held.mixer).__name__: held.mixer for held in engine.module.mixers.values()}
+        for name, mixer in sorted(mixers.items()):
+            notes += f"{name.removeprefix('FSDP')} {described(mixer, ranks.device, precision.compute)}; "
     yield f"layout   documents {built.layout}; {notes}{_attention(config, engine)}"
-    if engine.mesh.cp_size > 1:
-        yield f"cp       {_context(engine)}"
+    if mesh.cp_size > 1:
+        context, row_tokens = engine.context, engine.config.step.max_tokens_per_device
+        if context is None:
+            yield "cp       documents of this model are not cut on this mesh: each runs on one of these ranks"
+        else:
+            parts = {"ring": context.ring_size, "ulysses": context.ulysses_size}
+            how = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+            yield (
+                f"cp       documents{' of text' * _takes_images(engine)} longer than {row_tokens:,} tokens are cut "
+                f"over up to {context.size} ranks ({how}); shorter ones send nothing; {_COMPARED}"
+            )
     if engine.pipeline is not None:
         yield f"pp       {_stages(engine, engine.pipeline)}"
-    if engine.mesh.tp_size > 1:
+    if mesh.tp_size > 1:
         replicated = {
             type(mixer.mixer).__name__: None for mixer in engine.module.mixers.values() if mixer.share is None
         }
-        notes = "".join(f"{name} whole on each, because its heads do not divide; " for name in replicated)
-        yield f"tp       layers divided over {engine.mesh.tp_size} ranks; {notes}{_COMPARED}"
+        notes = "".join(f"{name} replicated, because its heads do not divide evenly; " for name in replicated)
+        yield f"tp       layers divided over {mesh.tp_size} ranks; {notes}{_COMPARED}"
     yield (
         f"checked  on a small copy ({built.support.copy}): logits within {built.support.error:.0e} of HuggingFace's "
         f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
     )
-    yield from vision_lines(engine, _elements_of(engine), config.data.image_pixels)
+    yield from vision_lines(engine, elements, config.data.image_pixels)
     if built.flops.expert:
-        yield f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0"
+        scope = {"document": "each document", "step": "the whole step"}.get(engine.config.model.router_aux_loss)
+        balance = "no auxiliary loss" if scope is None else f"auxiliary loss of {scope} x {engine.balance:g}"
+        yield f"experts  {balance} (model.router_aux_loss); dropout and router jitter are 0"
     if noise := hf.noise_of(hf.read_config(built.path)):
         named = ", ".join(dict.fromkeys(f"{name} {value:g}" for _, name, value in noise))
         yield f"dropout  {named} of config.json: 0 in training, as dropout and router jitter always are"
     begins = engine.optimizer is not None and engine.loaded is not None
     yield from state_lines(engine.built.load, engine.config.optimizer) if begins else ()
-    for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
+    for line in describe(engine.lora, engine.module, elements) if engine.lora is not None else ():
         yield f"lora     {line}"
-    if _layers(engine):
-        yield f"layers   {_layers(engine)}"
+    model = engine.config.model
+    layers = ["run again in backward (recompute)"] * (model.recompute == "full")
+    layers += ["compiled"] * (model.compile is True)
+    layers += [TRANSFORMS[name].describe(engine.module) for name in model.transforms]
+    if layers:
+        yield f"layers   {', '.join(layers)}"
     yield f"fsdp     {fsdp_line(engine)}"
     yield from update_lines(config)
     if engine.config.neftune_noise_alpha is not None:
         yield f"noise    on embeddings in training (NEFTune, alpha {engine.config.neftune_noise_alpha:g}), by document"
     scope = "of the first stage: " if engine.pipeline is not None else ""
-    yield f"memory   {scope}{engine.memory}; {_rooms(engine)}"
+    room = f"on this machine a rank has {byte_count(engine.room)}"
+    if ranks.assumed is not None and engine.storage.type == "cuda":
+        room = f"{ranks.assumed.name} (--assume) has {byte_count(engine.room)}"
+    yield f"memory   {scope}{engine.memory}; {room}"
     yield f"host     {_host(config, [engine, *other_engines], asleep)}"
-    advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
+    advice = hint(engine.memory, engine.room, mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         yield f"hint     {advice}"
-
-
-def _mixers(engine: Engine) -> list[str]:
-    """How packed rows pass each class of modules that carry state."""
-    classes = {type(held_mixer.mixer).__name__: held_mixer.mixer for held_mixer in engine.module.mixers.values()}
-    if engine.ranks.assumed is not None:
-        return [f"{name} document by document" for name in engine.built.support.mixers]
-    device, dtype = engine.ranks.device, engine.precision.compute
-    return [f"{name.removeprefix('FSDP')} {described(mixer, device, dtype)}" for name, mixer in sorted(classes.items())]
-
-
-def _rooms(engine: Engine) -> str:
-    assumed = engine.ranks.assumed
-    if assumed is not None and engine.storage.type == "cuda":
-        return f"{assumed.name} (--assume) has {byte_count(engine.room)}"
-    return f"on this machine a rank has {byte_count(engine.room)}"
 
 
 def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Sequence[Part]) -> str:
@@ -376,22 +342,17 @@ def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Seque
     )
 
 
-def _loaded(report: LoadReport) -> str:
-    text = f"{counted(report.tensors, 'tensor')}; this rank read {byte_count(report.bytes_read)}"
-    if report.bytes_read >= _TIMED_BYTES:  # the time of less is that of opening files
-        text += f" in {report.seconds:.1f} s ({report.bytes_read / max(report.seconds, 1e-9) / 1e9:.2f} GB/s)"
-    if report.left_out:
-        text += f"; left out, not part of this model: {len(report.left_out)} ({report.left_out[0]}, ...)"
-    return text
-
-
 def fsdp_line(engine: Engine) -> str:
     """Describes the settings of FSDP2, except units, mesh and dtypes."""
     config = engine.config.fsdp
+    prefetch = "FSDP2's default"
+    if (depth := config.prefetch) is not None:
+        forward, backward = depth if isinstance(depth, tuple) else (depth, depth)
+        prefetch = f"{forward} ahead in forward and {backward} in backward"
     texts = [
         f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
         f"gradients reduced: {config.reduce}",
-        f"prefetch {_prefetch(config.prefetch)}",
+        f"prefetch {prefetch}",
     ]
     if config.cpu_offload:
         texts.append("parameters, gradients and optimizer state on the host")
@@ -423,21 +384,6 @@ def update_lines(config: SftConfig | RlConfig) -> list[str]:
     return lines
 
 
-def _prefetch(depth: int | tuple[int, int] | None) -> str:
-    if depth is None:
-        return "FSDP2's default"
-    forward, backward = depth if isinstance(depth, tuple) else (depth, depth)
-    return f"{forward} ahead in forward and {backward} in backward"
-
-
-def _layers(engine: Engine) -> str:
-    """Describes how the decoder layers are computed; "" without recompute, compile and transforms."""
-    model = engine.config.model
-    recompute = ["run again in backward (recompute)"] if model.recompute == "full" else []
-    transforms = [TRANSFORMS[name].describe(engine.module) for name in model.transforms]
-    return ", ".join([*recompute, *(["compiled"] if model.compile is True else []), *transforms])
-
-
 def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
     built = engine.built
     if not built.uses_bounds:
@@ -451,10 +397,6 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
     return "attention kernel " + ", ".join(
         f"{kernel} ({'; '.join(traits_texts)})" for kernel, traits_texts in kinds.items()
     )
-
-
-def _all_elements(engine: Engine) -> int:
-    return sum(_elements_of(engine).values())
 
 
 def _stages(engine: Engine, pipeline: Pipeline) -> str:
@@ -480,8 +422,8 @@ def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
         return []
     return [
         f"hint     {counted(micro_batches, 'micro-batch')} for {pp} stages (mesh.pp): they wait for "
-        f"each other in {engine.bubble(plan):.0%} of a step like this. More documents or tokens in a step, or a "
-        f"smaller step.max_tokens_per_device, gives more; {2 * pp} or more are good."
+        f"each other in {engine.bubble(plan):.0%} of such a step. {2 * pp} micro-batches or more are good: put more "
+        "documents or tokens in a step, or lower step.max_tokens_per_device."
     ]
 
 
@@ -491,26 +433,51 @@ def _elements_of(engine: Engine) -> dict[str, int]:
     return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.whole_parameters().items()}
 
 
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _takes_images(engine: Engine) -> bool:
+    return engine.built.vision is not None and not engine.built.support.images
 
 
-def _context(engine: Engine) -> str:
-    """Describes how mesh.cp divides documents."""
-    context, row_tokens = engine.context, engine.config.step.max_tokens_per_device
-    if context is None:
-        return "documents of this model are not cut on this mesh, but dealt whole to these ranks"
-    parts = {"ring": context.ring_size, "ulysses": context.ulysses_size}
-    how = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
-    subject = "documents of text" if _takes_images(engine) else "documents"
+def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[str, int]) -> list[str]:
+    """Lines about a vision model: its parts, and the size of an image; empty for other models. elements: parameter ->
+    its elements over all ranks. pixels: data.image_pixels."""
+    if not vision_parts(engine.module.base, engine.module.facts):
+        return []
+    refusal = engine.built.support.images
+    parts = []  # by their names in model.freeze
+    for preset in PRESETS:
+        patterns = resolved(engine.module, [preset])
+        parameters = {
+            n: p for n, p in engine.module.named_parameters() if any(matches(pattern, n) for pattern in patterns)
+        }
+        size = sum(elements[n] for n in parameters)
+        trained = sum(elements[n] for n, p in parameters.items() if p.requires_grad)
+        state = {0: "frozen", size: "trained"}.get(trained, f"{count(trained)} of it trained")
+        parts.append(f"{preset} {count(size)} {state}")
+    images = f"refused, because {refusal}" if refusal else _image_size(engine, pixels)
+    return [f"parts    {', '.join(parts)} (model.freeze)", f"images   {images}"]
+
+
+def _image_size(engine: Engine, pixels: Mapping[str, int]) -> str:
+    """Describes how much of a row a document with images takes, and the largest image if the config limits its size."""
+    vision, row_tokens = engine.built.vision, engine.config.step.max_tokens_per_device
+    ranks = engine.planner.image_room.ranks
+    limit = f"a document with images is not cut, and has to fit a row of {row_tokens:,} tokens"
+    if ranks > 1:
+        limit = (
+            f"a document with images has to fit {ranks} rows of {row_tokens:,} tokens, over which it is cut (mesh.cp)"
+        )
+    if vision is None or "max" not in pixels or "image_grid_thw" not in vision.smallest:
+        return limit
+    merge = int(vision.smallest["image_grid_thw"][0, 1])
+    tokens = pixels["max"] // (vision.patch * merge) ** 2
+    patch_tokens = math.ceil(engine.built.flops.tower_memory * tokens * merge**2)
     return (
-        f"{subject} longer than {row_tokens:,} tokens are cut over up to {context.size} ranks ({how}); others send "
-        f"nothing; {_COMPARED}"
+        f"an image takes up to {tokens + patch_tokens:,} tokens of a row: {tokens:,}, and {patch_tokens:,} for its "
+        f"patches; {limit}"
     )
 
 
-def _takes_images(engine: Engine) -> bool:
-    return engine.built.vision is not None and not engine.built.support.images
+# ---------------------------------------------------------------- rows of the tables
 
 
 def axis_rows(engine: Engine) -> list[AxisRow]:
@@ -523,10 +490,10 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
         "pp": "stages of consecutive layers; the same documents",
         "dp_replicate": "copies of the model; gradients summed over them",
         "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
-        "cp": "parts of long documents; shards, as those of dp_shard",
+        "cp": "parts of long documents; sharded as over dp_shard",
         "tp": f"heads, intermediate widths, vocabulary{', tokens between blocks' * engine.divided.sequence} divided; "
         "the same documents",
-        "ep": "of dp_shard x cp: experts divided, tokens travel to them",
+        "ep": "of dp_shard x cp: experts divided; tokens are sent to them",
     }
     return [
         AxisRow(name, size, tuple(tuple(group) for group in groups[name]), meaning[name])
@@ -563,20 +530,15 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
 
 def unit_rows(engine: Engine) -> list[UnitRow]:
     """The FSDP units, and the root with the remaining parameters."""
-    size, owned = engine.precision.compute.itemsize, parameters_by_unit(engine.units)
-    counts = [sum(p.numel() for p in parameters) for parameters in owned]
-    rows = [
-        UnitRow(unit.name, count, count * size, _sharding(unit))
-        for unit, count in zip(engine.units, counts, strict=True)
-    ]
-    root_elements = _elements(engine.module) - sum(counts)
-    return [*rows, UnitRow("root", root_elements, root_elements * size)]
-
-
-def _sharding(unit: Unit) -> str:
-    """Describes over which ranks a unit is sharded; "" for all ranks."""
+    itemsize, owned = engine.precision.compute.itemsize, parameters_by_unit(engine.units)
+    sizes = [sum(p.numel() for p in parameters) for parameters in owned]
     named = {"full": "", "experts": "over the ranks of the same experts", "replicate": "replicated"}
-    return named[unit.shard] if isinstance(unit.shard, str) else f"groups of {unit.shard}"
+    rows = []
+    for unit, elements in zip(engine.units, sizes, strict=True):
+        sharding = named[unit.shard] if isinstance(unit.shard, str) else f"groups of {unit.shard}"
+        rows.append(UnitRow(unit.name, elements, elements * itemsize, sharding))
+    root = sum(parameter.numel() for parameter in engine.module.parameters()) - sum(sizes)
+    return [*rows, UnitRow("root", root, root * itemsize)]
 
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
@@ -605,95 +567,12 @@ def _parameter_row(
         local = parameter.to_local()
     shape = tuple(parameter.shape)
     if cut is not None:
-        shape, axes = cut.shape, (*axes, *_dividing(cut, mesh))
+        # tp or ep, along which ranks compute with different parts of the tensor
+        specs = (cut.outer, cut.inner) if isinstance(cut, NestedShardSpec) else (cut,)
+        divided = ("ep" if mesh.ep is not None and s.ranks is mesh.ep.ranks else "tp" for s in specs if s.divides)
+        shape, axes = cut.shape, (*axes, *divided)
     return ParameterRow(name, shape, tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size())
-
-
-def _dividing(cut: AnyShardSpec, mesh: Mesh) -> Iterator[str]:
-    """Yields the axes, tp or ep, along which ranks compute with different parts of a tensor."""
-    for spec in (cut.outer, cut.inner) if isinstance(cut, NestedShardSpec) else (cut,):
-        if spec.divides:
-            yield "ep" if mesh.ep is not None and spec.ranks is mesh.ep.ranks else "tp"
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# ---------------------------------------------------------------- the closing
-
-
-def print_closing(summary: Mapping[str, Any], folder: Path) -> None:
-    """Prints how a run went. summary: the content of summary.json. folder: the run folder."""
-    say_folded(closing(summary, folder))
-
-
-def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
-    """The lines of print_closing."""
-    seconds = {name: value for name, value in summary["seconds"].items() if name != "total"}
-    phases = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
-    skipped = f" ({summary['skipped_steps']} skipped)" if summary["skipped_steps"] else ""
-    lines = [
-        f"done     {counted(summary['steps'], 'step')}{skipped} in {duration(summary['seconds']['total'])}: {phases}"
-    ]
-    rewards = summary.get("last_rewards")
-    if rewards:
-        has_means = summary["first_rewards"] != rewards
-        lines.append(f"reward   {_from_to(summary['first_rewards'], rewards, has_means, 'rollout steps')}")
-    elif summary["last_losses"]:
-        first, last = summary["first_losses"], summary["last_losses"]
-        has_means = summary["steps"] >= len(first) + len(last) and len(last) > 1
-        lines.append(f"loss     {_from_to(first, last, has_means, 'steps')}")
-    if summary["evaluation"] is not None:
-        lines.append(f"held out {_evaluation(summary['evaluation'])}")
-    train = seconds.get("train", 0.0)
-    rate = f", {summary['tokens'] / train:,.0f} tokens/s" if train > 0 else ""
-    lines.append(
-        f"tokens   {summary['tokens']:,} ({summary['loss_tokens']:,} trained on) in "
-        f"{counted(summary['documents'], 'document')}{rate}; peak memory {summary['peak_memory_gib']:.2f} GiB"
-    )
-    if summary["saved"] is not None:
-        lines.append(f"model    {summary['saved']}")
-    remote = is_url(display_name(str(folder)))  # for a URL, `weft merge` requires --output
-    if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
-        run = shlex.quote(str(folder))
-        lines.append(f"next     weft chat {run}      talk to it")
-        if (Path(summary["saved"]) / "adapter_config.json").is_file():
-            lines.append(f"         weft merge {run}{' --output merged' * remote}     a model of base and adapter")
-        lines.append(f"         weft report {run}    curves, phases and config on one page")
-        if rewards:
-            lines.append(f"         weft rollouts {run}  what was sampled, and how it was rewarded")
-    return lines
-
-
-def _evaluation(evaluation: Mapping[str, Any]) -> str:
-    """Describes the first and the last held-out loss or accuracy, and the best evaluation if one was tracked."""
-    first, last, best = (evaluation[name] for name in ("first", "last", "best"))
-    texts = [f"{_figure(evaluated)} (step {evaluated['step']})" for evaluated in (first, last)]
-    text = " -> ".join(dict.fromkeys(texts))
-    if best is None:
-        return text
-    metric = next(name for name in best if name not in ("step", "checkpoint"))
-    saved = f", kept as {best['checkpoint']}" if best["checkpoint"] else ""
-    return f"{text}; best {metric} {number(best[metric], '.4f')} (step {best['step']}){saved}"
-
-
-def _figure(evaluation: Mapping[str, Any]) -> str:
-    """Describes one evaluation: by its loss, or in reinforcement learning by its share of correct answers."""
-    if "eval/loss" not in evaluation and "eval/accuracy" in evaluation:
-        return f"accuracy {evaluation['eval/accuracy']:.1%}"
-    return number(evaluation.get("eval/loss"), ".4f")
-
-
-def _from_to(first: Sequence[float], last: Sequence[float], has_means: bool, steps: str) -> str:
-    """Describes a metric at the beginning and the end of a run: by means over the steps if `has_means`, else by the
-    first and the last value."""
-    if has_means:
-        means = [number(sum(values) / len(values), ".4f") for values in (first, last)]
-        return f"{means[0]} -> {means[1]} (means of the first and the last {len(last)} {steps})"
-    return f"{number(first[0], '.4f')} -> {number(last[-1], '.4f')}"
-
-
-def say_stopped(stopped_by: str, step: int, resume_command: str) -> None:
-    """Prints that a run stopped early. stopped_by: the signal, or the eval key, that ended it."""
-    say(f"stopped  by {stopped_by} after step {step}. Go on with: {resume_command}")
