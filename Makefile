@@ -21,7 +21,7 @@ MINUTES ?= 9
 # Where it is set, each of the suite's hundreds of processes compiles weft anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs site format clean
+.PHONY: setup demo demo-sft demo-vision unit test nightly lint types suite mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs site format clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,18 @@ demo-vision: $(STAMP)
 	$(BIN)/python examples/make_shapes_demo.py
 	$(BIN)/weft sft examples/sft_shapes_cpu.yaml --nproc 2
 	$(BIN)/python examples/ask_shapes_demo.py
+
+# The tests that start no process, in a minute: tests/support/lanes.py reads in the code which they are.
+unit: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "unit and not slow and not soak and not table" $(PYTEST_ARGS) \
+		$$($(BIN)/python -m tests.support.lanes)
+
+# What takes hours: all families on all meshes, mutants, kills of a real Ray and damage at random, other versions.
+nightly: $(STAMP)
+	$(MAKE) verify-all
+	$(MAKE) mutants
+	$(MAKE) test-soak
+	$(MAKE) test-versions
 
 # Two at a time: types are one process, and much of the suite waits.
 test: $(STAMP)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.lanes import is_unit
+
 # Before torch is imported. With more, threads of one worker wait for cores that the other has: up to ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Workers of pytest-xdist have it; weft folds its output to it.
@@ -33,8 +35,12 @@ def file_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no worker begins it when the others have ended; a file without a record
-    may take any time."""
+    """Marks the tests of `make unit`. What takes longest comes first, so that no worker begins it when the others have
+    ended; a file without a record may take any time."""
+    for item in items:
+        function = getattr(item, "originalname", item.name)
+        if item.get_closest_marker("slow") is None and is_unit(item.path, function):
+            item.add_marker("unit")
     if config.getoption("--in-order"):
         return
     known: dict[str, float] = json.loads(SECONDS.read_text())

@@ -66,6 +66,7 @@ def folders(path: Path, *steps: int) -> Path:
     return path
 
 
+@pytest.mark.covers("checkpoint.keep", "checkpoint.keep_every")
 @pytest.mark.parametrize(
     ("keep", "keep_every", "left"),
     [
@@ -82,6 +83,7 @@ def test_keep_and_keep_every(keep: int | None, keep_every: int | None, left: lis
     assert complete_steps(tmp_path) == left
 
 
+@pytest.mark.covers("checkpoint.trainer_state")
 def test_trainer_state_of_the_last_only(tmp_path: Path) -> None:
     folders(tmp_path, 1, 2, 3)
     prune(tmp_path, keep=2, keep_every=None, trainer_state="last")
@@ -318,6 +320,7 @@ def saves_while_weights_move(folder: str) -> bool:
     return busy and equal(before, whole_state(Path(folder), 1))
 
 
+@pytest.mark.covers("checkpoint.async")
 def test_an_asynchronous_save_holds_what_stood_when_it_began(tmp_path: Path) -> None:
     assert on_ranks(1, saves_while_weights_move, str(tmp_path)) == [True]
 
@@ -458,6 +461,7 @@ def saves_by_the_clock(folder: str) -> list[bool]:
     return [*found, saver.due(5, 10), saver.due(10, 10)]
 
 
+@pytest.mark.covers("checkpoint.every_minutes")
 def test_a_checkpoint_is_due_by_the_clock(tmp_path: Path) -> None:
     assert on_ranks(1, saves_by_the_clock, str(tmp_path)) == [[True, False, False, False, True]]
 
@@ -465,6 +469,7 @@ def test_a_checkpoint_is_due_by_the_clock(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what a run saves
 
 
+@pytest.mark.covers("checkpoint.every", "checkpoint.dtype")
 def test_trainer_state_none_and_another_dtype(tmp_path: Path) -> None:
     sections: Sections = {"checkpoint": {"every": 4, "trainer_state": "none", "dtype": "bf16", "keep": 2}}
     process(tmp_path / "run", "2", sections=sections)

@@ -101,6 +101,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.covers("optimizer.load_state")
 @pytest.mark.parametrize(("family", "world", "tp", "layout", "mesh"), CASES, ids=lambda part: str(part))
 def test_another_mesh_goes_on_as_torch_would(family: str, world: int, tp: int, layout: str, mesh: str) -> None:
     """Weights and moments bit for bit; then the step that torch's own AdamW takes on the ranks that saved."""
@@ -189,6 +190,7 @@ PREFIXES = {
 }
 
 
+@pytest.mark.covers("model.dcp_weights")
 @pytest.mark.parametrize("name", PREFIXES)
 def test_what_names_stand_under(name: str, tmp_path: Path) -> None:
     family, rename = PREFIXES[name]

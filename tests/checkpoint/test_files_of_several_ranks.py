@@ -81,6 +81,7 @@ def test_clients_that_do_not_see_one_another_lose_nothing(mesh: str, page: int, 
     assert sum(digest.box.numel for digest in found) == sum(tensor.numel() for tensor in expected.values())
 
 
+@pytest.mark.covers("checkpoint.verify")
 def test_what_is_lost_is_found_and_not_committed(tmp_path: Path) -> None:
     """Without the protection: the file that a check of sizes lets pass is not what was written."""
     for verify in ("digest", "size"):

@@ -228,6 +228,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     check_refused(folder, r"not in the files: model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight\.")
 
 
+@pytest.mark.covers("model.ignore_weights")
 def test_an_unwanted_tensor_is_named_and_can_be_ignored(tmp_path: Path) -> None:
     folder, tensors = edited(tmp_path)
     save_file(tensors | {"model.extra.weight": torch.ones(3)}, folder / "model.safetensors")

@@ -323,6 +323,7 @@ def trained_alike(run: Path, unbroken: Path) -> bool:
     return same and equal(state_of(run, 6), state_of(unbroken, 6)) and losses[0] == losses[1]
 
 
+@pytest.mark.covers("run.staging")
 @pytest.mark.slow
 def test_a_run_on_a_store_that_is_killed_in_an_upload_goes_on_elsewhere_bit_for_bit(
     bucket: Place, unbroken: Path, tmp_path: Path

@@ -285,6 +285,7 @@ def trained(
     run(world_of(mesh), attempt_of, url, token, str(inputs()), str(folder), mesh, False, None, sections, None)
 
 
+@pytest.mark.covers("checkpoint.push", "checkpoint.push_private")
 def test_the_last_checkpoint_at_the_end(finished: Path, tmp_path: Path) -> None:
     with hub() as found:
         trained(tmp_path / "run", found.url, "2", checkpoint={"every": 5, "push": "me/model", "push_private": True})
@@ -297,6 +298,7 @@ def test_the_last_checkpoint_at_the_end(finished: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run/pushing").exists()
 
 
+@pytest.mark.covers("checkpoint.push_at")
 def test_after_each_save_while_training_goes_on_and_checkpoints_are_removed(tmp_path: Path) -> None:
     """The hub takes nothing until the run has all its checkpoints but the last removed: what it has from the first
     upload is whole."""
@@ -329,6 +331,7 @@ def release_when(found: Hub, path: Path) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+@pytest.mark.covers("checkpoint.push_revision")
 def test_an_upload_that_fails_is_said_and_the_run_goes_on(finished: Path, tmp_path: Path) -> None:
     with hub() as found:
         found.faults["POST", "/commit/"] = (503, "we are down")

@@ -107,6 +107,7 @@ def test_a_file_values_of_numpy_and_a_cell_that_is_run_again(here: Path, capsys:
     assert len(runs[0].metrics) == 1 and (here / "cell" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.covers("run.overwrite")
 def test_a_start_that_failed_leaves_no_run(here: Path) -> None:
     """A folder in which no step was taken can be used again."""
     (here / "failed").mkdir()

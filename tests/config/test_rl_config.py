@@ -18,110 +18,6 @@ from weft.errors import UserError
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "weft"
 
-RUN = "rl/test_rl_run.py::test_a_run_and_what_it_leaves"
-SIGNAL = "rl/test_environments.py::test_groups_without_signal_are_replaced_in_the_order_of_the_data"
-ALGORITHMS = "parity/test_policy_parity.py::test_every_algorithm"
-SERVER = "inference/test_servers.py::test_keys_reach_the_server"
-APART = "rl/test_rl_run.py::test_a_reference_and_a_critic_with_ranks_of_their_own"
-BESIDE = "rl/test_critic.py::test_what_is_said_is_the_engines_own"
-SYNC = "inference/test_weight_sync.py::test_after_each_sync_an_engine_is_one_loaded_from_the_export"
-# key -> the test that shows its effect. Those that `weft sft` has, too, are in config/test_every_key_has_an_effect.py.
-EFFECTS: dict[str, str] = {
-    "rl.reward": "rl/test_rewards.py::test_trls_signature_with_columns_and_weights",
-    "rl.reward_weights": "rl/test_rewards.py::test_trls_signature_with_columns_and_weights",
-    "rl.reward_column": "rl/test_rewards.py::test_a_column_says_which_functions_are_asked",
-    "rl.reward_options": "rl/test_rewards.py::test_trls_signature_with_columns_and_weights",
-    "rl.reward_timeout": "rl/test_rewards.py::test_what_fails_costs_its_sample",
-    "rl.reward_workers": "rl/test_rewards.py::test_so_many_processes_work_side_by_side",
-    "rl.environment": "rl/test_environments.py::test_the_calculator_offers_its_tool_and_answers_calls",
-    "rl.max_turns": "rl/test_environments.py::test_where_a_conversation_ends",
-    "rl.environment_timeout": "rl/test_environments.py::test_an_environment_that_fails_costs_one_sample",
-    "rl.algorithm": "rl/test_rl_math.py::test_a_preset_sets_what_nobody_has",
-    "rl.preset": "rl/test_rl_math.py::test_the_defaults_of_another_trainer",
-    "rl.prompts_per_step": RUN,
-    "rl.group_size": RUN,
-    "rl.minibatches": RUN,
-    "rl.chat": "rl/test_prompts.py::test_keys_of_the_config",
-    "rl.instruction": "rl/test_prompts.py::test_files_of_other_trainers",
-    "rl.epochs": "rl/test_rl_run.py::test_samples_may_be_trained_more_than_once_and_from_python",
-    "rl.advantage": "rl/test_rl_math.py::test_rewards_are_compared_within_a_group",
-    "rl.advantage_norm": "rl/test_rl_math.py::test_rewards_are_compared_within_a_group",
-    "rl.gamma": "rl/test_rl_math.py::test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step",
-    "rl.gae_lambda": "rl/test_rl_math.py::test_gae_and_its_returns",
-    "rl.policy_loss": ALGORITHMS,
-    "rl.clip": ALGORITHMS,
-    "rl.dual_clip": "engine/test_policy_loss.py::test_metrics",
-    "rl.loss_aggregation": "rl/test_rl_math.py::test_documents",
-    "rl.kl_coef": "rl/test_rl_math.py::test_kl_in_the_reward",
-    "rl.measure_kl": "engine/test_policy_loss.py::test_a_kl_of_weight_0_is_measured_and_trains_nothing",
-    "rl.kl_in": "rl/test_rl_math.py::test_kl_in_the_reward",
-    "rl.kl_estimator": "engine/test_policy_loss.py::test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of",
-    "rl.kl_clamp": ALGORITHMS,
-    "rl.kl_unbiased": "engine/test_policy_loss.py::test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of",
-    "rl.entropy_coef": "engine/test_policy_loss.py::test_metrics",
-    "rl.entropy_aggregation": ALGORITHMS,
-    "rl.old_logprobs": "rl/test_rl_math.py::test_old_logprobs_of_the_rollout",
-    "rl.on_policy": "rl/test_exact.py::test_it_is_proven_on_the_model_before_training_or_refused",
-    "rl.correction": "rl/test_rl_math.py::test_corrections",
-    "rl.correction_level": "rl/test_rl_math.py::test_corrections",
-    "rl.correction_limits": "rl/test_rl_math.py::test_corrections",
-    "rl.dynamic_sampling": SIGNAL,
-    "rl.mask_truncated": "rl/test_rl_math.py::test_documents",
-    "rl.count_masked": ALGORITHMS,
-    "rl.overlong_buffer": "rl/test_rl_math.py::test_overlong_shaping",
-    "rl.overlong_penalty": "rl/test_rl_math.py::test_overlong_shaping",
-    "rollout.engine": "rl/test_rl_run.py::test_engines_of_their_own_run_ahead_of_training",
-    "rollout.max_prompt_tokens": "rl/test_prompts.py::test_keys_of_the_config",
-    "rollout.max_new_tokens": "inference/test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
-    "rollout.temperature": "inference/test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
-    "rollout.top_p": "inference/test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
-    "rollout.top_k": "inference/test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
-    "rollout.min_p": "inference/test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
-    "rollout.allow_truncated": "rl/test_rl_math.py::test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share",
-    "rollout.stop": "inference/test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
-    "rollout.on_weight_update": "rl/test_colocation.py::test_completions_that_are_unfinished_when_weights_change",
-    "rollout.transport": SYNC,
-    "rollout.bucket_mb": SYNC,
-    "rollout.verify_every": "inference/test_weight_sync.py::test_values_are_compared_at_an_engines_first_sync_and_every_so_often",
-    "rollout.kv_cache_tokens": "inference/test_generate.py::test_room_is_what_the_config_says",
-    "rollout.python": "inference/test_servers.py::test_the_interpreter_is_found_and_its_version_checked",
-    "rollout.num_engines": SERVER,
-    "rollout.tp": SERVER,
-    "rollout.gpu_memory_utilization": SERVER,
-    "rollout.dtype": SERVER,
-    "rollout.engine_kwargs": SERVER,
-    "rollout.timeout": SERVER,
-    "reference.path": "rl/test_critic.py::test_what_is_not_said_of_reference_and_critic_is_as_the_policys",
-    "reference.param_dtype": BESIDE,
-    "reference.ranks": APART,
-    "reference.dp_replicate": BESIDE,
-    "reference.dp_shard": BESIDE,
-    "reference.tp": BESIDE,
-    "reference.pp": BESIDE,
-    "reference.cpu_offload": BESIDE,
-    "reference.max_tokens_per_device": BESIDE,
-    "critic.path": "rl/test_critic.py::test_what_is_not_said_of_reference_and_critic_is_as_the_policys",
-    "critic.head": "rl/test_critic.py::test_values_loss_and_gradients",
-    "critic.lr": "rl/test_critic.py::test_a_critic_learns_returns_beside_a_policy_and_its_reference",
-    "critic.clip": "rl/test_critic.py::test_values_loss_and_gradients",
-    "critic.ranks": APART,
-    "critic.dp_replicate": BESIDE,
-    "critic.dp_shard": BESIDE,
-    "critic.tp": BESIDE,
-    "critic.pp": BESIDE,
-    "critic.cpu_offload": BESIDE,
-    "critic.max_tokens_per_device": BESIDE,
-    "cluster.address": "rl/test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
-    "cluster.trainer_ranks": "rl/test_rl_run.py::test_a_cluster_that_is_not_there_is_named",
-    "cluster.placement": "rl/test_placement.py::test_what_needs_no_trial",
-    "cluster.offload_during_rollout": "rl/test_colocation.py::test_which_parts_sleep",
-    "cluster.max_staleness": "rl/test_rl_run.py::test_engines_of_their_own_run_ahead_of_training",
-    "eval.samples": "rl/test_rl_eval.py::test_pass_at_k_of_answers_that_are_drawn",
-    "eval.pass_at": "rl/test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
-    "eval.top_p": "rl/test_rl_eval.py::test_pass_at_k_of_answers_that_are_drawn",
-    "eval.top_k": "rl/test_rl_eval.py::test_pass_at_k_of_answers_that_are_drawn",
-    "eval.correct_from": "rl/test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
-}
 TRUNCATED = ("rollout.engine=vllm", "rollout.top_p=0.99", "rollout.top_k=100", "rollout.allow_truncated=true")
 OWN = [name for name in schema_keys(RlConfig) if name not in schema_keys(SftConfig)]
 
@@ -130,16 +26,6 @@ def load(*overrides: str) -> RlConfig:
     given = {word.partition("=")[0] for word in overrides}
     needed = ("model.path=org/m", "data.path=org/d", "rl.reward=[math]")
     return load_config([], [*(w for w in needed if w.partition("=")[0] not in given), *overrides], RlConfig)
-
-
-def test_every_key_has_its_line() -> None:
-    assert list(EFFECTS) == OWN
-
-
-@pytest.mark.parametrize("shown_by", sorted(set(EFFECTS.values())))
-def test_the_test_that_shows_it_exists(shown_by: str) -> None:
-    file, _, name = shown_by.partition("::")
-    assert f"def {name}(" in (TESTS / file).read_text()
 
 
 def test_every_key_is_read_outside_the_config_package() -> None:

@@ -49,6 +49,7 @@ def texts(documents: Documents) -> list[str]:
     return [document.source.rpartition(":")[2] for document in documents]
 
 
+@pytest.mark.covers("data.bad_rows")
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_row_is_an_error_that_names_the_key_or_is_left_out(kind: str, tmp_path: Path) -> None:
     good = json.dumps(GOOD)

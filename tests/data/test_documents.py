@@ -160,6 +160,7 @@ def test_text_trains_all_but_the_first_token(tmp_path: Path) -> None:
     assert report.loss_tokens == document.meta().loss_tokens == 3
 
 
+@pytest.mark.covers("data.path")
 def test_formats_mix_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "BLOCK_BYTES", 100)
     tokenizer = byte_tokenizer()
@@ -187,6 +188,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped_but_counted(tmp_path: Pat
     assert [document.source for document in documents] == [f"{path}:1", f"{path}:4"]
 
 
+@pytest.mark.covers("data.max_length")
 def test_long_documents_truncated(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     values = [{"text": "abc"}, {"prompt": "ab", "completion": "cdefg"}]
@@ -197,6 +199,7 @@ def test_long_documents_truncated(tmp_path: Path) -> None:
     assert "1 longer documents truncated" in str(report)
 
 
+@pytest.mark.covers("data.long_documents")
 def test_long_documents_dropped(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     values = [{"text": "abcdefg"}, {"text": "abc"}, {"text": "abcd"}]

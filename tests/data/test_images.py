@@ -463,6 +463,7 @@ def test_a_run_has_one_processor(tmp_path: Path, models: Callable[[str], str], m
     assert len(made) == 1
 
 
+@pytest.mark.covers("data.image_pixels")
 def test_image_pixels_are_the_processors_limits(models: Callable[[str], str]) -> None:
     row = [question("What?", "a cat", [picture(120, 120)])]
     lengths = [len(read(row, loaded(models("qwen2_5_vl"), max=most))[0]) for most in (1024, 4096, 16384)]
@@ -500,6 +501,7 @@ def test_checkpoints_have_the_limits_of_the_run(layout: str, tmp_path: Path, mod
     assert changed_files(str(path), DataConfig(path="unused")) == {}
 
 
+@pytest.mark.covers("data.check_images")
 def test_check_images_decodes_before_training(tmp_path: Path, models: Callable[[str], str]) -> None:
     (tmp_path / "a.jpg").write_bytes(WHOLE[: len(WHOLE) // 2])
     path = write_jsonl(tmp_path / "rows.jsonl", question("What?", "a cat", ["a.jpg"]))
@@ -510,6 +512,7 @@ def test_check_images_decodes_before_training(tmp_path: Path, models: Callable[[
         documents[0]
 
 
+@pytest.mark.covers("data.max_image_pixels")
 def test_max_image_pixels_is_the_limit(models: Callable[[str], str]) -> None:
     row, size = [question("What?", "a cat", [CAT])], CAT.width * CAT.height
     assert len(read(row, loaded(models("qwen2_5_vl"), ImageChecks(max_pixels=size)))) == 1
@@ -541,6 +544,7 @@ def server() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.covers("data.fetch_images")
 def test_fetch_images_fetches_them_once(server: str, models: Callable[[str], str], tmp_path: Path) -> None:
     model = loaded(models("qwen2_5_vl"), ImageChecks(fetch=True))
     path = write_jsonl(tmp_path / "rows.jsonl", question("What?", "a cat", [f"{server}/cat.png"]))

@@ -292,6 +292,7 @@ def test_trl_trains_the_same_answers(template: str, chat: str) -> None:
     assert ours == theirs
 
 
+@pytest.mark.covers("data.train_on")
 def test_train_on() -> None:
     last = encoder_of("qwen2_5", "last")
     assert trained(last, CHATS["multi"]) == ["Two.<|im_end|>"]

@@ -189,6 +189,7 @@ def test_contents_in_every_form() -> None:
         assert used.encode([record(forms)]) == used.encode([record(CHATS["tools"])])
 
 
+@pytest.mark.covers("data.chat_template")
 def test_a_template_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(PLAIN + ASKING)
     tokenizer = byte_tokenizer(None)
@@ -210,6 +211,7 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
         read_encoding(DataConfig(path="", chat_template=str(tmp_path / "own.jinja")), tokenizer)
 
 
+@pytest.mark.covers("data.template_kwargs")
 def test_kwargs_of_the_config_and_of_a_document() -> None:
     thinking = [user("1?"), answer("One.")]
     without = Encoder(tokenizer_of("qwen3"), Encoding(template_kwargs={"enable_thinking": False}))
@@ -218,6 +220,7 @@ def test_kwargs_of_the_config_and_of_a_document() -> None:
     assert trained(without, back) == ["<think>\n\n</think>\n\nOne.<|im_end|>"]
 
 
+@pytest.mark.covers("data.template_date")
 @pytest.mark.parametrize("template", ["gptoss", "llama3_2", "mistral_small_3_2"])
 def test_the_day_that_templates_write(template: str) -> None:
     tokenizer, chat = tokenizer_of(template), record(CHATS["single"])

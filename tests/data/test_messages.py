@@ -217,6 +217,7 @@ def test_a_key_that_the_template_reads_is_its_own() -> None:
         rows_trained(happy, template=other)
 
 
+@pytest.mark.covers("data.ignore")
 def test_keys_and_columns_that_are_left_out_on_purpose() -> None:
     row = two(mask=True, action="look") | {"functions": [{"name": "f", "parameters": {}}], "system_prompt": "S."}
     row["messages"][3]["tool_calls"] = [{"function": {"name": "f", "arguments": {}}, "result": "12"}]
@@ -381,6 +382,7 @@ def test_a_column_that_switches_thoughts() -> None:
     assert trained_of(qwen, parse_row("d:1", row, ParseOptions())) == ["One.<|im_end|>"]
 
 
+@pytest.mark.covers("data.system")
 def test_a_system_message_by_column_and_by_default() -> None:
     def text(row: dict[str, Any], rules: MessageRules) -> str:
         [encoded] = Encoder(byte_tokenizer(WHOLE)).encode([parse_row("d:1", row, ParseOptions({}, rules))])
@@ -424,6 +426,7 @@ def test_conversations_are_read_without_a_mapping() -> None:
 SPOKEN = {"dialog": [{"speaker": "visitor", "text": "1?"}, {"speaker": "clerk", "text": "One.", "t": 3, "learn": 0}]}
 
 
+@pytest.mark.covers("data.message_keys")
 def test_keys_of_other_names_are_mapped() -> None:
     roles = {"visitor": "user", "clerk": "assistant"}
     rules = MessageRules(roles, {"role": "speaker", "content": "text"}, ("t", "learn"))

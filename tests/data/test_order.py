@@ -41,6 +41,7 @@ def test_shuffle_is_the_same_on_every_machine() -> None:
     assert epoch_order(10, 0, 1, shuffle=True) == [4, 3, 2, 7, 5, 8, 0, 1, 6, 9]
 
 
+@pytest.mark.covers("train.epochs")
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_every_document_once_in_each_epoch(options: dict[str, Any]) -> None:
     steps = list(make(**options))
@@ -68,11 +69,13 @@ def test_starting_at_a_step_equals_the_unbroken_run(options: dict[str, Any]) -> 
         assert list(make(**options).starting_at(number)) == unbroken[number - 1 :]
 
 
+@pytest.mark.covers("step.documents")
 def test_the_last_step_of_an_epoch_is_short() -> None:
     steps = list(make(documents=5, epochs=2))
     assert [len(step.documents) for step in steps] == [5, 5, 5, 5, 3] * 2
 
 
+@pytest.mark.covers("step.tokens")
 def test_tokens_by_hand() -> None:
     lengths = [4, 6, 1, 30, 5, 5, 1]
     steps = list(make(lengths, tokens=10, epochs=1, shuffle=False))
@@ -90,6 +93,7 @@ def test_token_steps_are_full_and_within_the_limit() -> None:
         assert taken == len(order) or tokens + LENGTHS[order[taken]] > 60
 
 
+@pytest.mark.covers("data.shuffle", "train.seed")
 def test_seed_changes_the_order_and_no_shuffle_keeps_the_files() -> None:
     assert list(make(documents=5, epochs=1, seed=1)) != list(make(documents=5, epochs=1, seed=2))
     assert list(make([1, 1, 1], documents=2, epochs=2, shuffle=False)) == [

@@ -65,6 +65,7 @@ def test_rows_of_tokens_are_the_documents_they_were_made_of(mask: str, tmp_path:
     assert everything.weights.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.covers("eval.share")
 @pytest.mark.parametrize(("share", "seed"), [(0.3, 0), (0.3, 1), (0.01, 0)])
 def test_a_share_of_the_training_data_is_held_out(share: float, seed: int, tmp_path: Path) -> None:
     """Of each source: every document is trained on or held out, by the seed alone, and digests are of what is there."""
@@ -203,6 +204,7 @@ def test_every_form_gives_the_same_documents(
 NOTES = "\ufeffOne.\r\n\r\n Two\u2028and\nthree \n \t\nFour"
 
 
+@pytest.mark.covers("data.text_unit")
 @pytest.mark.parametrize(
     ("unit", "expected"),
     [
@@ -320,6 +322,7 @@ def test_a_file_cut_into_blocks_anywhere(size: int, tmp_path: Path, monkeypatch:
 # ---------------------------------------------------------------- splits
 
 
+@pytest.mark.covers("data.split")
 @pytest.mark.parametrize(
     ("split", "expected"),
     [("[:2]", [0, 1]), ("[5:]", [5, 6]), ("[-1:]", [6]), ("[:50%]", [0, 1, 2, 3]), ("[2:4]", [2, 3]), ("[5:3]", [])],
@@ -346,6 +349,7 @@ def test_splits_of_a_saved_dataset(tmp_path: Path) -> None:
         records(path, subset="main")
 
 
+@pytest.mark.covers("data.subset")
 def test_a_dataset_on_the_hub_is_asked_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -378,6 +382,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
+@pytest.mark.covers("data.columns")
 @pytest.mark.parametrize(
     ("row", "columns", "expected"),
     [
@@ -447,6 +452,7 @@ def flat_of_roles(path: Path, *overrides: str) -> tuple[Any, str]:
         return None, re.findall(r"weft does not know the role .* Set '(data\.roles=\{.*?\})'", str(error))[0]
 
 
+@pytest.mark.covers("data.roles")
 @pytest.mark.parametrize(
     "rows", [[SPOKEN], [SHARED], [SPOKEN, SHARED], [{"prompt": SPOKEN["messages"][:1], "completion": "2"}]]
 )
@@ -644,6 +650,7 @@ def test_the_remedy_for_texts_puts_the_users_columns_into_the_template() -> None
     assert "in the columns of the source" in report.template_use(DataConfig(path=None, sources=sources), True)
 
 
+@pytest.mark.covers("data.sources")
 def test_several_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(Path("a.jsonl"), *ROWS)

@@ -51,6 +51,7 @@ def load(path: str, *, template: str = CHATML, **how: Any) -> Any:
     return load_documents(path, byte_tokenizer(template), max_length=100, how=TokeniseOptions(**how))
 
 
+@pytest.mark.covers("data.workers")
 def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     path, shown = write(tmp_path), []
     alone, report = load(path)
@@ -179,6 +180,7 @@ def test_what_is_too_deep_for_a_process_that_tokenises_is_no_crash() -> None:
         workers._result(answer)
 
 
+@pytest.mark.covers("data.cache")
 def test_what_is_kept_is_not_tokenised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, kept = write(tmp_path), str(tmp_path / "kept")
     first, report = load(path, cache=kept)

@@ -283,6 +283,7 @@ def test_placeholders_are_never_trained(qwen: Model) -> None:
 # ---------------------------------------------------------------- data.video
 
 
+@pytest.mark.covers("data.video")
 def test_data_video_says_which_frames_and_how_large(tmp_path: Path, folders: Callable[[str], str]) -> None:
     path = tmp_path / "clip.webp"
     path.write_bytes(animation(film(20), "WEBP"))  # 5 seconds of 4 frames

@@ -88,6 +88,7 @@ def test_parity_with_transformers_own_loss_of_each_document(family: str, mesh: s
     assert verdict.passed, describe(verdict)
 
 
+@pytest.mark.covers("model.router_aux_loss")
 @pytest.mark.parametrize(
     ("family", "mesh", "model"),
     pairs([
@@ -170,6 +171,7 @@ def metrics_of(path: str, model: dict[str, Any]) -> tuple[float, dict[str, float
     return engine.balance, metrics, engine.gradient_norm()
 
 
+@pytest.mark.covers("model.router_aux_loss_coef")
 def test_the_coefficient_is_the_configs_unless_it_is_set() -> None:
     path = saved_model("qwen3_moe")
     default, metrics, norm = run(1, metrics_of, path, {"router_aux_loss": "document"})[0]

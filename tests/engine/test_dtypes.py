@@ -77,6 +77,7 @@ def one_step(path: str, optimizer: dict[str, Any], fsdp: dict[str, Any]) -> dict
     }
 
 
+@pytest.mark.covers("optimizer.state_dtype")
 @pytest.mark.parametrize(
     ("optimizer", "master", "dtype", "size"),
     [

@@ -93,6 +93,7 @@ def _held(engine: Engine) -> int:
     return sum(shard.nbytes for shard in engine.ema.shards.values())
 
 
+@pytest.mark.covers("optimizer.ema_decay")
 @pytest.mark.parametrize("mesh", ["1", "2", "3"])
 def test_after_steps_of_a_model(mesh: str) -> None:
     ranks = run(world_of(mesh), averages, saved_model("llama"), mesh)
@@ -125,6 +126,7 @@ def test_the_average_of_every_checkpoint_follows_from_the_one_before(unbroken: P
             torch.testing.assert_close(after[EMA + name].double(), expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.covers("checkpoint.weights")
 def test_the_directory_holds_the_average_and_the_raw_weights_of_what_is_frozen(unbroken: Path) -> None:
     state, files = whole_state(unbroken, LAST), load_file(checkpoint(unbroken, LAST) / "model.safetensors")
     for name, tensor in files.items():

@@ -151,6 +151,7 @@ REDUCTIONS = [
 ]
 
 
+@pytest.mark.covers("fsdp.reduce")
 @pytest.mark.parametrize(("mesh", "reduce", "before", "last"), REDUCTIONS)
 def test_when_gradients_are_reduced(mesh: str, reduce: str, before: Any, last: Any) -> None:
     for parts, _ in reduced(mesh, reduce):
@@ -196,6 +197,7 @@ def gathered_after_forward(path: str, reshard: bool | int) -> dict[str, int]:
     return looking.seen
 
 
+@pytest.mark.covers("fsdp.reshard_after_forward")
 @pytest.mark.parametrize(("reshard", "layers"), [(True, 4), (False, 1), (2, 2)])
 def test_what_stays_gathered_after_forward(reshard: bool | int, layers: int) -> None:
     for seen in run(4, gathered_after_forward, saved_model("llama"), reshard):
@@ -224,6 +226,7 @@ def attention_calls(path: str, recompute: str) -> tuple[int, int, dict[str, Tens
     return len(calls), plan.micro_batches, gradients_of(engine)
 
 
+@pytest.mark.covers("model.recompute")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_recompute_runs_layers_twice_with_equal_gradients(family: str) -> None:
     path = saved_model(family)
@@ -285,6 +288,7 @@ def placements(path: str, mesh: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.covers("mesh.dp_replicate")
 def test_hsdp_shards_within_a_replica_and_copies_over_replicas() -> None:
     ranks = run(4, placements, saved_model("llama"), "2x2")
     for number, seen in enumerate(ranks):
@@ -297,6 +301,7 @@ def test_hsdp_shards_within_a_replica_and_copies_over_replicas() -> None:
         assert torch.equal(torch.cat([first, second]), weight)
 
 
+@pytest.mark.covers("mesh.dp_shard")
 def test_uneven_shards_add_up() -> None:
     ranks = run(3, placements, saved_model("llama"), "3")
     assert ranks[0]["placements"] == {(Shard(0),)}
@@ -507,6 +512,7 @@ def fresh(path: str, mesh: str, seed: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.covers("model.init")
 def test_random_weights_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None:
     tiny_config("qwen3_moe").save_pretrained(tmp_path)  # and no weights
     path = str(tmp_path)
@@ -529,6 +535,7 @@ def deterministic(path: str) -> list[Any]:
     return out
 
 
+@pytest.mark.covers("train.deterministic")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_deterministic_sets_torchs_flag_and_the_next_engine_its_own(family: str) -> None:
     for (on, strict), (off, loose) in run(2, deterministic, saved_model(family)):

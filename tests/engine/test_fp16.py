@@ -140,6 +140,7 @@ def overflowing(path: str, mesh: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.covers("fsdp.loss_scale")
 @pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
 def test_an_overflow_halves_the_scale(mesh: str) -> None:
     ranks = run(world_of(mesh), overflowing, saved_model("llama"), mesh)
@@ -171,6 +172,7 @@ def test_a_loss_that_is_not_finite_is_an_error_still() -> None:
         assert state == {"scale": 65536.0, "good": 0, "overflows": 0}
 
 
+@pytest.mark.covers("fsdp.loss_scale_interval")
 def test_the_scale_grows_after_good_steps() -> None:
     scale = LossScale(4.0, 3)
     for expected in (4.0, 4.0, 8.0, 8.0):

@@ -150,6 +150,7 @@ WORDS = ["sft", "model.path=model", "data.path=d.jsonl", "step.documents=6", "st
 WORDS += ["train.epochs=1", "train.loss=own_losses:Focal"]
 
 
+@pytest.mark.covers("train.loss")
 @pytest.mark.slow
 def test_an_objective_of_ones_own_is_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss of the first step is what transformers and five lines of torch say."""

@@ -126,6 +126,7 @@ def two_steps(**keys: Any) -> tuple[float, float]:
     return weight.item(), bias.item()
 
 
+@pytest.mark.covers("optimizer.weight_decay", "optimizer.betas")
 def test_adamw_by_hand() -> None:
     # Step 1: m = 0.2, v = 0.2, m^ = 2, v^ = 4, so the move is -0.1 x 2 / 2; the weight first shrinks by 1 - 0.1 x 0.5.
     # Step 2: m = 0.08, v = 0.24, m^ = 0.08 / 0.19, v^ = 0.24 / 0.0975, so the move is -0.1 x 0.2683695.
@@ -134,6 +135,7 @@ def test_adamw_by_hand() -> None:
     assert undecayed == pytest.approx(0.9 - 0.02683695, abs=1e-6)
 
 
+@pytest.mark.covers("optimizer.eps")
 def test_adamw_eps_is_outside_the_root() -> None:
     decayed, undecayed = two_steps(betas=(0.0, 0.0), eps=1.0)  # m^ = g, v^ = g^2: moves of -0.1 x g / (|g| + 1)
     assert decayed == pytest.approx((0.95 - 0.1 * 2 / 3) * 0.95 + 0.1 / 2, abs=1e-6)
@@ -145,6 +147,7 @@ def test_sgd_by_hand() -> None:
     assert two_steps(name="sgd") == pytest.approx((0.8125, 0.9), abs=1e-6)
 
 
+@pytest.mark.covers("optimizer.momentum")
 def test_sgd_with_momentum_by_hand() -> None:
     # Buffers 2.5 then 0.9 x 2.5 - 0.625 = 1.625; without decay 2 then 0.8.
     assert two_steps(name="sgd", momentum=0.9) == pytest.approx((0.5875, 0.72), abs=1e-6)
@@ -170,6 +173,7 @@ def parameters_with(*gradients: Tensor | None) -> list[tuple[str, nn.Parameter]]
     return named
 
 
+@pytest.mark.covers("optimizer.max_grad_norm")
 def test_clip_by_hand() -> None:
     named = parameters_with(torch.tensor([3.0, 0.0]), None, torch.tensor([[0.0], [4.0]]))
     assert clip_gradients(named, 1.0) == 5.0

@@ -71,6 +71,7 @@ def steps_are_those_of_the_whole() -> None:
         assert all(p.grad is None for p in sharded.parameters())
 
 
+@pytest.mark.covers("optimizer.options")
 def test_steps_are_those_of_the_whole() -> None:
     run(3, steps_are_those_of_the_whole)
 

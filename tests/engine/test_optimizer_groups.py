@@ -137,6 +137,7 @@ GROUPS = (
 )
 
 
+@pytest.mark.covers("optimizer.groups")
 @pytest.mark.parametrize(
     ("family", "mesh", "optimizer"),
     [

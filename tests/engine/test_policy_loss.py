@@ -80,6 +80,7 @@ def test_corrections_recover_the_direction_of_the_gradient() -> None:
     assert direction() > 0.98  # cut at 2
 
 
+@pytest.mark.covers("rl.kl_estimator", "rl.kl_unbiased")
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of(estimator: Any, unbiased: bool) -> None:
@@ -95,6 +96,7 @@ def test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of(estimator: Any, u
     torch.testing.assert_close(found, wanted.double(), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.covers("rl.dual_clip", "rl.entropy_coef")
 def test_metrics() -> None:
     """Ratios 1/2, 1, 5/4, 3 with advantages -1, 1, 1, -1 and a band of [0.8, 1.2]: the first and the third are cut."""
     ratio = torch.tensor([0.5, 1.0, 1.25, 3.0])
@@ -126,6 +128,7 @@ def test_metrics() -> None:
     assert not any(name.startswith("clip") for name in means(policy_loss="reinforce"))
 
 
+@pytest.mark.covers("rl.measure_kl")
 def test_a_kl_of_weight_0_is_measured_and_trains_nothing() -> None:
     arrays = {"old_logprobs": torch.tensor([-1.0, -2.0, -3.0]), "advantages": torch.ones(3)}
     reference = arrays["old_logprobs"] - 0.5

@@ -62,6 +62,7 @@ def observed(path: str, fsdp: dict[str, str]) -> dict[str, set[torch.dtype]]:
     return seen
 
 
+@pytest.mark.covers("fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.master_dtype")
 @pytest.mark.parametrize(
     ("param", "reduce", "master"),
     [

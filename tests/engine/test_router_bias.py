@@ -59,6 +59,7 @@ def moved_in_transformers(path: str) -> dict[str, Tensor]:
     return {name: bias + RATE * (chosen.mean() - chosen).sign().view_as(bias) for (name, bias), chosen in pairs}
 
 
+@pytest.mark.covers("model.router_bias_rate")
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe"])
 def test_a_step_moves_biases_by_its_choices(family: str) -> None:
     path = saved_model(family)

@@ -26,6 +26,7 @@ def rates(total: int, lr: float = 1.0, beyond: int = 0, **keys: Any) -> list[flo
     return [learning_rate(step, total, lr, config) for step in range(1, total + beyond + 1)]
 
 
+@pytest.mark.covers("schedule.warmup_ratio", "schedule.warmup_steps")
 @pytest.mark.parametrize(
     ("ratio", "steps", "total", "expected"),
     [
@@ -55,16 +56,19 @@ def test_cosine_without_warmup_starts_below_the_peak() -> None:
     assert values == pytest.approx([0.8535533906, 0.5, 0.1464466094, 0.0], abs=1e-9)
 
 
+@pytest.mark.covers("schedule.min_lr_ratio")
 def test_linear() -> None:
     values = rates(5, lr=10.0, name="linear", warmup_steps=1, min_lr_ratio=0.2)
     assert values == pytest.approx([10.0, 8.0, 6.0, 4.0, 2.0], abs=1e-12)
 
 
+@pytest.mark.covers("optimizer.lr")
 def test_constant_warms_up_and_stays() -> None:
     values = rates(5, lr=3.0, beyond=2, name="constant", warmup_steps=3)
     assert values == pytest.approx([1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0])
 
 
+@pytest.mark.covers("schedule.decay_ratio", "schedule.decay")
 @pytest.mark.parametrize(
     ("decay", "expected"),
     [
@@ -113,6 +117,7 @@ def theirs(name: str, warmup: int, total: int, **options: Any) -> list[float]:
     return [schedule.lr_lambdas[0](step) for step in range(1, total + 1)]
 
 
+@pytest.mark.covers("schedule.power", "schedule.timescale")
 @pytest.mark.parametrize("warmup", [0, 1, 3, 10])
 @pytest.mark.parametrize("total", [11, 20, 97])
 def test_rates_are_those_of_transformers(warmup: int, total: int) -> None:
@@ -132,6 +137,7 @@ def test_rates_are_those_of_transformers(warmup: int, total: int) -> None:
         assert ours == pytest.approx(theirs("inverse_sqrt", warmup, total, **options))
 
 
+@pytest.mark.covers("schedule.cycles")
 @pytest.mark.parametrize("cycles", [1, 2, 3, 7])
 @pytest.mark.parametrize("warmup", [0, 3, 10])
 @pytest.mark.parametrize("total", [11, 20, 31, 97])
@@ -176,6 +182,7 @@ def test_warmup_of_the_whole_run(name: str) -> None:
     assert rates(4, beyond=2, name=name, warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.1, 0.1])
 
 
+@pytest.mark.covers("schedule.name")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("warmup", [0, 3, 7, 20])
 @pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])

@@ -344,6 +344,7 @@ def kernels_used(path: str, preference: str) -> tuple[str, list[str]]:
     return engine.built.module.hf_model.config._attn_implementation, ran
 
 
+@pytest.mark.covers("model.attention")
 @pytest.mark.parametrize("preference", ["auto", "per_document"])
 def test_model_attention_names_the_kernel(preference: str) -> None:
     name, ran = run(1, kernels_used, saved_model("gemma2"), preference)[0]

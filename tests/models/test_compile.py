@@ -59,6 +59,7 @@ def compiled(path: str, mesh: str) -> tuple[Verdict | None, dict[str, Any]]:
     }
 
 
+@pytest.mark.covers("model.compile")
 @pytest.mark.slow
 @pytest.mark.versions
 @pytest.mark.timeout(600)

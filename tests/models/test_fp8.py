@@ -154,6 +154,7 @@ def distances(path: str, mesh: str, sections: dict[str, Any]) -> tuple[float, fl
     return abs(loss / expected_loss - 1), distance(expected), distance(exact)
 
 
+@pytest.mark.covers("model.transforms")
 @pytest.mark.parametrize(
     ("family", "mesh", "sections"),
     pairs(

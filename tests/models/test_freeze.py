@@ -123,6 +123,7 @@ def effects(path: str, patterns: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.covers("model.freeze")
 def test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced() -> None:
     for seen in run(2, effects, saved_model("llama"), ("*.mlp", "lm_head")):
         frozen = {n for n in seen["elements"] if ".mlp." in n or n == "lm_head.weight"}

@@ -85,6 +85,7 @@ def fused(path: str, model: dict[str, Any]) -> set[bool]:
     return {isinstance(norm, FusedNorm) for norm in norms}
 
 
+@pytest.mark.covers("model.fused_norms")
 def test_where_they_are_fused() -> None:
     path = saved_model("qwen3")
     assert run(1, fused, path, {}) == [{False}]

@@ -49,6 +49,7 @@ BALANCED = {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}
 # ---------------------------------------------------------------- parity with peft
 
 
+@pytest.mark.covers("lora.rank", "lora.alpha", "lora.rslora", "lora.modules_to_save")
 @pytest.mark.parametrize(
     ("family", "mesh", "sections"),
     [
@@ -84,6 +85,7 @@ def in_bf16(path: str, mesh: str, adapter: str) -> dict[str, Any]:
     return {"loss": loss, "gradients": gradients, "stored": stored, "weights": engine.memory.weights, "moved": moved}
 
 
+@pytest.mark.covers("lora.path")
 def test_a_bf16_base_under_fp32_adapters_is_within_pefts_own_noise(adapter: str) -> None:
     path, names = saved_model("llama"), file_keys(adapter)
     exact_loss, exact = PeftReference(path, adapter).gradients(STEPS[0])
@@ -297,6 +299,7 @@ def test_all_linear_is_pefts(family: str) -> None:
     assert {target.module for target in plan_for(family).targets} == theirs
 
 
+@pytest.mark.covers("lora.targets")
 def test_targets_by_pattern() -> None:
     assert [t.name for t in plan_for("llama", targets=("*.1.*.q_proj", "embed_tokens")).targets] == [
         "model.embed_tokens", "model.layers.1.self_attn.q_proj",
@@ -498,6 +501,7 @@ def dropped(path: str) -> list[float]:
     return [*losses, neighbours(engine, STEPS[0], gather_readouts(engine, STEPS[0]))]
 
 
+@pytest.mark.covers("lora.dropout")
 def test_dropout_is_seeded_and_for_training_only() -> None:
     first, again, other, moved = run(1, dropped, saved_model("llama"))[0]
     assert first == again != other

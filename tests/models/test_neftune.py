@@ -126,6 +126,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covers("train.neftune_noise_alpha")
 @pytest.mark.parametrize(("family", "mesh", "sections"), CASES)
 def test_gradients_are_those_of_transformers_with_the_same_noise(
     family: str, mesh: str, sections: dict[str, dict[str, Any]]

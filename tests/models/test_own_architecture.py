@@ -38,6 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.covers("model.imports")
 @pytest.mark.parametrize("mesh", ["2", "tp2", "pp2"])
 def test_gradients_and_weights_are_plain_transformers(mesh: str, model: str) -> None:
     verdict = run(2, parity, model, mesh, IMPORTS)[0]

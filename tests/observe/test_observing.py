@@ -76,6 +76,7 @@ def test_what_it_says(on: tuple[Path, str]) -> None:
     assert "model    on/checkpoints/step-000003\nnext     weft chat on " in out
 
 
+@pytest.mark.covers("track.system_seconds")
 def test_the_machine_is_sampled_for_the_trackers_too(on: tuple[Path, str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -96,6 +97,7 @@ def test_the_start_and_the_end_are_recorded(on: tuple[Path, str]) -> None:
     assert start["device"].endswith("(CPU)") and end["error"] == "" and start["started"] <= end["ended"]
 
 
+@pytest.mark.covers("track.timing", "track.system")
 def test_timing_and_samples_of_the_machine_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert cli.main([*WORDS, "run.dir=off", "track.timing=false", "track.system=false", "train.steps=1"]) == 0

@@ -72,6 +72,7 @@ def test_a_line_every_few_seconds_at_most(ends_at: int, expected: list[int]) -> 
     assert steps_of(out) == expected
 
 
+@pytest.mark.covers("train.log_every")
 def test_every_so_many_steps() -> None:
     clock = Clock()
     progress, out = shown(clock, 20, every=8)

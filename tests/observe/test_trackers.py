@@ -82,6 +82,7 @@ def test_numbers_of_a_line() -> None:
     assert numbers(LINE) == {"train/loss": 1.5, "train/epoch": 1.0, "eval/loss": 2.0, "train/skipped": 1.0}
 
 
+@pytest.mark.covers("track.report_to", "track.project", "track.name")
 def test_a_tracker_gets_config_names_steps_and_the_end(tmp_path: Path) -> None:
     made = tracked(tmp_path, "fake", project="p")
     made.log({"step": 1, "loss": 2.0})

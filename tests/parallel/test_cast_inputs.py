@@ -70,6 +70,7 @@ def inputs(path: str, patterns: tuple[str, ...]) -> tuple[dict[str, set[torch.dt
     return seen, {row.use: row.note for row in dtype_rows(engine)}
 
 
+@pytest.mark.covers("fsdp.cast_forward_inputs")
 def test_inputs_of_the_named_modules_are_cast() -> None:
     path = saved_model("mamba2", residual_in_fp32=True)
     for seen, table in run(2, inputs, path, ()):

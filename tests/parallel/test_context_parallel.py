@@ -66,6 +66,7 @@ TABLE = [("bamba", "cp2u2xtp2"), ("gpt_oss", "cp2xtp2"), ("olmo3", "cp4u2"), ("m
 DEALT_WHOLE = [("recurrent_gemma", "cp2"), ("falcon", "cp2")]  # whose layers read positions, or whose rows are padded
 
 
+@pytest.mark.covers("mesh.cp")
 @pytest.mark.parametrize(("family", "mesh"), pairs(CASES, TABLE))
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, SHORT)[0]
@@ -344,6 +345,7 @@ def bytes_sent(path: str, mesh: str, lengths: list[int], budget: int) -> tuple[i
     return int(total), metrics["loss"] or 0.0
 
 
+@pytest.mark.covers("mesh.ulysses")
 @pytest.mark.parametrize("mesh", ["cp2", "cp2u2"])
 def test_bytes_that_travel_are_those_of_the_formula(mesh: str) -> None:
     """None where no document is cut. llama: 2 layers, heads of 16, 4 of queries and 2 of keys."""

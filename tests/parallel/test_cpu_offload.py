@@ -52,6 +52,7 @@ def policies(path: str, offload: bool, init: str) -> tuple[set[Any], str]:
     return {(p.offload_to_cpu, p.pin_memory) for p in owned}, fsdp_line(engine)
 
 
+@pytest.mark.covers("fsdp.cpu_offload")
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_every_unit_has_the_policy(init: str) -> None:
     for seen, line in run(2, policies, saved_model("llama"), True, init):

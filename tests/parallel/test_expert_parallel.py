@@ -139,6 +139,7 @@ def test_what_a_recomputed_layer_keeps() -> None:
     assert kept(lambda: next(drawn)) == 6  # outside of a layer
 
 
+@pytest.mark.covers("mesh.ep")
 def test_a_rank_holds_its_experts_and_shards_them_over_those_that_hold_the_same() -> None:
     for rank, (shapes, ranks) in enumerate(run(4, held, saved_model("mixtral"), "4ep2")):
         assert (shapes["gate_up_proj"][0], ranks) == (1, 2), rank  # 4 experts, over ep 2 and 2 ranks each

@@ -144,6 +144,7 @@ def placed(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.covers("fsdp.overrides")
 def test_where_parameters_lie() -> None:
     overrides = {"model.layers.0": "replicate", "model.layers.0.mlp": 2, "lm_head": "replicate"}
     for seen in run(4, placed, saved_model("llama"), overrides):

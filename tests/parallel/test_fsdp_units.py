@@ -68,6 +68,7 @@ def units(path: str, wrap: Any) -> tuple[list[str], set[str], int, int]:
     return [u.name for u in engine.units], root, rows, sum(p.numel() for p in engine.module.parameters())
 
 
+@pytest.mark.covers("fsdp.wrap")
 @pytest.mark.parametrize(("family", "wrap", "names", "root"), UNITS, ids=name_of)
 def test_units(family: str, wrap: Any, names: list[str], root: set[str]) -> None:
     found, kept, rows, elements = run(1, units, saved_model(family), wrap)[0]

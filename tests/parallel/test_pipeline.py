@@ -305,6 +305,7 @@ def held(path: str, mesh: str) -> tuple[list[str], int]:
     return list(named), engine.loaded.bytes_read
 
 
+@pytest.mark.covers("mesh.pp")
 def test_a_rank_reads_and_holds_its_stage_alone() -> None:
     path = saved_model("llama_tied", num_hidden_layers=4)
     (first, read), (last, read_last) = run(2, held, path, "pp2")
@@ -341,6 +342,7 @@ def most_kept(path: str, mesh: str) -> int:
     return max(most)
 
 
+@pytest.mark.covers("mesh.pp_schedule")
 @pytest.mark.parametrize(
     ("mesh", "kept"), [("pp2", [2, 1]), ("pp2g", [6, 6]), ("pp2i", [5, 3]), ("pp2i3", [7, 5]), ("pp2v", [4, 4])]
 )

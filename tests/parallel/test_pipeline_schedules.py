@@ -288,6 +288,7 @@ def loaded_stages(path: str, mesh: str) -> list[str]:
     return sorted({name.split(".")[2] for name in names if name.startswith("model.layers.")})
 
 
+@pytest.mark.covers("mesh.pp_stages_per_rank")
 def test_a_rank_has_the_layers_of_its_stages() -> None:
     path = saved_model("llama", num_hidden_layers=4)
     assert run(2, loaded_stages, path, "pp2i") == [["0", "2"], ["1", "3"]]

@@ -87,6 +87,7 @@ def gathers(path: str, depth: Any, wrap: Any, recompute: str) -> tuple[list[int]
 
 
 # Four layers; forward gathers root, layers, head; backward again the layers, last first.
+@pytest.mark.covers("fsdp.prefetch")
 @pytest.mark.parametrize(
     ("depth", "forward", "backward"),
     [

@@ -40,6 +40,7 @@ CASES = [
 TABLE = [("gpt_oss", "tp4"), ("olmo2", "tp4"), ("phi3_longrope", "tp4"), ("nemotron_h", "2xtp2")]
 
 
+@pytest.mark.covers("mesh.tp")
 @pytest.mark.parametrize(("family", "mesh"), pairs(CASES, TABLE))
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, {})[0]

@@ -41,6 +41,7 @@ def tables() -> list[Any]:
     return [pytest.param(f, m, marks=() if place == 0 else pytest.mark.table) for f, m, place in pairs]
 
 
+@pytest.mark.covers("model.path")
 @pytest.mark.parametrize(("family", "mesh"), tables())
 def test_families(family: str, mesh: str) -> None:
     check(family, mesh, {})
@@ -91,6 +92,7 @@ def switches() -> list[Any]:
     ]
 
 
+@pytest.mark.covers("step.max_tokens_per_device")
 @pytest.mark.parametrize(("family", "row"), switches())
 def test_switches(family: str, row: tuple[str, bool | int, str, str, bool, int]) -> None:
     mesh, reshard, reduce, recompute, tied, budget = row
@@ -102,6 +104,7 @@ def test_switches(family: str, row: tuple[str, bool | int, str, str, bool, int])
     check(family, mesh, sections, tie_word_embeddings=tied)
 
 
+@pytest.mark.covers("step.padding")
 @pytest.mark.parametrize(
     ("family", "shapes"),
     [("llama", "buckets"), ("llama", "fixed"), ("stablelm", "fixed"), ("lfm2", "buckets")],
@@ -110,6 +113,7 @@ def test_padded_shapes(family: str, shapes: str) -> None:
     check(family, "2", {"step": {"padding": shapes}})
 
 
+@pytest.mark.covers("optimizer.name")
 @pytest.mark.parametrize(
     "optimizer", [{"name": "sgd", "lr": 1.0}, {"name": "sgd", "momentum": 0.9}, {"max_grad_norm": 0.05}]
 )

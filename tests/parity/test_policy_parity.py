@@ -229,6 +229,7 @@ def update_is_the_plain_one(plant: str | None) -> bool:
     return all(figure.value <= GRADIENT for figure in compare_gradients(found, plain(path)[0]["grpo"][1], {}))
 
 
+@pytest.mark.covers("rl.policy_loss", "rl.clip", "rl.kl_clamp", "rl.entropy_aggregation", "rl.count_masked")
 @pytest.mark.parametrize(
     ("family", "mesh", "budget"),
     pairs([("llama", "1", 64), ("llama", "2", 40), ("qwen3_moe", "2x2", 40)],

@@ -206,6 +206,7 @@ def without_evaluation(run_folder: Path) -> list[dict[str, Any]]:
     return [line for line in found if line["step"]]
 
 
+@pytest.mark.covers("eval.path", "eval.at_start", "eval.max_new_tokens")
 def test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same(tmp_path: Path) -> None:
     mesh, plain, whole, killed = "2", tmp_path / "plain", tmp_path / "whole", tmp_path / "killed"
     drawn = process(plain, mesh, sections={"checkpoint": {"every": 0}})
@@ -269,6 +270,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.covers("checkpoint.keep_best", "eval.patience")
 def test_a_run_without_improvement_ends_and_keeps_its_best(patient: Path) -> None:
     """2.0 at step 2, 1.9 at step 5; steps 6 to 8 are no better. A loss that is not a number is no improvement."""
     assert [line["eval/loss"] for line in lines(patient)] == [3.0, 2.0, 2.5, None, 1.9, 2.0, 1.95, 2.1]
@@ -280,6 +282,7 @@ def test_a_run_without_improvement_ends_and_keeps_its_best(patient: Path) -> Non
     assert summary["evaluation"]["best"] == best
 
 
+@pytest.mark.covers("eval.target")
 def test_a_run_ends_where_its_target_is_reached(tmp_path: Path) -> None:
     """eval/exact is 0.5 from step 4 on; resumed, the run has nothing to do, unless it is to go on."""
     scripted_process(tmp_path / "run", patience=None, target=0.5)
@@ -312,6 +315,7 @@ def test_a_run_that_was_ended_goes_on_only_with_more_patience(patient: Path, tmp
     assert best_step(folder / "checkpoints") == 9
 
 
+@pytest.mark.covers("eval.min_delta")
 def test_small_improvements_add_up() -> None:
     best = BestEvaluation(schema.EvalConfig(patience=2, min_delta=0.1))
     found = [
@@ -374,6 +378,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SFT = ["sft", "model.path=model", "data.path=chats.jsonl", "step.documents=8", "run.dir=run"]
 
 
+@pytest.mark.covers("eval.sources", "eval.every", "eval.metric", "eval.prompts")
 def test_what_a_run_says_of_its_evaluations(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(here / "a.jsonl", chat(("user", "a"), ("assistant", "bc")))
     write_jsonl(

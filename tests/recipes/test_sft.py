@@ -189,6 +189,7 @@ def test_nothing_that_begins_or_ends_a_run_is_wider_than_the_terminal(
     assert [line for line in wide if not re.search(r"/r\b", line) or len(line) > columns + path] == []
 
 
+@pytest.mark.covers("run.dir")
 @pytest.mark.slow
 def test_the_resolved_config_runs_again(one: tuple[Path, str], here: Path) -> None:
     """Every key is in it, and it gives the same losses."""
@@ -261,6 +262,7 @@ def test_tasks_of_srun_join(one: tuple[Path, str], folder: Path) -> None:
 # ---------------------------------------------------------------- how long, and what is not trained
 
 
+@pytest.mark.covers("train.steps")
 @pytest.mark.slow
 def test_steps_end_a_run_and_without_a_name_it_gets_one(here: Path) -> None:
     (here / "s.yaml").write_text("model: {path: model}\ndata: {path: chats.jsonl}\nstep: {documents: 8}\n")
@@ -295,6 +297,7 @@ POISON = [
 ]  # fmt: skip
 
 
+@pytest.mark.covers("train.max_nonfinite")
 @pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat(
     poisoned: Path, here: Path, capsys: pytest.CaptureFixture[str]
@@ -458,6 +461,7 @@ def test_a_rank_that_fails_in_training_names_itself(folder: Path) -> None:
     assert not (folder / "failed" / "checkpoints").exists()
 
 
+@pytest.mark.covers("train.timeout")
 @pytest.mark.slow
 def test_a_rank_that_stops_ends_the_run_after_the_timeout(folder: Path) -> None:
     timeout = 4

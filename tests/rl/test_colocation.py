@@ -170,6 +170,7 @@ def test_a_part_that_is_not_woken_is_seen(folder: Path, apart: tuple[Any, ...], 
     assert lines[0] == apart[0][0] and lines != apart[0]
 
 
+@pytest.mark.covers("cluster.offload_during_rollout")
 def test_which_parts_sleep() -> None:
     """On accelerators that are shared all of them, on CPU none, and what cluster.offload_during_rollout says."""
     needed = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]"]
@@ -243,6 +244,7 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
     return found, fresh, distances, int(sum((v == 0).sum() for v in versions[2:]))
 
 
+@pytest.mark.covers("rollout.on_weight_update")
 @pytest.mark.parametrize("unfinished", ["continue", "drop"])
 def test_completions_that_are_unfinished_when_weights_change(folder: Path, unfinished: str) -> None:
     ((found, fresh, distances, old),) = run(1, synced_meanwhile, folder, unfinished)

@@ -105,6 +105,7 @@ def plain(path: str, weights: Tensors, clip: float | None) -> tuple[list[Tensor]
     return values, float(loss.detach()), clipped / total, gradients
 
 
+@pytest.mark.covers("critic.head", "critic.clip")
 @pytest.mark.parametrize(
     ("family", "mesh", "clip"),
     [("llama", "4", CLIP), ("qwen3", "2x2", CLIP), ("gpt2", "pp2", CLIP), ("qwen3_moe", "1", None)],
@@ -251,6 +252,7 @@ def collect(mine: dict[int, Floats]) -> dict[int, Floats]:
     return {index: values for part in parts for index, values in part.items()}
 
 
+@pytest.mark.covers("critic.lr")
 @pytest.mark.parametrize("lora", ["lora.rank=null", "lora.rank=4"])
 def test_a_critic_learns_returns_beside_a_policy_and_its_reference(lora: str) -> None:
     for losses, explained, same in run(2, learns, str(inputs() / "model"), lora):
@@ -271,6 +273,7 @@ def read(*overrides: str) -> RlConfig:
     return load_config([], [*POLICY, *overrides], RlConfig)
 
 
+@pytest.mark.covers("reference.path", "critic.path")
 def test_what_is_not_said_of_reference_and_critic_is_as_the_policys() -> None:
     config = read("model.freeze=[lm_head]")
     policy, reference, value = policy_config(config), reference_config(config), critic_config(config)
@@ -292,6 +295,21 @@ def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_
         assert policy_config(config).optimizer.load_state and not critic.optimizer.load_state
 
 
+@pytest.mark.covers(
+    "reference.param_dtype",
+    "reference.dp_replicate",
+    "reference.dp_shard",
+    "reference.tp",
+    "reference.pp",
+    "reference.cpu_offload",
+    "reference.max_tokens_per_device",
+    "critic.dp_replicate",
+    "critic.dp_shard",
+    "critic.tp",
+    "critic.pp",
+    "critic.cpu_offload",
+    "critic.max_tokens_per_device",
+)
 @pytest.mark.parametrize(
     ("override", "where", "value"),
     [

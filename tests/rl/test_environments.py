@@ -159,6 +159,7 @@ def test_plain_text_goes_behind_an_answer_as_it_stands() -> None:
         play(Scripted("say x", "done"), episodes(Echo), prompt)
 
 
+@pytest.mark.covers("rl.max_turns")
 def test_where_a_conversation_ends() -> None:
     (sample,) = play(Scripted("say a", "say b", "say c"), episodes(Echo, max_turns=2)).samples
     assert sample.turns == 2 and shown(sample, True) == "say a<|im_end|>say b<|im_end|>"
@@ -177,6 +178,7 @@ def test_a_reply_that_leaves_no_token_for_an_answer_is_not_taken() -> None:
         assert (sample.finish, sample.turns) == ("length", turns)
 
 
+@pytest.mark.covers("rl.environment_timeout")
 def test_an_environment_that_fails_costs_one_sample() -> None:
     (sample,) = play(Scripted("say a"), episodes(Broken)).samples
     assert sample.notes["error"] == "Broken.step: KeyError: 'nothing here'"
@@ -304,6 +306,7 @@ def test_they_end_with_the_controller(tmp_path: Path) -> None:
     wait_until_gone([int(path.name) for path in tmp_path.iterdir()])
 
 
+@pytest.mark.covers("rl.dynamic_sampling")
 def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
     """Rewards of prompt i's group: equal where i is even. Five rounds find enough; one fills up with what it has."""
     asked: list[list[int]] = []
@@ -331,6 +334,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
 # ---------------------------------------------------------------- the example
 
 
+@pytest.mark.covers("rl.environment")
 def test_the_calculator_offers_its_tool_and_answers_calls() -> None:
     """Through the keys of a config, with a policy that calls it rightly, then wrongly, then answers."""
     config = load_config(

@@ -164,6 +164,7 @@ def proofs(path: str, lora: bool) -> ExactnessResult | str:
         return str(error)
 
 
+@pytest.mark.covers("rl.on_policy")
 def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
     tokens = 6 + 2 * 9 + 3 * 20 + 1 + 2 * 5 + 3 * 20
     assert run(2, proofs, saved_model("qwen3"), False) == [ExactnessResult(tokens, 0, 0.0, 0)] * 2

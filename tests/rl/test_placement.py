@@ -27,6 +27,7 @@ def never(config: RlConfig) -> float:
     raise AssertionError("a trial, where none is needed")
 
 
+@pytest.mark.covers("cluster.placement")
 @pytest.mark.parametrize(
     ("words", "options", "rollouts", "placement", "why"),
     [

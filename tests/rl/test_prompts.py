@@ -137,6 +137,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
     assert HeldOutPrompts({"new": read([{"prompt": "e"}])}).leaks(training) == []
 
 
+@pytest.mark.covers("rl.instruction")
 def test_files_of_other_trainers(tmp_path: Path) -> None:
     """verl's columns, of which one is nested, from Parquet; by the keys of a config."""
     import pyarrow
@@ -225,6 +226,7 @@ def test_what_a_tokenizer_puts_behind_a_text_is_not_in_a_prompt(tmp_path: Path) 
     assert load_prompts(["a"], tokenizer)[0].tokens == tuple(tokenizer("a")["input_ids"][:-1])
 
 
+@pytest.mark.covers("rl.chat", "rollout.max_prompt_tokens")
 def test_keys_of_the_config(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "ab"}, {"prompt": "abcdef"})
     keys = [f"data.path={path}", "rl.chat=true", "rollout.max_prompt_tokens=20", "data.long_documents=drop"]

@@ -65,6 +65,7 @@ def given(samples: Sequence[Sample]) -> list[float | None]:
     return [sample.reward for sample in samples]
 
 
+@pytest.mark.covers("rl.reward_timeout")
 def test_what_fails_costs_its_sample() -> None:
     """One call with all: the function raises, ends, crashes or hangs, or gives what is no number; others are scored."""
     texts = ["1", "raise", "2.5", "exit", "crash", "none", "nan", "hang", "inf", "print"]
@@ -169,6 +170,7 @@ def test_another_number_of_values_is_an_error_at_the_first_call(name: str) -> No
         scored(["1", "2", "3"], OURS + name)
 
 
+@pytest.mark.covers("rl.reward", "rl.reward_weights", "rl.reward_options")
 @pytest.mark.parametrize("chat", [False, True])
 def test_trls_signature_with_columns_and_weights(chat: bool) -> None:
     samples, _ = scored(
@@ -225,6 +227,7 @@ def test_async_functions_wait_side_by_side_and_a_failure_is_one_samples() -> Non
     assert time.perf_counter() - began < 0.3 * 21
 
 
+@pytest.mark.covers("rl.reward_workers")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_so_many_processes_work_side_by_side(workers: int) -> None:
     """A call for each prompt; three prompts."""
@@ -239,6 +242,7 @@ def test_so_many_processes_work_side_by_side(workers: int) -> None:
     assert len({sample.reward for sample in samples}) == workers
 
 
+@pytest.mark.covers("rl.reward_column")
 def test_a_column_says_which_functions_are_asked() -> None:
     prompts = [Prompt(i, 0, (1,), "?", None, {"by": by}, f"d:{i}") for i, by in enumerate(("length", ["as_number"]))]
     rewards = Rewards(

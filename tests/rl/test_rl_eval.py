@@ -75,6 +75,7 @@ def test_each_prompt_is_answered_once_greedily_and_named_sets_are_apart(tmp_path
     assert found.greedy["high"][2].samples[0].prompt.text == "9+2"
 
 
+@pytest.mark.covers("eval.samples", "eval.top_p", "eval.top_k")
 def test_pass_at_k_of_answers_that_are_drawn(tmp_path: Path) -> None:
     engine = Adder()
     config = config_of(
@@ -144,6 +145,7 @@ def test_a_sample_that_failed_counts_as_wrong(tmp_path: Path) -> None:
     assert found.metrics["eval/failed"] == 5 and found.metrics["eval/accuracy"] == found.metrics["eval/reward"] == 0
 
 
+@pytest.mark.covers("eval.pass_at", "eval.correct_from")
 def test_what_is_correct_and_how_many_are_drawn(tmp_path: Path) -> None:
     keys = ("rl.reward=[length]", "rl.reward_options={length.target: 2}", "eval.correct_from=-0.5")
     assert evaluated(config_of(tmp_path, *keys), Adder()).metrics["eval/accuracy"] == 0.6

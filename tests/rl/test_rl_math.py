@@ -47,6 +47,7 @@ def firsts(groups: list[SampleGroup]) -> list[list[float]]:
 THIRD = 1 / math.sqrt(1 / 3)  # 1 / the standard deviation of 1, 0, 0 with n - 1
 
 
+@pytest.mark.covers("rl.advantage", "rl.advantage_norm")
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -89,6 +90,7 @@ def test_groups_without_signal_give_zeros(name: str) -> None:
     assert metrics["reward_std"] == 0.0
 
 
+@pytest.mark.covers("rl.gamma")
 def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step() -> None:
     """Two samples of one and three tokens with rewards 4 and 0, no discount: tokens 4, 0, 0, 0 have mean 1 and a
     deviation of 2. With gamma 1/2 the second sample's reward of 4 is worth 1, 2, 4 along its tokens."""
@@ -120,6 +122,7 @@ def test_reinforce_plus_plus_baseline_takes_the_kl_off_its_rewards() -> None:
     assert firsts(groups) == [pytest.approx([-math.sqrt(3 / 4), math.sqrt(3 / 4)])]
 
 
+@pytest.mark.covers("rl.gae_lambda")
 def test_gae_and_its_returns() -> None:
     """Values 0.5, 0.25, 1 and a reward of 2, gamma 1/2, lambda 1/2: delta = -0.375, 0.25, 1, so from the end
     A = 1, 0.25 + 1/4, -0.375 + 0.5/4. A tool wrote the token between the first and the second."""
@@ -136,6 +139,7 @@ def test_gae_and_its_returns() -> None:
     assert given.returns[given.sampled] == pytest.approx([0.25, 0.75, 2.0])
 
 
+@pytest.mark.covers("rl.kl_coef", "rl.kl_in")
 @pytest.mark.parametrize(
     ("estimator", "penalties"),
     [("k1", [0.5, -1.0]), ("k2", [0.125, 0.5]), ("k3", [math.exp(-0.5) - 0.5, math.exp(1) - 2])],
@@ -217,6 +221,7 @@ def test_an_advantage_of_ones_own() -> None:
         advantages(groups, algorithm(advantage="own_rl:number"))
 
 
+@pytest.mark.covers("rl.overlong_buffer", "rl.overlong_penalty")
 def test_overlong_shaping() -> None:
     """DAPO's example in small: of 20 tokens the last 4 are punished."""
     assert [overlong_penalty(n, 20, 4) for n in (1, 16, 17, 18, 20, 25)] == [0, 0, -0.25, -0.5, -1, -1]
@@ -268,6 +273,7 @@ def mismatched() -> list[Sample]:
     return [one, sample(1, 2, 0.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1.0, -2.0])]
 
 
+@pytest.mark.covers("rl.correction", "rl.correction_level", "rl.correction_limits")
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -324,6 +330,7 @@ def test_metrics_of_a_mismatch() -> None:
     assert "sampling/clipped" not in correct(bare, algorithm(correction="none")) and bare[0].correction is None
 
 
+@pytest.mark.covers("rl.old_logprobs")
 def test_old_logprobs_of_the_rollout() -> None:
     samples = mismatched()
     assert correct(samples, algorithm(old_logprobs="rollout")) == {}
@@ -350,6 +357,7 @@ def test_truncated_sampling_is_compared_among_all_tokens() -> None:
     require_comparable([given], SamplingParams(8))
 
 
+@pytest.mark.covers("rollout.allow_truncated")
 def test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share() -> None:
     """Shares 1/2 and 1/8 were kept, and engine and trainer agree: factors are the shares, whose geometric mean is 1/4.
     An engine that says its share has the same metric, and factors of 1."""
@@ -399,6 +407,7 @@ def test_truncated_sampling_is_said_at_the_start(keys: dict[str, Any], words: st
 # ---------------------------------------------------------------- documents
 
 
+@pytest.mark.covers("rl.loss_aggregation", "rl.mask_truncated")
 @pytest.mark.parametrize(
     ("aggregation", "weights"),
     [("token_mean", [1.0, 1.0]), ("sequence_mean", [1 / 3, 1.0]), ("sequence_sum", [0.1, 0.1])],
@@ -465,6 +474,7 @@ def read(*overrides: str) -> RlConfig:
     return load_config([], [*NEEDED, *overrides], RlConfig)
 
 
+@pytest.mark.covers("rl.algorithm")
 def test_a_preset_sets_what_nobody_has() -> None:
     assert read().rl == algorithm()
     chosen = read("rl.algorithm=dapo", "rl.clip=[0.1, 0.3]").rl
@@ -472,6 +482,7 @@ def test_a_preset_sets_what_nobody_has() -> None:
     assert read("rl.algorithm=gspo").rl.clip == (3e-4, 4e-4)
 
 
+@pytest.mark.covers("rl.preset")
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -102,6 +102,7 @@ def whole(task: Path) -> Path:
     return run
 
 
+@pytest.mark.covers("rl.prompts_per_step", "rl.group_size", "rl.minibatches")
 def test_a_run_and_what_it_leaves(whole: Path) -> None:
     lines = lines_of(whole)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
@@ -197,6 +198,7 @@ def compare_with_one_rank(task: Path, name: str, mesh: list[str], keys: Sequence
     return float(max(differences))
 
 
+@pytest.mark.covers("rollout.engine", "cluster.max_staleness")
 def test_engines_of_their_own_run_ahead_of_training(task: Path) -> None:
     run = task / "ahead"
     clock = ["checkpoint.every=0", "checkpoint.every_minutes=1e-5", "checkpoint.keep=10"]
@@ -287,6 +289,7 @@ asyncio.run(cell())
 """
 
 
+@pytest.mark.covers("rl.epochs")
 def test_samples_may_be_trained_more_than_once_and_from_python(task: Path) -> None:
     """Two epochs over a rollout step: ratios leave 1 in the second. The engine takes turns with the trainer, all of
     whose parts sleep meanwhile."""
@@ -315,6 +318,7 @@ def test_samples_may_be_trained_more_than_once_and_from_python(task: Path) -> No
     assert "\n  placement: colocated\n" in (run / "config.yaml").read_text()
 
 
+@pytest.mark.covers("reference.ranks", "critic.ranks")
 def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     """The losses, values and weights of the trainer's own; a step of which not all is whole is none."""
     keys = ["rl.algorithm=ppo", "rl.minibatches=1", "rl.epochs=1", "rl.kl_coef=0.1", "critic.lr=1e-3", "train.steps=3"]
@@ -334,6 +338,7 @@ def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     assert all(torch.equal(value, weights(own)[name]) for name, value in weights(together).items())
 
 
+@pytest.mark.covers("cluster.address", "cluster.trainer_ranks")
 def test_a_cluster_that_is_not_there_is_named(task: Path) -> None:
     out = weft(command(task, task / "nowhere", "train.steps=2", "cluster.address=127.0.0.1:1"), status=2)
     assert "cluster.address: no Ray cluster at 127.0.0.1:1" in out
