@@ -38,7 +38,8 @@ def test_every_key_is_read_outside_the_config_package() -> None:
 
 
 OUT_OF_RANGE: dict[str, Any] = {
-    "rl.prompts_per_step": 0, "rl.group_size": 0, "rl.minibatches": 0, "rl.epochs": 0, "rl.clip": "[0, 0.2]", "rl.kl_coef": -1,
+    "rl.prompts_per_step": 0, "rl.group_size": 0, "rl.minibatches": 0, "rl.epochs": 0,
+    "rl.clip": "[0, 0.2]", "rl.kl_coef": -1,
     "rl.entropy_coef": -1, "rl.dynamic_sampling": -1, "rollout.max_prompt_tokens": 0, "rollout.max_new_tokens": 0,
     "rollout.temperature": 0, "rollout.top_p": 0, "rollout.top_k": -1, "rollout.min_p": 1, "cluster.trainer_ranks": 0,
     "cluster.max_staleness": -1, "rl.max_turns": 0, "rl.reward_timeout": 0,
