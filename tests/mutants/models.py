@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant("ops/per_document.py", "_hidden", "place <= own - call.window", "place < own - call.window", "tests/ops/test_attention.py"),
     Mutant("ops/per_document.py", "_explicit", "torch.tanh(scores / call.softcap) * call.softcap", "torch.tanh(scores) * call.softcap", "tests/ops/test_attention.py"),
     Mutant("ops/per_document.py", "_explicit", "torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]", "torch.cat([scores, sinks], dim=-1)[..., :-1].softmax(-1)", "tests/ops/test_attention.py"),
-    Mutant("ops/per_document.py", "_one", "call.scaling", "None", "tests/ops/test_attention.py tests/parity/test_parity.py"),
+    Mutant("ops/per_document.py", "_single", "call.scaling", "None", "tests/ops/test_attention.py tests/parity/test_parity.py"),
     Mutant("ops/per_document.py", "per_document", "length * count", "length", "tests/ops/test_attention.py"),
     Mutant("ops/attention.py", "Kernel.suits", "traits.value_width in self.widths", "True", "tests/ops/test_attention.py"),
     Mutant("ops/attention.py", "Kernel.suits", "(self.any_scores or not (traits.softcap or traits.sinks or traits.images))", "True", "tests/ops/test_attention.py"),

@@ -45,7 +45,7 @@ class EmbeddingNoise:
 
     def __init__(self, embedding: nn.Module, ranks: int, rank: int) -> None:
         """ranks, rank: of the axis that may divide the tokens between layers, and this rank's place there."""
-        self.ranks, self.place = ranks, rank
+        self.ranks, self.rank = ranks, rank
         self._keys_BT: Tensor | None = None
         self._sizes_BT: Tensor | None = None
         self._calls = 0
@@ -73,8 +73,8 @@ class EmbeddingNoise:
         self._calls += 1
         tokens = hidden_BTH.shape[1]
         if tokens * self.ranks == keys_BT.shape[1] and self.ranks > 1:  # this rank's part of the row
-            keys_BT = keys_BT.narrow(1, self.place * tokens, tokens)
-            sizes_BT = sizes_BT.narrow(1, self.place * tokens, tokens)
+            keys_BT = keys_BT.narrow(1, self.rank * tokens, tokens)
+            sizes_BT = sizes_BT.narrow(1, self.rank * tokens, tokens)
         if keys_BT.shape != hidden_BTH.shape[:2]:
             raise UserError(
                 f"train.neftune_noise_alpha: the embedding gives {tuple(hidden_BTH.shape)} for a row of "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.models import hf
 from weft.models.low_rank import LowRank
 from weft.ops.dispatch import Dispatched, ExpertPlacement, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
-from weft.ops.recompute import kept
+from weft.ops.recompute import reuse_in_recompute
 
 
 def use_experts_forward(experts: Any) -> None:
@@ -73,7 +73,7 @@ def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_
     axis: ExpertPlacement | None = getattr(experts, "weft_axis", None)
     sort = partial(sort_by_expert, chosen_TK, experts.num_experts)
     # A recomputed layer exchanges the rows that its forward has exchanged, whose counts it keeps.
-    order_S, ends_E = sort() if axis is None else kept(sort)
+    order_S, ends_E = sort() if axis is None else reuse_in_recompute(sort)
     rows = rows_of(hidden_TH, order_S, chosen_TK.shape[1])
     if axis is None:
         rows = _own_experts(experts, rows, ends_E)

@@ -583,9 +583,9 @@ class RowCache(DynamicCache):
         for states, number in self._states():
             states[number] = states[number][list(rows)]
 
-    def append(self, other: RowCache) -> None:
+    def append(self, cache: RowCache) -> None:
         """Append the rows of another cache's states."""
-        for (states, number), (other_states, _) in zip(self._states(), other._states(), strict=True):
+        for (states, number), (other_states, _) in zip(self._states(), cache._states(), strict=True):
             states[number] = torch.cat([states[number], other_states[number]])
 
     def _states(self) -> list[tuple[dict[int, Tensor], int]]:

@@ -35,7 +35,7 @@ import numpy as np
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import read_object
 from weft.models.clips import Clip, Shape
-from weft.models.hf_video import KNOWN, Frames, settings_file, settings_of, video_inputs, video_settings, video_text
+from weft.models.hf_video import VIDEO_PROCESSORS, Frames, settings_file, settings_of, video_inputs, video_settings, video_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ Size = tuple[int, int]  # height, width
 _OF_TEXT = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "position_ids")
 )
-_KEPT = 1 << 14  # cached layouts
+_CACHED_LAYOUTS = 1 << 14  # cached layouts
 _TRIED = ((40, 60), (100, 17), (230, 300))
 
 
@@ -77,7 +77,7 @@ class ImageProcessor:
         tokens = processor.tokenizer.convert_ids_to_tokens(ids)
         named = (self.placeholder, getattr(processor, "video_token", None), *tokens)
         self.marks = tuple(dict.fromkeys(text for text in named if text))
-        self.layout = lru_cache(_KEPT)(self._layout)
+        self.layout = lru_cache(_CACHED_LAYOUTS)(self._layout)
         self._counts = False
         if self._images_are_independent and hasattr(processor.image_processor, "get_number_of_image_patches"):
             self._counts = all(self._counted(size) == self._processed((size,)) for size in _TRIED)
@@ -246,7 +246,7 @@ def load_processor(
     if video and frames is None:
         raise UserError(
             f"data.video: weft does not know how {type(processor).__name__} of model.path reads videos (known: "
-            f"{', '.join(KNOWN)}): leave it out."
+            f"{', '.join(VIDEO_PROCESSORS)}): leave it out."
         )
     if frames is not None:
         frames = processor.video_processor = frames.limited(video or {})
@@ -259,7 +259,7 @@ def _class_of(path: str, family: Any, tokenizer: PreTrainedTokenizerBase) -> Any
     and torchvision is installed."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    videos = find_spec("torchvision") is not None and family.__name__ not in KNOWN
+    videos = find_spec("torchvision") is not None and family.__name__ not in VIDEO_PROCESSORS
 
     class Processor(family):
         @classmethod

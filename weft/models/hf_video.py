@@ -112,7 +112,7 @@ _PER_FRAME = Frames("Qwen2VLVideoProcessor", False, 128 * 28 * 28, 768 * 28 * 28
 _OF_ALL = Frames(
     "Qwen3VLVideoProcessor", True, 128 * 32 * 32, 768 * 32 * 32, 16, image_mean=(0.5,) * 3, image_std=(0.5,) * 3
 )
-KNOWN = {"Qwen2VLProcessor": _PER_FRAME, "Qwen2_5_VLProcessor": _PER_FRAME, "Qwen3VLProcessor": _OF_ALL}
+VIDEO_PROCESSORS = {"Qwen2VLProcessor": _PER_FRAME, "Qwen2_5_VLProcessor": _PER_FRAME, "Qwen3VLProcessor": _OF_ALL}
 
 
 def settings_file(read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def settings_file(read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
 def video_settings(processor: str, settings: Mapping[str, Any]) -> Frames | None:
     """The video processor's settings for a processor of this class; None if weft does not know the class, or the
     settings in `settings` are of a kind it does not know. settings: as settings_file returns them."""
-    default = KNOWN.get(processor)
+    default = VIDEO_PROCESSORS.get(processor)
     if default is None:
         return None
     kind = settings.get("video_processor_type", default.kind)

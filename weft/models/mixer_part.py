@@ -62,9 +62,9 @@ def view(mixer: nn.Module, share: MixerShard) -> nn.Module:
     for name, cut in style.specs.items():
         owner, leaf = module_copies.holder(name)
         if leaf in owner._buffers:
-            owner._buffers[leaf] = _taken(owner._buffers[leaf], cut, share)
+            owner._buffers[leaf] = _slice(owner._buffers[leaf], cut, share)
         elif not share.stored:
-            owner._parameters[leaf] = _taken(owner._parameters[leaf], cut, share)
+            owner._parameters[leaf] = _slice(owner._parameters[leaf], cut, share)
             if leaf == "weight" and "lora" in owner._modules:
                 _cut_adapter(module_copies.module(f"{name.rpartition('.')[0]}.lora"), cut, share)
     for name, parts in style.counts.items():
@@ -121,7 +121,7 @@ def _copied(module: nn.Module) -> nn.Module:
     return copy
 
 
-def _taken(tensor: Tensor, style: TPSpec, share: MixerShard) -> Tensor:
+def _slice(tensor: Tensor, style: TPSpec, share: MixerShard) -> Tensor:
     assert style.dim is not None
     ranges = _joined(ranges_of(style.parts, share.rank, share.size))
     slices = [tensor.narrow(style.dim, first, size) for first, size in ranges]
@@ -143,7 +143,7 @@ def _joined(ranges: list[Range]) -> list[Range]:
 def _cut_adapter(adapter: Any, weight: TPSpec, share: MixerShard) -> None:
     """Cut an adapter: B as the weight's outputs are divided, or A as its inputs are."""
     leaf, dim = ("B", 0) if weight.dim == 0 else ("A", 1)
-    adapter._parameters[leaf] = _taken(adapter._parameters[leaf], TPSpec(dim, weight.parts), share)
+    adapter._parameters[leaf] = _slice(adapter._parameters[leaf], TPSpec(dim, weight.parts), share)
     if leaf == "A":
         adapter.divide(None)  # dropout masks are over this rank's inputs
 

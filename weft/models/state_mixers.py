@@ -111,8 +111,8 @@ def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any
 def _hidden_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """(hidden states, the other arguments with per-token ones set to None, which these mixers do not read)."""
     x = args[0] if args else kwargs["hidden_states"]
-    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    return x, {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in others.items()}
+    kept_arguments = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    return x, {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in kept_arguments.items()}
 
 
 def _first(output: Any) -> Tensor:

@@ -248,10 +248,10 @@ def drop_features(base: nn.Module) -> Iterator[None]:
     """
     of_class: Any = type(base).get_image_features
 
-    def nothing(*args: Any, **kwargs: Any) -> Any:
+    def no_features(*args: Any, **kwargs: Any) -> Any:
         return torch.utils._pytree.tree_map_only(Tensor, lambda t: t[:0], of_class(base, *args, **kwargs))
 
-    with _in_place_of(base, get_image_features=nothing):
+    with _in_place_of(base, get_image_features=no_features):
         yield
 
 
@@ -308,7 +308,7 @@ def _changed(out: Any, change: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -
     """A tower's output with `change` applied to its features. A field with features is a list of one tensor per image,
     or a list of such lists, one per layer. Other fields are left out, because nobody reads them."""
 
-    def of(value: Any) -> Any:
-        return change(value) if all(isinstance(item, Tensor) for item in value) else [of(item) for item in value]
+    def change_field(value: Any) -> Any:
+        return change(value) if all(isinstance(item, Tensor) for item in value) else [change_field(item) for item in value]
 
-    return type(out)(**{name: of(value) for name, value in out.items() if isinstance(value, list | tuple)})
+    return type(out)(**{name: change_field(value) for name, value in out.items() if isinstance(value, list | tuple)})

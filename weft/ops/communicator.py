@@ -77,12 +77,12 @@ def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[i
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
-        ctx.rest = ranks, sent, received
+        ctx.arguments = ranks, sent, received
         return ranks.all_to_all(x, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ranks, sent, received = ctx.rest
+        ranks, sent, received = ctx.arguments
         return ranks.all_to_all(grad, received, sent), None, None, None
 
 

@@ -74,8 +74,8 @@ class ContextRow:
         if "order" not in self.cache:
             order = np.argsort(np.concatenate(self._group(self.member)), kind="stable")
             self.cache["order"] = _on(order, device), _on(np.argsort(order, kind="stable"), device)
-        found: tuple[Tensor, Tensor] = self.cache["order"]
-        return found
+        permutations: tuple[Tensor, Tensor] = self.cache["order"]
+        return permutations
 
     def keys(self, window: int | None, device: torch.device) -> _Keys:
         """The exchange for calls with this window, computed once per row."""
@@ -106,15 +106,15 @@ class ContextRow:
 
     def build_keys(self, window: int | None, device: torch.device) -> _Keys:
         members = [np.sort(np.concatenate(self._group(m))) for m in range(self.axis.ring_size)]
-        seen = [visible_keys(_runs(numbers), window) for numbers in members]
-        wanted = [np.setdiff1d(_numbers(runs), own) for runs, own in zip(seen, members, strict=True)]
-        own, mine = members[self.member], wanted[self.member]
-        sent = [np.flatnonzero(np.isin(own, numbers, assume_unique=True)) for numbers in wanted]
-        received = [np.intersect1d(numbers, mine, assume_unique=True) for numbers in members]
-        pool = np.concatenate([own, *received])
-        order = np.argsort(pool)
-        run = order[np.searchsorted(pool, _numbers(seen[self.member]), sorter=order)]
-        lengths, keys = (tuple(stop - start for _, start, stop in r) for r in (_runs(own), seen[self.member]))
+        visible = [visible_keys(_runs(numbers), window) for numbers in members]
+        needed = [np.setdiff1d(_numbers(runs), local) for runs, local in zip(visible, members, strict=True)]
+        local, local_needed = members[self.member], needed[self.member]
+        sent = [np.flatnonzero(np.isin(local, numbers, assume_unique=True)) for numbers in needed]
+        received = [np.intersect1d(numbers, local_needed, assume_unique=True) for numbers in members]
+        available = np.concatenate([local, *received])
+        order = np.argsort(available)
+        run = order[np.searchsorted(available, _numbers(visible[self.member]), sorter=order)]
+        lengths, keys = (tuple(stop - start for _, start, stop in r) for r in (_runs(local), visible[self.member]))
         return _Keys(
             _on(np.concatenate(sent), device), [len(x) for x in sent], [len(x) for x in received], _on(run, device),
             Bounds.packed(lengths, device, keys),
@@ -180,10 +180,10 @@ def ring_attention(call: Call, context: ContextRow, run: Run) -> Tensor:
     key, value = call.key_BKTD, call.value_BKTE
     keys = context.keys(call.window, key.device)
     if context.axis.ring is not None:
-        own = torch.cat([key, value], -1)[0].transpose(0, 1)  # [S, K, D + E]
-        got = all_to_all(own.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
-        pool = torch.cat([own, got]).index_select(0, keys.run).transpose(0, 1)[None]
-        key, value = pool.split([key.shape[-1], value.shape[-1]], -1)
+        local = torch.cat([key, value], -1)[0].transpose(0, 1)  # [S, K, D + E]
+        received = all_to_all(local.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
+        gathered = torch.cat([local, received]).index_select(0, keys.run).transpose(0, 1)[None]
+        key, value = gathered.split([key.shape[-1], value.shape[-1]], -1)
     if not call.query_BHTD.shape[2]:  # nothing to compute, but backward needs this rank for the exchange
         groups = call.query_BHTD.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, 1) + 0 * (call.query_BHTD.sum() + key.sum())
@@ -202,21 +202,21 @@ def repeats(key_heads: int, query_heads: int, ranks: int) -> int:
 
 def heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> Call:
     """n tokens of all heads -> S tokens of this rank's heads."""
-    size, place = context.axis.ulysses_size, context.axis.rank % context.axis.ulysses_size
+    size, rank = context.axis.ulysses_size, context.axis.rank % context.axis.ulysses_size
     query, key, value = call.query_BHTD, call.key_BKTD, call.value_BKTE
-    times = repeats(key.shape[1], query.shape[1], size)
-    if times > 1:
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    repeat = repeats(key.shape[1], query.shape[1], size)
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     tokens, counts = query.shape[2], context.counts()
     sent = torch.cat([_by_rank(x[0], size) for x in (query, key, value)], -1).flatten(0, 1)
-    got = all_to_all(sent, ranks, [tokens] * size, counts).index_select(0, context.order(sent.device)[0])
+    received = all_to_all(sent, ranks, [tokens] * size, counts).index_select(0, context.order(sent.device)[0])
     widths = [x.shape[1] // size * x.shape[3] for x in (query, key, value)]
-    own = [
+    parts = [
         part.unflatten(1, (-1, x.shape[3])).transpose(0, 1)[None]
-        for part, x in zip(got.split(widths, 1), (query, key, value), strict=True)
+        for part, x in zip(received.split(widths, 1), (query, key, value), strict=True)
     ]
-    sinks = None if call.sinks_H is None else call.sinks_H.chunk(size)[place]
-    return replace(call, query_BHTD=own[0], key_BKTD=own[1], value_BKTE=own[2], sinks_H=sinks)
+    sinks = None if call.sinks_H is None else call.sinks_H.chunk(size)[rank]
+    return replace(call, query_BHTD=parts[0], key_BKTD=parts[1], value_BKTE=parts[2], sinks_H=sinks)
 
 
 def _by_rank(x_HTD: Tensor, size: int) -> Tensor:

@@ -22,7 +22,7 @@ def one_token(call: Call) -> Tensor:
     batch, heads, _, width = call.query_BHTD.shape
     kinds = call.key_BKTD.shape[1]
     query_RKGD = call.query_BHTD.reshape(batch, kinds, heads // kinds, width)
-    seen_RS = _seen(call.bounds, call.key_BKTD.shape[2], call.window)
+    seen_RS = _visible_slots(call.bounds, call.key_BKTD.shape[2], call.window)
     if call.plain:
         mask = None if seen_RS is None else seen_RS[:, None, None]
         out_RKGE = F.scaled_dot_product_attention(
@@ -33,7 +33,7 @@ def one_token(call: Call) -> Tensor:
     return out_RKGE.reshape(batch, heads, 1, -1)
 
 
-def _seen(bounds: Bounds, slots: int, window: int | None) -> Tensor | None:
+def _visible_slots(bounds: Bounds, slots: int, window: int | None) -> Tensor | None:
     """[R, S] mask of the slots that each row sees, computed once for all layers with this window; None if every row
     sees every slot."""
     past_R = bounds.past

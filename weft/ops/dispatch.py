@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.launch.simulated import read
 from weft.ops.communicator import Communicator, all_to_all
-from weft.ops.recompute import kept
+from weft.ops.recompute import reuse_in_recompute
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertPlacement) -> Dispatch
     the sizes of the exchange and of its result. A recomputed layer has them from its forward.
     """
     size = len(axis.experts)
-    received_PE, sent, received = kept(lambda: _exchange_counts(ends_E, len(rows_SH), axis))
+    received_PE, sent, received = reuse_in_recompute(lambda: _exchange_counts(ends_E, len(rows_SH), axis))
     rows = all_to_all(rows_SH, axis.ranks, sent, received)
     expert_R = torch.arange(axis.num_local, device=rows.device).repeat(size)
     expert_R = expert_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))

@@ -36,7 +36,7 @@ class _Documents(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
-        ctx.rest = {"bounds": call.bounds, "scaling": call.scaling, "window": call.window, "softcap": call.softcap}
+        ctx.arguments = {"bounds": call.bounds, "scaling": call.scaling, "window": call.window, "softcap": call.softcap}
         return _padded(call) if call.bounds.padded else _packed(call)
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Documents(torch.autograd.Function):
                 for x, needs in zip(ctx.saved_tensors, needs_grad, strict=True)
             ]
             query, key, value, sinks = inputs
-            out = per_document(Call(query, key, value, sinks_H=sinks, **ctx.rest))
+            out = per_document(Call(query, key, value, sinks_H=sinks, **ctx.arguments))
         differentiated = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs]
         gradients = iter(torch.autograd.grad(out, differentiated, grad))
         return *(next(gradients) if needs else None for needs in needs_grad), None
@@ -57,7 +57,7 @@ class _Documents(torch.autograd.Function):
 
 def _padded(call: Call) -> Tensor:
     """Sequences right-padded in a batch."""
-    parts = _few(*call.query_BHTD.shape[:3])
+    parts = _sequence_slices(*call.query_BHTD.shape[:3])
     tensors = (call.query_BHTD, call.key_BKTD, call.value_BKTE)
     return torch.cat([_causal(call, *(x[part] for x in tensors)) for part in parts])
 
@@ -66,15 +66,15 @@ def _packed(call: Call) -> Tensor:
     """Sequences end to end in one batch entry; those with equally many blocks of keys run together."""
     query_THD, key_TKD, value_TKE = (x[0].transpose(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
     out_THE = value_TKE.new_empty(*query_THD.shape[:2], value_TKE.shape[-1])
-    for index_BT, real_BT in _places(call.bounds, query_THD.device):
-        for part in _few(len(index_BT), query_THD.shape[1], index_BT.shape[1]):
+    for index_BT, real_BT in _document_indices(call.bounds, query_THD.device):
+        for part in _sequence_slices(len(index_BT), query_THD.shape[1], index_BT.shape[1]):
             index, real = index_BT[part], real_BT[part]
             out = _causal(call, *(x[index].transpose(1, 2) for x in (query_THD, key_TKD, value_TKE)))
             out_THE[index[real]] = out.transpose(1, 2)[real]
     return out_THE.transpose(0, 1)[None]
 
 
-def _places(bounds: Bounds, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def _document_indices(bounds: Bounds, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """For each group of documents padded to one length: ([B, T] index of each token in the row, [B, T] which tokens are
     real)."""
     if "exact" not in bounds.cache:
@@ -82,18 +82,18 @@ def _places(bounds: Bounds, device: torch.device) -> list[tuple[Tensor, Tensor]]
         documents_by_blocks: dict[int, list[tuple[int, int]]] = {}
         for start, length in zip(starts, bounds.lengths, strict=True):
             documents_by_blocks.setdefault(-(-length // _KEYS), []).append((start, length))
-        bounds.cache["exact"] = [_place(group, device) for group in documents_by_blocks.values()]
+        bounds.cache["exact"] = [_group_indices(group, device) for group in documents_by_blocks.values()]
     places: list[tuple[Tensor, Tensor]] = bounds.cache["exact"]
     return places
 
 
-def _place(documents: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _group_indices(documents: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     start_B1, length_B1 = torch.tensor(documents, device=device).T[..., None]
     token_T = torch.arange(int(length_B1.max()), device=device)
     return start_B1 + token_T.minimum(length_B1 - 1), token_T < length_B1
 
 
-def _few(sequences: int, heads: int, length: int) -> Iterator[slice]:
+def _sequence_slices(sequences: int, heads: int, length: int) -> Iterator[slice]:
     """Slices of the sequences, each small enough for _SCORES."""
     step = max(1, _SCORES // (heads * min(length, _QUERIES) * length))
     return (slice(start, start + step) for start in range(0, sequences, step))

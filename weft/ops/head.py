@@ -374,8 +374,8 @@ def _fold_and_differentiate(
 ) -> Gradients:
     """Fills the running values; returns gradients, from the same logits, for upstream `direction` [N] of logprob."""
     rows_per_tile = tile[0] if tile else logits.rows_of_all_columns()
-    one = rows_per_tile >= len(targets)
-    out = Gradients.start(logits, needs, logits.weight.dtype if one else logits.wide)
+    is_one_tile = rows_per_tile >= len(targets)
+    out = Gradients.start(logits, needs, logits.weight.dtype if is_one_tile else logits.wide)
     columns = slice(0, len(logits.weight))
     for rows in slices(len(targets), rows_per_tile):
         grad = _softmax_and_gradient(logits, rows, targets[rows], direction[rows], running)
@@ -408,7 +408,7 @@ def softmax_gradient_(
 ) -> None:
     """Overwrite a tile of whole rows [t, V] with the gradient for `direction` [t] of the log-probabilities; fills lse,
     and picked where the target is one of the columns."""
-    here, local = local_columns(targets, slice(0, tile.shape[1]))
+    is_inside, local = local_columns(targets, slice(0, tile.shape[1]))
     inner, outer = scaling
     for block, z in _blocks(tile, wide):
         slope = None
@@ -416,12 +416,12 @@ def softmax_gradient_(
             slope = tanh_slope_(z).mul_(inner * outer)
             z.mul_(outer)
         index = local[block, None]
-        picked[block] = torch.where(here[block], z.gather(1, index).squeeze(1), picked[block])
+        picked[block] = torch.where(is_inside[block], z.gather(1, index).squeeze(1), picked[block])
         largest = z.amax(1, keepdim=True)
         total = z.sub_(largest).exp_().sum(1, keepdim=True)
         lse[block] = (total.log() + largest).squeeze(1)
         g = direction[block, None] if outer is not None else direction[block, None] * inner
-        z.mul_(-g / total).scatter_add_(1, index, g * here[block, None])
+        z.mul_(-g / total).scatter_add_(1, index, g * is_inside[block, None])
         if slope is not None:
             z.mul_(slope)
         if z.dtype != tile.dtype:
@@ -487,12 +487,12 @@ def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running:
         torch.ops.weft.head_fold(tile, targets, lse, entropy, picked, largest, outer)
         _merge(running, rows, lse, None if running.entropy is None else entropy)
         return
-    here, local = local_columns(targets, slice(0, tile.shape[1]))
+    is_inside, local = local_columns(targets, slice(0, tile.shape[1]))
     for block, z in logits.blocks(tile):
         if outer is not None:
             z.tanh_().mul_(outer)
-        found = z.gather(1, local[block, None]).squeeze(1)
-        picked[block] = torch.where(here[block], found, picked[block])
+        target_z = z.gather(1, local[block, None]).squeeze(1)
+        picked[block] = torch.where(is_inside[block], target_z, picked[block])
         if running.largest is not None:
             largest = running.largest[rows][block]
             torch.maximum(largest, z.amax(1), out=largest)
@@ -507,11 +507,11 @@ def _read_as_sampled(
     logprob = torch.empty_like(running.lse)
     for rows in slices(len(targets), logits.rows_of_all_columns()):
         z = transform(linear(logits.hidden[rows], logits.weight, logits.bias).to(logits.wide))
-        logprob[rows], every = token_logprobs(z, targets[rows], temperature)
+        logprob[rows], logprobs = token_logprobs(z, targets[rows], temperature)
         picked = z.gather(1, targets[rows, None])[:, 0] / temperature
         running.lse[rows] = picked - logprob[rows]
         if running.entropy is not None:
-            running.entropy[rows] = -every.exp().mul_(every).sum(1)
+            running.entropy[rows] = -logprobs.exp().mul_(logprobs).sum(1)
     return logprob
 
 
@@ -584,7 +584,7 @@ def gradient_(
     tile: Tensor, targets: Tensor, upstream: _Upstream, scaling: Scaling, wide: torch.dtype = torch.float32
 ) -> None:
     """Overwrite a tile [t, v] with the gradient as in `_gradient_of_tile`. targets: [t], counted from its columns."""
-    here, local = local_columns(targets, slice(0, tile.shape[1]))
+    is_inside, local = local_columns(targets, slice(0, tile.shape[1]))
     inner, outer = scaling
     for block, z in _blocks(tile, wide):
         g = upstream.rows(block)
@@ -599,7 +599,7 @@ def gradient_(
             assert g.value is not None
             p = z.exp()
             z.add_(g.value[:, None]).mul_(-g.entropy[:, None]).sub_(g.logprob[:, None]).mul_(p)
-        z.scatter_add_(1, local[block, None], (g.logprob * here[block])[:, None])
+        z.scatter_add_(1, local[block, None], (g.logprob * is_inside[block])[:, None])
         through_transform_(z, slope, inner)
         if z.dtype != tile.dtype:
             tile[block] = z
@@ -672,29 +672,29 @@ def _differences(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, columns, generator=generator).mul_(4.0 / (1.0 if outer is None else outer)).to(device, dtype)
     g, targets = torch.tensor([1.0, 0.5, -2.0], device=device), torch.tensor([0, columns - 1, columns], device=device)
-    here = torch.tensor([True, True, False], device=device)
+    is_inside = torch.tensor([True, True, False], device=device)
     z = x.float() if outer is None else outer * x.float().tanh()
     lse, entropy = log_sum_exp_(z.clone()), _log_sum_exp_and_entropy_(z.clone())[1]
-    picked = torch.where(here, z.gather(1, targets.clamp(max=columns - 1)[:, None])[:, 0], 0.0)
+    picked = torch.where(is_inside, z.gather(1, targets.clamp(max=columns - 1)[:, None])[:, 0], 0.0)
     pairs: list[tuple[Tensor, Tensor]] = []
-    seen = torch.zeros(4, 3, device=device)
-    head_kernels.fold(x, targets, seen[0], seen[1], seen[2], seen[3], outer)
-    pairs += zip(seen, (lse, entropy, picked, z.amax(1).clamp(min=0.0)), strict=True)
-    seen, of_kernel, of_torch = torch.zeros(2, 3, device=device), x.clone(), x.clone()
-    head_kernels.softmax_gradient(of_kernel, targets, g, seen[0], seen[1], inner, outer)
+    out = torch.zeros(4, 3, device=device)
+    head_kernels.fold(x, targets, out[0], out[1], out[2], out[3], outer)
+    pairs += zip(out, (lse, entropy, picked, z.amax(1).clamp(min=0.0)), strict=True)
+    out, of_kernel, of_torch = torch.zeros(2, 3, device=device), x.clone(), x.clone()
+    head_kernels.softmax_gradient(of_kernel, targets, g, out[0], out[1], inner, outer)
     softmax_gradient_(of_torch, targets, g, torch.empty_like(lse), torch.empty_like(lse), scaling)
-    pairs += [(seen[0], lse), (seen[1], picked), (of_kernel, of_torch)]
+    pairs += [(out[0], lse), (out[1], picked), (of_kernel, of_torch)]
     for g_entropy in (None, g.flip(0)):
         of_kernel, of_torch = x.clone(), x.clone()
         head_kernels.gradient(of_kernel, targets, lse, g, g_entropy, entropy, inner, outer)
         gradient_(of_torch, targets, _Upstream(g, g_entropy, lse, entropy), scaling)
         pairs.append((of_kernel, of_torch))
     worst = 0.0
-    for ours, truth in pairs:
-        step = torch.finfo(torch.float32).eps * 64 if ours.dtype == torch.float32 else torch.finfo(dtype).eps * 2
+    for result, truth in pairs:
+        step = torch.finfo(torch.float32).eps * 64 if result.dtype == torch.float32 else torch.finfo(dtype).eps * 2
         allowed = step * (truth.float().abs() + 1e-4)  # gradients far below the largest may underflow
-        apart = ((ours.float() - truth.float()).abs() / allowed).max()
-        worst = max(worst, float(apart) if bool(apart.isfinite()) else float("inf"))
+        difference = ((result.float() - truth.float()).abs() / allowed).max()
+        worst = max(worst, float(difference) if bool(difference.isfinite()) else float("inf"))
     return worst
 
 

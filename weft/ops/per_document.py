@@ -26,28 +26,28 @@ def per_document(call: Call) -> Tensor:
     if call.bounds.last_seen is not None:
         return _with_images(call, call.bounds.last_seen)
     if call.bounds.padded:
-        return _one(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
+        return _single(call, call.query_BHTD, call.key_BKTD, call.value_BKTE)
     if call.bounds.key_lengths is not None:
         return _later_parts(call, call.bounds.lengths, call.bounds.key_lengths)
     runs = [(length, len(list(same))) for length, same in groupby(call.bounds.lengths)]
     tokens = [length * count for length, count in runs]
     split = [x.split(tokens, dim=2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)]
-    found = []
+    results = []
     for (_, count), parts in zip(runs, zip(*split, strict=True), strict=True):
-        out = _one(call, *(part[0].unflatten(1, (count, -1)).transpose(0, 1) for part in parts))
-        found.append(out.transpose(1, 2).flatten(0, 1))
-    return (found[0] if len(found) == 1 else torch.cat(found))[None].transpose(1, 2)
+        out = _single(call, *(part[0].unflatten(1, (count, -1)).transpose(0, 1) for part in parts))
+        results.append(out.transpose(1, 2).flatten(0, 1))
+    return (results[0] if len(results) == 1 else torch.cat(results))[None].transpose(1, 2)
 
 
 def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
     """Attention of documents with more keys than queries; the queries are a document's last tokens."""
     query = call.query_BHTD.split(list(lengths), 2)
     key, value = (x.split(list(key_lengths), 2) for x in (call.key_BKTD, call.value_BKTE))
-    found = [
-        _one(call, q, k, v) if q.shape[2] == k.shape[2] else _InBlocks.apply(q, k, v, call.sinks_H, call)
+    parts = [
+        _single(call, q, k, v) if q.shape[2] == k.shape[2] else _InBlocks.apply(q, k, v, call.sinks_H, call)
         for q, k, v in zip(query, key, value, strict=True)
     ]
-    return found[0] if len(found) == 1 else torch.cat(found, 2)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _with_images(call: Call, last_T: Tensor) -> Tensor:
@@ -56,11 +56,11 @@ def _with_images(call: Call, last_T: Tensor) -> Tensor:
     parts = zip(*(x.split(lengths, 2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)), strict=True)
     starts = accumulate(lengths, initial=0)
     lasts = [last - start for last, start in zip(last_T.split(lengths), starts, strict=False)]
-    found = [_explicit(call, q, k, v, call.sinks_H, last) for (q, k, v), last in zip(parts, lasts, strict=True)]
-    return torch.cat(found, 2)
+    results = [_explicit(call, q, k, v, call.sinks_H, last) for (q, k, v), last in zip(parts, lasts, strict=True)]
+    return torch.cat(results, 2)
 
 
-def _one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _single(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if call.plain and not call.windowed(q.shape[2]):
         k, v = _repeated(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=call.scaling)
@@ -75,10 +75,10 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _hidden(call: Call, queries: int, keys: int, device: torch.device, last: Tensor | None = None) -> Tensor:
     """[queries, keys]: keys that a query does not see; the queries are the last of the tokens. last: [queries] index of
     the last token that each sees; None: itself."""
-    place = torch.arange(keys, device=device)
-    own = place[keys - queries :, None]
-    hidden = place > (own if last is None else last[:, None])  # no table of distances, which would be larger
-    return hidden if call.window is None else hidden | (place <= own - call.window)
+    index = torch.arange(keys, device=device)
+    query_index = index[keys - queries :, None]
+    hidden = index > (query_index if last is None else last[:, None])  # no table of distances, which would be larger
+    return hidden if call.window is None else hidden | (index <= query_index - call.window)
 
 
 def _explicit(
@@ -109,7 +109,7 @@ class _InBlocks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sinks_H)
         ctx.call = call
         spans = block_spans(call, q.shape[2], k.shape[2])
-        return torch.cat([_block(call, q[:, :, of], k[:, :, seen], v[:, :, seen], sinks_H) for of, seen in spans], 2)
+        return torch.cat([_block(call, q[:, :, queries], k[:, :, keys], v[:, :, keys], sinks_H) for queries, keys in spans], 2)
 
     @staticmethod
     @once_differentiable
@@ -117,17 +117,17 @@ class _InBlocks(torch.autograd.Function):
         q, k, v, sinks_H = ctx.saved_tensors
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         sinks_sum = None if sinks_H is None else torch.zeros_like(sinks_H)
-        for of, seen in block_spans(ctx.call, q.shape[2], k.shape[2]):
-            parts = (q[:, :, of], k[:, :, seen], v[:, :, seen])
+        for queries, keys in block_spans(ctx.call, q.shape[2], k.shape[2]):
+            parts = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
             inputs = [part.detach().requires_grad_() for part in parts]
             sinks = [] if sinks_H is None else [sinks_H.detach().requires_grad_()]
             with torch.enable_grad():
                 out = _block(ctx.call, *inputs, *(sinks or [None]))
-            found = torch.autograd.grad(out, [*inputs, *sinks], grad[:, :, of])
-            for total, own, span in zip(sums, found, (of, seen, seen), strict=False):
-                total[:, :, span] += own
+            gradients = torch.autograd.grad(out, [*inputs, *sinks], grad[:, :, queries])
+            for total, gradient, span in zip(sums, gradients, (queries, keys, keys), strict=False):
+                total[:, :, span] += gradient
             if sinks_sum is not None:
-                sinks_sum += found[-1]
+                sinks_sum += gradients[-1]
         return *sums, sinks_sum, None
 
 
@@ -143,5 +143,5 @@ def block_spans(call: Call, queries: int, keys: int) -> Iterator[tuple[slice, sl
 def _block(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None) -> Tensor:
     if not call.plain:
         return _explicit(call, q, k, v, sinks_H)
-    seen = ~_hidden(call, q.shape[2], k.shape[2], q.device)
-    return F.scaled_dot_product_attention(q, *_repeated(q, k, v), attn_mask=seen, scale=call.scaling)
+    visible = ~_hidden(call, q.shape[2], k.shape[2], q.device)
+    return F.scaled_dot_product_attention(q, *_repeated(q, k, v), attn_mask=visible, scale=call.scaling)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-_thread = threading.local()  # keep, take: what kept() does inside of a layer's forward, and of its recomputation
+_thread = threading.local()  # keep, take: what reuse_in_recompute() does inside of a layer's forward, and of its recomputation
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -32,7 +32,7 @@ def _inside(keep: Callable[[Any], None] | None = None, take: list[Any] | None = 
 
 
 @torch.compiler.disable
-def kept(compute: Callable[[], T]) -> T:
+def reuse_in_recompute(compute: Callable[[], T]) -> T:
     """compute(), or in recomputation its result in forward. Such calls must be in the same order in both."""
     results = getattr(_thread, "take", None)
     if results is not None:

@@ -63,7 +63,7 @@ def selected_logits(
     )
 
 
-class _Running(NamedTuple):
+class _RunningSelection(NamedTuple):
     """Values of each prediction over the columns seen so far. chosen: NaN until seen."""
 
     chosen: Tensor
@@ -72,7 +72,7 @@ class _Running(NamedTuple):
     lse: Tensor
 
     @classmethod
-    def start(cls, ids: Tensor, top: int, dtype: torch.dtype) -> _Running:
+    def start(cls, ids: Tensor, top: int, dtype: torch.dtype) -> _RunningSelection:
         lowest = float("-inf")
         largest = torch.full((len(ids), top), lowest, dtype=dtype, device=ids.device)
         return cls(
@@ -82,10 +82,10 @@ class _Running(NamedTuple):
             torch.full((len(ids),), lowest, dtype=dtype, device=ids.device),
         )
 
-    def rows(self, rows: slice) -> _Running:
-        return _Running(*(values[rows] for values in self))
+    def rows(self, rows: slice) -> _RunningSelection:
+        return _RunningSelection(*(values[rows] for values in self))
 
-    def joined(self, shard: VocabularyShard) -> _Running:
+    def joined(self, shard: VocabularyShard) -> _RunningSelection:
         """The values over the whole vocabulary, from the ranks' parts; collective. Each rank sends its K largest
         logits."""
         ranks, count = shard.ranks, self.top.shape[1]
@@ -101,7 +101,7 @@ class _Running(NamedTuple):
             values, ids = torch.cat(ranks.all_gather(top), 1), torch.cat(ranks.all_gather(top_ids + shard.first), 1)
             top, order = values.topk(count, 1)
             top_ids = ids.gather(1, order)
-        return _Running(chosen, top, top_ids, largest + mass.log_())
+        return _RunningSelection(chosen, top, top_ids, largest + mass.log_())
 
 
 class _Selected(torch.autograd.Function):
@@ -121,7 +121,7 @@ class _Selected(torch.autograd.Function):
         first = 0 if shard is None else shard.first
         ids = ids - first
         logits = Logits(hidden.to(weight.dtype), weight, bias, scaling)
-        running = _Running.start(ids, top, logits.wide)
+        running = _RunningSelection.start(ids, top, logits.wide)
         for columns, all_rows in logits.tiles(tile):
             for rows in all_rows:
                 values = logits.tile(rows, columns)
@@ -162,7 +162,7 @@ class _Selected(torch.autograd.Function):
         return *narrow, *(None,) * 5
 
 
-def _fold(z: Tensor, ids: Tensor, columns: slice, running: _Running) -> None:
+def _fold(z: Tensor, ids: Tensor, columns: slice, running: _RunningSelection) -> None:
     """Fold logits z [t, v] of these columns into the running values of their rows; z is overwritten."""
     is_inside, local = local_columns(ids, columns)
     running.chosen.copy_(torch.where(is_inside, z.gather(1, local), running.chosen))

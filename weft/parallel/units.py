@@ -232,8 +232,8 @@ def _split_tie(module: nn.Module, names: Sequence[str], names_by_id: dict[int, l
     prefixes = tuple(f"{name}." for name in names)
     for name in names:
         for parameter in module.get_submodule(name).parameters():
-            inside = [other for other in names_by_id[id(parameter)] if other.startswith(prefixes)]
-            outside = [other for other in names_by_id[id(parameter)] if not other.startswith(prefixes)]
+            inside = [parameter_name for parameter_name in names_by_id[id(parameter)] if parameter_name.startswith(prefixes)]
+            outside = [parameter_name for parameter_name in names_by_id[id(parameter)] if not parameter_name.startswith(prefixes)]
             if outside:
                 return inside[0], outside[0]
     return None

@@ -15,21 +15,21 @@ __all__ = ["FAMILIES", "OWN_ATTENTION", "Family", "carries_state", "family_of", 
 
 FAMILIES: Mapping[str, Family] = {**own_attention.FAMILIES, **phimoe.FAMILIES, **state_mixers.FAMILIES}
 ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
-_found: dict[str, Family] = {}  # by the checks at start of this process
+_tried_families: dict[str, Family] = {}  # by the checks at start of this process
 
 
 def family_of(model_type: str) -> Family:
     """The settings of this architecture; the defaults for most."""
-    return FAMILIES.get(model_type) or _found.get(model_type, Family())
+    return FAMILIES.get(model_type) or _tried_families.get(model_type, Family())
 
 
 @contextmanager
 def with_family(model_type: str, family: Family) -> Iterator[None]:
     """Inside, and afterwards if nothing is raised, `family` is what this process knows of an architecture without a
     file of its own."""
-    _found[model_type] = family
+    _tried_families[model_type] = family
     try:
         yield
     except BaseException:
-        del _found[model_type]
+        del _tried_families[model_type]
         raise

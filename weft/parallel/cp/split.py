@@ -60,7 +60,7 @@ def _cut(
     members = {d: min(group.ring, -(-rooms[d] // (group.capacity * group.ulysses))) for d in long}
     while long:
         placed = _spread_over_ranks(lengths, costs, members, group)
-        if max(_taken(placed, lengths, rooms)) <= group.capacity:
+        if max(_tokens_used(placed, lengths, rooms)) <= group.capacity:
             return placed, [d for d in long if d not in members]
         narrow = [d for d in members if members[d] < group.ring]
         if narrow:
@@ -97,21 +97,21 @@ def _deal_whole(
     cut: Assignment,
     group: CPGroup,
 ) -> tuple[Assignment, list[int]]:
-    placed, remaining, used = [dict(documents) for documents in cut], list[int](), _taken(cut, lengths, rooms)
+    placed, remaining, used = [dict(documents) for documents in cut], list[int](), _tokens_used(cut, lengths, rooms)
     spent = [sum(costs[d] * _count(intervals) / lengths[d] for d, intervals in documents.items()) for documents in cut]
     for document in order:
-        fitting = [rank for rank in range(group.ranks) if used[rank] + rooms[document] <= group.capacity]
-        if not fitting:
+        ranks_with_room = [rank for rank in range(group.ranks) if used[rank] + rooms[document] <= group.capacity]
+        if not ranks_with_room:
             remaining.append(document)
             continue
-        rank = min(fitting, key=lambda r: (spent[r], r))
+        rank = min(ranks_with_room, key=lambda r: (spent[r], r))
         placed[rank][document] = [(0, lengths[document])]
         used[rank] += rooms[document]
         spent[rank] += costs[document]
     return placed, remaining
 
 
-def _taken(placed: Assignment, lengths: Sequence[int], rooms: Sequence[int]) -> list[int]:
+def _tokens_used(placed: Assignment, lengths: Sequence[int], rooms: Sequence[int]) -> list[int]:
     """Capacity used on each rank, in tokens."""
     return [sum(-(-_count(intervals) * rooms[d] // lengths[d]) for d, intervals in rank.items()) for rank in placed]
 

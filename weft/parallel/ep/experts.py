@@ -28,17 +28,17 @@ def expert_parallel(module: TrainModule, ranks: EPAxis | None, cuts: ShardSpecs)
 
     cuts: divisions by tp. Raises UserError if a layer has fewer experts than there are ranks, or the model has none.
     """
-    found = dict(cuts)
+    result = dict(cuts)
     if ranks is None:
-        return found
+        return result
     experts = find_experts(module)
     if not experts:
         raise UserError(
             f"mesh.ep={ranks.size}: {module.facts.model_type} has no experts that weft knows: set mesh.ep=1."
         )
     for name, child in experts.items():
-        found |= _divide(name, child, ranks, found)
-    return found
+        result |= _divide(name, child, ranks, result)
+    return result
 
 
 def _divide(name: str, experts: Any, ranks: EPAxis, cuts: ShardSpecs) -> dict[str, AnyShardSpec]:
@@ -47,19 +47,19 @@ def _divide(name: str, experts: Any, ranks: EPAxis, cuts: ShardSpecs) -> dict[st
         raise UserError(
             f"mesh.ep={ranks.size} is more than the {count} experts of {name}: set mesh.ep to {count} or less."
         )
-    found: dict[str, AnyShardSpec] = {}
+    result: dict[str, AnyShardSpec] = {}
     for leaf, parameter in list(experts.named_parameters()):
         path = f"{name}.{leaf}"
-        before = cuts.get(path)
-        assert before is None or isinstance(before, ShardSpec)
-        shape = tuple(parameter.shape) if before is None else before.shape
-        cut = cut_of_expert(shape, count, before, ranks, strided=strided(experts, leaf))
+        tp_cut = cuts.get(path)
+        assert tp_cut is None or isinstance(tp_cut, ShardSpec)
+        shape = tuple(parameter.shape) if tp_cut is None else tp_cut.shape
+        cut = cut_of_expert(shape, count, tp_cut, ranks, strided=strided(experts, leaf))
         part = torch.empty(cut.local_shape(), dtype=parameter.dtype, device=parameter.device)
         _replace(experts, leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
-        found[path] = cut
-    held = even_ranges(count, ranks.size)
-    spread_experts(experts, ExpertPlacement(ranks.rank, tuple(size for _, size in held), ranks.ranks))
-    return found
+        result[path] = cut
+    experts_by_rank = even_ranges(count, ranks.size)
+    spread_experts(experts, ExpertPlacement(ranks.rank, tuple(size for _, size in experts_by_rank), ranks.ranks))
+    return result
 
 
 def cut_of_expert(
@@ -70,15 +70,15 @@ def cut_of_expert(
     return outer if before is None else _nested(outer, before, ranks.with_tp)
 
 
-def split_by_experts(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: EPAxis) -> ShardSpec:
+def split_by_experts(shape: tuple[int, ...], experts_by_rank: list[Range], strided: bool, ranks: EPAxis) -> ShardSpec:
     """The division by experts, which make up the first dimension (weights: [experts, ...]; matrix A of adapters:
     [experts r, .]). strided: they vary fastest in the second dimension instead (matrix B: [., r experts])."""
-    count, dim = sum(size for _, size in held), int(strided)
+    count, dim = sum(size for _, size in experts_by_rank), int(strided)
     times = shape[dim] // count
     if strided:
-        ranges = [tuple((turn * count + first, size) for turn in range(times)) for first, size in held]
+        ranges = [tuple((repeat * count + first, size) for repeat in range(times)) for first, size in experts_by_rank]
     else:
-        ranges = [((first * times, size * times),) for first, size in held]
+        ranges = [((first * times, size * times),) for first, size in experts_by_rank]
     copies = (1,) * len(ranges[0])
     return ShardSpec(shape, dim, tuple(ranges), copies, ranks.rank, ranks.ranks)
 
@@ -96,8 +96,8 @@ def _nested(outer: ShardSpec, inner: ShardSpec, ranks: Communicator | None) -> N
         assert inner.dim != outer.dim
         return NestedShardSpec(outer, replace(inner, shape=shape), ranks)
     dim = next(d for d in range(len(shape)) if d != outer.dim)
-    whole = ((0, shape[dim]),)
-    return NestedShardSpec(outer, replace(inner, shape=shape, dim=dim, ranges=(whole,) * inner.size), ranks)
+    full_range = ((0, shape[dim]),)
+    return NestedShardSpec(outer, replace(inner, shape=shape, dim=dim, ranges=(full_range,) * inner.size), ranks)
 
 
 def _replace(experts: nn.Module, leaf: str, part: nn.Parameter) -> None:

@@ -200,7 +200,7 @@ def keep_stages(module: TrainModule, pipeline: Pipeline, rank: int, kind: Outsid
             _leave_out(module, name, placeholders[0].get(name), local_names)
     for stage_io, stage_placeholders in zip(stage_ios, placeholders, strict=True):
         stage_io.placeholders = [
-            (*_place(module, n), m) for n, m in stage_placeholders.items() if module.get_submodule(n) is not m
+            (*_parent_and_name(module, n), m) for n, m in stage_placeholders.items() if module.get_submodule(n) is not m
         ]
     names = {name for name, _ in module.named_modules()}
     module.mixers = {name: mixer for name, mixer in module.mixers.items() if name in names}
@@ -244,10 +244,10 @@ def _leave_out(module: TrainModule, name: str, placeholder: nn.Module | None, lo
     for leaf, parameter in local_parameters.items():
         assert isinstance(placeholder, EmptyModule)
         placeholder.keep(leaf, parameter)
-    setattr(*_place(module, name), placeholder)
+    setattr(*_parent_and_name(module, name), placeholder)
 
 
-def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _parent_and_name(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """(parent of a module, the module's name there)."""
     parent, _, leaf = name.rpartition(".")
     return module.get_submodule(parent), leaf

@@ -90,11 +90,11 @@ def _folded(ranks: int, rank: int, micro_batches: int) -> list[Action]:
         letters += ("f" if steady < first_forwards else "") + "bwFBW"
     letters += "bB" * rank + "bw" * remaining + "W" * rank + "w" * rank
     kinds: dict[str, Kind] = {"f": "forward", "b": "backward", "w": "weights"}
-    done: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     actions = []
     for letter in letters:
-        actions.append(Action(kinds[letter.lower()], done[letter], int(letter.isupper())))
-        done[letter] += 1
+        actions.append(Action(kinds[letter.lower()], counts[letter], int(letter.isupper())))
+        counts[letter] += 1
     return [action for action in actions if action.micro < micro_batches]
 
 

@@ -92,10 +92,10 @@ class P2PCommunicator:
         onward, the last stage back)."""
         if message in self._local_messages:
             return self._local_messages.pop(message)
-        found = self._pending.pop(message, None)
-        if found is None:
+        pending = self._pending.pop(message, None)
+        if pending is None:
             return None
-        buffer, work = found
+        buffer, work = pending
         _wait(work, self.device)
         return buffer
 
@@ -105,16 +105,16 @@ class P2PCommunicator:
         target = self.placement.neighbour(stage, onward)
         if target is None:
             return
-        what = "hidden states" if onward else "the gradient of hidden states"
+        tensor_name = "hidden states" if onward else "the gradient of hidden states"
         if tensor is None or tuple(tensor.shape) != self._shape(shape) or tensor.dtype != self.dtype:
-            found = "nothing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
-            raise RuntimeError(f"{what} are {found}, and not {self.dtype} of shape {list(self._shape(shape))}")
+            actual = "nothing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise RuntimeError(f"{tensor_name} are {actual}, and not {self.dtype} of shape {list(self._shape(shape))}")
         rank, sent = self.placement.rank_of(target), tensor.detach().contiguous()
         if rank == self.axis.rank:
             self._local_messages[P2PMessage(onward, target, micro)] = sent
             return
         group = self.axis.channels[P2PChannel.between(onward, self.axis.rank, rank)]
-        self._sent = [(kept, work) for kept, work in self._sent if not has_ended(work)]
+        self._sent = [(buffer, work) for buffer, work in self._sent if not has_ended(work)]
         self._sent.append((sent, dist.isend(sent, group=group, group_dst=rank)))
 
     def finish(self) -> None:
@@ -145,26 +145,26 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PPAxis) ->
     named = dict(module.named_parameters())
     shared = [named[name] for name in sorted(pipeline.shared_params(axis.rank)) if name in named]
     shared = [parameter for parameter in shared if parameter.requires_grad]
-    works, others = [], []
-    other = axis.size - 1 - axis.rank
+    works, received = [], []
+    peer = axis.size - 1 - axis.rank
     later = axis.channels[P2PChannel.between(True, 0, axis.size - 1)]
     earlier = axis.channels[P2PChannel.between(False, axis.size - 1, 0)]
     for parameter in shared:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        own = local_shard(parameter.grad).contiguous()
-        others.append(torch.empty_like(own))
+        gradient = local_shard(parameter.grad).contiguous()
+        received.append(torch.empty_like(gradient))
         if axis.rank == 0:
-            works.append(dist.isend(own, group=later, group_dst=other))
-            works.append(dist.irecv(others[-1], group=earlier, group_src=other))
+            works.append(dist.isend(gradient, group=later, group_dst=peer))
+            works.append(dist.irecv(received[-1], group=earlier, group_src=peer))
         else:  # in the order of the other rank, as NCCL needs it
-            works.append(dist.irecv(others[-1], group=later, group_src=other))
-            works.append(dist.isend(own, group=earlier, group_dst=other))
+            works.append(dist.irecv(received[-1], group=later, group_src=peer))
+            works.append(dist.isend(gradient, group=earlier, group_dst=peer))
     for work in works:
         _wait(work, shared[0].device)
-    for parameter, theirs in zip(shared, others, strict=True):
+    for parameter, peer_gradient in zip(shared, received, strict=True):
         assert parameter.grad is not None
-        local_shard(parameter.grad).add_(theirs)
+        local_shard(parameter.grad).add_(peer_gradient)
 
 
 def gather_over_stages(
@@ -172,28 +172,28 @@ def gather_over_stages(
     axis: PPAxis,
     device: torch.device,
     names: Iterable[str],
-    held: Mapping[str, Tensor | None],
+    shards: Mapping[str, Tensor | None],
     cuts: ShardSpecs,
-    whole: Callable[[Tensor, AnyShardSpec | None], Tensor],
+    gather_full: Callable[[Tensor, AnyShardSpec | None], Tensor],
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yields (name, whole tensor) for these names of the whole model, on every stage, gathered one by one; None if the
     stage that holds the name has no tensor for it (such as a missing gradient). Collective.
 
-    held: this stage's shards. cuts: how tp and ep divide them. whole: gathers the whole of one shard, in its dtype.
+    shards: this stage's shards. cuts: how tp and ep divide them. gather_full: gathers the whole of one shard, in its dtype.
     """
-    mine = {n: (full_shape(n, t, cuts), t.dtype) for n, t in held.items() if t is not None}
-    known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * axis.size
-    dist.all_gather_object(known, mine, group=axis.group)
+    local_shapes = {n: (full_shape(n, t, cuts), t.dtype) for n, t in shards.items() if t is not None}
+    shapes_by_rank: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * axis.size
+    dist.all_gather_object(shapes_by_rank, local_shapes, group=axis.group)
     for name in names:
         stages = pipeline.holders[name]
-        own = held.get(name) if axis.rank in stages else None
-        found = None if own is None else whole(own, cuts.get(name)).contiguous()
-        if name not in known[stages[0]]:
+        shard = shards.get(name) if axis.rank in stages else None
+        tensor = None if shard is None else gather_full(shard, cuts.get(name)).contiguous()
+        if name not in shapes_by_rank[stages[0]]:
             yield name, None
             continue
         if axis.rank != stages[0]:
-            shape, dtype = known[stages[0]][name]
-            found = torch.empty(shape, dtype=dtype, device=device)
-        assert found is not None
-        dist.broadcast(found, group=axis.group, group_src=stages[0])
-        yield name, found
+            shape, dtype = shapes_by_rank[stages[0]][name]
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        assert tensor is not None
+        dist.broadcast(tensor, group=axis.group, group_src=stages[0])
+        yield name, tensor

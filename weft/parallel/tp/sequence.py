@@ -47,12 +47,12 @@ class _JoinTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, rank: int) -> Tensor:
-        ctx.place, ctx.tokens = rank, x.shape[1]
+        ctx.rank, ctx.tokens = rank, x.shape[1]
         return gather_tokens(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.narrow(1, ctx.place * ctx.tokens, ctx.tokens), None, None
+        return grad.narrow(1, ctx.rank * ctx.tokens, ctx.tokens), None, None
 
 
 def gather_tokens(x: Tensor, ranks: Communicator) -> Tensor:

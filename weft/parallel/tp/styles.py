@@ -35,7 +35,7 @@ FUSED_GATE_UP = ("gate_up_proj", "input_linear")
 OUT = ("o_proj", "out_proj", "dense", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "output_linear")
 # Matrices that stay whole on every rank: low-rank entries of MLA, routers, gates of shared experts, per-layer inputs
 # (gemma4), the projection of a shared block's output (zamba2).
-WHOLE = (
+REPLICATED = (
     "q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "per_layer_input_gate",
     "per_layer_projection", "linear",
 )  # fmt: skip
@@ -123,7 +123,7 @@ def _outputs_dim(owner: Any) -> int:
 def _is_whole(name: str, module: TrainModule) -> bool:
     """Whether a matrix may stay whole: those of WHOLE, and all outside the decoder layers."""
     inside = name.removeprefix(f"{module.facts.layers}.")
-    return inside == name or not set(WHOLE).isdisjoint(inside.split("."))
+    return inside == name or not set(REPLICATED).isdisjoint(inside.split("."))
 
 
 def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int, plan: TPPlan) -> None:

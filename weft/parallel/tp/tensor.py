@@ -86,8 +86,8 @@ def find_partial_parameters(
 def tp_shard_spec(name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis) -> ShardSpec:
     """The division of a parameter of this style. Raises UserError if its sizes do not divide."""
     if style.dim is None:
-        whole = ((0, shape[0]),) if shape else ((0, 1),)
-        return ShardSpec(shape, 0, (whole,) * axis.size, (axis.size,), axis.rank, axis.ranks)
+        full_range = ((0, shape[0]),) if shape else ((0, 1),)
+        return ShardSpec(shape, 0, (full_range,) * axis.size, (axis.size,), axis.rank, axis.ranks)
     ranges: list[tuple[Range, ...]] = [()] * axis.size
     offset, copies = 0, list[int]()
     for part in style.parts:
@@ -96,32 +96,32 @@ def tp_shard_spec(name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis
             raise _does_not_divide(name, part, axis.size)
         copies.append(items[1])
         placed = scaled_ranges(items[0], part.width, offset)
-        ranges = [(*before, own) for before, own in zip(ranges, placed, strict=True)]
+        ranges = [(*before, rank_ranges) for before, rank_ranges in zip(ranges, placed, strict=True)]
         offset += part.size
     return ShardSpec(shape, style.dim, tuple(ranges), tuple(copies), axis.rank, axis.ranks)
 
 
 def _does_not_divide(name: str, part: DimSegment, ranks: int) -> UserError:
-    what = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
+    items = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
     sizes = [str(n) for n in range(2, part.count + 1) if part.count % n == 0]
     return UserError(
-        f"mesh.tp={ranks} does not divide the {part.count} {what} of {name}: set mesh.tp to one of "
+        f"mesh.tp={ranks} does not divide the {part.count} {items} of {name}: set mesh.tp to one of "
         f"{', '.join(['1', *sizes])}."
     )
 
 
 def _replace_parameters(module: TrainModule, cuts: dict[str, ShardSpec]) -> None:
     """Replace each divided parameter by this rank's part, uninitialised; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    replaced: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not cuts[name].divides:
             continue
-        if id(parameter) not in made:
+        if id(parameter) not in replaced:
             part = torch.empty(cuts[name].local_shape(), dtype=parameter.dtype, device=parameter.device)
-            made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            replaced[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
         owner, _, leaf = name.rpartition(".")
         holder: Any = module.get_submodule(owner)
-        setattr(holder, leaf, made[id(parameter)])
+        setattr(holder, leaf, replaced[id(parameter)])
         if leaf == "weight" and hf.is_transposed(holder):
             holder.nf = holder.weight.shape[1]  # Conv1D reads its outputs' width from it
 
@@ -212,8 +212,8 @@ class _JoinFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cut: ShardSpec = ctx.cut
-        own = _of_last(cut, grad).take(all_reduce(grad, cut.ranks))
-        return own / cut.copies[0], None  # several ranks with the same features sum their gradients again
+        local = _of_last(cut, grad).take(all_reduce(grad, cut.ranks))
+        return local / cut.copies[0], None  # several ranks with the same features sum their gradients again
 
 
 def _part_of_last(x: Tensor, cut: ShardSpec) -> Tensor:
@@ -268,15 +268,15 @@ def divide_vocabulary(
     padding = embedding.padding_idx
     if padding is not None:
         embedding.padding_idx = padding - first if first <= padding < first + count else None
-    elsewhere: list[Tensor] = []
+    other_ranks: list[Tensor] = []
 
     def enter(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        own = args[0] - first
-        elsewhere.append((own < 0) | (own >= count))
-        return (own.clamp(0, count - 1),)
+        local_ids = args[0] - first
+        other_ranks.append((local_ids < 0) | (local_ids >= count))
+        return (local_ids.clamp(0, count - 1),)
 
     def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return total.apply(output.masked_fill(elsewhere.pop()[..., None], 0.0), axis.ranks)
+        return total.apply(output.masked_fill(other_ranks.pop()[..., None], 0.0), axis.ranks)
 
     embedding.register_forward_pre_hook(enter)
     embedding.register_forward_hook(leave)
@@ -296,14 +296,14 @@ def random_difference(axis: TPAxis, device: torch.device) -> float:
 def sum_partial_gradients(module: nn.Module, divided: TensorParallel) -> None:
     """Sum the gradients in `divided.partial` over the ranks, once per step. Collective over the axis."""
     cuts, partial = divided.cuts, divided.partial
-    together: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
+    buckets: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if name in partial and parameter.grad is not None:
             for copies, part in split(parameter, local_shard(parameter.grad), cuts[name]):
                 if copies > 1:
-                    together.setdefault((partial[name][copies], part.dtype), []).append(part)
-    for (ranks, _), own_parts in together.items():
-        flat = torch.cat([part.reshape(-1) for part in own_parts])
+                    buckets.setdefault((partial[name][copies], part.dtype), []).append(part)
+    for (ranks, _), parts in buckets.items():
+        flat = torch.cat([part.reshape(-1) for part in parts])
         ranks.sum_(flat)
-        for part, total in zip(own_parts, flat.split([part.numel() for part in own_parts]), strict=True):
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))
