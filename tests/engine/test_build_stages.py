@@ -29,7 +29,7 @@ from weft.engine.loaded_state import _trained
 from weft.errors import UserError
 from weft.launch.process import join
 from weft.parallel.mesh import full_tensor, local_shard
-from weft.parallel.pp.placement import Placement
+from weft.parallel.pp.schedule import Placement
 
 FROZEN = "model.embed_tokens"
 

@@ -20,7 +20,7 @@ from weft.engine.losses.base import CrossEntropy
 from weft.launch import flight, timing
 from weft.launch.timing import StepTimes
 from weft.observe import profiling
-from weft.parallel.timed import TimedAllGather, time_collectives
+from weft.parallel.fsdp import TimedAllGather, time_collectives
 from weft.verify.documents import awkward_steps
 
 CPU = torch.device("cpu")

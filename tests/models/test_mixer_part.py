@@ -13,10 +13,9 @@ from tests.support.zoo import tiny_config
 from weft.engine.selfcheck.division import Groups, in_threads
 from weft.models import hf
 from weft.models.families import carries_state
-from weft.models.mixer_part import MixerShard, _joined, view
+from weft.models.mixer_shards import MixerShard, MixerSpec, _joined, mixer_style, view
+from weft.models.segments import DimSegment, TPSpec
 from weft.models.state_mixers import PerDocumentMixer
-from weft.models.tp_mixers import MixerSpec, mixer_style
-from weft.models.tp_parts import DimSegment, TPSpec
 from weft.ops.attention_call import Bounds
 from weft.ops.communicator import CPAxis
 from weft.ops.context import ContextRow, gather_documents, sum_to_tokens

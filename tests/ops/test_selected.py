@@ -19,8 +19,7 @@ from tests.support.pool import run
 from weft.engine.losses.base import Batch, LossOutput
 from weft.engine.losses.load import check_objective
 from weft.errors import UserError
-from weft.models import captured
-from weft.models.readouts import ReadoutSpec
+from weft.models.readouts import ReadoutSpec, capture_outputs
 from weft.ops.communicator import ThreadCommunicator, ThreadGroup
 from weft.ops.head import LogitTransform, VocabularyShard
 from weft.ops.selected import selected_logits
@@ -292,7 +291,7 @@ def test_what_is_inside_of_a_module_that_carries_state_is_refused() -> None:
 def test_a_module_that_gives_no_vector_for_each_token() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0))
     says = r"hidden/1` in `readouts`: the module gives \[12\], not a vector for each of 3 tokens"
-    with pytest.raises(UserError, match=says), captured.capture_outputs(module, ["0", "1"], 3):
+    with pytest.raises(UserError, match=says), capture_outputs(module, ["0", "1"], 3):
         module(torch.zeros(3, 4))
 
 

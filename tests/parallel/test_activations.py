@@ -25,7 +25,7 @@ from weft.ops.attention_call import Bounds
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.activations import RowSharing, saved_bytes
 from weft.parallel.mesh import TPAxis
-from weft.parallel.tp.tensor import tensor_parallel
+from weft.parallel.tp.divide import tensor_parallel
 
 TOKENS = 192
 

@@ -16,7 +16,7 @@ from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.observe.opening import dtype_rows
-from weft.parallel.inputs import InputCasts
+from weft.parallel.fsdp import InputCasts
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents

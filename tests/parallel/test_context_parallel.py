@@ -38,7 +38,7 @@ from weft.engine.step_plan.plan import StepPlan, plan_step
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts
-from weft.models.mixer_part import can_share_documents
+from weft.models.mixer_shards import can_share_documents
 from weft.models.train_module import TrainModule
 from weft.ops import context
 from weft.ops.attention_call import Bounds, Call

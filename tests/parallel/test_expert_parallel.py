@@ -29,7 +29,7 @@ from weft.errors import UserError
 from weft.models import experts, hf
 from weft.ops import dispatch
 from weft.ops.dispatch import ExpertPlacement
-from weft.ops.recompute import contexts, kept
+from weft.ops.recompute import contexts, reuse_in_recompute
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import local_shard
 from weft.verify.documents import awkward_steps
@@ -128,7 +128,7 @@ def test_what_a_recomputed_layer_keeps() -> None:
     drawn = iter(range(100))
 
     def layer(x: Tensor) -> Tensor:
-        return x * kept(lambda: next(drawn)) + x * kept(lambda: next(drawn))
+        return x * reuse_in_recompute(lambda: next(drawn)) + x * reuse_in_recompute(lambda: next(drawn))
 
     x = torch.ones(1, requires_grad=True)
     outputs = [checkpoint(layer, x, use_reentrant=False, context_fn=contexts) for _ in range(3)]
@@ -136,7 +136,7 @@ def test_what_a_recomputed_layer_keeps() -> None:
     for out, value in reversed([*zip(outputs, (1, 5, 9), strict=True)]):
         for _ in range(2):
             assert int(torch.autograd.grad(out, x, retain_graph=True)[0]) == value
-    assert kept(lambda: next(drawn)) == 6  # outside of a layer
+    assert reuse_in_recompute(lambda: next(drawn)) == 6  # outside of a layer
 
 
 @pytest.mark.covers("mesh.ep")

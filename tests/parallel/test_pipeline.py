@@ -37,8 +37,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.observe.opening import pipeline_hint
 from weft.parallel.pp.model import cut_layers
-from weft.parallel.pp.placement import Placement
-from weft.parallel.pp.schedule import placement_of
+from weft.parallel.pp.schedule import Placement, placement_of
 from weft.verify.harness import verify
 from weft.verify.peft_reference import PeftReference
 from weft.verify.reference import Reference

@@ -26,9 +26,8 @@ from weft.config import load_config
 from weft.errors import UserError
 from weft.models import hf
 from weft.parallel.mesh import P2PChannel
-from weft.parallel.pp.placement import Placement
-from weft.parallel.pp.schedule import DELAYED, Action, Kind, Schedule, bubble, in_flight, order, placement_of
-from weft.parallel.pp.stages import P2PMessage
+from weft.parallel.pp.communication import P2PMessage
+from weft.parallel.pp.schedule import DELAYED, Action, Kind, Placement, Schedule, bubble, in_flight, order, placement_of
 from weft.parallel.pp.weight_gradients import WeightGradients
 
 # ---------------------------------------------------------------- orders

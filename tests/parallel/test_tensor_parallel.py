@@ -23,13 +23,13 @@ from weft.engine.selfcheck import division as division_check
 from weft.engine.selfcheck.architecture import examine
 from weft.engine.selfcheck.division import STATE_TOLERANCE, Division, check_division
 from weft.errors import UserError
-from weft.models import hf, mixer_part
-from weft.models.tp_parts import even_ranges, repeated_ranges
+from weft.models import hf, mixer_shards
+from weft.models.segments import even_ranges, repeated_ranges
 from weft.models.train_module import TrainModule
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.cuts import ShardSpec
-from weft.parallel.tp import tensor
-from weft.parallel.tp.styles import find_tp_plan
+from weft.parallel.tp import divide
+from weft.parallel.tp.plan import find_tp_plan
 
 CASES = [
     ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp2"),
@@ -77,7 +77,7 @@ def gradient_of_a_part(path: str) -> bool:
     found = Division(0.0, sequence=True)
     started = mock.patch("weft.engine.builder.check_division", return_value=found)  # which would refuse it
     wrong = staticmethod(lambda ctx, grad: (grad, None))
-    with started, mock.patch.object(tensor._SumGradient, "backward", wrong):
+    with started, mock.patch.object(divide._SumGradient, "backward", wrong):
         verdict = parity(path, "tp2", {})
     return verdict is None or verdict.passed
 
@@ -147,18 +147,18 @@ def test_heads_that_are_repeated_are_checked() -> None:
 
 
 WRONG: dict[str, tuple[str, Any, str, Any]] = {
-    "no sum of outputs": ("gpt2", tensor._Sum, "forward", staticmethod(lambda ctx, x, ranks: x.clone())),
-    "no sum of gradients": ("llama", tensor._SumGradient, "backward", staticmethod(lambda ctx, grad: (grad, None))),
+    "no sum of outputs": ("gpt2", divide._Sum, "forward", staticmethod(lambda ctx, x, ranks: x.clone())),
+    "no sum of gradients": ("llama", divide._SumGradient, "backward", staticmethod(lambda ctx, grad: (grad, None))),
     "copies are not summed": ("qwen3", division_check, "sum_partial_gradients", lambda *_: None),
-    "biases of every rank": ("gpt_oss", tensor, "share_bias", lambda *_: None),
+    "biases of every rank": ("gpt_oss", divide, "share_bias", lambda *_: None),
     "norms over a part of a mixer's heads": (
         "mamba2",
-        mixer_part,
+        mixer_shards,
         "mean_square",
         lambda parts, sums: parts.pow(2).mean(-1, keepdim=True),
     ),
-    "time steps of a part of the channels": ("mamba", mixer_part, "all_reduce_autograd", lambda x, ranks: x),
-    "norms over a part of the heads": ("olmo2", tensor, "_of_last", lambda cut, x: replace(cut, ranges=((),) * 2)),
+    "time steps of a part of the channels": ("mamba", mixer_shards, "all_reduce_autograd", lambda x, ranks: x),
+    "norms over a part of the heads": ("olmo2", divide, "_of_last", lambda cut, x: replace(cut, ranges=((),) * 2)),
 }
 
 

@@ -21,7 +21,6 @@ from weft.checkpoint.export import save_adapter
 from weft.engine.losses.base import CrossEntropy
 from weft.errors import RanksDisagreeError
 from weft.models.low_rank import LowRank
-from weft.parallel.tp import tensor
 from weft.verify.adapter import randomize_adapters
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
@@ -78,7 +77,7 @@ PLANTS = {
 
 def with_a_bug(path: str, name: str) -> bool:
     target, wrong = PLANTS[name]
-    with mock.patch.object(tensor, "find_partial_parameters", wrong):
+    with mock.patch.object(divide, "find_partial_parameters", wrong):
         verdict = parity(path, "tp2", {"lora": {"rank": 4, "targets": (target,)}})
     return verdict is None or verdict.passed
 

@@ -16,7 +16,6 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.inference.records import write_rollouts
-from weft.parallel.tp import tensor
 from weft.rl.trainer import TrainerRank
 from weft.verify.harness import Verdict
 from weft.verify.plants import planted
@@ -138,7 +137,7 @@ def without_sums(path: str, keys: tuple[str, ...]) -> Verdict | None:
     """Of what ranks of tp have alike and use for their own heads."""
     started = mock.patch("weft.engine.builder.check_division")  # which would refuse it
     compared = mock.patch("weft.engine.replicas.raise_mismatch")  # which would end it after the first update
-    with started, compared, mock.patch.object(tensor, "find_partial_parameters", return_value={}):
+    with started, compared, mock.patch.object(divide, "find_partial_parameters", return_value={}):
         return verify_rl(TrainerRank(config_of(path, "tp2", *keys), "cpu"), 1e-3)
 
 

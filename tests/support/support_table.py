@@ -32,7 +32,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.facts import position_limit
 from weft.models.flops import FlopFacts
-from weft.models.mixer_part import can_share_documents
+from weft.models.mixer_shards import can_share_documents
 from weft.models.train_module import TrainModule
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"

@@ -142,7 +142,7 @@ def planted_images(plant: str | None, path: str) -> Verdict | None:
 
 TESTS: dict[str, Callable[[str | None], bool]] = {
     ALIKE: ranks_agree,
-    "weft.parallel.tp.tensor.random_difference": ranks_agree,
+    "weft.parallel.tp.divide.random_difference": ranks_agree,
     WALKED: walked,
     SAMPLES: ratios_of_whole_samples,
     HELD_OUT_CUT: held_out_of_cut_documents,

@@ -21,7 +21,7 @@ from weft.models.cost import flop_facts, with_adapters
 from weft.models.families.family import Layout
 from weft.models.flops import FlopFacts
 from weft.models.lora import LoraPlan, attach, untied_for
-from weft.models.mixer_part import can_share_documents
+from weft.models.mixer_shards import can_share_documents
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
 from weft.ops import fp8

@@ -35,15 +35,14 @@ from weft.launch.consistency import max_over_ranks
 from weft.launch.machine import keep_freed_memory
 from weft.launch.process import Ranks, new_groups_inherit_timeout
 from weft.models import hf
-from weft.models.captured import check_readouts
 from weft.models.cost import costs_of_layers
 from weft.models.freeze import freeze
 from weft.models.lora import LoraPlan, freeze_base
-from weft.models.mixer_part import can_share_documents
-from weft.models.readouts import ReadoutSpec
+from weft.models.mixer_shards import can_share_documents
+from weft.models.readouts import ReadoutSpec, check_readouts
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import CPAxis
-from weft.parallel.inputs import InputCasts
+from weft.parallel.fsdp import InputCasts
 from weft.parallel.memory import (
     MemoryNeeds,
     TrainingState,
@@ -56,13 +55,12 @@ from weft.parallel.memory import (
 from weft.parallel.mesh import Mesh, build_mesh, cp_axis
 from weft.parallel.parallelize import Precision, StagePlan, materialize, move_buffers, parallelize
 from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, own_layers
-from weft.parallel.pp.placement import Placement
-from weft.parallel.pp.schedule import DELAYED, placement_of
+from weft.parallel.pp.schedule import DELAYED, Placement, placement_of
 from weft.parallel.shards.adapter_files import fill_adapters, to_json
 from weft.parallel.shards.cuts import full_shape
 from weft.parallel.shards.load import LoadReport, Progress, fill_random, load_weights
-from weft.parallel.tp.styles import check_states
-from weft.parallel.tp.tensor import TensorParallel
+from weft.parallel.tp.divide import TensorParallel
+from weft.parallel.tp.plan import check_states
 from weft.parallel.units import Unit
 
 USUAL_LENGTH = 4096  # of documents, to weigh attention against matrices in a layer's cost

@@ -43,12 +43,12 @@ from weft.models.embedding_noise import StepNoise
 from weft.models.readouts import ReadoutSpec
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
-from weft.parallel.pp.stages import P2PCommunicator, gather_over_stages, sum_shared_gradients
+from weft.parallel.pp.communication import P2PCommunicator, gather_over_stages, sum_shared_gradients
 from weft.parallel.shards.cuts import AnyShardSpec
 from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.load import Progress
 from weft.parallel.shards.walker import StagePeers, check_stream, walk
-from weft.parallel.tp.tensor import random_difference, sum_partial_gradients
+from weft.parallel.tp.divide import random_difference, sum_partial_gradients
 
 
 @dataclass(frozen=True)

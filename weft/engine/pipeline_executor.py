@@ -30,10 +30,9 @@ from weft.models.train_module import TrainModule
 from weft.ops.exact import numerics
 from weft.parallel.fsdp import end_backward, reduce_now, reduce_when
 from weft.parallel.mesh import Mesh
+from weft.parallel.pp.communication import P2PCommunicator, P2PMessage
 from weft.parallel.pp.model import Pipeline
-from weft.parallel.pp.placement import Placement
-from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
-from weft.parallel.pp.stages import P2PCommunicator, P2PMessage
+from weft.parallel.pp.schedule import DELAYED, Action, Placement, bubble, order
 from weft.parallel.pp.weight_gradients import Delayed, WeightGradients
 
 

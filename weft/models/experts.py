@@ -14,45 +14,13 @@ from torch import Tensor, nn
 
 from weft.models import hf
 from weft.models.low_rank import LowRank
-from weft.ops.dispatch import Dispatched, ExpertPlacement, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
+from weft.ops.dispatch import ExpertPlacement, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
 from weft.ops.recompute import reuse_in_recompute
 
 
 def use_experts_forward(experts: Any) -> None:
     """Make `experts`, and all fused experts that share their config, run `experts_forward`."""
     hf.set_experts_function(experts, experts_forward)
-
-
-def spread_experts(experts: Any, axis: ExpertPlacement) -> None:
-    """Make a layer's experts exchange tokens over `axis`. Their parameters must be those of this rank's experts."""
-    if hf.is_fused_experts(experts):
-        experts.weft_axis = axis
-        use_experts_forward(experts)
-    else:
-        _spread_dense(experts, axis)
-
-
-def _spread_dense(experts: nn.Module, axis: ExpertPlacement) -> None:
-    """Experts that read every token, [experts x tokens, H], as zeros where the token is routed elsewhere (llama4)."""
-    under_way: list[Dispatched] = []
-
-    def enter(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        total, tokens = sum(axis.experts), len(args[0]) // sum(axis.experts)
-        ends = torch.arange(1, total + 1, dtype=torch.int32, device=args[0].device) * tokens
-        under_way.append(dispatch(args[0], ends, axis))
-        return (under_way[-1].rows_RH,)
-
-    def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return combine(output, under_way.pop(), axis)
-
-    experts.register_forward_pre_hook(enter)
-    experts.register_forward_hook(leave)
-
-
-def share_experts_bias(experts: Any, share: float) -> None:
-    """Add only `share` of the output bias, because the outputs of several ranks are summed."""
-    experts.weft_bias_share = share
-    use_experts_forward(experts)
 
 
 def find_experts(module: nn.Module) -> dict[str, Any]:

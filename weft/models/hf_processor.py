@@ -35,7 +35,15 @@ import numpy as np
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import read_object
 from weft.models.clips import Clip, Shape
-from weft.models.hf_video import VIDEO_PROCESSORS, Frames, settings_file, settings_of, video_inputs, video_settings, video_text
+from weft.models.hf_video import (
+    VIDEO_PROCESSORS,
+    Frames,
+    settings_file,
+    settings_of,
+    video_inputs,
+    video_settings,
+    video_text,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.models.families import carries_state
 from weft.models.mixer_kernels import by_torch, dispatch, has_fused, suits, tried, try_kernels
-from weft.models.mixer_part import MixerShard, share_of_documents, view
+from weft.models.mixer_shards import MixerShard, share_of_documents, view
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.by_document import by_document, is_of_tokens
 from weft.ops.context import ContextRow, gather_documents, sum_to_tokens

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from weft.models import hf
 from weft.models.balance import Balance, balance_sum, count_choices
-from weft.models.captured import capture_outputs
 from weft.models.facts import Facts, find_facts
 from weft.models.families import family_of
 from weft.models.low_rank import LowRank
-from weft.models.readouts import HIDDEN, TOP, TOP_IDS, ReadoutSpec, needs_logits
+from weft.models.readouts import HIDDEN, TOP, TOP_IDS, ReadoutSpec, capture_outputs, needs_logits
 from weft.models.state_mixers import PerDocumentMixer, run_per_document
 from weft.models.vision import vision_context
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds

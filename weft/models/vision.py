@@ -309,6 +309,8 @@ def _changed(out: Any, change: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -
     or a list of such lists, one per layer. Other fields are left out, because nobody reads them."""
 
     def change_field(value: Any) -> Any:
-        return change(value) if all(isinstance(item, Tensor) for item in value) else [change_field(item) for item in value]
+        return (
+            change(value) if all(isinstance(item, Tensor) for item in value) else [change_field(item) for item in value]
+        )
 
     return type(out)(**{name: change_field(value) for name, value in out.items() if isinstance(value, list | tuple)})

@@ -25,8 +25,8 @@ from weft.observe.resume import Start
 from weft.observe.starts import note_end, note_start
 from weft.observe.system import SYSTEM, SystemMonitor
 from weft.observe.trackers import Trackers
+from weft.parallel.fsdp import time_collectives
 from weft.parallel.memory import local_ranks
-from weft.parallel.timed import time_collectives
 from weft.terminal import say
 
 

@@ -181,7 +181,9 @@ def ring_attention(call: Call, context: ContextRow, run: Run) -> Tensor:
     keys = context.keys(call.window, key.device)
     if context.axis.ring is not None:
         local = torch.cat([key, value], -1)[0].transpose(0, 1)  # [S, K, D + E]
-        received = all_to_all(local.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
+        received = all_to_all(
+            local.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts
+        )
         gathered = torch.cat([local, received]).index_select(0, keys.run).transpose(0, 1)[None]
         key, value = gathered.split([key.shape[-1], value.shape[-1]], -1)
     if not call.query_BHTD.shape[2]:  # nothing to compute, but backward needs this rank for the exchange

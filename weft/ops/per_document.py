@@ -109,7 +109,9 @@ class _InBlocks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sinks_H)
         ctx.call = call
         spans = block_spans(call, q.shape[2], k.shape[2])
-        return torch.cat([_block(call, q[:, :, queries], k[:, :, keys], v[:, :, keys], sinks_H) for queries, keys in spans], 2)
+        return torch.cat(
+            [_block(call, q[:, :, queries], k[:, :, keys], v[:, :, keys], sinks_H) for queries, keys in spans], 2
+        )
 
     @staticmethod
     @once_differentiable

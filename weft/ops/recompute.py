@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-_thread = threading.local()  # keep, take: what reuse_in_recompute() does inside of a layer's forward, and of its recomputation
+# keep: stores a result in a layer's forward. take: iterates over the stored results in its recomputation.
+_thread = threading.local()
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

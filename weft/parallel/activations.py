@@ -19,7 +19,7 @@ from weft.ops.context import repeats
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.mesh import TPAxis
 from weft.parallel.pp.model import PlaceholderLayer
-from weft.parallel.tp.tensor import tensor_parallel
+from weft.parallel.tp.divide import tensor_parallel
 
 _ATTENTION = "weft_shapes"
 _TOKENS = 240  # of the row that is run; memory is proportional to tokens

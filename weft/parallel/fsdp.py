@@ -5,20 +5,26 @@ FSDP's own averaging is off everywhere: the engine divides by the step's normali
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from weft.config.schema import FsdpConfig
+from weft.errors import UserError
+from weft.launch import timing
 from weft.launch.simulated import is_simulated
+from weft.models.patterns import outermost, similar_names
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
 from weft.parallel.units import Strategy, Unit, nested
 from weft.upstream import hsdp_offload_races
+from weft.versions import all_gather_single, reduce_scatter_single
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -250,3 +256,95 @@ def reduce_now(module: nn.Module) -> None:
     schedules do the same (torch.distributed.pipelining, perform_reduce_grad)."""
     assert isinstance(module, FSDPModule)
     module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+# ---------------------------------------------------------------- inputs cast to the compute dtype
+
+
+class InputCasts:
+    """Hooks that cast inputs. input_dtypes: module -> dtypes of its floating-point inputs before the cast."""
+
+    def __init__(self, root: nn.Module, patterns: Sequence[str], dtype: torch.dtype) -> None:
+        """Hook the outermost modules that the patterns match. Raises UserError if a pattern matches nothing."""
+        self.dtype = dtype
+        self.input_dtypes: dict[str, set[torch.dtype]] = {}
+        for pattern in patterns:
+            matched = outermost(root, pattern)
+            if not matched:
+                names = [name for name, _ in root.named_modules() if name]
+                raise UserError(
+                    f"fsdp.cast_forward_inputs: {pattern!r} matches no module{similar_names(pattern, names)}"
+                )
+            self.input_dtypes |= {name: set() for name in matched}
+        for name in self.input_dtypes:
+            root.get_submodule(name).register_forward_pre_hook(self._hook(name), with_kwargs=True)
+
+    def _hook(self, name: str) -> Any:
+        def cast(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self.input_dtypes[name].add(value.dtype)
+                return value.to(self.dtype)
+            if type(value) in (tuple, list):
+                return type(value)(cast(item) for item in value)
+            if type(value) is dict:
+                return {key: cast(item) for key, item in value.items()}
+            return value
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return cast(args), cast(kwargs)
+
+        return hook
+
+
+# ---------------------------------------------------------------- collectives on a CPU, timed
+
+
+def time_collectives(module: nn.Module) -> None:
+    """Report to `timing` how long the units of `module`, on a CPU, wait for gathers and reductions."""
+    gather = TimedAllGather()
+    for unit in fsdp_modules(module):
+        scatter = TimedReduceScatter()
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+        unit.set_all_reduce_hook(scatter.reduced)
+
+
+class TimedAllGather:
+    """The all-gather of shards."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        with timing.waiting():
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class TimedReduceScatter:
+    """The reduce-scatter over shards, and the all-reduce over replicas that follows it."""
+
+    def __init__(self) -> None:
+        self._ready_time = 0.0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._ready_time = time.perf_counter()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        with timing.waiting():
+            work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self._ready_time = time.perf_counter()
+        return work
+
+    def reduced(self, _: Tensor) -> None:
+        """Hook: FSDP2 calls it after the all-reduce over replicas, or at once if there is none."""
+        timing.waited(self._ready_time)

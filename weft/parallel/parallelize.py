@@ -20,8 +20,8 @@ from weft.parallel.ep.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
 from weft.parallel.pp.model import LayerInterface, Outside, Pipeline, Span, keep_stages, plan_pipeline
-from weft.parallel.pp.placement import Placement
-from weft.parallel.tp.tensor import TensorParallel, tensor_parallel
+from weft.parallel.pp.schedule import Placement
+from weft.parallel.tp.divide import TensorParallel, tensor_parallel
 from weft.parallel.units import Unit, find_units
 
 

@@ -232,8 +232,8 @@ def _split_tie(module: nn.Module, names: Sequence[str], names_by_id: dict[int, l
     prefixes = tuple(f"{name}." for name in names)
     for name in names:
         for parameter in module.get_submodule(name).parameters():
-            inside = [parameter_name for parameter_name in names_by_id[id(parameter)] if parameter_name.startswith(prefixes)]
-            outside = [parameter_name for parameter_name in names_by_id[id(parameter)] if not parameter_name.startswith(prefixes)]
+            inside = [path for path in names_by_id[id(parameter)] if path.startswith(prefixes)]
+            outside = [path for path in names_by_id[id(parameter)] if not path.startswith(prefixes)]
             if outside:
                 return inside[0], outside[0]
     return None

@@ -47,8 +47,7 @@ from weft.launch.timing import StepTimes
 from weft.models.flops import Throughput, peak_flops
 from weft.observe.opening import ModelOpening, model_opening
 from weft.observe.recorder import StepOutcome, step_line
-from weft.parallel.fsdp import DTYPES
-from weft.parallel.timed import time_collectives
+from weft.parallel.fsdp import DTYPES, time_collectives
 from weft.rl.colocation import sleeping_parts
 from weft.rl.documents import TrainedSamples
 from weft.rl.exact import prove_exact

@@ -28,11 +28,11 @@ from weft.engine.selfcheck.architecture import (
 )
 from weft.errors import UserError, first_line
 from weft.models.families import carries_state
-from weft.models.tp_mixers import mixer_style
+from weft.models.mixer_shards import mixer_style
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, ThreadCommunicator, ThreadGroup
 from weft.parallel.mesh import TPAxis
-from weft.parallel.tp.tensor import sum_partial_gradients, tensor_parallel
+from weft.parallel.tp.divide import sum_partial_gradients, tensor_parallel
 
 T = TypeVar("T")
 Groups = Callable[[tuple[int, ...], int], Communicator]  # (members, own place) -> their communicator

@@ -22,7 +22,7 @@ from weft.errors import UserError, first_line
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
 from weft.parallel.pp.model import LayerInterface, Outside, keep_stages, plan_pipeline
-from weft.parallel.pp.placement import Placement
+from weft.parallel.pp.schedule import Placement
 from weft.parallel.pp.weight_gradients import WeightGradients
 
 

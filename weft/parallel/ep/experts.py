@@ -10,15 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.errors import UserError
-from weft.models.experts import find_experts, spread_experts
+from weft.models import hf
+from weft.models.experts import find_experts, use_experts_forward
 from weft.models.low_rank import LowRank
-from weft.models.tp_parts import Range, even_ranges
+from weft.models.segments import Range, even_ranges
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator
-from weft.ops.dispatch import ExpertPlacement
+from weft.ops.dispatch import Dispatched, ExpertPlacement, combine, dispatch
 from weft.parallel.mesh import EPAxis
 from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, ShardSpec, ShardSpecs
 
@@ -55,10 +56,11 @@ def _divide(name: str, experts: Any, ranks: EPAxis, cuts: ShardSpecs) -> dict[st
         shape = tuple(parameter.shape) if tp_cut is None else tp_cut.shape
         cut = cut_of_expert(shape, count, tp_cut, ranks, strided=strided(experts, leaf))
         part = torch.empty(cut.local_shape(), dtype=parameter.dtype, device=parameter.device)
-        _replace(experts, leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        owner, _, parameter_name = leaf.rpartition(".")
+        setattr(experts.get_submodule(owner), parameter_name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         result[path] = cut
     experts_by_rank = even_ranges(count, ranks.size)
-    spread_experts(experts, ExpertPlacement(ranks.rank, tuple(size for _, size in experts_by_rank), ranks.ranks))
+    exchange_tokens(experts, ExpertPlacement(ranks.rank, tuple(size for _, size in experts_by_rank), ranks.ranks))
     return result
 
 
@@ -100,6 +102,27 @@ def _nested(outer: ShardSpec, inner: ShardSpec, ranks: Communicator | None) -> N
     return NestedShardSpec(outer, replace(inner, shape=shape, dim=dim, ranges=(full_range,) * inner.size), ranks)
 
 
-def _replace(experts: nn.Module, leaf: str, part: nn.Parameter) -> None:
-    owner, _, name = leaf.rpartition(".")
-    setattr(experts.get_submodule(owner), name, part)
+def exchange_tokens(experts: Any, axis: ExpertPlacement) -> None:
+    """Make a layer's experts exchange tokens over `axis`. Its parameters must be of this rank's experts."""
+    if hf.is_fused_experts(experts):
+        experts.weft_axis = axis
+        use_experts_forward(experts)
+    else:
+        _exchange_dense(experts, axis)
+
+
+def _exchange_dense(experts: nn.Module, axis: ExpertPlacement) -> None:
+    """Experts that read every token, [experts x tokens, H], as zeros where the token is routed elsewhere (llama4)."""
+    pending: list[Dispatched] = []
+
+    def enter(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        total, tokens = sum(axis.experts), len(args[0]) // sum(axis.experts)
+        ends = torch.arange(1, total + 1, dtype=torch.int32, device=args[0].device) * tokens
+        pending.append(dispatch(args[0], ends, axis))
+        return (pending[-1].rows_RH,)
+
+    def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return combine(output, pending.pop(), axis)
+
+    experts.register_forward_pre_hook(enter)
+    experts.register_forward_hook(leave)

@@ -21,7 +21,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import Head, StageIO, TrainModule
 from weft.models.vision import vision_parts
-from weft.parallel.pp.placement import Placement
+from weft.parallel.pp.schedule import Placement
 
 Span = tuple[int, int]  # first layer of a stage, and one past its last
 

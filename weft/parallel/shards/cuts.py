@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from weft.models.tp_parts import Range
+from weft.models.segments import Range
 from weft.ops.communicator import Communicator
 from weft.parallel.shards.boxes import Box, Shard, shard_of
 

@@ -45,7 +45,7 @@ from weft.parallel.ep.experts import strided
 from weft.parallel.parallelize import StagePlan, layers_of
 from weft.parallel.pp.model import LayerInterface, Pipeline, plan_pipeline
 from weft.parallel.pp.schedule import DELAYED, placement_of
-from weft.parallel.tp.styles import TPPlan, find_tp_plan
+from weft.parallel.tp.plan import TPPlan, find_tp_plan
 from weft.parallel.units import Strategy, Unit, find_units, parameters_by_unit
 from weft.recipes.plan.passes import LayerPasses, head_passes, layer_passes, usual_passes
 

@@ -10,11 +10,11 @@ from itertools import product
 import torch
 
 from weft.config.mesh import MeshSizes
-from weft.models.tp_parts import even_ranges
+from weft.models.segments import even_ranges
 from weft.ops.communicator import MetaCommunicator
 from weft.parallel.ep.experts import cut_of_expert
 from weft.parallel.mesh import EPAxis, TPAxis
-from weft.parallel.tp.tensor import tp_shard_spec
+from weft.parallel.tp.divide import tp_shard_spec
 from weft.parallel.units import Strategy
 from weft.recipes.plan.blueprint import Blueprint, Units, Weight
 

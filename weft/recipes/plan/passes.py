@@ -30,7 +30,7 @@ from weft.ops.head import KnownGrad, LogitTransform, chunked_readouts
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.activations import RowSharing, once
 from weft.parallel.mesh import TPAxis
-from weft.parallel.tp.tensor import tensor_parallel
+from weft.parallel.tp.divide import tensor_parallel
 
 _ATTENTION = "weft_passes"
 _NOT_SHARED = RowSharing()

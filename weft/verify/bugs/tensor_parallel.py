@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.engine.batch.document import Document
-from weft.models.tp_parts import DimSegment, TPSpec
+from weft.models.segments import DimSegment, TPSpec
 from weft.ops.communicator import GroupCommunicator
 from weft.parallel.mesh import TPAxis, local_shard
 from weft.parallel.shards.cuts import ShardSpec, split
-from weft.parallel.tp.tensor import TensorParallel, sum_partial_gradients
+from weft.parallel.tp.divide import TensorParallel, sum_partial_gradients
 from weft.verify.bugs import ACCURACY, AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
 
 WALKED = "tests/parallel/test_tensor_parallel_weights.py: the walker gives what the files have"
@@ -43,7 +43,7 @@ def _left_out(
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:find_partial_parameters",
+    "B35", "weft.parallel.tp.divide:find_partial_parameters",
     "gradients of norms of heads, which see a rank's heads alone, are not summed over tp",
     caught_by=GRADIENTS, seen="NVIDIA-NeMo/RL#3716", ranks=2, needs=f"{NEEDS} and norms of heads, as in qwen3",
 )  # fmt: skip
@@ -52,7 +52,7 @@ def head_norms_apart(plant: Plant, original: Original, *of: Any) -> Any:
 
 
 @bug(
-    "B14", "weft.parallel.tp.tensor:find_partial_parameters",
+    "B14", "weft.parallel.tp.divide:find_partial_parameters",
     "gradients of routers, whose experts are divided inside, are not summed over tp",
     caught_by=GRADIENTS, seen="huggingface/transformers#48205", ranks=2, needs=f"{NEEDS} and experts",
 )  # fmt: skip
@@ -61,7 +61,7 @@ def routers_apart(plant: Plant, original: Original, *of: Any) -> Any:
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:find_partial_parameters",
+    "B35", "weft.parallel.tp.divide:find_partial_parameters",
     "with sequence parallelism, gradients of norms between blocks are of a rank's tokens alone",
     caught_by=GRADIENTS, seen="NVIDIA-NeMo/Automodel#3822", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -70,7 +70,7 @@ def block_norms_apart(plant: Plant, original: Original, *of: Any) -> Any:
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:find_partial_parameters",
+    "B35", "weft.parallel.tp.divide:find_partial_parameters",
     "gradients of heads of keys and values that several ranks have are not summed",
     caught_by=GRADIENTS, seen="huggingface/transformers#48307", ranks=4,
     needs="mesh.tp above the heads of keys and values",
@@ -240,7 +240,7 @@ def likeliest_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any)
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:divide_vocabulary",
+    "B35", "weft.parallel.tp.divide:divide_vocabulary",
     "the first token behind a rank's part of the vocabulary is embedded by that rank, too",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -269,7 +269,7 @@ def border_embedded_twice(
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:divide_vocabulary",
+    "B35", "weft.parallel.tp.divide:divide_vocabulary",
     "each rank's part of the vocabulary has a row of padding, which has no gradient",
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a row of padding",
 )  # fmt: skip
@@ -292,7 +292,7 @@ def _of_every_rank(plant: Plant, original: Original, module: Any, ranks: int, ex
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:share_bias",
+    "B35", "weft.parallel.tp.divide:share_bias",
     "every rank of tp adds the bias of a layer whose outputs are summed",
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and such a bias, as in gpt2",
 )  # fmt: skip
@@ -301,7 +301,7 @@ def bias_of_every_rank(plant: Plant, original: Original, module: Any, ranks: int
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:share_bias",
+    "B35", "weft.parallel.tp.divide:share_bias",
     "every rank of tp adds the biases of experts",
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and experts with biases, as in gpt_oss",
 )  # fmt: skip
@@ -310,7 +310,7 @@ def expert_bias_of_every_rank(plant: Plant, original: Original, module: Any, ran
 
 
 @bug(
-    "B35", "weft.models.mixer_part:mean_square",
+    "B35", "weft.models.mixer_shards:mean_square",
     "the output norm of a state mixer is of a rank's own heads, where it is of all of them",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and such a norm, as in bamba",
 )  # fmt: skip
@@ -326,7 +326,7 @@ def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sum
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:tp_shard_spec",
+    "B35", "weft.parallel.tp.divide:tp_shard_spec",
     "a fused projection is cut in pieces of equal size, not part by part",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and fused projections, as in phi3",
 )  # fmt: skip
@@ -341,7 +341,7 @@ def fused_cut_as_one(
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:tp_shard_spec",
+    "B35", "weft.parallel.tp.divide:tp_shard_spec",
     "ranks of tp have the sinks of another's heads",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and sinks, as in gpt_oss",
 )  # fmt: skip
@@ -380,7 +380,7 @@ def repeated_heads_sent_twice(plant: Plant, original: Original, self: ShardSpec,
 @bug(
     "B36", "weft.engine.executor:Executor.forward_backward",
     "ranks of tp draw different dropout masks for activations that all of them have",
-    caught_by="weft.parallel.tp.tensor.random_difference", seen=MEGATRON, ranks=2, needs=f"{NEEDS} and lora.dropout",
+    caught_by="weft.parallel.tp.divide.random_difference", seen=MEGATRON, ranks=2, needs=f"{NEEDS} and lora.dropout",
 )  # fmt: skip
 def dropout_apart(plant: Plant, original: Original, self: Any, *rest: Any, **options: Any) -> Any:
     if self.mesh.tp is not None and self.mesh.tp.rank > 0 and self.config.lora.dropout:

@@ -21,17 +21,17 @@ from transformers import PretrainedConfig
 from weft.errors import UserError
 from weft.launch.consistency import checksum_term
 from weft.models import hf
-from weft.models.experts import share_experts_bias
+from weft.models.experts import use_experts_forward
 from weft.models.low_rank import LowRank
-from weft.models.mixer_part import MixerShard
-from weft.models.tp_parts import DimSegment, Range, TPSpec, dealt, scaled_ranges
+from weft.models.mixer_shards import MixerShard
+from weft.models.segments import DimSegment, Range, TPSpec, dealt, scaled_ranges
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, all_reduce
 from weft.ops.head import VocabularyShard
 from weft.parallel.mesh import TPAxis, local_shard
 from weft.parallel.shards.cuts import AnyShardSpec, ShardSpec, split
+from weft.parallel.tp.plan import TPPlan, find_tp_plan
 from weft.parallel.tp.sequence import GatherTokens, ReduceScatterTokens, join_last_states
-from weft.parallel.tp.styles import TPPlan, find_tp_plan
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,8 @@ def share_bias(module: nn.Module, ranks: int) -> None:
     if hasattr(module, "bias"):
         module.register_forward_hook(linear)
     else:
-        share_experts_bias(module, 1.0 / ranks)
+        module.weft_bias_share = 1.0 / ranks  # read by experts_forward
+        use_experts_forward(module)
 
 
 _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "split_size")

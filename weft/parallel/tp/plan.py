@@ -20,8 +20,8 @@ from weft.models.experts import is_experts
 from weft.models.families import carries_state
 from weft.models.lora import parameter_of
 from weft.models.low_rank import LowRank
-from weft.models.tp_mixers import MixerSpec, mixer_style
-from weft.models.tp_parts import DimSegment, TPSpec
+from weft.models.mixer_shards import MixerSpec, mixer_style
+from weft.models.segments import DimSegment, TPSpec
 from weft.models.train_module import TrainModule, ValueHead
 
 QUERY = ("q_proj", "q_b_proj")

@@ -20,7 +20,7 @@ from weft.launch.simulated import has_ended
 from weft.launch.timing import waiting
 from weft.parallel.mesh import P2PChannel, PPAxis, local_shard
 from weft.parallel.pp.model import Pipeline
-from weft.parallel.pp.placement import Placement
+from weft.parallel.pp.schedule import Placement
 from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs, full_shape
 
 
@@ -179,7 +179,7 @@ def gather_over_stages(
     """Yields (name, whole tensor) for these names of the whole model, on every stage, gathered one by one; None if the
     stage that holds the name has no tensor for it (such as a missing gradient). Collective.
 
-    shards: this stage's shards. cuts: how tp and ep divide them. gather_full: gathers the whole of one shard, in its dtype.
+    shards: of this stage. cuts: how tp and ep divide them. gather_full: gathers a tensor from its shards, in its dtype.
     """
     local_shapes = {n: (full_shape(n, t, cuts), t.dtype) for n, t in shards.items() if t is not None}
     shapes_by_rank: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * axis.size
