@@ -21,6 +21,7 @@ from weft.checkpoint.export import save_adapter
 from weft.engine.losses.base import CrossEntropy
 from weft.errors import RanksDisagreeError
 from weft.models.low_rank import LowRank
+from weft.parallel.tp import divide
 from weft.verify.adapter import randomize_adapters
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
@@ -56,7 +57,7 @@ def test_parity(family: str, mesh: str, sections: Sections) -> None:
     assert verdict.passed, describe(verdict)
 
 
-PARTIAL = tensor.find_partial_parameters
+PARTIAL = divide.find_partial_parameters
 
 
 def vocabulary_left_out(*args: Any) -> Any:

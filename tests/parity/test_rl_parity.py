@@ -16,6 +16,7 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.inference.records import write_rollouts
+from weft.parallel.tp import divide
 from weft.rl.trainer import TrainerRank
 from weft.verify.harness import Verdict
 from weft.verify.plants import planted

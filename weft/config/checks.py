@@ -417,8 +417,9 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
     if config.model.transforms and config.mesh.tp > 1:
         yield (
             "model.transforms",
-            "model.transforms: fp8 has a scale for each token and each row of weights. mesh.tp cuts tokens and rows, "
-            "so that its ranks would round by other scales than one rank. Set mesh.tp=1, or 'model.transforms=[]'.",
+            f"model.transforms: {', '.join(config.model.transforms)} has a scale for each token and each row of "
+            "weights. mesh.tp cuts tokens and rows, so its ranks would round by other scales than one rank. Set "
+            "mesh.tp=1, or 'model.transforms=[]'.",
         )
     if config.mesh.pp > 1:
         yield from pipeline_combinations(config, "mesh.pp", config.mesh.pp)

@@ -23,8 +23,8 @@ from weft.models.flops import FlopFacts
 from weft.models.lora import LoraPlan, attach, untied_for
 from weft.models.mixer_shards import can_share_documents
 from weft.models.train_module import TrainModule
+from weft.models.transforms import TRANSFORMS
 from weft.models.vision import Vision, find_vision
-from weft.ops import fp8
 from weft.parallel.shards.adapter_files import plan_lora
 from weft.parallel.shards.dcp_source import open_weights
 from weft.parallel.shards.layout import TensorMapping, map_tensors
@@ -132,8 +132,8 @@ def _examine(
     check_kernel(hf_config, config.attention, support, device, dtype)
     if device.type == "cuda" and weights:  # on the CPU `examine` has tried the kernel that runs there
         check_on_device(hf_config, config.attention, support, device, dtype)
-        if "fp8" in config.transforms:
-            fp8.check(device, dtype)
+        for name in config.transforms:
+            TRANSFORMS[name].check(device, dtype)
     return _Examined(hf_config, support, implementation(hf_config, config.attention))
 
 

@@ -41,6 +41,7 @@ from weft.models.lora import LoraPlan, freeze_base
 from weft.models.mixer_shards import can_share_documents
 from weft.models.readouts import ReadoutSpec, check_readouts
 from weft.models.train_module import TrainModule
+from weft.models.transforms import TRANSFORMS
 from weft.ops.communicator import CPAxis
 from weft.parallel.fsdp import InputCasts
 from weft.parallel.memory import (
@@ -240,8 +241,11 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
     checked = built.config if config.value_head is None else hf.with_logits(built.config)
     sequence = False
     if spec.mesh.tp is not None:
-        if config.model.transforms:  # of a reference or a critic, whose tp is their own
-            raise UserError("model.transforms: fp8 does not go together with tensor parallelism: set tp to 1.")
+        lossy = [name for name in config.model.transforms if not TRANSFORMS[name].exact]
+        if lossy:  # config/checks.py knows mesh.tp, but not the tp of a reference or a critic
+            raise UserError(
+                f"model.transforms: {', '.join(lossy)} cannot be combined with tensor parallelism: set tp to 1."
+            )
         division = check_division(checked, built.support, spec.mesh.tp.size)
         # Hidden readouts need all tokens, and features of images are inserted into all embeddings of a row.
         sequence = division.sequence and not ReadoutSpec.parse(readouts).hidden and built.vision is None

@@ -1,7 +1,9 @@
-"""Transforms of a model's modules (model.transforms). Each changes how modules compute, never what they hold.
+"""Transforms of a model's modules: one list, of which parallelize() applies some at one step, in this order.
 
-A transform works on the whole TrainModule, on meta, before recomputation and compilation wrap its layers. To add one,
-write its two functions and name it in TRANSFORMS and in model.transforms (config/schema.py).
+A transform changes how modules compute, never which parameters they hold. It gets the whole TrainModule on meta, after
+tp and ep have divided it and before FSDP2 hooks it. To add one, write its functions here or in ops/, add it to
+TRANSFORMS, and, if users choose it by name, add the name to model.transforms (config/schema.py). Adapters
+(models/lora.py) are parameters, which tp, freezing and optimizer groups read: engine/build.py attaches them earlier.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from weft.config.schema import ModelConfig
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.fused_norms import fuse_norms
 from weft.models.lora import is_read_only
 from weft.models.train_module import TrainModule
 from weft.ops import fp8
@@ -51,7 +56,7 @@ def use_fp8(module: TrainModule) -> None:
 
 
 def describe_fp8(module: TrainModule) -> str:
-    """A line for the start of a run."""
+    """For the opening lines of a run: how many layers are changed, and an example of those that are not."""
     layers = list(linear_layers(module))
     count = sum(_computes_in_fp8(layer) for _, layer in layers)
     unchanged = [name for name, layer in layers if not _computes_in_fp8(layer)]
@@ -69,11 +74,52 @@ def _fp8_forward(layer: Any, x: Tensor) -> Tensor:
     return fp8.linear(x, layer.weight.to(x.dtype), layer.bias)
 
 
+def compile_layers(module: TrainModule) -> None:
+    """Let every decoder layer run as graphs, for any number of tokens. Attention over documents, and layers that carry
+    state, stay outside, because the lengths of documents differ in every row."""
+    hf.register_kernels(traced=False)
+    for mixer in module.mixers.values():
+        mixer.hide()
+    for _, layer in module.layers:
+        layer.compile(dynamic=True)
+
+
+def _no_check(device: torch.device, compute: torch.dtype) -> None:
+    """For transforms that every device can run."""
+
+
 class Transform(NamedTuple):
-    """apply: changes the modules; may raise UserError. describe: a line for the start of a run, afterwards."""
+    """One way to change modules.
 
-    apply: Callable[[TrainModule], None]
+    apply: changes them; may raise UserError. describe: words for the opening lines of a run; "" for none. exact: the
+    results equal those of the plain modules, up to the rounding of the compute dtype. check: raises UserError if the
+    device cannot run it in the compute dtype.
+    """
+
+    apply: Callable[[TrainModule], object]
     describe: Callable[[TrainModule], str]
+    exact: bool = True
+    check: Callable[[torch.device, torch.dtype], None] = _no_check
 
 
-TRANSFORMS = {"fp8": Transform(use_fp8, describe_fp8)}
+# In the order in which they are applied: recomputation wraps layers from inside, so it comes after whatever replaces a
+# module's forward; layers are compiled last, with all of that in their graphs.
+TRANSFORMS = {
+    "fp8": Transform(use_fp8, describe_fp8, exact=False, check=fp8.check),
+    "fused_norms": Transform(fuse_norms, lambda module: ""),
+    "recompute": Transform(
+        lambda module: hf.enable_recompute(module.hf_model), lambda module: "run again in backward (recompute)"
+    ),
+    "compile": Transform(compile_layers, lambda module: "compiled"),
+}
+
+
+def chosen_transforms(config: ModelConfig, *, fused_norms: bool) -> list[Transform]:
+    """The transforms of a run, in order. fused_norms: whether model.fused_norms applies on the run's device."""
+    chosen = {
+        *config.transforms,
+        *(["fused_norms"] if fused_norms else []),
+        *(["recompute"] if config.recompute == "full" else []),
+        *(["compile"] if config.compile is True else []),
+    }
+    return [transform for name, transform in TRANSFORMS.items() if name in chosen]

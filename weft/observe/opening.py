@@ -34,7 +34,7 @@ from weft.models.freeze import PRESETS, resolved
 from weft.models.lora import describe
 from weft.models.mixer_kernels import described
 from weft.models.patterns import matches
-from weft.models.transforms import TRANSFORMS
+from weft.models.transforms import chosen_transforms
 from weft.models.vision import vision_parts
 from weft.observe.tables import (
     AxisRow,
@@ -305,9 +305,7 @@ def _model_lines(
     for line in describe(engine.lora, engine.module, elements) if engine.lora is not None else ():
         yield f"lora     {line}"
     model = engine.config.model
-    layers = ["run again in backward (recompute)"] * (model.recompute == "full")
-    layers += ["compiled"] * (model.compile is True)
-    layers += [TRANSFORMS[name].describe(engine.module) for name in model.transforms]
+    layers = [transform.describe(engine.module) for transform in chosen_transforms(model, fused_norms=False)]
     if layers:
         yield f"layers   {', '.join(layers)}"
     yield f"fsdp     {fsdp_line(engine)}"

@@ -13,9 +13,8 @@ from transformers import PretrainedConfig
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.experts import find_experts
-from weft.models.fused_norms import fuse_norms
 from weft.models.train_module import TrainModule
-from weft.models.transforms import TRANSFORMS
+from weft.models.transforms import chosen_transforms
 from weft.parallel.ep.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
@@ -86,32 +85,24 @@ def parallelize(
     stages: StagePlan | None = None,
     fused_norms: bool = False,
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
-    """Shard the model in place; returns its FSDP units, what tp and ep have divided, and what the stages hold.
-    sequence: with tp, also divide tokens between blocks. stages: None for one. fused_norms: see fuse_norms."""
+    """Shard the model in place. Returns its FSDP units, the division by tp and ep, and the stages of pp.
+
+    sequence: with tp, also divide tokens between blocks. stages: None for one. fused_norms: use torch's fused RMSNorm.
+    """
     # 0. tp and ep: parameters are divided before anything else reads them.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
     divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
 
-    # 1. Transforms: how modules compute. Whatever wraps layers comes after.
-    for name in model.transforms:
-        TRANSFORMS[name].apply(module)
-    if fused_norms:
-        fuse_norms(module)
+    # 1. Transforms: how modules compute. Before FSDP2 hooks layers, so that its hooks stay outside of compiled graphs.
+    for transform in chosen_transforms(model, fused_norms=fused_norms):
+        transform.apply(module)
 
-    # 2. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
-    if model.recompute == "full":
-        hf.enable_recompute(module.hf_model)
-
-    # 3. Compute: layers are compiled before FSDP2 hooks them, so that its hooks stay outside the graphs.
-    if model.compile is True:
-        compile_layers(module)
-
-    # 4. Storage: one dtype for the masters, one for the frozen base of adapters; buffers keep theirs, because tables
+    # 2. Storage: one dtype for the masters, one for the frozen base of adapters; buffers keep theirs, because tables
     #    and router biases must stay fp32.
     for parameter in module.parameters():
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
-    # 5. Layers: a rank of pp keeps its own, after all steps that need the whole model.
+    # 3. Layers: a rank of pp keeps its own, after all steps that need the whole model.
     pipeline = None
     if stages is not None:
         assert mesh.pp is not None
@@ -121,23 +112,13 @@ def parallelize(
         wide = torch.float32 if stages.interface.wide else precision.compute
         keep_stages(module, pipeline, mesh.pp.rank, Outside(wide, device, mesh.tp_size if sequence else 1))
 
-    # 6. Data axes: FSDP2 or HSDP over what the other axes left to this rank.
+    # 4. Data axes: FSDP2 or HSDP over what the other axes left to this rank.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*find_experts(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
-    # 7. Buffers are not FSDP's: move them to where the compute is.
+    # 5. Buffers are not FSDP's: move them to where the compute is.
     move_buffers(module, device)
     return units, divided, pipeline
-
-
-def compile_layers(module: TrainModule) -> None:
-    """Let every decoder layer run as graphs, for any number of tokens. Attention over documents, and layers that carry
-    state, stay outside, because the lengths of documents differ in every row."""
-    hf.register_kernels(traced=False)
-    for boundary in module.mixers.values():
-        boundary.hide()
-    for _, layer in module.layers:
-        layer.compile(dynamic=True)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

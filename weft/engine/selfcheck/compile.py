@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from weft.engine.selfcheck.architecture import ModelSupport, hidden_of, small_copy, text_vocabulary
 from weft.engine.selfcheck.device import TOLERANCES, bounds_of, on_device
 from weft.models.train_module import TrainModule
-from weft.parallel.parallelize import compile_layers
+from weft.models.transforms import compile_layers
 
 # Rows of these documents, one after another. The second length lets torch compile for any length; later ones may not
 # compile anew. None is a width of a small copy, to which torch would specialise a graph.
