@@ -55,7 +55,7 @@ from weft.parallel.memory import (
 )
 from weft.parallel.mesh import Mesh, build_mesh, cp_axis
 from weft.parallel.parallelize import Precision, StagePlan, materialize, move_buffers, parallelize
-from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, own_layers
+from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, without_placeholders
 from weft.parallel.pp.schedule import DELAYED, Placement, placement_of
 from weft.parallel.shards.adapter_files import fill_adapters, to_json
 from weft.parallel.shards.cuts import full_shape
@@ -445,7 +445,7 @@ def check_memory(spec: EngineSpec, built: BuiltModel, sharded: ShardedModel, *, 
 
 def rebuild_buffers(module: TrainModule) -> None:
     """Compute the buffers that no checkpoint holds, of the layers that this rank runs."""
-    with own_layers(module.hf_model):
+    with without_placeholders(module.hf_model):
         hf.rebuild_buffers(module.hf_model)
 
 

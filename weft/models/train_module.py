@@ -194,7 +194,7 @@ class TrainModule(nn.Module):
         self.takes_positions = hf.accepts(self.base, "position_ids")
         self.bounds_argument = family_of(self.facts.model_type).bounds_argument
         self.mixers: dict[str, PerDocumentMixer] = run_per_document(self.layers)
-        self.passages: list[StageIO] = []  # of this rank's pipeline stages; empty for a whole model
+        self.stage_ios: list[StageIO] = []  # of this rank's pipeline stages; empty for a whole model
 
     hf_model: PreTrainedModel
 
@@ -236,14 +236,14 @@ class TrainModule(nn.Module):
         input_ids_BT: Tensor,
         position_ids_BT: Tensor,
         bounds: Bounds | None,
-        passage: StageIO | None = None,
+        stage_io: StageIO | None = None,
         **extra: object,
     ) -> Any:
         if bounds is not None and not (bounds.padded and self.bounds_argument != BOUNDS_ARGUMENT):
             extra[self.bounds_argument] = bounds
         if self.takes_positions:
             extra["position_ids"] = position_ids_BT
-        before, mixers = self._mixed(), len(self.mixers) if passage is None else passage.mixers
+        before, mixers = self._mixed(), len(self.mixers) if stage_io is None else stage_io.mixers
         out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
         if bounds is not None and not bounds.padded and self._mixed() - before != mixers:
             raise RuntimeError(
@@ -286,13 +286,13 @@ class TrainModule(nn.Module):
         extra |= media or {}
         names = ReadoutSpec.parse(readouts).hidden
         features = vision_context(self.base, extra, borrowed, exchange)
-        passage = self.passages[chunk] if self.passages else None
-        entered = nullcontext() if passage is None else passage.entered(received)
+        stage_io = self.stage_ios[chunk] if self.stage_ios else None
+        entered = nullcontext() if stage_io is None else stage_io.entered(received)
         with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features, entered:
-            out = self._base(input_ids_BT, position_ids_BT, bounds, passage, **extra)
+            out = self._base(input_ids_BT, position_ids_BT, bounds, stage_io, **extra)
         routed = {} if balance is None else _of_routers(getattr(out, "router_logits", None), balance)
-        if passage is not None and not passage.is_last:
-            return {"sent": passage.take()} | routed
+        if stage_io is not None and not stage_io.is_last:
+            return {"sent": stage_io.take()} | routed
         outputs = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
         outputs |= {HIDDEN + name: hidden[name][selected_N] for name in names}
         return outputs | routed

@@ -140,14 +140,16 @@ def once(module: TrainModule) -> list[int]:
         )
         firsts.append(first.setdefault(kind, number))
         if firsts[-1] != number:
-            holder[number] = stand_in = PlaceholderLayer(layer, 0, StageIO(is_last=False), gives=False, keeps=False)
-            holder[firsts[-1]].register_forward_hook(partial(_imitate, stand_in))
+            holder[number] = placeholder = PlaceholderLayer(
+                layer, 0, StageIO(is_last=False), returns_received=False, keeps_input=False
+            )
+            holder[firsts[-1]].register_forward_hook(partial(_imitate, placeholder))
     return firsts
 
 
-def _imitate(stand_in: PlaceholderLayer, _: nn.Module, args: Any, output: Any) -> None:
-    """Let a stand-in return as many items as the layer that runs for it."""
-    stand_in.items = len(output) if isinstance(output, tuple) else 0
+def _imitate(placeholder: PlaceholderLayer, _: nn.Module, args: Any, output: Any) -> None:
+    """Let a placeholder return as many tensors as the layer that runs for it."""
+    placeholder.num_outputs = len(output) if isinstance(output, tuple) else 0
 
 
 def _storage(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from weft.models.transforms import chosen_transforms
 from weft.parallel.ep.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
-from weft.parallel.pp.model import LayerInterface, Outside, Pipeline, Span, keep_stages, plan_pipeline
+from weft.parallel.pp.model import LayerInterface, Pipeline, Span, keep_stages, plan_pipeline
 from weft.parallel.pp.schedule import Placement
 from weft.parallel.tp.divide import TensorParallel, tensor_parallel
 from weft.parallel.units import Unit, find_units
@@ -110,7 +110,8 @@ def parallelize(
         if stages.placement.chunks > 1 and model.router_aux_loss != "none":
             hf.record_outputs(module.base)
         wide = torch.float32 if stages.interface.wide else precision.compute
-        keep_stages(module, pipeline, mesh.pp.rank, Outside(wide, device, mesh.tp_size if sequence else 1))
+        token_parts = mesh.tp_size if sequence else 1
+        keep_stages(module, pipeline, mesh.pp.rank, dtype=wide, device=device, token_parts=token_parts)
 
     # 4. Data axes: FSDP2 or HSDP over what the other axes left to this rank.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*find_experts(module)])

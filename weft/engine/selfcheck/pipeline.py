@@ -21,7 +21,7 @@ from weft.engine.selfcheck.image import IMAGES, VIDEOS, documents_with
 from weft.errors import UserError, first_line
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
-from weft.parallel.pp.model import LayerInterface, Outside, keep_stages, plan_pipeline
+from weft.parallel.pp.model import LayerInterface, keep_stages, plan_pipeline
 from weft.parallel.pp.schedule import Placement
 from weft.parallel.pp.weight_gradients import WeightGradients
 
@@ -125,7 +125,7 @@ def _staged(
     for place in range(count):
         module = TrainModule(copy.deepcopy(small))
         pipeline = plan_pipeline(module, [(n, n + 1) for n in range(count)], Placement(count), interface)
-        keep_stages(module, pipeline, place, Outside(torch.float32, torch.device("cpu")))
+        keep_stages(module, pipeline, place, dtype=torch.float32, device=torch.device("cpu"))
         modules.append(module)
     return _run(modules, row, support, [WeightGradients(module) for module in modules] if delayed else [])
 

@@ -1,10 +1,10 @@
-"""Stages of a pipeline: a model that keeps some of its decoder layers and runs HuggingFace's own forward around them.
+"""A model that keeps some of its decoder layers and runs HuggingFace's own forward around them.
 
-Layers of other stages become stand-ins without weights, which pass hidden states on. So every stage computes rotary
-tables, masks and the like with the family's own code. The stand-in before the first own layer returns what the previous
-stage sent; the one after the last own layer keeps its input for sending. Weights outside the layers are used before
-them, on the first stage, or after them, on the last. If a rank has several stages, each has its own stand-ins for all
-other layers, which are swapped into the model during its forwards.
+Layers of other stages become placeholders without weights, which pass hidden states on. So every stage computes rotary
+tables, masks and the like with the family's own code. The placeholder before a stage's first layer returns what the
+previous stage sent; the one after its last layer keeps its input for sending. Weights outside the layers are used
+before them, on the first stage, or after them, on the last. If a rank has several stages, each has its own placeholders
+for all other layers, which are put into the model during its forwards.
 """
 
 from __future__ import annotations
@@ -83,30 +83,34 @@ class Pipeline:
 
 
 class PlaceholderLayer(nn.Module):
-    """A layer of another stage. It has that layer's attributes, but no modules and no weights."""
+    """Replaces a layer of another stage. It has that layer's attributes, because the code of some families reads those
+    of every layer (attention_type), but no modules and no weights."""
 
-    def __init__(self, layer: nn.Module, items: int, stage_io: StageIO, *, gives: bool, keeps: bool) -> None:
-        """items: length of the tuple that the layer returns, 0 for a tensor. gives: return what the previous stage
-        sent. keeps: keep the input, for the next stage."""
+    def __init__(
+        self, layer: nn.Module, num_outputs: int, stage_io: StageIO, *, returns_received: bool, keeps_input: bool
+    ) -> None:
+        """num_outputs: length of the tuple that the layer returns, 0 for a tensor. returns_received: return what the
+        previous stage sent. keeps_input: keep the input, for the next stage."""
         super().__init__()
         module_attributes = vars(nn.Module()).keys()
         for name, value in vars(layer).items():
             if name not in module_attributes and not name.startswith("_") and not callable(value):
                 setattr(self, name, value)
-        self.passage, self.items, self.gives, self.keeps = stage_io, items, gives, keeps
+        self.stage_io, self.num_outputs = stage_io, num_outputs
+        self.returns_received, self.keeps_input = returns_received, keeps_input
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: Any = args[0] if args else kwargs["hidden_states"]
-        if self.keeps:
-            self.passage.sent = hidden
-        if self.gives:
-            hidden = self.passage.received
-        return (hidden, *[None] * (self.items - 1)) if self.items else hidden
+        if self.keeps_input:
+            self.stage_io.sent = hidden
+        if self.returns_received:
+            hidden = self.stage_io.received
+        return (hidden, *[None] * (self.num_outputs - 1)) if self.num_outputs else hidden
 
 
 @contextmanager
-def own_layers(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's lists of layers are without stand-ins: for code that reads into every layer (falcon_h1's
+def without_placeholders(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's lists of layers hold no placeholders: for code that reads into every layer (falcon_h1's
     initialisation does)."""
     lists = [
         (module_list, module_list._modules) for module_list in model.modules() if isinstance(module_list, nn.ModuleList)
@@ -122,28 +126,19 @@ def own_layers(model: nn.Module) -> Iterator[None]:
             module_list._modules = modules
 
 
-@dataclass(frozen=True)
-class Outside:
-    """Settings of Idle modules. dtype: of the embeddings they return, on which rotary tables depend. device: of
-    forwards. parts: number of ranks that divide the tokens between layers."""
-
-    dtype: torch.dtype
-    device: torch.device
-    parts: int = 1
-
-
 class EmptyModule(nn.Module):
-    """Stands in for a module outside the layers that another stage runs. Token ids, and inputs of a linear layer,
-    become zeros of the output's shape; hidden states pass. It holds weights that this rank uses under another name
-    (tied)."""
+    """Replaces a module outside the layers that another stage runs. Token ids, and inputs of a linear layer, become
+    zeros of the output's shape; hidden states pass. It holds weights that this rank uses under another name (tied)."""
 
-    def __init__(self, module: nn.Module, kind: Outside) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device, token_parts: int) -> None:
+        """dtype: of the embeddings that it returns, on which rotary tables depend. device: of forwards. token_parts:
+        number of ranks that divide the tokens between layers."""
         super().__init__()
         weight = getattr(module, "weight", None)
         self.width = weight.shape[-1] if isinstance(weight, Tensor) else 0
         self.outputs = hf.linear_widths(module)[1] if hf.is_plain_linear(module) else None
-        self.dtype, self.parts = kind.dtype, kind.parts
-        self.weight: Tensor = torch.empty(0, device=kind.device)  # some families read its device
+        self.dtype, self.token_parts = dtype, token_parts
+        self.weight: Tensor = torch.empty(0, device=device)  # some families read its device
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
         """Hold this weight."""
@@ -154,7 +149,9 @@ class EmptyModule(nn.Module):
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         if x.is_floating_point():
             return x if self.outputs is None else x.new_zeros(*x.shape[:-1], self.outputs)
-        return torch.zeros(*x.shape[:-1], x.shape[-1] // self.parts, self.width, dtype=self.dtype, device=x.device)
+        return torch.zeros(
+            *x.shape[:-1], x.shape[-1] // self.token_parts, self.width, dtype=self.dtype, device=x.device
+        )
 
 
 def plan_pipeline(
@@ -183,61 +180,71 @@ def plan_pipeline(
     return replace(pipeline, tensors=tensors, holders=holders)
 
 
-def keep_stages(module: TrainModule, pipeline: Pipeline, rank: int, kind: Outside) -> None:
-    """Reduce a whole model, in place, to what the stages of the rank at `rank` hold."""
-    stages, outside = pipeline.placement.stages_of(rank), dict(_outside(module))
-    runs = {name: pipeline.stage_of(name, module.facts.layers) for name in (*dict(module.layers), *outside)}
-    empty_modules = {name: EmptyModule(owner, kind) for name, owner in outside.items() if not isinstance(owner, Head)}
-    stage_ios, placeholders = [], []
+def keep_stages(
+    module: TrainModule,
+    pipeline: Pipeline,
+    rank: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    token_parts: int = 1,
+) -> None:
+    """Reduce a whole model, in place, to what the stages of a rank of pp hold. dtype, device, token_parts: see
+    EmptyModule."""
+    layers, stages = module.facts.layers, pipeline.placement.stages_of(rank)
+    outside = _modules_outside_layers(module)
+    stage_of = {name: pipeline.stage_of(name, layers) for name in (*dict(module.layers), *outside)}
+    empty_modules = {
+        name: EmptyModule(child, dtype, device, token_parts)
+        for name, child in outside.items()
+        if not isinstance(child, Head)
+    }
+    replacements: list[tuple[StageIO, dict[str, nn.Module]]] = []
     for stage in stages:
-        mixers = sum(pipeline.stage_of(name, module.facts.layers) == stage for name in module.mixers)
-        stage_ios.append(StageIO(stage == len(pipeline.spans) - 1, mixers=mixers))
-        stage_placeholders = {name: stand_in for name, stand_in in empty_modules.items() if runs[name] != stage}
-        placeholders.append(stage_placeholders | _stand_ins(module, pipeline, stage, stage_ios[-1]))
+        mixers = sum(pipeline.stage_of(name, layers) == stage for name in module.mixers)
+        stage_io = StageIO(stage == len(pipeline.spans) - 1, mixers=mixers)
+        modules: dict[str, nn.Module] = {name: m for name, m in empty_modules.items() if stage_of[name] != stage}
+        first, end = pipeline.spans[stage]
+        for index, (name, layer) in enumerate(module.layers):
+            if not first <= index < end:
+                num_outputs = pipeline.interface.outputs[type(layer).__name__]
+                modules[name] = PlaceholderLayer(
+                    layer, num_outputs, stage_io, returns_received=index == first - 1, keeps_input=index == end
+                )
+        replacements.append((stage_io, modules))
     local_names = {name for name, ranks in pipeline.holders.items() if rank in ranks}
-    for name, stage in runs.items():
+    for name, stage in stage_of.items():
         if stage not in stages:
-            _leave_out(module, name, placeholders[0].get(name), local_names)
-    for stage_io, stage_placeholders in zip(stage_ios, placeholders, strict=True):
+            _replace_module(module, name, replacements[0][1].get(name), local_names)
+    for stage_io, modules in replacements:
         stage_io.placeholders = [
-            (*_parent_and_name(module, n), m) for n, m in stage_placeholders.items() if module.get_submodule(n) is not m
+            (*_parent_and_name(module, n), m) for n, m in modules.items() if module.get_submodule(n) is not m
         ]
     names = {name for name, _ in module.named_modules()}
     module.mixers = {name: mixer for name, mixer in module.mixers.items() if name in names}
-    module.passages = stage_ios
+    module.stage_ios = [stage_io for stage_io, _ in replacements]
 
 
-def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the modules outside the layers that have weights of their own; a vision tower and its projector
-    each count as one module."""
-    layers, single_units = f"{module.facts.layers}.", vision_parts(module.base, module.facts)
-    inside = (layers, *(f"{part}." for part in single_units))
-    return [
-        (name, child)
+def _modules_outside_layers(module: TrainModule) -> dict[str, nn.Module]:
+    """Name -> module outside the layers that has weights of its own; a vision tower and its projector each count as one
+    module."""
+    layers, vision = f"{module.facts.layers}.", vision_parts(module.base, module.facts)
+    inside = (layers, *(f"{part}." for part in vision))
+    return {
+        name: child
         for name, child in module.named_modules()
-        if not name.startswith(inside) and (name in single_units or any(True for _ in child.parameters(recurse=False)))
-    ]
+        if not name.startswith(inside) and (name in vision or any(True for _ in child.parameters(recurse=False)))
+    }
 
 
-def _stand_ins(module: TrainModule, pipeline: Pipeline, stage: int, stage_io: StageIO) -> dict[str, nn.Module]:
-    """Name -> stand-in, for each layer that this stage does not run."""
-    first, end = pipeline.spans[stage]
-    placeholders: dict[str, nn.Module] = {}
-    for number, (name, layer) in enumerate(module.layers):
-        if not first <= number < end:
-            items = pipeline.interface.outputs[type(layer).__name__]
-            placeholders[name] = PlaceholderLayer(
-                layer, items, stage_io, gives=number == first - 1, keeps=number == end
-            )
-    return placeholders
-
-
-def _leave_out(module: TrainModule, name: str, placeholder: nn.Module | None, local_names: Collection[str]) -> None:
+def _replace_module(
+    module: TrainModule, name: str, placeholder: nn.Module | None, local_names: Collection[str]
+) -> None:
     """Replace a module that no stage of this rank runs, keeping weights that the rank holds. placeholder: None for the
     head."""
     owner = module.get_submodule(name)
     local_parameters = {leaf: p for leaf, p in owner.named_parameters(recurse=False) if f"{name}.{leaf}" in local_names}
-    if placeholder is None:  # the head stays, emptied: it is never called, but other code reads it
+    if placeholder is None:  # the head stays, emptied: it is never called, but other code reads its attributes
         for leaf in owner._parameters:
             owner._parameters[leaf] = local_parameters.get(leaf)
         return
