@@ -87,7 +87,7 @@ def test_the_rate_of_the_last_update_is_compared() -> None:
 
 def test_masters_keep_their_dtype() -> None:
     changed = {"fsdp.master_dtype": ("fp32", "bf16"), "fsdp.param_dtype": ("auto", "bf16")}
-    assert refused_changes(changed) == ["fsdp.master_dtype: fp32 -> bf16: it changes what is trained, and how"]
+    assert refused_changes(changed) == ["fsdp.master_dtype: fp32 -> bf16: it changes the training"]
 
 
 @pytest.mark.parametrize(

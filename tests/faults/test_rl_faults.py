@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_not_resumed_from(
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"rl.group_size: 3 -> 4: it changes what is trained, and how"):
+    with pytest.raises(UserError, match=r"rl.group_size: 3 -> 4: it changes the training"):
         start(task, run, "rl.group_size=4", resume=True)
     start(task, run, "rl.reward_timeout=9", resume=True)
     out = capsys.readouterr().out

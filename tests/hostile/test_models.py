@@ -23,8 +23,8 @@ from weft.data.encode import load_tokenizer
 from weft.errors import UserError
 from weft.files import check_folder, read_object, regular_file
 from weft.models import hf
-from weft.observe import identity
-from weft.observe.identity import _rows_of
+from weft.observe import resume
+from weft.observe.resume import sample_rows
 from weft.parallel.shards import adapter_files
 from weft.parallel.shards.adapter_files import shortest_names
 from weft.parallel.shards.boxes import Box
@@ -183,7 +183,7 @@ def test_a_tensor_without_elements_tells_nothing_of_a_model(tmp_path: Path) -> N
     """Which other bytes would be read in its place?"""
     save_file({"a": torch.ones(0, 4), "b": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    assert [row.tolist() for row in _rows_of(str(tmp_path))] == [[1.0, 1.0, 1.0]]
+    assert [row.tolist() for row in sample_rows(str(tmp_path))] == [[1.0, 1.0, 1.0]]
 
 
 def read_all(path: Path) -> None:
@@ -493,8 +493,8 @@ def test_the_fingerprint_of_weights_reads_every_so_many_tensors_from_the_first(
     tensors = {name: torch.arange(6.0).reshape(3, 2) + 10 * i for i, name in enumerate("abcdefg")}
     save_file({**tensors, "bb": torch.zeros(0, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(identity, "_LOOKED_AT", 4)
-    rows = [row.tolist() for row in _rows_of(str(tmp_path))]
+    monkeypatch.setattr(resume, "_NUM_SAMPLED", 4)
+    rows = [row.tolist() for row in sample_rows(str(tmp_path))]
     assert rows == [tensors[name][1].tolist() for name in "adf"]
 
 

@@ -27,10 +27,9 @@ from weft.engine.batch.document import Document
 from weft.engine.losses.base import Batch, CrossEntropy, Loss, LossOutput
 from weft.launch import flight
 from weft.launch.summary import Phases
-from weft.observe.best import BestEvaluation
 from weft.observe.resume import reset_best
 from weft.recipes import evaluate
-from weft.recipes.evaluate import Evaluator, HeldOut
+from weft.recipes.evaluate import BestEvaluation, Evaluator, HeldOut
 from weft.verify import reference
 from weft.verify.plants import planted
 
@@ -359,7 +358,7 @@ def test_best_names_what_was_the_best_up_to_the_checkpoint_that_is_resumed_from(
     point_best(step_folder(tmp_path, 4))  # found after the checkpoint, by steps that are done again
     assert reset_best(tmp_path, {"step": 2, "kept": True}) == [] and best_step(tmp_path) == 2
     (note,) = reset_best(tmp_path, {"step": 1, "kept": True})
-    assert "step 1 was the best so far" in note and "is gone" in note and not (tmp_path / "best").is_symlink()
+    assert "step 1 was the best so far" in note and "no longer exists" in note and not (tmp_path / "best").is_symlink()
     assert reset_best(tmp_path, {"step": 4, "kept": False}) == [] and best_step(tmp_path) is None
 
 

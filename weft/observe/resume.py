@@ -1,14 +1,20 @@
-"""`weft sft --resume RUN`: chooses a checkpoint, checks what may differ, and restores engine and run folder."""
+"""`weft sft --resume RUN`: chooses a checkpoint, compares the run with it, and restores engine and run folder."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from weft.checkpoint import rng
 from weft.checkpoint.resume import (
@@ -33,9 +39,13 @@ from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.optim.schedule import learning_rate
 from weft.errors import UserError
+from weft.launch.consistency import versions
 from weft.launch.process import Ranks
+from weft.launch.summary import versions as package_versions
+from weft.models import hf
 from weft.observe.folder import SAMPLES, cut_lines, dropped_of, write_config
-from weft.observe.identity import model_fingerprint
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.source import open_model_weights
 
 # Keys that change how a run computes, not what it trains; changes of other keys are refused. Data and model are
 # compared by content.
@@ -54,8 +64,8 @@ _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # may change if past u
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. step, updates: number of steps, and of steps that were not skipped, done before. state: None
-    for a new run. notes: for the opening. The other fields continue those of the checkpoint."""
+    """The state in which a run begins. step, updates: earlier steps, and those that were not skipped. state: None for a
+    new run. notes: for the opening. The other fields have the checkpoint's values."""
 
     step: int = 0
     updates: int = 0
@@ -125,8 +135,8 @@ def restore(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
 
 
 def set_aside_later(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
-    """Moves aside checkpoints and lines of later steps, and repoints `latest` and `best`. evaluation: the evaluator's
-    part of the checkpoint's state. Returns messages for the user."""
+    """Moves checkpoints and lines of later steps aside, and sets `latest` and `best`. evaluation: the evaluator's part
+    of the checkpoint's state. Returns messages for the user."""
     notes, checkpoints = [], folder / "checkpoints"
     aside = set_aside(checkpoints, step)
     if aside:
@@ -151,7 +161,7 @@ def reset_best(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
     if target.is_dir():
         point_best(target)
     elif best:
-        return [f"best     step {best} was the best so far, and {target} is gone"]
+        return [f"best     step {best} was the best so far, but {target} no longer exists"]
     return []
 
 
@@ -189,7 +199,7 @@ def refused_changes(changed: Mapping[str, tuple[str, str]], also_allowed: Sequen
     """Messages about the changed keys that must not change. also_allowed: keys and sections besides MAY_CHANGE."""
     may = (*MAY_CHANGE, *_SCHEDULED, *also_allowed)
     return [
-        f"{key}: {before} -> {now}: it changes what is trained, and how"
+        f"{key}: {before} -> {now}: it changes the training"
         for key, (before, now) in changed.items()
         if key in MAY_NOT or not any(key == name or key.startswith(name + ".") for name in may)
     ]
@@ -208,9 +218,9 @@ def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, step
         if was != now:
             return [
                 f"the learning rate of update {update} was {was:.6g} in a run of {before} steps with schedule.name="
-                f"{schedule.name}, and would be {now:.6g} in one of {steps} with {config.schedule.name}: what is done "
-                "cannot be planned anew. A run grows with schedule.name=constant or inverse_sqrt, or with wsd before "
-                "its decay, and schedule.warmup_steps instead of warmup_ratio"
+                f"{schedule.name}, and would be {now:.6g} in one of {steps} with {config.schedule.name}. A run can "
+                "grow with schedule.name=constant or inverse_sqrt, or with wsd before its decay, and with "
+                "schedule.warmup_steps instead of warmup_ratio"
             ]
     return []
 
@@ -238,9 +248,54 @@ def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) 
         before = state.content["data"]["documents"]
         problems.append(
             f"the data ({data.path}) gives other documents than before ({data.documents:,}; {before:,} before): "
-            "the place in the data would mean nothing"
+            "the position in the data would be meaningless"
         )
     if state.content["model"]["sha256"] != model_fingerprint(config):
         changed = "config.json or the weights" if config.lora.on else "config.json"
         problems.append(f"model.path: {changed} of {config.model.path} differ from before")
     return problems
+
+
+# ---------------------------------------------------------------- identity of a run
+
+# Keys that may differ between ranks: data are compared by content.
+MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "eval.sources", "data.workers", "data.cache")
+_NUM_SAMPLED = 64  # tensors, about, that the fingerprint of a base model samples
+
+
+def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
+    """Name -> value of everything that must be equal on all ranks: config without MAY_DIFFER, versions, model, data."""
+    keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
+    keys = {name: value for name, value in keys.items() if name not in MAY_DIFFER}
+    packages = {name: str(version) for name, version in package_versions().items()}
+    model = hf.read_config(config.model.path).to_json_string()
+    return {
+        **keys, **packages, **versions(),
+        "config.json of the model": hashlib.blake2b(model.encode(), digest_size=8).hexdigest(),
+        "documents of the data": f"{data.documents} ({data.digest})",
+    }  # fmt: skip
+
+
+def model_fingerprint(config: SftConfig | RlConfig) -> str:
+    """Digest of the model's config.json without keys that do not affect the computation. With adapters also of a sample
+    of the base weights, which no checkpoint holds."""
+    raw, _ = PretrainedConfig.get_config_dict(config.model.path)
+    for name in ("_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        raw.pop(name, None)
+    digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode())
+    if config.lora.on:
+        for row in sample_rows(config.model.path):
+            digest.update(row.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def sample_rows(path: str) -> Iterator[Tensor]:
+    """Yields the middle row of some of a model's tensors, enough to tell the weights of two models apart."""
+    with closing(open_model_weights(path)) as source:
+        names = sorted(source.files)
+        for name in names[:: -(-len(names) // _NUM_SAMPLED)]:
+            shape = source.files[name].entries[name].shape
+            if 0 in shape:
+                continue
+            middle, rows = tuple(size // 2 for size in shape[:-1]), (1,) * len(shape[:-1])
+            yield source.raw(name, Box((*middle, 0), (*rows, shape[-1])) if shape else None).flatten()

@@ -40,12 +40,11 @@ from weft.models import hf
 from weft.observe.closing import say_finished, say_stopped
 from weft.observe.folder import open_folder, write_bad_rows
 from weft.observe.hooks import NO_HOOKS, Hooks
-from weft.observe.identity import identity
 from weft.observe.opening import pipeline_hint, print_opening
 from weft.observe.profiling import check_profile, own_peak_memory_gib, profiled
 from weft.observe.progress import Progress, loading
 from weft.observe.recorder import RunRecorder, StepOutcome
-from weft.observe.resume import Start, advice_after_last_step, constants, find_start, restore
+from weft.observe.resume import Start, advice_after_last_step, constants, find_start, identity, restore
 from weft.observe.trackers import check_installed
 from weft.recipes import sft_preview
 from weft.recipes.evaluate import Evaluator, ended_by

@@ -26,8 +26,7 @@ from weft.models import hf
 from weft.models.cost import expert_counts
 from weft.observe import resume
 from weft.observe.folder import cut_lines, write_config
-from weft.observe.identity import model_fingerprint
-from weft.observe.resume import Start
+from weft.observe.resume import Start, model_fingerprint
 from weft.rl.prompts import Prompts
 from weft.rl.reference_critic import CRITIC, steps_of_all
 
