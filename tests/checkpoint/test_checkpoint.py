@@ -458,7 +458,7 @@ def saves_by_the_clock(folder: str) -> list[bool]:
     saver.save(1, {})
     found.append(saver.overdue)
     saver.finish()
-    return [*found, saver.due(5, 10), saver.due(10, 10)]
+    return [*found, saver.is_due(5, 10), saver.is_due(10, 10)]
 
 
 @pytest.mark.covers("checkpoint.every_minutes")

@@ -66,7 +66,7 @@ def open_and_step(path: str, weights: str, mesh: str, expected: dict[str, Any], 
 
 
 def whole_box(tensor: torch.Tensor) -> Box:
-    return Box.whole(tuple(tensor.shape))
+    return Box.from_shape(tuple(tensor.shape))
 
 
 def differing(engine: Engine, saved: dict[str, torch.Tensor]) -> list[str]:

@@ -166,7 +166,7 @@ def writes_boxes(folder: str, cut: str) -> int:
         for first in range(0, SHAPE[0], 90):  # as slices are cast and written
             box = overlap(part, Box((first, 0), (90, SHAPE[1])))
             if box is not None:
-                whole_box = Box.whole(SHAPE)
+                whole_box = Box.from_shape(SHAPE)
                 writer.write("x.safetensors", entry, part, box, values[box.within(whole_box)])
     dist.barrier()
     if rank == 1:

@@ -103,7 +103,7 @@ def differences(engine: Engine, model: PreTrainedModel) -> list[str]:
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
         box, local = local_box(tensor)
         whole = expected.pop(name)
-        if not torch.equal(local, whole[box.within(Box.whole(tuple(whole.shape)))]):
+        if not torch.equal(local, whole[box.within(Box.from_shape(tuple(whole.shape)))]):
             wrong.append(name)
     buffers = dict(model.named_buffers())
     for name, buffer in engine.module.named_buffers():
@@ -363,7 +363,7 @@ def test_fp8_blocks_that_stick_out_over_the_edge(tmp_path: Path) -> None:
     )
     assert opened.names == ["w"]
     for box in (Box((0, 0), (37, 21)), Box((9, 0), (13, 21)), Box((15, 17), (20, 3)), Box((36, 5), (1, 12))):
-        assert torch.allclose(opened.read("w", box), expected[box.within(Box.whole((37, 21)))], rtol=1e-6, atol=0)
+        assert torch.allclose(opened.read("w", box), expected[box.within(Box.from_shape((37, 21)))], rtol=1e-6, atol=0)
 
 
 # ---------------------------------------------------------------- the manifest, and bugs planted
@@ -392,9 +392,9 @@ def test_what_is_gathered_at_once_is_as_much_as_fits_and_no_more() -> None:
     """Half of the bytes allowed, 64: small tensors together, and of a large one as many experts as fit."""
     shapes = {"a": (2, 4), "b": (2, 4), "experts": (5, 2, 3), "c": (2, 2)}
     module = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
-    mappings = [TensorMapping(name, name, Box.whole(shapes[name]), (0, 1)) for name in ("a", "b")]
+    mappings = [TensorMapping(name, name, Box.from_shape(shapes[name]), (0, 1)) for name in ("a", "b")]
     mappings += [TensorMapping(f"expert {n}", "experts", Box((n, 0, 0), (1, 2, 3)), (1, 2)) for n in range(5)]
-    mappings.append(TensorMapping("c", "c", Box.whole(shapes["c"]), (0, 1)))
+    mappings.append(TensorMapping("c", "c", Box.from_shape(shapes["c"]), (0, 1)))
     manifest = {mapping.disk: torch.empty(mapping.shape, device="meta") for mapping in mappings}
     with mock.patch.object(walker, "_Gather", wraps=walker._Gather) as gather:
         found = dict(check_stream(walk(module, mappings, manifest, {}, bucket_bytes=128), manifest))
@@ -450,7 +450,7 @@ def test_boxes_of_a_file_are_read_and_written(tmp_path: Path) -> None:
     create(tmp_path / "x.safetensors", layout)
     with RangeWriter(tmp_path, None) as writer:
         for name, tensor in tensors.items():
-            part, entry = Box.whole(tuple(tensor.shape)), layout.entries[name]
+            part, entry = Box.from_shape(tuple(tensor.shape)), layout.entries[name]
             boxes = [Box((r, c, 0), (1, 3, 7)) for r in range(5) for c in (0, 3)] if name == "a" else [part]
             for box in boxes:
                 writer.write("x.safetensors", entry, part, box, tensor[box.within(part)])
@@ -458,5 +458,5 @@ def test_boxes_of_a_file_are_read_and_written(tmp_path: Path) -> None:
     assert all(same(back[name], tensor) for name, tensor in tensors.items())
     with TensorFile.open(tmp_path / "x.safetensors") as file:
         for box in (Box((1, 2, 3), (3, 4, 2)), Box((0, 0, 6), (5, 6, 1)), Box((4, 0, 0), (1, 6, 7))):
-            assert torch.equal(file.read("a", box), tensors["a"][box.within(Box.whole((5, 6, 7)))])
+            assert torch.equal(file.read("a", box), tensors["a"][box.within(Box.from_shape((5, 6, 7)))])
         assert file.bytes_read == 4 * (24 + 30 + 42)

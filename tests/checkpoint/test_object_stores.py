@@ -641,7 +641,7 @@ def test_a_checkpoint_is_there_whose_sizes_and_json_are_those_of_the_store(tmp_p
     (folder / "state.json").write_text("{}")
     (folder / "weights").write_bytes(b"abc")
     names = [f"checkpoints/step-000001/{name}" for name in ("state.json", "weights")]
-    manifest: Manifest | None = Manifest.of(tmp_path, names, 1)
+    manifest: Manifest | None = Manifest.from_folder(tmp_path, names, 1)
     remote: Any = SimpleNamespace(manifest=lambda step: manifest)
     uploads = Mirror(remote, tmp_path, CheckpointConfig(), "", critic=False, fresh=False)
     assert uploads._is_there(1)

@@ -90,7 +90,7 @@ def test_the_walker_gathers_what_the_engine_has(device: torch.device, ranks: Ran
         found = walked[mapping.disk]
         assert found.device.type == device.type
         whole = weights[mapping.runtime]
-        own = whole[mapping.box.within(Box.whole(tuple(whole.shape)))]
+        own = whole[mapping.box.within(Box.from_shape(tuple(whole.shape)))]
         assert torch.equal(mapping.to_runtime(found, mapping.box), own), mapping.disk
 
 

@@ -562,7 +562,7 @@ def test_a_server_that_sends_a_byte_at_a_time_is_left(
     scheme: str, begin: bytes, models: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte comes within the time that a byte has; over https, those of a handshake."""
-    monkeypatch.setattr(image_urls, "_WHOLE", 0.5)
+    monkeypatch.setattr(image_urls, "_ANSWER_SECONDS", 0.5)
     handshake = b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb" if scheme == "https" else b""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -255,7 +255,7 @@ def test_lines_of_json_that_are_called_txt(tmp_path: Path) -> None:
 def test_a_large_text_is_refused_before_it_is_read_whole(unit: Any, tmp_path: Path) -> None:
     path = tmp_path / "d.txt"
     path.write_text("short\n\n" + ("x" * 9 + "\n") * 10 if unit != "line" else "short\n\n" + "x" * 90)
-    (part,) = open_source(SourceConfig(path=str(path)), most=50, unit=unit)
+    (part,) = open_source(SourceConfig(path=str(path)), max_bytes=50, unit=unit)
     where = 1 if unit == "document" else 3
     with pytest.raises(UserError, match=rf"d.txt:{where}: is larger than data.max_row_bytes = 50"):
         [record for block in part.blocks() for record in block.records(ParseOptions({}))]

@@ -54,7 +54,7 @@ def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int
         formats = np.zeros(len(own), np.uint8)
         chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, formats, *images)
         pieces.append(Limits(longest, long=long).select(in_memory(origin, True, [chunk]), ""))
-    return Documents(pieces, [SourceShare(sum(len(piece.kept) for piece in pieces))])
+    return Documents(pieces, [SourceShare(sum(len(piece.indices) for piece in pieces))])
 
 
 @pytest.mark.parametrize("long", ["error", "truncate", "drop"])

@@ -190,7 +190,7 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
     others = {"critic": critic}
     with (
         mock.patch.object(snapshot, "write_export", slow),
-        Saver(engine, Path(folder), CheckpointConfig(), {"config": {}}, others=others) as saver,
+        Saver(engine, Path(folder), CheckpointConfig(), {"config": {}}, further_engines=others) as saver,
     ):
         saver.save(1, {})
         saved, began = pool.bytes, time.monotonic()
@@ -217,7 +217,7 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
         for place, own in (("", 0), ("critic", 1)):
             state = whole_state(Path(folder), step, place)
             mine = find_state_shards((engine, critic)[own])
-            same = [torch.equal(state[n][p.box.within(Box.whole(p.shape))], p.local) for n, p in mine.items()]
+            same = [torch.equal(state[n][p.box.within(Box.from_shape(p.shape))], p.local) for n, p in mine.items()]
             checks[f"step {step}, {place or 'policy'} as it was"] = all(same) and len(same) > 50
     return checks
 

@@ -67,9 +67,9 @@ def make(checkpoints: Path, step: int) -> Path:
     }  # fmt: skip
     write_state(checkpoint / "trainer_state", content, files)
     save_file({"w": VALUES, "v": VALUES + 1}, checkpoint / "model.safetensors")
-    boxes = [("w", Box((0, 0), (2, 3))), ("w", Box((2, 0), (2, 3))), ("v", Box.whole((4, 3)))]
+    boxes = [("w", Box((0, 0), (2, 3))), ("w", Box((2, 0), (2, 3))), ("v", Box.from_shape((4, 3)))]
     whole = {"w": VALUES, "v": VALUES + 1}
-    found = [BoxDigest.of("model.safetensors", n, b, whole[n][b.within(Box.whole((4, 3)))]) for n, b in boxes]
+    found = [BoxDigest.compute("model.safetensors", n, b, whole[n][b.within(Box.from_shape((4, 3)))]) for n, b in boxes]
     write_digests(checkpoint, found)
     (checkpoint / "config.json").write_text("{}")
     return checkpoint

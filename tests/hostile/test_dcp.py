@@ -46,7 +46,7 @@ def read_all(folder: Path) -> None:
     directory = open_dcp(str(folder), KEY)
     try:
         for name, stored in directory.tensors.items():
-            directory.read(name, Box.whole(stored.shape))
+            directory.read(name, Box.from_shape(stored.shape))
         for name in directory.values:
             directory.value(name)
     finally:
@@ -73,7 +73,7 @@ def test_elements_in_other_orders(tmp_path: Path) -> None:
     save(tensors, tmp_path / "d")
     directory = open_dcp(str(tmp_path / "d"), KEY)
     for name, tensor in tensors.items():
-        assert torch.equal(directory.read(name, Box.whole(tuple(tensor.shape))), tensor)
+        assert torch.equal(directory.read(name, Box.from_shape(tuple(tensor.shape))), tensor)
     assert torch.equal(directory.read("p", Box((1, 0, 1), (2, 2, 2))), tensors["p"][1:3, :, 1:3])
     save({"gaps": torch.ones(4, 6)[:, ::2]}, tmp_path / "gaps")  # which torch itself closes
     read_all(tmp_path / "gaps")
@@ -256,14 +256,14 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.
     directory = open_dcp(str(tmp_path / "d"), KEY)
     for _ in range(2):
         for name, tensor in tensors.items():
-            assert torch.equal(directory.read(name, Box.whole((4, 3))), tensor)
+            assert torch.equal(directory.read(name, Box.from_shape((4, 3))), tensor)
             assert len(directory._files) <= 2
             links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
             assert sum(link.startswith(os.path.realpath(tmp_path)) for link in links) <= 2
     directory.close()
     (tmp_path / "d" / "__0_3.distcp").unlink()
     with pytest.raises(UserError, match="cannot be opened: No such file"):
-        [directory.read(name, Box.whole((4, 3))) for name in tensors]
+        [directory.read(name, Box.from_shape((4, 3))) for name in tensors]
 
 
 def test_files_that_are_cut_short(folder: Path) -> None:
@@ -370,7 +370,7 @@ def fuzz_all(folder: Path, count: int) -> None:
         file.write_bytes(path.read_bytes())
         directory = open_rank_files(str(folder / "actor"), KEY)
         for name, stored in directory.tensors.items():
-            directory.read(name, Box.whole(stored.shape))
+            directory.read(name, Box.from_shape(stored.shape))
         directory.close()
 
     fuzz(parse_rank, [content], count // 5, suffix=".pt")

@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant("ops/per_document.py", "_hidden", "place[keys - queries :, None]", "place[:queries, None]", "tests/parallel/test_context_parallel.py"),
     Mutant("ops/communicator.py", "_AddUp.backward", "all_reduce(grad, ctx.ranks)", "grad", "tests/parallel/test_context_parallel.py"),
     Mutant("parallel/fsdp.py", "_mesh_of", "mesh.shards", "mesh.dp_shard", "tests/parallel/test_context_parallel.py"),
-    Mutant("parallel/shards/cuts.py", "_held", "(cut.place % copies, copies)", "(0, 1)", "tests/checkpoint/test_resume.py"),
+    Mutant("parallel/shards/cuts.py", "_boxes_of_shard", "(cut.rank % copies, copies)", "(0, 1)", "tests/checkpoint/test_resume.py"),
     Mutant("parallel/tp/plan.py", "_of_mlp", "(_columns(_exactly(path, hf.linear_widths(child)[1], 2)),) * 2", "(_columns(_exactly(path, hf.linear_widths(child)[1], 2)),)", "tests/parallel/test_tensor_parallel.py"),
     Mutant("engine/optim/optimizer.py", "device_norm", "_sum_of_squares(tensors, device) / key[1]", "_sum_of_squares(tensors, device)", "tests/parallel/test_tensor_parallel.py"),
     Mutant("models/mixer_shards.py", "mean_square", "added_up(found, ranks) / size", "added_up(found, ranks)", "tests/models/test_mixer_part.py"),

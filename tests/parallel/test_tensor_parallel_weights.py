@@ -108,7 +108,7 @@ def all_send(self: ShardSpec, held: Any) -> Any:
 
 
 def of_another(self: ShardSpec, held: Any) -> Any:
-    return BOXES(replace(self, place=self.size - 1 - self.place), held)
+    return BOXES(replace(self, rank=self.size - 1 - self.rank), held)
 
 
 BOXES = ShardSpec.boxes
@@ -142,7 +142,7 @@ def placed_as_nobody_knows() -> None:
     """torch has placements for what is sharded that are no Shard; memory that nothing fills would be handed out."""
     tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), (Partial(),))
     with pytest.raises(RuntimeError, match="w is placed as .*: weft cannot gather that"):
-        TensorPlacement.of("w", tensor, {})
+        TensorPlacement.from_tensor("w", tensor, {})
 
 
 def test_a_placement_that_nobody_knows_is_an_error() -> None:

@@ -133,7 +133,7 @@ def saved_and_resumed(path: str, mesh: str, folder: str) -> bool:
     policy, first = open_engine(path, mesh), critic(path, mesh, "zeros")
     assert not any(value.any() for value in values_of(first).values())  # zeros
     train(first)
-    with Saver(policy, Path(folder), CheckpointConfig(async_=False), {}, others={"critic": first}) as saver:
+    with Saver(policy, Path(folder), CheckpointConfig(async_=False), {}, further_engines={"critic": first}) as saver:
         saver.save(1, {})
         checkpoint = saver.finish()
     second = critic(str(checkpoint / "critic"), mesh)  # of a classifier, whose head is kept

@@ -241,7 +241,7 @@ def _other_data(fault: Fault) -> None:
     """One rank trains a token less than the others."""
     from weft.data import table
 
-    original = table.Chunk.of
+    original = table.Chunk.from_records
 
     def spoilt(numbers: Any, records: Any, encoded: Any, bad: Any = ()) -> Any:
         if os.environ.get("RANK") == str(fault.rank):
@@ -249,7 +249,7 @@ def _other_data(fault: Fault) -> None:
             encoded = [*encoded[:-1], replace(last, trained=[*last.trained[:-1], 1 - last.trained[-1]])]
         return original(numbers, records, encoded, bad)
 
-    table.Chunk.of = spoilt  # type: ignore[method-assign]
+    table.Chunk.from_records = spoilt  # type: ignore[method-assign]
 
 
 def _other_code(fault: Fault) -> None:

@@ -115,13 +115,13 @@ def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str,
     usual = Counter(floats.values()).most_common(1)
     out = {}
     for mapping in engine.built.mappings:
-        own = state[mapping.runtime]
-        chosen = own.dtype
-        if own.is_floating_point():
-            chosen = floats.get(mapping.disk, usual[0][0] if usual else own.dtype)
-            if dtype is not None and isinstance(own, torch.nn.Parameter):
-                chosen = dtype
-        out[mapping.disk] = torch.empty(mapping.shape, dtype=chosen, device="meta")
+        tensor = state[mapping.runtime]
+        target_dtype = tensor.dtype
+        if tensor.is_floating_point():
+            target_dtype = floats.get(mapping.disk, usual[0][0] if usual else tensor.dtype)
+            if dtype is not None and isinstance(tensor, torch.nn.Parameter):
+                target_dtype = dtype
+        out[mapping.disk] = torch.empty(mapping.shape, dtype=target_dtype, device="meta")
     return out
 
 
@@ -158,14 +158,14 @@ def write_export(
     single rank. digests: whether to compute them. Uses no collective, so that it can write a copy during training.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
-    written, found = 0, list[BoxDigest]()
+    written, box_digests = 0, list[BoxDigest]()
     with RangeWriter(folder, seams) as writer, ThreadPoolExecutor(1) as thread:
 
         def write(mapping: TensorMapping, part: Box, box: Box, values: Tensor) -> None:
-            file, name, place = by_file[mapping.disk], mapping.disk, mapping.disk_box(box)
-            writer.write(file, plan.layouts[file].entries[name], mapping.disk_box(part), place, values)
+            file, name, disk_box = by_file[mapping.disk], mapping.disk, mapping.disk_box(box)
+            writer.write(file, plan.layouts[file].entries[name], mapping.disk_box(part), disk_box, values)
             if digests:
-                found.append(BoxDigest.of(file, name, place, values))
+                box_digests.append(BoxDigest.compute(file, name, disk_box, values))
 
         pending: Future[None] | None = None  # a slice is written while the next is cast
         for mapping, part, box, values in _own_slices(plan, shards):
@@ -175,13 +175,13 @@ def write_export(
             written += values.nbytes
         if pending is not None:
             pending.result()
-    return ExportResult(written, writer.handed, found)
+    return ExportResult(written, writer.handed, box_digests)
 
 
 def join_export(plan: ExportPlan, folder: Path, seams: Sequence[Path], rank: int) -> int:
     """Join the seams in this rank's share of the files; returns the bytes. seams: the seam file of each rank."""
-    own = [file for number, file in enumerate(plan.files) if seams and number % len(seams) == rank]
-    return sum(join_seams(folder, file, seams) for file in own)
+    files = [file for number, file in enumerate(plan.files) if seams and number % len(seams) == rank]
+    return sum(join_seams(folder, file, seams) for file in files)
 
 
 def check_sizes(plan: ExportPlan, folder: Path) -> None:
@@ -213,7 +213,7 @@ class FullTensors(Mapping[str, Sequence[Shard]]):
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next is made, so that memory holds one
             values = self._make(name)
-            self._last = name, [Shard(Box.whole(tuple(values.shape)), values)]
+            self._last = name, [Shard(Box.from_shape(tuple(values.shape)), values)]
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -246,8 +246,8 @@ def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_
 
 def written_shards(engine: Engine) -> dict[str, list[Shard]]:
     """This rank's shards of what its stage writes, by the model's names."""
-    held, borrowed = module_shards(engine.module, engine.divided.cuts, engine.mesh.stage_rank), engine.tied_copies
-    return {name: own for name, own in held.items() if name not in borrowed}
+    shards, tied_copies = module_shards(engine.module, engine.divided.cuts, engine.mesh.stage_rank), engine.tied_copies
+    return {name: tensor_shards for name, tensor_shards in shards.items() if name not in tied_copies}
 
 
 def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], target: Path) -> None:
@@ -372,7 +372,7 @@ def plan_files(tensors: Mapping[str, Tensor], config: dict[str, Any], source: Pa
     """The files of a saved adapter. tensors: on meta, by the model's names, in file order."""
     mappings, manifest = [], {}
     for name, stored in file_names(tensors).items():
-        mappings.append(TensorMapping.whole(stored, name, tuple(tensors[name].shape)))
+        mappings.append(TensorMapping.identity(stored, name, tuple(tensors[name].shape)))
         manifest[stored] = tensors[name]
     return ExportPlan(mappings, manifest, {WEIGHTS: list(manifest)}, None, config, source, CONFIG)
 

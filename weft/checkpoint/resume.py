@@ -79,30 +79,35 @@ def read_verified(
 def run_on_all_ranks(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
     """(Result of `function`, ""); or, if it raised DamagedError on any rank, (None, the first reason) on all ranks.
     Collective."""
-    result, mine = None, None
+    result, local_reason = None, None
     try:
         result = function()
     except DamagedError as error:
-        mine = str(error)
+        local_reason = str(error)
     reasons: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(reasons, mine, group=ranks.group)
+    dist.all_gather_object(reasons, local_reason, group=ranks.group)
     reason = next((text for text in reasons if text is not None), None)
     return (result, "") if reason is None else (None, reason)
 
 
 def restore_engine(
-    engine: Engine, state: TrainerState, seed: int, others: Mapping[str, Engine] | None = None, *, command: str = "sft"
+    engine: Engine,
+    state: TrainerState,
+    seed: int,
+    further_engines: Mapping[str, Engine] | None = None,
+    *,
+    command: str = "sft",
 ) -> list[str]:
     """Restore masters, moments and generators from a checkpoint; returns notes for the user. Collective.
 
-    others: folder -> further engine of the checkpoint (a critic). command: weft's command, for messages. Raises
-    UserError, on all ranks, if the checkpoint is damaged.
+    further_engines: folder -> further engine of the checkpoint (a critic). command: weft's command, for messages.
+    Raises UserError, on all ranks, if the checkpoint is damaged.
     """
 
     def load() -> bool:
         load_state(engine, state)
-        for folder, other in (others or {}).items():
-            load_state(other, read_state(state.checkpoint / folder))
+        for folder, further in (further_engines or {}).items():
+            load_state(further, read_state(state.checkpoint / folder))
         return True
 
     loaded, reason = run_on_all_ranks(load, engine.ranks)

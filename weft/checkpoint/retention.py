@@ -19,7 +19,7 @@ from weft.files import read_object
 
 TRAINER_STATE = "trainer_state"
 STATE_FILE = "state.json"
-_WHOLE = re.compile(r"step-(\d{6,})")
+_COMPLETE = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"(step-\d{6,}|trainer_state)\.(partial|removing|ranks-\w+(\.over)?)|(latest|best)\.new")
 
 
@@ -32,7 +32,7 @@ def complete_steps(checkpoints: Path) -> list[int]:
     """Steps with a complete checkpoint, rising."""
     if not checkpoints.is_dir():
         return []
-    matches = (_WHOLE.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
+    matches = (_COMPLETE.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -90,7 +90,7 @@ def forget_best(checkpoints: Path) -> None:
 def best_step(checkpoints: Path) -> int | None:
     """The step that `best` points at; None if that checkpoint is not complete."""
     link = checkpoints / "best"
-    match = _WHOLE.fullmatch(os.readlink(link)) if link.is_symlink() and link.is_dir() else None
+    match = _COMPLETE.fullmatch(os.readlink(link)) if link.is_symlink() and link.is_dir() else None
     return None if match is None else int(match[1])
 
 
@@ -142,7 +142,7 @@ def _removing(folder: Path) -> Path:
 def sweep(checkpoints: Path) -> None:
     """Remove what a killed process left behind, and point `latest` at the newest complete checkpoint."""
     for entry in checkpoints.iterdir() if checkpoints.is_dir() else []:
-        inside = [*entry.iterdir(), *entry.glob("*/*")] if _WHOLE.fullmatch(entry.name) else []
+        inside = [*entry.iterdir(), *entry.glob("*/*")] if _COMPLETE.fullmatch(entry.name) else []
         for leftover in [entry, *inside]:
             if _LEFTOVER.fullmatch(leftover.name):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()

@@ -20,14 +20,14 @@ def capture(device: torch.device) -> dict[str, Tensor]:
     """The state of every generator of this rank, by name."""
     version, words, gauss = random.getstate()
     assert version == _VERSION, version
-    found = {
+    states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
     }
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def restore(states: Mapping[str, Tensor], device: torch.device) -> None:

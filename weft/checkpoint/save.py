@@ -72,9 +72,9 @@ class Notes:
         """The seam file of each rank (ranges.py) for the saved engine of index `number`; none for one rank."""
         return [self.folder / f"seams-{number}-{rank:05d}" for rank in range(self.world)] if self.world > 1 else []
 
-    def leave(self, what: str, content: Any = None) -> None:
+    def leave(self, kind: str, content: Any = None) -> None:
         """Write a note atomically."""
-        note = self.folder / _name(what, self.rank)
+        note = self.folder / _name(kind, self.rank)
         if content is None:
             note.touch()  # works even on a full disk
             return
@@ -82,9 +82,9 @@ class Notes:
         draft.write_text(json.dumps(content), encoding="utf-8")
         os.rename(draft, note)
 
-    def read(self, what: str, rank: int) -> Any:
+    def read(self, kind: str, rank: int) -> Any:
         """The content of an existing note."""
-        return json.loads((self.folder / _name(what, rank)).read_text(encoding="utf-8"))
+        return json.loads((self.folder / _name(kind, rank)).read_text(encoding="utf-8"))
 
     def listed(self) -> set[str] | None:
         """The names of all notes; None while the folder does not exist.
@@ -97,17 +97,17 @@ class Notes:
                 return set(os.listdir(self.folder))
         return None
 
-    def all(self, what: str) -> bool:
+    def all(self, kind: str) -> bool:
         """Whether every rank has written this note."""
-        return {_name(what, rank) for rank in range(self.world)} <= (self.listed() or set())
+        return {_name(kind, rank) for rank in range(self.world)} <= (self.listed() or set())
 
-    def any(self, what: str) -> bool:
+    def any(self, kind: str) -> bool:
         """Whether any rank has written this note."""
-        return any(name.startswith(f"{what}-") for name in self.listed() or ())
+        return any(name.startswith(f"{kind}-") for name in self.listed() or ())
 
 
-def _name(what: str, rank: int) -> str:
-    return f"{what}-{rank:05d}"
+def _name(kind: str, rank: int) -> str:
+    return f"{kind}-{rank:05d}"
 
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
@@ -141,9 +141,9 @@ class Saver:
     """Saves an engine's state into RUN/checkpoints. All ranks call every method but `failed` and `overdue`.
 
     constants: the run's constant part of state.json (config, data, model). texts: files that replace the model's own in
-    every checkpoint, such as a chat template. others: folder -> further engine (a critic), saved there and committed
-    together. command: weft's command, for messages. timeout: seconds (train.timeout) that a save may take when all
-    ranks end with an error.
+    every checkpoint, such as a chat template. further_engines: folder -> further engine (a critic), saved there and
+    committed together. command: weft's command, for messages. timeout: seconds (train.timeout) that a save may take
+    when all ranks end with an error.
     """
 
     engine: Engine
@@ -153,14 +153,14 @@ class Saver:
     last: int = 0
     news: list[str] = field(default_factory=list)
     texts: Mapping[str, str] = field(default_factory=dict)
-    others: Mapping[str, Engine] = field(default_factory=dict)
+    further_engines: Mapping[str, Engine] = field(default_factory=dict)
     command: str = "sft"
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
         self._contents = [
             EngineWriter(engine, self.config, self.texts, folder)
-            for folder, engine in {"": self.engine, **self.others}.items()
+            for folder, engine in {"": self.engine, **self.further_engines}.items()
         ]
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
@@ -170,7 +170,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._nonfinite: str | None = None
-        self._there = complete_steps(self.checkpoints)  # as of this run's last look
+        self._existing = complete_steps(self.checkpoints)  # as of this run's last look
         self._ending = False  # whether all ranks end with an error that is not the saver's
         self._cancel = threading.Event()
         self._clock = time.monotonic()
@@ -183,7 +183,7 @@ class Saver:
         minutes = self.config.every_minutes
         return minutes is not None and time.monotonic() - self._clock >= 60.0 * minutes
 
-    def due(self, step: int, steps: int) -> bool:
+    def is_due(self, step: int, steps: int) -> bool:
         """Whether this step of `steps` ends with a checkpoint."""
         return step == steps or (self.config.every > 0 and step % self.config.every == 0)
 
@@ -224,10 +224,10 @@ class Saver:
         self.wait()
         if self.engine.ranks.is_first:
             self._note_missing()
-        found: list[str | None] = [self._nonfinite]
-        dist.broadcast_object_list(found, src=0, group=self.engine.ranks.group)
-        if found[0] is not None:
-            raise FloatingPointError(f"{found[0]} Lower optimizer.lr, or look at the data.")
+        problem: list[str | None] = [self._nonfinite]
+        dist.broadcast_object_list(problem, src=0, group=self.engine.ranks.group)
+        if problem[0] is not None:
+            raise FloatingPointError(f"{problem[0]} Lower optimizer.lr, or look at the data.")
         return step_folder(self.checkpoints, self.last)
 
     @property
@@ -251,9 +251,9 @@ class Saver:
         self._cancel.set()
         if self._thread is not None:
             self._thread.join()
-        mine = None if self._error is None else (self._describe(self._error), _is_mendable(self._error))
+        local_error = None if self._error is None else (self._describe(self._error), _is_mendable(self._error))
         errors: list[tuple[str, bool] | None] = [None] * self.engine.ranks.world
-        dist.all_gather_object(errors, mine, group=self.engine.ranks.group)
+        dist.all_gather_object(errors, local_error, group=self.engine.ranks.group)
         text, mendable = next(error for error in errors if error is not None)
         if self.engine.ranks.is_first and self._job is not None:
             self._give_up(self._job)
@@ -261,11 +261,11 @@ class Saver:
         raise StorageError(text) if mendable else RuntimeError(text)
 
     def _describe(self, error: Exception) -> str:
-        where = self._partial(self.last)
+        folder = self._partial(self.last)
         reason = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
         return (
-            f"rank {self.engine.ranks.rank} could not save step {self.last} to {where}: {reason}. Whole checkpoints in "
-            f"{self.checkpoints} stand. Mend that (free space, or set checkpoint.keep), then go on from the newest: "
+            f"rank {self.engine.ranks.rank} could not save step {self.last} to {folder}: {reason}. Whole checkpoints "
+            f"in {self.checkpoints} stand. Mend that (free space, or set checkpoint.keep), then go on from the newest: "
             f"weft {self.command} --resume {self.run}"
         )
 
@@ -291,13 +291,13 @@ class Saver:
         if job is None:
             return
         while self._in_progress(job):
-            alike = job.notes.all("ending")
-            over = time.monotonic() - began > (self.timeout if alike else _GRACE_SECONDS)
+            all_ending = job.notes.all("ending")
+            over = time.monotonic() - began > (self.timeout if all_ending else _GRACE_SECONDS)
             if over or self.failed or job.notes.any("left"):
                 with suppress(OSError):
                     job.notes.leave("left")
                 break
-            if alike and not self._ending and self.engine.ranks.is_first:
+            if all_ending and not self._ending and self.engine.ranks.is_first:
                 self._ending = True
                 self._say_ending(job, error)
             if not noted and job.notes.listed() is not None:
@@ -323,9 +323,9 @@ class Saver:
         return self._busy or job.notes.listed() is not None
 
     def _say_ending(self, job: SaveJob, error: BaseException) -> None:
-        what = first_line(error) if isinstance(error, Exception) else type(error).__name__
+        reason = first_line(error) if isinstance(error, Exception) else type(error).__name__
         say(
-            f"ending   {what}: {job.target} is being written, and finished first, within {self.timeout:g} s "
+            f"ending   {reason}: {job.target} is being written, and finished first, within {self.timeout:g} s "
             "(train.timeout)",
             error=True,
         )
@@ -371,8 +371,8 @@ class Saver:
             job.notes.leave("done")
             if self.engine.ranks.is_first:
                 if self._commit(job):
-                    which = ", the best so far," if job.best else ""
-                    self._tell(f"saved    {job.target}{which} in {time.perf_counter() - began:.1f} s")
+                    suffix = ", the best so far," if job.best else ""
+                    self._tell(f"saved    {job.target}{suffix} in {time.perf_counter() - began:.1f} s")
                 job.notes.end()
         except _CancelledError:
             pass
@@ -394,11 +394,11 @@ class Saver:
 
     def _write(self, job: SaveJob) -> list[WriteResult]:
         """Write the part of each engine; random numbers go with the first."""
-        found = []
+        results = []
         for number, (contents, copies) in enumerate(zip(self._contents, job.copies, strict=True)):
             generators = {} if number else job.generators
-            found.append(contents.write(job.partial, job.id, copies, generators, job.notes.seams(number)))
-        return found
+            results.append(contents.write(job.partial, job.id, copies, generators, job.notes.seams(number)))
+        return results
 
     def _release(self, job: SaveJob) -> None:
         """Free the copies, which are written, or given up."""
@@ -415,13 +415,13 @@ class Saver:
         rank, world = self.engine.ranks.rank, self.engine.ranks.world
         writer = (rank + (world + 1) // 2) % world
         for contents, fields in zip(self._contents, job.notes.read("written", writer), strict=True):
-            contents.check(job.partial, WriteResult.of(fields), writer)
+            contents.check(job.partial, WriteResult.from_note(fields), writer)
 
     def _commit(self, job: SaveJob) -> bool:
         """Wait for every rank, then rename the folder to its final name. Returns False if weights were not finite."""
         self._until(job, lambda: job.notes.all("done"))
         world = range(self.engine.ranks.world)
-        written = [[WriteResult.of(fields) for fields in job.notes.read("written", rank)] for rank in world]
+        written = [[WriteResult.from_note(fields) for fields in job.notes.read("written", rank)] for rank in world]
         joined = [job.notes.read("joined", rank) for rank in world]
         nonfinite = [part.nonfinite for of_rank in written for part in of_rank if part.nonfinite is not None]
         self._nonfinite = None
@@ -430,10 +430,10 @@ class Saver:
             self._tell(self._nonfinite)
             shutil.rmtree(job.partial, ignore_errors=True)
             return False
-        for place, contents in enumerate(self._contents):
-            state = self._state(job, place) if contents.keep_state else None
-            parts = [of_rank[place] for of_rank in written]
-            contents.complete(job.partial, parts, sum(of_rank[place] for of_rank in joined), state)
+        for index, contents in enumerate(self._contents):
+            state = self._state(job, index) if contents.keep_state else None
+            parts = [of_rank[index] for of_rank in written]
+            contents.complete(job.partial, parts, sum(of_rank[index] for of_rank in joined), state)
         self._note_missing()
         commit(job.partial, job.target)
         point_latest(job.target)
@@ -446,20 +446,20 @@ class Saver:
             keep_every=settings.keep_every,
             trainer_state=settings.trainer_state,
         )
-        self._there = complete_steps(self.checkpoints)
+        self._existing = complete_steps(self.checkpoints)
         return True
 
     def _note_missing(self) -> None:
         """Tell the user which of the run's checkpoints something else has removed; the run goes on."""
-        there = set(complete_steps(self.checkpoints))
-        missing = [step_folder(self.checkpoints, step).name for step in self._there if step not in there]
+        existing = set(complete_steps(self.checkpoints))
+        missing = [step_folder(self.checkpoints, step).name for step in self._existing if step not in existing]
         if missing:
             self._tell(f"gone     {', '.join(missing)} of {self.checkpoints}: removed by something else than this run")
-        self._there = sorted(there)
+        self._existing = sorted(existing)
 
-    def _state(self, job: SaveJob, place: int) -> dict[str, Any]:
+    def _state(self, job: SaveJob, index: int) -> dict[str, Any]:
         """The content of an engine's state.json; that of the first engine includes the run's part."""
-        return {"id": job.id, "step": job.step, **({} if place else job.state), **job.copies[place].state}
+        return {"id": job.id, "step": job.step, **({} if index else job.state), **job.copies[index].state}
 
     def _give_up(self, job: SaveJob) -> None:
         shutil.rmtree(job.partial, ignore_errors=True)

@@ -85,7 +85,7 @@ class WriteResult:
     nonfinite: str | None = None
 
     @staticmethod
-    def of(fields: Mapping[str, Any]) -> WriteResult:
+    def from_note(fields: Mapping[str, Any]) -> WriteResult:
         """Build it from the fields of a rank's note."""
         exported = {**fields["exported"], "digests": [BoxDigest(**digest) for digest in fields["exported"]["digests"]]}
         file = None if fields["file"] is None else RankFile(**fields["file"])
@@ -113,14 +113,14 @@ class EngineWriter:
     def copy(self) -> HostCopies:
         """Copy what this rank will write into host memory, held until `release`."""
         parts = find_state_shards(self.engine)
-        wanted = parts.keys() if self.keep_state else set(self._exported.values())
-        mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
-        allocation = self.engine.offloader.pool.take([part.local.nbytes for part in mine.values()], by_writer=True)
+        names = parts.keys() if self.keep_state else set(self._exported.values())
+        written = {name: part for name, part in parts.items() if part.writes and name in names}
+        allocation = self.engine.offloader.pool.take([part.local.nbytes for part in written.values()], by_writer=True)
         copies = {}
-        for (name, part), pieces in zip(mine.items(), allocation.pieces, strict=True):
+        for (name, part), pieces in zip(written.items(), allocation.pieces, strict=True):
             copies[name] = HostTensor(tuple(part.local.shape), part.local.dtype, pieces)
             copies[name].fill(part.local)
-        boxes = {name: part.box for name, part in mine.items()}
+        boxes = {name: part.box for name, part in written.items()}
         state = self._state(parts) if self.keep_state else {}
         return HostCopies(copies, boxes, state, allocation)
 
@@ -163,7 +163,7 @@ class EngineWriter:
 
         generators: this rank's random states. seams: the seam file of each rank; none for one rank.
         """
-        weights = {n: copies.copies[kept] for n, kept in self._exported.items() if kept in copies.copies}
+        weights = {n: copies.copies[stored] for n, stored in self._exported.items() if stored in copies.copies}
         nonfinite = self._find_nonfinite(weights)
         shards = dict[str, list[_HostShard]]()
         for name, copy in weights.items():
@@ -179,8 +179,8 @@ class EngineWriter:
         if nonfinite or not self.keep_state:
             return WriteResult(exported, None, nonfinite)
         folder, rank = checkpoint / self.folder / TRAINER_STATE, self.engine.ranks.rank
-        everything = {**copies.copies, **{name: HostTensor.wrap(value) for name, value in generators.items()}}
-        return WriteResult(exported, write_rank_file(folder, rank, id, everything, copies.boxes))
+        tensors = {**copies.copies, **{name: HostTensor.wrap(value) for name, value in generators.items()}}
+        return WriteResult(exported, write_rank_file(folder, rank, id, tensors, copies.boxes))
 
     def _find_nonfinite(self, weights: Mapping[str, HostTensor]) -> str | None:
         for name, copy in weights.items():
@@ -226,6 +226,6 @@ class EngineWriter:
 def names_to_export(names: Collection[str], *, average: bool) -> dict[str, str]:
     """Model name -> name of the trainer state's tensor to export: the averaged one, if `average` is set and it
     exists."""
-    kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
+    masters = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
     averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}
-    return {**kept, **averaged}
+    return {**masters, **averaged}

@@ -42,7 +42,7 @@ from weft.parallel.shards.cuts import AnyShardSpec, full_shape, shards_of, split
 from weft.parallel.shards.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
 
-# ---------------------------------------------------------------- the schema of state.json
+# ---------------------------------------------------------------- the schema spec state.json
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def _summary() -> dict[str, Any]:
     return {f"summary.{n}": numbers if get_origin(hint) in (list, deque) else hint for n, hint in hints.items()}
 
 
-# The part of an engine: its tensors and scalars, and which box of which tensor is in which rank's file.
+# The part spec an engine: its tensors and scalars, and which box spec which tensor is in which rank's file.
 ENGINE: dict[str, Any] = {
     "id": str, "step": int, "mesh": dict[str, int], "mesh.world": int, "versions": dict[str, str | None],
     "tensors": dict[str, _TensorSchema], "scalars": dict[str, _NumberSchema], "loss_scale": _LossScaleSchema | None,
     "files": tuple[dict[str, Any], ...],
 }  # fmt: skip
-# The part of a run, in the state.json of its first engine. A name with a question mark may be missing, or empty.
+# The part spec a run, in the state.json spec its first engine. A name with a question mark may be missing, or empty.
 RUN: dict[str, Any] = {
     "steps": int, "updates": int, "bad_in_a_row": int, "config": dict[str, dict[str, Any]],
     "config.schedule": ScheduleConfig, "config.optimizer.lr": float, "data": _DataSchema, "model": _ModelSchema,
@@ -170,25 +170,25 @@ def find_state_shards(engine: Engine) -> dict[str, StateShard]:
     """
     assert engine.optimizer is not None, "this engine was opened for inference"
     engine.require_awake("parameters", "optimizer")
-    found, states = dict[str, StateShard](), engine.optimizer.state
+    result, states = dict[str, StateShard](), engine.optimizer.state
     averages, cuts = {} if engine.ema is None else engine.ema.shards, engine.divided.cuts
-    borrowed, among = engine.tied_copies, engine.mesh.stage_rank
+    tied_copies, among = engine.tied_copies, engine.mesh.stage_rank
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
         if engine.lora is not None and not parameter.requires_grad:
             continue
-        of = _Whose(cuts.get(name), number, among, writes=name not in borrowed)
-        found |= _numbered(WEIGHTS + name, _parts(parameter, of))
+        spec = _SaveSpec(cuts.get(name), number, among, writes=name not in tied_copies)
+        result |= _numbered(WEIGHTS + name, _parts(parameter, spec))
         if parameter in averages:
-            found |= _numbered(EMA + name, _parts_like(parameter, averages[parameter], of))
+            result |= _numbered(EMA + name, _parts_like(parameter, averages[parameter], spec))
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
-                found |= _numbered(f"{OPTIMIZER}{key}/{name}", _parts_like(parameter, value, of))
+                result |= _numbered(f"{OPTIMIZER}{key}/{name}", _parts_like(parameter, value, spec))
     persistent = engine.module.state_dict().keys() if engine.lora is None else ()
     for number, (name, buffer) in enumerate(engine.module.named_buffers()):
         if name in persistent:
-            of = _Whose(None, number, among, writes=name not in borrowed)
-            found |= _numbered(WEIGHTS + name, _parts(buffer, of))
-    return found
+            spec = _SaveSpec(None, number, among, writes=name not in tied_copies)
+            result |= _numbered(WEIGHTS + name, _parts(buffer, spec))
+    return result
 
 
 def tensor_of(entry: str) -> str:
@@ -198,8 +198,8 @@ def tensor_of(entry: str) -> str:
 
 def parameter_of(entry: str) -> str:
     """The model's name of the parameter or buffer to which an entry of WEIGHTS, EMA or OPTIMIZER belongs."""
-    prefix, _, rest = tensor_of(entry).partition("/")
-    return rest.partition("/")[2] if prefix + "/" == OPTIMIZER else rest
+    prefix, _, suffix = tensor_of(entry).partition("/")
+    return suffix.partition("/")[2] if prefix + "/" == OPTIMIZER else suffix
 
 
 def _numbered(name: str, parts: Sequence[StateShard]) -> dict[str, StateShard]:
@@ -214,7 +214,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Whose:
+class _SaveSpec:
     """How a tensor is divided and saved. cut: how tp divides it. number: its index, by which tensors are dealt to ranks
     that hold the same box. among: see shard_of. writes: whether this stage of a pipeline saves it."""
 
@@ -224,21 +224,23 @@ class _Whose:
     writes: bool
 
 
-def _parts(tensor: Tensor, of: _Whose) -> list[StateShard]:
-    shape = tuple(tensor.shape) if of.cut is None else of.cut.shape
-    shards = shards_of(tensor, of.cut, of.among)
-    return [StateShard(shape, shard.box, shard.values, of.writes and is_writer(shard, of.number)) for shard in shards]
+def _parts(tensor: Tensor, spec: _SaveSpec) -> list[StateShard]:
+    shape = tuple(tensor.shape) if spec.cut is None else spec.cut.shape
+    shards = shards_of(tensor, spec.cut, spec.among)
+    return [
+        StateShard(shape, shard.box, shard.values, spec.writes and is_writer(shard, spec.number)) for shard in shards
+    ]
 
 
-def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[StateShard]:
+def _parts_like(parameter: Tensor, value: Tensor, spec: _SaveSpec) -> list[StateShard]:
     """Parts of a state tensor of a parameter: a DTensor, a plain tensor of the shard's shape, or one of another shape,
     which is equal on every rank."""
     if isinstance(value, DTensor):
-        return _parts(value, of if value.shape == parameter.shape else replace(of, cut=None))
+        return _parts(value, spec if value.shape == parameter.shape else replace(spec, cut=None))
     if value.shape != shard_of(parameter).values.shape:
-        return _parts(value, replace(of, cut=None))
-    own = [value] if of.cut is None else [values for _, values in split(parameter, value, of.cut)]
-    return [replace(part, local=values) for part, values in zip(_parts(parameter, of), own, strict=True)]
+        return _parts(value, replace(spec, cut=None))
+    values_by_box = [value] if spec.cut is None else [values for _, values in split(parameter, value, spec.cut)]
+    return [replace(part, local=values) for part, values in zip(_parts(parameter, spec), values_by_box, strict=True)]
 
 
 def is_writer(shard: Shard, number: int) -> bool:
@@ -249,16 +251,16 @@ def is_writer(shard: Shard, number: int) -> bool:
 def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
     """The optimizer's numbers by name, with their kinds: AdamW's `step` of each parameter."""
     assert engine.optimizer is not None
-    found, states = {}, engine.optimizer.state
+    scalars, states = {}, engine.optimizer.state
     for name, parameter in engine.module.named_parameters():
         for key, value in states.get(parameter, {}).items():
             if is_number(value):
-                found[f"{OPTIMIZER}{key}/{name}"] = _described(value)
+                scalars[f"{OPTIMIZER}{key}/{name}"] = _described(value)
     for number, (group, keys) in counters(engine.optimizer).items():
         for key in keys:
             if key in group:
-                found[f"{GROUPS}{number}/{key}"] = _described(group[key])
-    return found
+                scalars[f"{GROUPS}{number}/{key}"] = _described(group[key])
+    return scalars
 
 
 def _described(number: Any) -> dict[str, Any]:
@@ -430,8 +432,8 @@ def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
     found."""
     check_file(state.folder, file, contents=False)
     with raise_as_damage(lambda: TensorFile.open(state.folder / file.name)) as opened:
-        found = (opened.metadata.get("save"), opened.metadata.get("rank"))
-        if found != (state.content["id"], str(rank)):
+        stamp = (opened.metadata.get("save"), opened.metadata.get("rank"))
+        if stamp != (state.content["id"], str(rank)):
             raise DamagedError(f"{file.name} belongs to another rank or another save")
         for name, (_, size) in file.boxes.items():
             described = state.content["tensors"][tensor_of(name)]
@@ -452,8 +454,10 @@ def load_state(engine: Engine, state: TrainerState) -> int:
     Returns the bytes read. Raises DamagedError if the state is of another model, or does not fill every element.
     """
     _make_optimizer_state(engine, state)
-    parts, elsewhere = find_state_shards(engine), engine.missing_params
-    saved = {entry: said for entry, said in state.content["tensors"].items() if parameter_of(entry) not in elsewhere}
+    parts, missing = find_state_shards(engine), engine.missing_params
+    saved = {
+        entry: described for entry, described in state.content["tensors"].items() if parameter_of(entry) not in missing
+    }
     shapes = {tensor_of(name): list(part.shape) for name, part in parts.items()}
     unlike = sorted(shapes.keys() ^ saved.keys())
     unlike += [name for name in shapes.keys() & saved.keys() if shapes[name] != saved[name]["shape"]]
@@ -471,23 +475,23 @@ def load_state(engine: Engine, state: TrainerState) -> int:
 
 @torch.no_grad()
 def _fill(parts: Mapping[str, StateShard], filled: dict[str, int], path: Path, file: RankFile) -> int:
-    held: dict[str, list[str]] = {}
+    local_names: dict[str, list[str]] = {}
     for name in parts:
-        held.setdefault(tensor_of(name), []).append(name)
-    wanted = []
+        local_names.setdefault(tensor_of(name), []).append(name)
+    reads = []
     for entry, (start, size) in file.boxes.items():
         box = Box(tuple(start), tuple(size))
-        for name in held.get(tensor_of(entry), ()):  # empty for tensors of another stage
+        for name in local_names.get(tensor_of(entry), ()):  # empty for tensors spec another stage
             shared = overlap(box, parts[name].box)
             if shared is not None:
-                wanted.append((entry, name, box, shared))
-    if not wanted:
+                reads.append((entry, name, box, shared))
+    if not reads:
         return 0
     with TensorFile.open(path) as opened:
-        for entry, name, box, shared in wanted:
-            place = Box(tuple(a - b for a, b in zip(shared.start, box.start, strict=True)), shared.size)
+        for entry, name, box, shared in reads:
+            file_box = Box(tuple(a - b for a, b in zip(shared.start, box.start, strict=True)), shared.size)
             part = parts[name]
-            part.local[shared.within(part.box)].copy_(opened.read(entry, place))
+            part.local[shared.within(part.box)].copy_(opened.read(entry, file_box))
             filled[name] += shared.numel
         return opened.bytes_read
 
@@ -499,9 +503,9 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
     assert engine.optimizer is not None
     owner, content = dict(engine.module.named_parameters()), state.content
     on_device = stepped_on_device(engine.optimizer)
-    elsewhere = engine.missing_params
+    missing = engine.missing_params
     for entry, described in content["tensors"].items():
-        if entry.startswith(OPTIMIZER) and parameter_of(entry) not in elsewhere:
+        if entry.startswith(OPTIMIZER) and parameter_of(entry) not in missing:
             key, parameter = _split(entry, owner)
             optimizer, stepped = stepped_by(engine.optimizer, parameter)
             dtype, shape = getattr(torch, described["dtype"]), described["shape"]
@@ -512,13 +516,13 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
     groups = counters(engine.optimizer)
     for entry, number in content["scalars"].items():
         if entry.startswith(GROUPS):
-            place, _, key = entry.removeprefix(GROUPS).partition("/")
-            if place.isdecimal() and int(place) in groups:
-                groups[int(place)][0][key] = _number(number, engine.storage, False)
+            group_index, _, key = entry.removeprefix(GROUPS).partition("/")
+            if group_index.isdecimal() and int(group_index) in groups:
+                groups[int(group_index)][0][key] = _number(number, engine.storage, False)
             elif engine.pipeline is None:  # else another stage may have it
-                raise DamagedError(f"it is of another optimizer: there is no group {place}")
+                raise DamagedError(f"it is of another optimizer: there is no group {group_index}")
             continue
-        if parameter_of(entry) in elsewhere:
+        if parameter_of(entry) in missing:
             continue
         key, parameter = _split(entry, owner)
         optimizer, stepped = stepped_by(engine.optimizer, parameter)
@@ -529,8 +533,8 @@ def _number(described: Mapping[str, Any], device: torch.device, on_device: bool)
     """A number of an optimizer's state, from its description by find_scalars."""
     if described["dtype"] is None:
         return described["value"]
-    place = device if on_device or not described["host"] else torch.device("cpu")
-    return torch.tensor(described["value"], dtype=getattr(torch, described["dtype"]), device=place)
+    target = device if on_device or not described["host"] else torch.device("cpu")
+    return torch.tensor(described["value"], dtype=getattr(torch, described["dtype"]), device=target)
 
 
 def _split(entry: str, owner: Mapping[str, torch.nn.Parameter]) -> tuple[str, torch.nn.Parameter]:

@@ -37,7 +37,7 @@ class SourceRow:
 
     number: the number of its line (from 1), or its index (from 0). location: its name in messages. values: with nulls
     where the data have them. escaped: whether the text may hold half of a surrogate pair. position: as in Record.
-    cleaners: as in _Fields.
+    cleaners: as in _ColumnConverters.
     """
 
     number: int
@@ -146,7 +146,7 @@ class FileBlock(_BlockBase[tuple[int, bytes]]):
     start: int
     stop: int
     newlines: int | None
-    most: int = MAX_ROW_BYTES
+    max_bytes: int = MAX_ROW_BYTES
     stamp: FileStamp | None = None
 
     @property
@@ -173,27 +173,28 @@ class FileBlock(_BlockBase[tuple[int, bytes]]):
 
     def _row(self, number: int, name: str, item: tuple[int, bytes]) -> SourceRow:
         start, line = item
-        if len(line) > self.most:
-            raise too_large(name, self.most)
+        if len(line) > self.max_bytes:
+            raise too_large(name, self.max_bytes)
         return replace(_row_of_line(number, name, line), position=start)
 
     def _read(self) -> tuple[bytes, int, int]:
         """(whole lines, offset of the first, 1 if the end of a line that began before `start` was skipped, else 0).
 
-        Of a line longer than `most`, only as much is kept as shows its length; the block where it begins reports it.
+        Of a line longer than `max_bytes`, only as much is kept as shows its length; the block where it begins reports
+        it.
         """
         with file_errors(self.path, self.stamp), open(self.path, "rb") as file:
             skipped = 0
             if self.start:
                 file.seek(self.start - 1)
-                rest = file.readline(self.most + 1)
-                skipped = int(rest != b"\n")
-                while len(rest) > self.most and not rest.endswith(b"\n") and file.tell() < self.stop:
-                    rest = file.readline(self.most + 1)
+                line_end = file.readline(self.max_bytes + 1)
+                skipped = int(line_end != b"\n")
+                while len(line_end) > self.max_bytes and not line_end.endswith(b"\n") and file.tell() < self.stop:
+                    line_end = file.readline(self.max_bytes + 1)
             begin = file.tell()
             data = file.read(max(0, self.stop - begin))
             if data and not data.endswith(b"\n"):
-                data += file.readline(self.most + 1)
+                data += file.readline(self.max_bytes + 1)
         return data, begin, skipped
 
 
@@ -230,7 +231,7 @@ class RowBlock(_BlockBase[Any]):
     by_line: bool
     size: int
     escaped: bool = False
-    again: bool = False
+    can_reread: bool = False
 
     def _origin(self) -> str:
         return self.origin
@@ -242,7 +243,7 @@ class RowBlock(_BlockBase[Any]):
     def _row(self, number: int, name: str, item: Any) -> SourceRow:
         if isinstance(item, UserError):
             raise item
-        return SourceRow(number, name, item, self.escaped, number if self.again else None)
+        return SourceRow(number, name, item, self.escaped, number if self.can_reread else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,23 +255,23 @@ class ArrowBlock(_BlockBase[Any]):
     table: Any
     first: int
     size: int
-    most: int = MAX_ROW_BYTES
-    again: bool = False
+    max_bytes: int = MAX_ROW_BYTES
+    can_reread: bool = False
 
     def _origin(self) -> str:
         return self.origin
 
     def _items(self) -> Iterator[tuple[int, str, Any]]:
-        large, fields = self.table.nbytes > self.most, _Fields.of(self.table.schema)
-        rows = (self.table.slice(place, 1) for place in range(len(self.table))) if large else self.table.to_pylist()
+        large, fields = self.table.nbytes > self.max_bytes, _ColumnConverters.from_schema(self.table.schema)
+        rows = (self.table.slice(index, 1) for index in range(len(self.table))) if large else self.table.to_pylist()
         for number, values in enumerate(rows, start=self.first):
             yield number, row_name(self.origin, number, by_line=False), (fields, values)
 
     def _row(self, number: int, name: str, item: Any) -> SourceRow:
         fields, values = item
         if not isinstance(values, dict):  # a table of one row: `_items` slices a large table
-            if values.nbytes > self.most:
-                raise too_large(name, self.most)
+            if values.nbytes > self.max_bytes:
+                raise too_large(name, self.max_bytes)
             values = values.to_pylist()[0]
         for column, decode in fields.decoders.items():
             try:
@@ -279,11 +280,13 @@ class ArrowBlock(_BlockBase[Any]):
                 raise UserError(
                     f"{name}: column `{column}` is of type Json() and holds text that is not valid JSON: {error}."
                 ) from None
-        return SourceRow(number, name, values, bool(fields.decoders), number if self.again else None, fields.cleaners)
+        return SourceRow(
+            number, name, values, bool(fields.decoders), number if self.can_reread else None, fields.cleaners
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
+class _ColumnConverters:
     """What becomes of the columns of an Arrow table, by their types.
 
     decoders: name of a column -> a function that parses the JSON texts in its values, which datasets' type Json() is
@@ -295,7 +298,7 @@ class _Fields:
     cleaners: Mapping[str, _Convert]
 
     @classmethod
-    def of(cls, schema: Any) -> _Fields:
+    def from_schema(cls, schema: Any) -> _ColumnConverters:
         """schema: a pyarrow.Schema."""
         decoders = {field.name: decode for field in schema if (decode := _decoder(field.type))}
         return cls(decoders, {field.name: clean for field in schema if (clean := _cleaner(field.type))})
@@ -329,22 +332,22 @@ def _cleaner(kind: Any) -> _Convert | None:
     def struct(value: Any) -> Any:
         if value is None:
             return None
-        found = {name: item for name, item in value.items() if item is not None}
+        result = {name: item for name, item in value.items() if item is not None}
         for name, clean in inside.items():
-            if name in found:
-                found[name] = clean(found[name])
-        return found
+            if name in result:
+                result[name] = clean(result[name])
+        return result
 
     return struct
 
 
-def _in_list(kind: Any, of: Callable[[Any], _Convert | None]) -> _Convert | None:
+def _in_list(kind: Any, converter: Callable[[Any], _Convert | None]) -> _Convert | None:
     """The function for lists of an Arrow type, made of the function for their items; None if it is no list, or the
     items need none."""
     from pyarrow import types  # an optional package, which is there wherever a table is
 
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
-    convert = of(kind.value_type) if any(is_list(kind) for is_list in lists) else None
+    convert = converter(kind.value_type) if any(is_list(kind) for is_list in lists) else None
     if convert is None:
         return None
     return lambda value: None if value is None else [convert(item) for item in value]
@@ -367,11 +370,11 @@ class FileStamp:
     changed: int
 
     @classmethod
-    def of(cls, path: str) -> FileStamp:
+    def from_path(cls, path: str) -> FileStamp:
         """The current stamp of a file. Raises UserError for anything but a regular file."""
         with file_errors(path):
-            found = regular_file(Path(path), "a file of data").stat()
-            return cls(found.st_size, found.st_mtime_ns)
+            status = regular_file(Path(path), "a file of data").stat()
+            return cls(status.st_size, status.st_mtime_ns)
 
 
 @contextmanager
@@ -398,23 +401,24 @@ class _Lines(Protocol[_Line]):
     def readline(self, size: int, /) -> _Line: ...
 
 
-def lines_of(file: _Lines[AnyStr], path: str, most: int) -> Iterator[tuple[int, AnyStr]]:
-    """Yields (number from 1, line). Raises UserError at the first line longer than `most`, without reading all of it.
+def lines_of(file: _Lines[AnyStr], path: str, max_size: int) -> Iterator[tuple[int, AnyStr]]:
+    """Yields (number from 1, line). Raises UserError at the first line longer than `max_size`, without reading all of
+    it.
 
-    most: bytes for a binary file, characters for a text file.
+    max_size: bytes for a binary file, characters for a text file.
     """
     number = 0
-    while line := file.readline(most + 1):
+    while line := file.readline(max_size + 1):
         number += 1
-        if len(line) > most:
-            raise too_large(row_name(path, number, by_line=True), most)
+        if len(line) > max_size:
+            raise too_large(row_name(path, number, by_line=True), max_size)
         yield number, line
 
 
-def too_large(name: str, most: int) -> UserError:
+def too_large(name: str, max_bytes: int) -> UserError:
     """The error for a row that is larger than data.max_row_bytes."""
     return UserError(
-        f"{name}: is larger than data.max_row_bytes = {most:,} bytes. Remove it; or if it is a document, set "
+        f"{name}: is larger than data.max_row_bytes = {max_bytes:,} bytes. Remove it; or if it is a document, set "
         f"data.max_row_bytes to more."
     )
 

@@ -37,7 +37,7 @@ _PROBES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
 }
 # Stands for a text that is searched in a rendering. Private-use characters: not in data, and templates copy them.
 SENTINEL = "\ue5e1\ue5e2"
-_SAID = 300  # characters of a template's own error message that are shown
+_ERROR_CHARACTERS = 300  # characters of a template's own error message that are shown
 
 Span = tuple[int, int]  # [start, end) in characters
 
@@ -56,7 +56,7 @@ class Rendering:
     scattered: frozenset[int] = frozenset()
     marked: tuple[Span, ...] = ()
 
-    def of(self, message: int) -> str:
+    def region_text(self, message: int) -> str:
         """The region of a message as text; "" if it has no region."""
         start, end = self.regions.get(message, (0, 0))
         return self.text[start:end]
@@ -85,18 +85,18 @@ class PythonArgumentsError(UnrenderedTextError):
 class ChatTemplate:
     """A Jinja chat template, with transformers' filters and globals, that records what it writes for which message.
 
-    Notes are extra outputs inserted into the parsed template: around loops, at each loop turn, and around generation
-    markers. A note is an empty string, so the rendered text is unchanged. Macros and captured blocks get no notes,
+    Marks are extra outputs inserted into the parsed template: around loops, at each loop turn, and around generation
+    markers. A mark is an empty string, so the rendered text is unchanged. Macros and captured blocks get no marks,
     because their text is placed in the output only later.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         environment = hf_template.environment()
         self._bounds = install_limits(environment, len(source))
-        environment.filters["weft_place"] = _place_of
-        noted = _MarkInserter()
-        code = _compiled(environment, source, noted)
-        self._template = environment.template_class.from_code(environment, code, {**environment.globals, **_NOTES})
+        environment.filters["weft_mark"] = _mark_of_item
+        inserter = _MarkInserter()
+        code = _compiled(environment, source, inserter)
+        self._template = environment.template_class.from_code(environment, code, {**environment.globals, **_MARKS})
         self._variables = dict(variables)
         self._words = frozenset(re.findall(r"\w+", source))
         self._read_as: dict[tuple[str, bool], bool] = {}
@@ -110,8 +110,8 @@ class ChatTemplate:
             self._thought = next(named, "")
             self.reads_thoughts = bool(self._thought)
         self.has_markers = bool(GENERATION_TAG.search(source))
-        # Markers inside macros get no notes; transformers' own tracker finds those.
-        self._track: Any = environment.activate_tracker if noted.unseen_markers else None
+        # Markers inside macros get no marks; transformers' own tracker finds those.
+        self._track: Any = environment.activate_tracker if inserter.unseen_markers else None
 
     def names(self, word: str) -> bool:
         """Whether the template uses a variable or attribute of this name."""
@@ -157,15 +157,15 @@ class ChatTemplate:
         try:
             messages = [self._as_read(message) for message in messages]
             self._bounds.begin()
-            found = self._rendered(messages, kwargs, tools, ask)
-            self._bounds.check(found.text, list(messages), dict(kwargs), list(tools or ()))
-            return found
+            rendering = self._rendered(messages, kwargs, tools, ask)
+            self._bounds.check(rendering.text, list(messages), dict(kwargs), list(tools or ()))
+            return rendering
         except RenderLimitError:
             raise
         except TemplateError as error:
-            raise RenderError(first_line(error)[:_SAID]) from error
+            raise RenderError(first_line(error)[:_ERROR_CHARACTERS]) from error
         except Exception as error:  # the expressions of a template can raise any exception
-            raise RenderError(f"{type(error).__name__}: {first_line(error)}"[:_SAID]) from error
+            raise RenderError(f"{type(error).__name__}: {first_line(error)}"[:_ERROR_CHARACTERS]) from error
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The message with its content as a list of parts, if the data gave a list or the template reads no plain text
@@ -189,10 +189,10 @@ class ChatTemplate:
         """Whether the template renders content of this role given as a list of parts (`parts`) or as a text. Cached."""
         role = role if role in _PROBES else "user"
         if (role, parts) not in self._read_as:
-            before, behind = _PROBES[role]
+            before, after = _PROBES[role]
             probe = [
-                {"role": whose, "content": [{"type": "text", "text": text}] if parts else text}
-                for whose, text in (*before, (role, _PROBE), *behind)
+                {"role": probe_role, "content": [{"type": "text", "text": text}] if parts else text}
+                for probe_role, text in (*before, (role, _PROBE), *after)
             ]
             self._bounds.begin()
             try:
@@ -214,7 +214,7 @@ class ChatTemplate:
                 {
                     **self._variables,
                     **kwargs,
-                    "messages": [_Message(message, place) for place, message in enumerate(messages)],
+                    "messages": [_Message(message, index) for index, message in enumerate(messages)],
                     "tools": None if tools is None else list(tools),
                     "documents": None,
                     "add_generation_prompt": ask,
@@ -226,45 +226,41 @@ class ChatTemplate:
 
 
 class _PositionMark(str):
-    """An empty string that marks a position in the output. place: index of the message of a loop turn, else None."""
+    """An empty string that marks a position in the output. message: the index of a loop turn's message, else None."""
 
-    place: int | None
+    message: int | None
 
     def __str__(self) -> str:
-        return self  # str(note) would be a plain text
+        return self  # str(mark) would be a plain text
 
 
-def _note(place: int | None = None) -> _PositionMark:
-    note = _PositionMark()
-    note.place = place
-    return note
+def _new_mark(message: int | None = None) -> _PositionMark:
+    mark = _PositionMark()
+    mark.message = message
+    return mark
 
 
-_BEGINS, _ENDS, _ELSEWHERE, _MARKED, _UNMARKED = (_note() for _ in range(5))
-_NOTES = {
-    "weft_loop_begins": _BEGINS,
-    "weft_loop_ends": _ENDS,
+_mark_of_message = cache(_new_mark)
+_LOOP_BEGINS, _LOOP_ENDS, _NO_MESSAGE, _MARKED, _UNMARKED = (_new_mark() for _ in range(5))
+_MARKS = {
+    "weft_loop_begins": _LOOP_BEGINS,
+    "weft_loop_ends": _LOOP_ENDS,
     "weft_marks_begin": _MARKED,
     "weft_marks_end": _UNMARKED,
 }
 
 
 class _Message(dict[str, Any]):
-    """A message that carries its index; it compares equal to a plain dict."""
+    """A message that carries the mark of its index; it compares equal to a plain dict."""
 
-    def __init__(self, message: Mapping[str, Any], place: int) -> None:
+    def __init__(self, message: Mapping[str, Any], index: int) -> None:
         super().__init__(message)
-        self._note = _at(place)
+        self.mark = _mark_of_message(index)
 
 
-@cache
-def _at(place: int) -> _PositionMark:
-    return _note(place)
-
-
-def _place_of(item: Any) -> _PositionMark:
-    """The filter that a loop turn prints first: the note of message `item`, or _ELSEWHERE for another item."""
-    return item._note if type(item) is _Message else _ELSEWHERE
+def _mark_of_item(item: Any) -> _PositionMark:
+    """The filter that a loop turn prints first: the mark of message `item`, or _NO_MESSAGE for another item."""
+    return item.mark if type(item) is _Message else _NO_MESSAGE
 
 
 def _pieces(stream: Iterable[str], blocks: list[str], marked: list[Span]) -> dict[int, list[Span]]:
@@ -285,16 +281,16 @@ def _pieces(stream: Iterable[str], blocks: list[str], marked: list[Span]) -> dic
             marked.append((marks.pop(), length))
             continue
         if start < length:
-            message = next((place for place in reversed(stack) if place is not None), None)
+            message = next((index for index in reversed(stack) if index is not None), None)
             if message is not None:
                 _add(pieces.setdefault(message, []), start, length)
             start = length
-        if block is _BEGINS:
+        if block is _LOOP_BEGINS:
             stack.append(None)
-        elif block is _ENDS:
+        elif block is _LOOP_ENDS:
             stack.pop()
         else:
-            stack[-1] = block.place
+            stack[-1] = block.message
     return pieces
 
 
@@ -312,9 +308,9 @@ _ITEMS = frozenset(
 
 
 class _MarkInserter(NodeTransformer):
-    """Inserts notes around loops, at the beginning of each loop turn, and around generation markers.
+    """Inserts marks around loops, at the beginning of each loop turn, and around generation markers.
 
-    unseen_markers: how many generation markers are where no notes can be inserted.
+    unseen_markers: how many generation markers are where no marks can be inserted.
     """
 
     def __init__(self) -> None:
@@ -325,13 +321,13 @@ class _MarkInserter(NodeTransformer):
         if node.recursive or not isinstance(node.target, nodes.Name):
             return node
         item = nodes.Name(node.target.name, "load", lineno=node.lineno)
-        place = nodes.Filter(item, "weft_place", [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.Output([place], lineno=node.lineno))
+        index = nodes.Filter(item, "weft_mark", [], [], None, None, lineno=node.lineno)
+        node.body.insert(0, nodes.Output([index], lineno=node.lineno))
         return [_output("weft_loop_begins", node), node, _output("weft_loop_ends", node)]
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> Any:
         if not _is_marker(node):
-            return self._without_notes(node)
+            return self._without_marks(node)
         self.generic_visit(node)
         inside = nodes.Scope(node.body, lineno=node.lineno)
         return [_output("weft_marks_begin", node), inside, _output("weft_marks_end", node)]
@@ -342,11 +338,11 @@ class _MarkInserter(NodeTransformer):
             return node
         return nodes.Getitem(node.node, nodes.Const(node.attr, lineno=node.lineno), "load", lineno=node.lineno)
 
-    def _without_notes(self, node: nodes.Node) -> nodes.Node:
+    def _without_marks(self, node: nodes.Node) -> nodes.Node:
         self.unseen_markers += sum(_is_marker(call) for call in node.find_all(nodes.CallBlock))
         return node
 
-    visit_Macro = visit_FilterBlock = visit_AssignBlock = _without_notes
+    visit_Macro = visit_FilterBlock = visit_AssignBlock = _without_marks
 
 
 def _is_marker(node: nodes.CallBlock) -> bool:
@@ -354,10 +350,10 @@ def _is_marker(node: nodes.CallBlock) -> bool:
     return isinstance(call, nodes.ExtensionAttribute) and call.name == hf_template.GENERATION_CALL
 
 
-def _compiled(environment: Any, source: str, noted: _MarkInserter) -> Any:
-    """The compiled code of a template, with limits and notes inserted. Raises TemplateSyntaxError."""
+def _compiled(environment: Any, source: str, inserter: _MarkInserter) -> Any:
+    """The compiled code of a template, with limits and marks inserted. Raises TemplateSyntaxError."""
     try:
-        return environment.compile(noted.visit(LimitInserter().visit(environment.parse(source))))
+        return environment.compile(inserter.visit(LimitInserter().visit(environment.parse(source))))
     except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:  # Python's limits on nesting
         raise TemplateSyntaxError(f"it is nested too deeply ({type(error).__name__})", 1) from None
 
@@ -388,8 +384,8 @@ def chosen_template(data: DataConfig) -> str | None:
     name = data.chat_template
     if name is None:
         return None
-    known = sorted(path.stem for path in NAMED.glob("*.jinja"))
-    path = NAMED / f"{name}.jinja" if name in known else Path(name)
+    names = sorted(path.stem for path in NAMED.glob("*.jinja"))
+    path = NAMED / f"{name}.jinja" if name in names else Path(name)
     try:
         if not os.path.lexists(path):
             raise FileNotFoundError
@@ -398,7 +394,7 @@ def chosen_template(data: DataConfig) -> str | None:
     except FileNotFoundError:
         raise UserError(
             f"data.chat_template: there is no file {name} (looked from {Path.cwd()}), and no template of that name. "
-            f"Name a Jinja file, or one of: {', '.join(known)}.{near_names(path)}"
+            f"Name a Jinja file, or one of: {', '.join(names)}.{near_names(path)}"
         ) from None
     except UserError as error:  # not a regular file
         raise UserError(f"data.chat_template: cannot read {error}") from None

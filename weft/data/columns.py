@@ -23,11 +23,11 @@ def rename_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, 
     If `columns` names a column of a format, the row has that format and the columns of other formats are left out; so a
     table may hold several. Raises UserError if a required path is not in the row.
     """
-    named = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
-    kept = {name for form in named or FORMATS for name in FORMATS[form]} | {*BESIDE, *MEANT}
+    formats = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
+    readable = {name for form in formats or FORMATS for name in FORMATS[form]} | {*BESIDE, *MEANT}
     # An optional column that has another name in `columns` is not read under its own, too: {instruction: input}.
     moved = {*columns, *(path for path in columns.values() if path in _OPTIONAL)}
-    out = {name: value for name, value in row.items() if name not in moved and (name in kept or not named)}
+    out = {name: value for name, value in row.items() if name not in moved and (name in readable or not formats)}
     for name, path in columns.items():
         value = _find(location, row, name, path)
         if value is not None or name not in _OPTIONAL:
@@ -37,8 +37,8 @@ def rename_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, 
 
 def add_named_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The row with all its columns, plus those in `columns` under weft's names. Raises UserError as `renamed` does."""
-    found = {name: _find(location, row, name, path) for name, path in columns.items()}
-    return {**row, **{name: value for name, value in found.items() if value is not None or name not in _OPTIONAL}}
+    named = {name: _find(location, row, name, path) for name, path in columns.items()}
+    return {**row, **{name: value for name, value in named.items() if value is not None or name not in _OPTIONAL}}
 
 
 def _find(location: str, row: Mapping[str, Any], name: str, path: str) -> Any:
@@ -83,14 +83,14 @@ def divided_otherwise(path: str, header: str) -> str:
     if sign not in header:
         return ""
     if sign in ",\t":
-        other, ending = ("commas", ".csv") if tabs else ("tabs", ".tsv")
-        return f" Its columns seem to be divided by {other}: call the file {ending}."
-    said = f" Its columns seem to be divided by `{sign}`"
+        separator, ending = ("commas", ".csv") if tabs else ("tabs", ".tsv")
+        return f" Its columns seem to be divided by {separator}: call the file {ending}."
+    finding = f" Its columns seem to be divided by `{sign}`"
     if name != path:
-        return f"{said}: write them with commas."
+        return f"{finding}: write them with commas."
     code = f'import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter="{sign}"))'
     command = f"python3 -c {shlex.quote(code)} < {shlex.quote(path)} > {shlex.quote(name[:-4] + '-commas.csv')}"
-    return f"{said}. The command {command} writes them with commas."
+    return f"{finding}. The command {command} writes them with commas."
 
 
 # ---------------------------------------------------------------- columns of other trainers' data
@@ -163,14 +163,14 @@ def apply_train_columns(
     out = [dict(message) for message in messages]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     for name in _MASKS:
-        for place, trained in _mask(location, name, row.get(name), messages, answers):
-            _mark(location, name, out, place, trained)
+        for index, trained in _mask(location, name, row.get(name), messages, answers):
+            _mark(location, name, out, index, trained)
     history = row.get("mask_history")
     if history is not None:
         if not isinstance(history, bool | int) or history not in (0, 1):
             raise UserError(f"{location}: `mask_history` must be true or false, not {describe_type(history)}.")
-        for place in answers[:-1] if history else ():
-            _mark(location, "mask_history", out, place, False)
+        for index in answers[:-1] if history else ():
+            _mark(location, "mask_history", out, index, False)
     for name, usual in _SWITCHES.items():
         if isinstance(row.get(name), bool | int) and row[name] != usual:
             raise UserError(
@@ -202,16 +202,16 @@ def _mask(
             f"{leave_out_key(name)}"
         )
     if len(value) == len(messages):
-        for place, item in enumerate(value):
-            if place in answers:
-                yield place, bool(item)
+        for index, item in enumerate(value):
+            if index in answers:
+                yield index, bool(item)
             elif item:
                 raise UserError(
-                    f"{location}: `{name}` has 1 for message {place + 1}, but only answers of the assistant can be "
+                    f"{location}: `{name}` has 1 for message {index + 1}, but only answers of the assistant can be "
                     "trained. Write 0, or set data.train_on=all."
                 )
     elif len(value) == len(answers):
-        yield from ((place, bool(item)) for place, item in zip(answers, value, strict=True))
+        yield from ((index, bool(item)) for index, item in zip(answers, value, strict=True))
     else:
         raise UserError(
             f"{location}: `{name}` has {len(value)} values, for {len(messages)} messages and {len(answers)} answers. "
@@ -219,10 +219,10 @@ def _mask(
         )
 
 
-def _mark(location: str, name: str, messages: list[Message], place: int, trained: bool) -> None:
-    if messages[place].get("train", trained) != trained:
-        raise UserError(f"{location}: `{name}` and a mark of message {place + 1} contradict each other. Keep one.")
-    messages[place]["train"] = trained
+def _mark(location: str, name: str, messages: list[Message], index: int, trained: bool) -> None:
+    if messages[index].get("train", trained) != trained:
+        raise UserError(f"{location}: `{name}` and a mark of message {index + 1} contradict each other. Keep one.")
+    messages[index]["train"] = trained
 
 
 def _refuse_mask(location: str, value: Any, messages: int, answers: int) -> None:

@@ -28,10 +28,10 @@ class ChatInput:
     kwargs: Mapping[str, Any]
     trained: tuple[int, ...]
 
-    def replaced(self, place: int, **changes: Any) -> ChatInput:
-        """The conversation with some keys of message `place` changed; None removes a key."""
-        message = {key: value for key, value in {**self.messages[place], **changes}.items() if value is not None}
-        messages = [*self.messages[:place], message, *self.messages[place + 1 :]]
+    def replaced(self, index: int, **changes: Any) -> ChatInput:
+        """The conversation with some keys of message `index` changed; None removes a key."""
+        message = {key: value for key, value in {**self.messages[index], **changes}.items() if value is not None}
+        messages = [*self.messages[:index], message, *self.messages[index + 1 :]]
         return ChatInput(messages, self.tools, self.kwargs, self.trained)
 
 
@@ -111,14 +111,14 @@ def _call(location: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[s
     """The call as {"type": "function", "function": {"name", "arguments"}}; missing parts are filled in."""
     call = {key: value for key, value in raw.items() if value is not None}
     function = dict(call.get("function") or {key: call.pop(key) for key in ("name", "arguments") if key in call})
-    given = function.get("arguments")
+    original = function.get("arguments")
     try:
-        arguments: Any = check_arguments(location, given)
+        arguments: Any = check_arguments(location, original)
     except UserError as error:
         raise BadRowError(str(error)) from None
     if text_arguments:  # the user's own text, if it is one: templates write it as it stands
-        is_text = isinstance(given, str) and given.strip() and arguments
-        arguments = given if is_text else json.dumps(arguments, ensure_ascii=False)
+        is_text = isinstance(original, str) and original.strip() and arguments
+        arguments = original if is_text else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 

@@ -57,8 +57,8 @@ class DataReport:
             f"{self.path}: {self.documents:,} documents{f' ({formats})' * bool(formats)}, {self.tokens:,} tokens, of "
             f"which {self.loss_tokens:,} trained; the longest has {self.longest:,}"
         )
-        for count, what in ((self.dropped, "dropped"), (self.truncated, "truncated")):
-            text += f"; {count:,} longer documents {what}" if count else ""
+        for count, verb in ((self.dropped, "dropped"), (self.truncated, "truncated")):
+            text += f"; {count:,} longer documents {verb}" if count else ""
         text += f"; {len(self.bad):,} bad rows left out" if self.bad else ""
         if self.in_epoch not in (None, self.documents):
             text += f"; an epoch takes {self.in_epoch:,} documents"
@@ -79,13 +79,13 @@ class Documents(MeasuredDocuments):
         loaded: Sequence[_SourceDocuments] = (),
     ) -> None:
         self._selections, self.shares, self.loaded = selections, shares, loaded
-        self._ends = np.cumsum([len(selection.kept) for selection in selections])
+        self._ends = np.cumsum([len(selection.indices) for selection in selections])
         lengths = np.concatenate([selection.lengths for selection in selections]).astype(np.int64)
         losses: Array = np.concatenate([selection.losses for selection in selections])
         weights = losses.astype(np.float64)  # a trained token weighs 1
-        patches: Array = np.concatenate([selection.table.patches[selection.kept] for selection in selections])
-        pairs: Array = np.concatenate([selection.table.pairs[selection.kept] for selection in selections])
-        videos: Array = np.concatenate([selection.table.videos[selection.kept] > 0 for selection in selections])
+        patches: Array = np.concatenate([selection.table.patches[selection.indices] for selection in selections])
+        pairs: Array = np.concatenate([selection.table.pairs[selection.indices] for selection in selections])
+        videos: Array = np.concatenate([selection.table.videos[selection.indices] > 0 for selection in selections])
         self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches, pairs, videos)
 
     def __len__(self) -> int:
@@ -95,19 +95,19 @@ class Documents(MeasuredDocuments):
         return self._measures
 
     def source(self, index: int) -> str:
-        selection, row = self._place(index)
-        return selection.table.row_name(int(selection.kept[row]))
+        selection, row = self._locate(index)
+        return selection.table.row_name(int(selection.indices[row]))
 
     def build(self, index: int) -> Document:
-        selection, row = self._place(index)
-        kept = int(selection.kept[row])
-        ids, trained = selection.table.tokens(kept, int(selection.lengths[row]))
+        selection, row = self._locate(index)
+        index_in_table = int(selection.indices[row])
+        ids, trained = selection.table.tokens(index_in_table, int(selection.lengths[row]))
         return Document(
             tokens=torch.from_numpy(ids.astype(np.int64)),
             weights=torch.from_numpy(trained.astype(np.float32)),
-            source=selection.table.row_name(kept),
+            source=selection.table.row_name(index_in_table),
             dataset=selection.source,
-            media=_media(selection.table, kept),
+            media=_media(selection.table, index_in_table),
         )
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
@@ -120,30 +120,30 @@ class Documents(MeasuredDocuments):
     def probes(self) -> Array:
         """A number for each document, from its length and five of its tokens: it is the same for equal documents, and
         rarely for others. The other tokens are not read."""
-        found = [np.empty(0, np.uint64)]
+        probes = [np.empty(0, np.uint64)]
         for selection in self._selections:
-            table, lengths = selection.table, selection.table.lengths[selection.kept].astype(np.int64)
-            begins, numbers = table.ends[selection.kept] - lengths, lengths.astype(np.uint64)
+            table, lengths = selection.table, selection.table.lengths[selection.indices].astype(np.int64)
+            begins, numbers = table.ends[selection.indices] - lengths, lengths.astype(np.uint64)
             for quarter in range(5):
                 tokens = table.ids[begins + (lengths - 1) * quarter // 4]
                 numbers = numbers * np.uint64(1_000_003) + tokens.astype(np.uint64)
-            found.append(numbers)
-        return np.concatenate(found)
+            probes.append(numbers)
+        return np.concatenate(probes)
 
     def content(self, index: int) -> bytes:
         """A digest of a document's tokens before truncation, and of the sizes of its images."""
-        selection, row = self._place(index)
-        kept, digest = int(selection.kept[row]), Digest()
-        ids, trained = selection.table.tokens(kept, int(selection.table.lengths[kept]))
+        selection, row = self._locate(index)
+        index_in_table, digest = int(selection.indices[row]), Digest()
+        ids, trained = selection.table.tokens(index_in_table, int(selection.table.lengths[index_in_table]))
         digest.update(ids, np.zeros_like(trained), np.array([len(ids)]))
-        digest.update_images(*selection.table.media_of(kept))
+        digest.update_images(*selection.table.media_of(index_in_table))
         return digest.hexdigest().encode()
 
-    def _place(self, index: int) -> tuple[TableSelection, int]:
+    def _locate(self, index: int) -> tuple[TableSelection, int]:
         """(the selection that holds document `index`, its row in the selection)."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         selection = self._selections[number]
-        return selection, index - int(self._ends[number]) + len(selection.kept)
+        return selection, index - int(self._ends[number]) + len(selection.indices)
 
 
 def _media(table: TokenTable, index: int) -> Media | None:
@@ -153,8 +153,8 @@ def _media(table: TokenTable, index: int) -> Media | None:
         return None
     assert table.inputs is not None
     location, patches = table.row_name(index), int(table.patches[index])
-    inputs, found = table.inputs(location, places)
-    assert found == patches, f"{location}: {found} patches of images, and {patches} were expected"
+    inputs, count = table.inputs(location, places)
+    assert count == patches, f"{location}: {count} patches of images, and {patches} were expected"
     return Media(inputs, patches, int(table.pairs[index]))
 
 
@@ -203,62 +203,64 @@ def load_documents(
         for source in sources
         for part in source.parts
     ]
-    found = iter(tokenise(jobs, how or TokeniseOptions()))
-    tables = [[next(found) for _ in source.parts] for source in sources]
-    for source, own in zip(sources, tables, strict=True):
-        _check_not_empty(source, own, drop)
+    results = iter(tokenise(jobs, how or TokeniseOptions()))
+    tables = [[next(results) for _ in source.parts] for source in sources]
+    for source, source_tables in zip(sources, tables, strict=True):
+        _check_not_empty(source, source_tables, drop)
     limits = Limits(max_length, max_length_key, long_documents, vocab_size, drop_untrained=drop)
-    limits.check([table for own in tables for table in own])
+    limits.check([table for source_tables in tables for table in source_tables])
     loaded = [
-        _SourceDocuments(source, [limits.select(table, source.name) for table in own])
-        for source, own in zip(sources, tables, strict=True)
+        _SourceDocuments(source, [limits.select(table, source.name) for table in source_tables])
+        for source, source_tables in zip(sources, tables, strict=True)
     ]
     return _join(loaded)
 
 
 def hold_out(
-    documents: Documents, share: float, seed: int
+    documents: Documents, fraction: float, seed: int
 ) -> tuple[tuple[Documents, DataReport], tuple[Documents, DataReport]]:
     """Splits documents into (training, held-out), each with its report; both keep their order.
 
-    share: the fraction of each source to hold out, rounded to at least one document, drawn from the seed. Raises
+    fraction: the fraction of each source to hold out, rounded to at least one document, drawn from the seed. Raises
     UserError if a source would have no training document left.
     """
-    left, held = [], []
-    for number, one in enumerate(documents.loaded):
-        count = max(1, round(share * one.share.documents))
-        if count >= one.share.documents:
+    training, held_out = [], []
+    for number, source in enumerate(documents.loaded):
+        count = max(1, round(fraction * source.share.documents))
+        if count >= source.share.documents:
             raise UserError(
-                f"eval.share: {share:g} of {one.source.label}, which has {one.share.documents:,} documents, would "
-                "leave none to train on: lower eval.share, or name held-out documents in eval.path."
+                f"eval.share: {fraction:g} of {source.source.label}, which has {source.share.documents:,} documents, "
+                "would leave none to train on: lower eval.share, or name held-out documents in eval.path."
             )
-        chosen = np.zeros(one.share.documents, bool)
-        chosen[permutation(one.share.documents, f"{seed}:eval.share:{number}")[:count]] = True
-        left.append(one.only(~chosen))
-        held.append(one.only(chosen))
-    taken, report = _join(held)
-    return _join(left), (taken, replace(report, dropped=0, bad=()))
+        chosen = np.zeros(source.share.documents, bool)
+        chosen[permutation(source.share.documents, f"{seed}:eval.share:{number}")[:count]] = True
+        training.append(source.only(~chosen))
+        held_out.append(source.only(chosen))
+    held_out_documents, report = _join(held_out)
+    return _join(training), (held_out_documents, replace(report, dropped=0, bad=()))
 
 
 def find_leaks(held_out: Documents, training: Documents) -> list[tuple[str, str]]:
     """(name of a held-out document, name of the first equal one in the training data) of all documents that are in
     both. Equal are tokens before truncation, and sizes of images. Names are file:line or file[row]."""
-    here, there = held_out.probes(), training.probes()
-    equal = {training.content(int(i)): int(i) for i in np.flatnonzero(np.isin(there, here))[::-1]}
-    pairs = ((int(i), equal.get(held_out.content(int(i)))) for i in np.flatnonzero(np.isin(here, there)))
-    return [(held_out.source(i), training.source(same)) for i, same in pairs if same is not None]
+    held_out_probes, training_probes = held_out.probes(), training.probes()
+    equal = {training.content(int(i)): int(i) for i in np.flatnonzero(np.isin(training_probes, held_out_probes))[::-1]}
+    pairs = (
+        (int(i), equal.get(held_out.content(int(i)))) for i in np.flatnonzero(np.isin(held_out_probes, training_probes))
+    )
+    return [(held_out.source(i), training.source(equal_index)) for i, equal_index in pairs if equal_index is not None]
 
 
-def leak_hint(name: str, equal: Sequence[tuple[str, str]], held_out: int, what: str) -> list[str]:
+def leak_hint(name: str, equal: Sequence[tuple[str, str]], held_out: int, noun: str) -> list[str]:
     """A line about held-out data that are trained on, too. name: of the source, "" for eval.path and eval.share. equal:
-    (held-out row, equal row of the training data). held_out: number of held-out rows. what: their plural."""
+    (held-out row, equal row of the training data). held_out: number of held-out rows. noun: their plural."""
     if not equal:
         return []
-    here, there = equal[0]
+    held_out_row, training_row = equal[0]
     return [
-        f"hint     {name + ': ' if name else ''}{len(equal):,} of the {held_out:,} held-out {what} are in the training "
-        f"data, too, so that the evaluation says less about new ones. The first: {here} is the same as {there}. Leave "
-        "them out of one of the two"
+        f"hint     {name + ': ' if name else ''}{len(equal):,} of the {held_out:,} held-out {noun} are in the training "
+        f"data, too, so that the evaluation says less about new ones. The first: {held_out_row} is the same as "
+        f"{training_row}. Leave them out of one of the two"
     ]
 
 
@@ -282,7 +284,7 @@ class _SourceDocuments:
 
     @property
     def share(self) -> SourceShare:
-        return SourceShare(sum(len(selection.kept) for selection in self.selections), self.source.weight)
+        return SourceShare(sum(len(selection.indices) for selection in self.selections), self.source.weight)
 
     @property
     def bad(self) -> tuple[tuple[str, str], ...]:
@@ -292,14 +294,16 @@ class _SourceDocuments:
 
     def only(self, chosen: Array) -> _SourceDocuments:
         """The source reduced to the documents where the mask `chosen` is true."""
-        ends = np.cumsum([len(selection.kept) for selection in self.selections])
+        ends = np.cumsum([len(selection.indices) for selection in self.selections])
         masks = np.split(chosen, ends[:-1])
         return _SourceDocuments(
             self.source, [selection.only(mask) for selection, mask in zip(self.selections, masks, strict=True)]
         )
 
     def report(self) -> DataReport:
-        counts = np.bincount(np.concatenate([selection.table.formats[selection.kept] for selection in self.selections]))
+        counts = np.bincount(
+            np.concatenate([selection.table.formats[selection.indices] for selection in self.selections])
+        )
         digests = [selection.digest() for selection in self.selections]
         return DataReport(
             path=self.source.label,
@@ -317,20 +321,20 @@ class _SourceDocuments:
 
 
 def _join(loaded: Sequence[_SourceDocuments]) -> tuple[Documents, DataReport]:
-    emptied = [one.source.label for one in loaded if not one.share.documents]
+    emptied = [source.source.label for source in loaded if not source.share.documents]
     if emptied:
         raise UserError(
             f"data.sources: data.long_documents: drop leaves no document of {emptied[0]}. Leave the source out, raise "
             "data.max_length, or set data.long_documents: truncate."
         )
-    selections = [selection for one in loaded for selection in one.selections]
-    documents = Documents(selections, [one.share for one in loaded], loaded)
-    reports = [one.report() for one in loaded]
+    selections = [selection for source in loaded for selection in source.selections]
+    documents = Documents(selections, [source.share for source in loaded], loaded)
+    reports = [source.report() for source in loaded]
     if not loaded[0].source.name:
         return documents, reports[0]
     formats = {name: sum(dict(report.formats).get(name, 0) for report in reports) for name in ALL_KINDS}
-    weights = [f"{one.source.weight:.17g}" for one in loaded]
-    whole = DataReport(
+    weights = [f"{source.source.weight:.17g}" for source in loaded]
+    total = DataReport(
         path=f"{len(reports)} sources",
         documents=len(documents),
         tokens=sum(report.tokens for report in reports),
@@ -340,11 +344,11 @@ def _join(loaded: Sequence[_SourceDocuments]) -> tuple[Documents, DataReport]:
         dropped=sum(report.dropped for report in reports),
         truncated=sum(report.truncated for report in reports),
         formats=tuple((name, count) for name, count in formats.items() if count),
-        in_epoch=sum(one.share.in_epoch for one in loaded),
+        in_epoch=sum(source.share.in_epoch for source in loaded),
         sources=tuple(reports),
         bad=tuple(row for report in reports for row in report.bad),
     )
-    return documents, whole
+    return documents, total
 
 
 def _digest(parts: Sequence[str]) -> str:

@@ -101,10 +101,10 @@ class Encoder:
         out: list[Encoded | None] = [None] * len(records)
         encoders = {"chat": self._chats, "prompt": self.encode_prompts, "text": self._texts, "input_ids": self._tokens}
         for kind, encode in encoders.items():
-            places = [i for i, found in enumerate(kinds) if found == kind]
-            if places:
-                self._check_marks([records[i] for i in places])
-                for i, encoded in zip(places, encode([records[i] for i in places]), strict=True):
+            indices = [i for i, record_kind in enumerate(kinds) if record_kind == kind]
+            if indices:
+                self._check_marks([records[i] for i in indices])
+                for i, encoded in zip(indices, encode([records[i] for i in indices]), strict=True):
                     out[i] = encoded
         return [encoded for encoded in out if encoded is not None]
 
@@ -118,8 +118,8 @@ class Encoder:
         eos = self._eos(records[0])
         out = []
         with self._lock:
-            found = self.beginnings([record.value["text"] for record in records])
-        for ids in found:
+            encoded = self.beginnings([record.value["text"] for record in records])
+        for ids in encoded:
             ids = _ended(ids, eos)
             out.append(Encoded(ids, [1] * len(ids)))
         return out
@@ -152,23 +152,23 @@ class Encoder:
             if self._backend is None:
                 self._backend = _chat_backend(self.tokenizer, records[0].location)
             chats = [self._rendered(record) for record in records]
-        placed = [self._placed(*one) for one in zip(records, chats, sizes, strict=True)]
-        encodings = self._backend.encode_batch([one.chat.text for one in placed], add_special_tokens=False)
-        return [_encoded(encoding, one) for encoding, one in zip(encodings, placed, strict=True)]
+        placed = [self._placed(*expanded) for expanded in zip(records, chats, sizes, strict=True)]
+        encodings = self._backend.encode_batch([expanded.chat.text for expanded in placed], add_special_tokens=False)
+        return [_encoded(encoding, expanded) for encoding, expanded in zip(encodings, placed, strict=True)]
 
     def _with_sizes(self, records: Sequence[Record]) -> tuple[Sequence[Record], list[list[MediaInfo]]]:
         """(records with fetched images, sizes of the images of each). Opens every image."""
         if self._images is not None:
             read = self._images.read(records)
             return [record for record, _ in read], [sizes for _, sizes in read]
-        if found := next((record for record in records if record.images), None):
-            raise text_model_error(found.location)
+        if with_images := next((record for record in records if record.images), None):
+            raise text_model_error(with_images.location)
         return records, [[] for _ in records]
 
     def _placed(self, record: Record, chat: MaskedText, sizes: Sequence[MediaInfo]) -> ExpandedText:
         if self._images is None:
             return ExpandedText(chat)
-        return self._images.place(record, chat, sizes)
+        return self._images.expand(record, chat, sizes)
 
     def _rendered(self, record: Record) -> MaskedText:
         """The rendering of a chat, with its trained tokens. Raises BadRowError."""
@@ -202,7 +202,7 @@ class Encoder:
     def _find(self, record: Record, chat: ChatInput) -> MaskedText:
         answers = self.masks_of(record, chat)
         kwargs = {**self.encoding.template_kwargs, **chat.kwargs}
-        return answers.whole(chat, kwargs) if self.encoding.train_on == "all" else answers.find(chat, kwargs)
+        return answers.mask_all(chat, kwargs) if self.encoding.train_on == "all" else answers.find(chat, kwargs)
 
     def masks_of(self, record: Record, chat: ChatInput) -> AssistantMasks:
         """The AssistantMasks of the template for this conversation; a tokenizer may have another template for tools."""
@@ -226,13 +226,13 @@ class Encoder:
         """(a chat that is to be answered, the masks of its template, the template's variables). Everything that the
         chat has is in its rendering. Raises BadRowError."""
 
-        def asked(chat: ChatInput) -> tuple[ChatInput, AssistantMasks, dict[str, Any]]:
+        def render(chat: ChatInput) -> tuple[ChatInput, AssistantMasks, dict[str, Any]]:
             answers, kwargs = self.masks_of(record, chat), {**self.encoding.template_kwargs, **chat.kwargs}
             rendering = answers.template.render(chat.messages, kwargs, tools=chat.tools, ask=True)
             TextChecks(answers.template, chat, kwargs, rendering, {}, ask=True).run()
             return chat, answers, kwargs
 
-        return self._either(record, "answers", asked)
+        return self._either(record, "answers", render)
 
     def plain(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts, without special tokens."""
@@ -256,12 +256,12 @@ class Encoder:
         tokenised as "\\n" followed by "a", each text is tokenised after a line break, whose tokens are then removed.
         """
         plain = self.plain(texts)
-        letter, anchor, both = self.plain(["a", "\n", "\na"])
-        if both == anchor + letter:
+        letter, anchor, joined = self.plain(["a", "\n", "\na"])
+        if joined == anchor + letter:
             return plain
         anchored = self.plain(["\n" + text for text in texts])
         n = len(anchor)
-        return [ids[n:] if ids[:n] == anchor else apart for ids, apart in zip(anchored, plain, strict=True)]
+        return [ids[n:] if ids[:n] == anchor else alone for ids, alone in zip(anchored, plain, strict=True)]
 
     def _find_prefix(self) -> list[int]:
         """The tokens that the tokenizer puts before a text, such as bos."""
@@ -380,38 +380,38 @@ def _check_read(location: str, chat: ChatInput, template: ChatTemplate, kwargs: 
                 f"{location}: message {number} has `reasoning_content`, which the chat template does not render. Write "
                 "it into `content` as the model is to say it, remove it, or set data.chat_template to one that does."
             )
-        for what, name, without in _without_unread(chat, number - 1):
+        for call, name, without in _without_unread(chat, number - 1):
             if not template.names(name) or _renders_alike(template, chat, without, kwargs):
                 raise BadRowError(
-                    f"{location}: message {number}{what} has `{name}`, which neither weft nor the chat template reads. "
+                    f"{location}: message {number}{call} has `{name}`, which neither weft nor the chat template reads. "
                     f"{leave_out_key(name)}"
                 )
 
 
-def _without_unread(chat: ChatInput, place: int) -> Iterator[tuple[str, str, ChatInput]]:
+def _without_unread(chat: ChatInput, index: int) -> Iterator[tuple[str, str, ChatInput]]:
     """Yields (which call, the key, the conversation without it) for each key that only the template could read."""
-    message = chat.messages[place]
+    message = chat.messages[index]
     for name in unread_keys(message):
-        yield "", name, chat.replaced(place, **{name: None})
+        yield "", name, chat.replaced(index, **{name: None})
     for number, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
-        for holder, known in ((call, CALL_KEYS), (function, FUNCTION_KEYS)):
+        for holder, keys in ((call, CALL_KEYS), (function, FUNCTION_KEYS)):
             for name, value in holder.items():
-                if name in known or is_harmless(name, value):
+                if name in keys or is_harmless(name, value):
                     continue
-                rest = {key: item for key, item in holder.items() if key != name}
-                changed = rest if holder is call else {**call, "function": rest}
+                remaining = {key: item for key, item in holder.items() if key != name}
+                changed = remaining if holder is call else {**call, "function": remaining}
                 calls = [*message["tool_calls"][:number], changed, *message["tool_calls"][number + 1 :]]
-                yield f", call {number + 1}", name, chat.replaced(place, tool_calls=calls)
+                yield f", call {number + 1}", name, chat.replaced(index, tool_calls=calls)
 
 
-def _renders_alike(template: ChatTemplate, chat: ChatInput, other: ChatInput, kwargs: Mapping[str, Any]) -> bool:
+def _renders_alike(template: ChatTemplate, chat: ChatInput, changed: ChatInput, kwargs: Mapping[str, Any]) -> bool:
     """Whether a template renders two conversations alike; False if it refuses one of them."""
     try:
-        one, two = (template.render(c.messages, kwargs, tools=c.tools).text for c in (chat, other))
+        first, second = (template.render(c.messages, kwargs, tools=c.tools).text for c in (chat, changed))
     except RenderError:
         return False
-    return one == two
+    return first == second
 
 
 def _chat_backend(tokenizer: PreTrainedTokenizerBase, location: str) -> Any:
@@ -432,8 +432,8 @@ def _chat_backend(tokenizer: PreTrainedTokenizerBase, location: str) -> Any:
         backend.no_padding()
         backend.no_truncation()
     text = "a b\nc"
-    found = backend.encode(text, add_special_tokens=False)
-    lost = [i for i in range(len(text)) if found.char_to_token(i) is None]
+    encoding = backend.encode(text, add_special_tokens=False)
+    lost = [i for i in range(len(text)) if encoding.char_to_token(i) is None]
     if lost:
         raise UserError(
             f"{location}: the tokenizer drops characters of a chat, such as {text[lost[0]]!r}, so that trained tokens "
@@ -458,13 +458,13 @@ def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:
     mask = [0] * len(encoding)
     for start, end in chat.spans:
         first = _token_at(encoding, start, end)
-        behind = _token_at(encoding, end, len(chat.text))
-        if behind is None:
-            behind = len(mask)
-        elif encoding.token_to_chars(behind)[0] < end:  # this token has characters on both sides of the end
-            behind += 1
+        after = _token_at(encoding, end, len(chat.text))
+        if after is None:
+            after = len(mask)
+        elif encoding.token_to_chars(after)[0] < end:  # this token has characters on both sides of the end
+            after += 1
         if first is not None:
-            mask[first:behind] = [1] * (behind - first)
+            mask[first:after] = [1] * (after - first)
     return mask
 
 
@@ -480,8 +480,8 @@ def _token_at(encoding: Any, position: int, limit: int) -> int | None:
 def _shown(rendering: Rendering) -> str:
     """The rendering, indented, with each message as [number:text:number]; the middle of a long one is left out."""
     text = rendering.text
-    for place, (start, end) in sorted(rendering.regions.items(), key=lambda item: -item[1][0]):
-        text = f"{text[:start]}[{place + 1}:{text[start:end]}:{place + 1}]{text[end:]}"
+    for index, (start, end) in sorted(rendering.regions.items(), key=lambda item: -item[1][0]):
+        text = f"{text[:start]}[{index + 1}:{text[start:end]}:{index + 1}]{text[end:]}"
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]}\n...\n{text[-_SHOWN // 2 :]}"
     return "\n".join(f"  {line}" for line in text.splitlines())
@@ -533,11 +533,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Raises UserError for settings that break the tokenizers library, or that let a short text fill the memory."""
-    most = tokenizer.model_max_length
-    if not isinstance(most, int | float):
+    max_length = tokenizer.model_max_length
+    if not isinstance(max_length, int | float):
         raise UserError(
-            f"model.path: {path}: tokenizer_config.json: model_max_length is {most!r:.80}, not a number of tokens: "
-            "correct it, or remove it."
+            f"model.path: {path}: tokenizer_config.json: model_max_length is {max_length!r:.80}, not a number of "
+            "tokens: correct it, or remove it."
         )
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is None:
@@ -557,7 +557,7 @@ _MOST_GROWTH = 1000
 def _growth(normalizer: Mapping[str, Any], path: str) -> float:
     """How many times as long a text can become. normalizer: as in tokenizer.json. Unicode's own forms do not count."""
     if normalizer["type"] == "Sequence":
-        return math.prod(_growth(each, path) for each in normalizer["normalizers"])
+        return math.prod(_growth(step, path) for step in normalizer["normalizers"])
     if normalizer["type"] != "Replace":
         return 1.0
     pattern, content = normalizer["pattern"], normalizer["content"]

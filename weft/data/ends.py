@@ -78,9 +78,9 @@ class AnswerEnds:
         """{generation_config.json: its text} for checkpoints of the model at `path`: its own, with the taught ends.
         Empty if it names them all: the model's own file is copied then."""
         folder = hf.source_folder(path)
-        own = folder / GENERATION if folder is not None else None
-        if own is not None and own.is_file():
-            content = read_object(own, "the config of generation")
+        own_file = folder / GENERATION if folder is not None else None
+        if own_file is not None and own_file.is_file():
+            content = read_object(own_file, "the config of generation")
         else:  # transformers makes one of config.json, unless there is the file
             text = hf.read_config(path).get_text_config()
             content = {name: value for name in _IDS if (value := getattr(text, name, None)) is not None}
@@ -97,8 +97,10 @@ NO_ENDS = AnswerEnds(())
 def answer_ends(path: str, tokenizer: PreTrainedTokenizerBase, taught: Sequence[int] = ()) -> AnswerEnds:
     """The ends of answers of the model at `path`. taught: ids of tokens that end answers in its data."""
     configured = configured_ends(path, tokenizer)
-    more = tuple(token for token in taught if token not in configured)
-    return AnswerEnds(tuple(configured), more, tuple(str(tokenizer.convert_ids_to_tokens(token)) for token in more))
+    new_ends = tuple(token for token in taught if token not in configured)
+    return AnswerEnds(
+        tuple(configured), new_ends, tuple(str(tokenizer.convert_ids_to_tokens(token)) for token in new_ends)
+    )
 
 
 def configured_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -136,8 +138,8 @@ def template_ends(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None 
             continue
         for start, end in masked.spans[-1:]:
             text = masked.text[start:end].rstrip()
-            _, is_text, behind = text.rpartition(_TEXT)
-            tokens = encoder.plain([behind.lstrip() if is_text else text])[0]
+            _, is_text, after_text = text.rpartition(_TEXT)
+            tokens = encoder.plain([after_text.lstrip() if is_text else text])[0]
             ends += [token for token in (tokens[:1] if is_text else tokens[-1:]) if token in added]
     return list(dict.fromkeys(ends))
 
@@ -149,14 +151,14 @@ def taught_ends(
     trained in any document; else those that come last in a document and before no trained token (chats that were
     tokenised by someone else)."""
     trained, last, inside = set[int](), set[int](), set[int]()
-    for place in np.linspace(0, len(documents) - 1, min(len(documents), _LOOKED_AT)).astype(int) if documents else ():
-        document = documents[int(place)]
-        places = document.weights.nonzero()[:, 0]
-        if len(places):
-            tokens = document.tokens[places]
+    for index in np.linspace(0, len(documents) - 1, min(len(documents), _LOOKED_AT)).astype(int) if documents else ():
+        document = documents[int(index)]
+        positions = document.weights.nonzero()[:, 0]
+        if len(positions):
+            tokens = document.tokens[positions]
             trained.update(tokens.unique().tolist())
             last.add(int(tokens[-1]))
-            inside.update(tokens[:-1][places[1:] == places[:-1] + 1].unique().tolist())
+            inside.update(tokens[:-1][positions[1:] == positions[:-1] + 1].unique().tolist())
     by_template = [token for token in template_ends(tokenizer, encoding) if token in trained]
     return by_template or sorted((last & set(tokenizer.added_tokens_decoder)) - inside)
 

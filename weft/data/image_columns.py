@@ -70,11 +70,11 @@ class Video:
         return f"{len(self.frames)} frames" + (f" from {self.frames[0]}" if self.frames else "")
 
 
-def images_alone(seen: Sequence[Image | Video]) -> tuple[Image, ...]:
+def images_alone(media: Sequence[Image | Video]) -> tuple[Image, ...]:
     """The images of a chat; asserts that there are no videos."""
-    found = tuple(one for one in seen if isinstance(one, Image))
-    assert len(found) == len(seen), "videos are refused where messages are read"
-    return found
+    images = tuple(item for item in media if isinstance(item, Image))
+    assert len(images) == len(media), "videos are refused where messages are read"
+    return images
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,39 +118,43 @@ def take_images(
     for kind in marked:
         if not any(_places(message, kind) for message in messages):
             messages = _before_the_question(location, messages, kind, len(columns[kind]))
-    rest, places = {kind: iter(columns[kind]) for kind in _KINDS}, dict.fromkeys(_KINDS, 0)
-    taken, made = list[Image | Video](), list[Message]()
+    remaining, counts = {kind: iter(columns[kind]) for kind in _KINDS}, dict.fromkeys(_KINDS, 0)
+    media, result = list[Image | Video](), list[Message]()
     for number, message in enumerate(messages, start=1):
         content = message.get("content")
         if isinstance(content, str) and any(kind.mark in content for kind in marked):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list):
-            made.append(message)
+            result.append(message)
             continue
         bare = []
         for part in _parts(content, marked):
-            seen = _kind_of(part)
-            if seen is None:
+            part_kind = _find_kind(part)
+            if part_kind is None:
                 bare.append(part)
                 continue
-            own = seen.payload(part)
-            found = next(rest[seen], None) if own is None else seen.read(f"{location}: message {number}", part, folder)
-            places[seen] += own is None
-            taken += [] if found is None else [found]
-            bare.append({"type": seen.name})
-        made.append({**message, "content": bare})
+            payload = part_kind.payload(part)
+            item = (
+                next(remaining[part_kind], None)
+                if payload is None
+                else part_kind.read(f"{location}: message {number}", part, folder)
+            )
+            counts[part_kind] += payload is None
+            media += [] if item is None else [item]
+            bare.append({"type": part_kind.name})
+        result.append({**message, "content": bare})
     for kind in _KINDS:
-        _check_counts(location, row, kind, len(columns[kind]), places[kind])
-    return made, tuple(taken)
+        _check_counts(location, row, kind, len(columns[kind]), counts[kind])
+    return result, tuple(media)
 
 
-def _check_counts(location: str, row: Mapping[str, Any], kind: _MediaKind, found: int, places: int) -> None:
-    if found == places:
+def _check_counts(location: str, row: Mapping[str, Any], kind: _MediaKind, count: int, places: int) -> None:
+    if count == places:
         return
     name = kind.name
-    hint = "" if found or name not in row else f" Set {override('data.columns', {kind.column: name})}."
+    hint = "" if count or name not in row else f" Set {override('data.columns', {kind.column: name})}."
     raise UserError(
-        f"{location}: has {counted(found, name)} in `{kind.column}` and {counted(places, 'place')} "
+        f"{location}: has {counted(count, name)} in `{kind.column}` and {counted(places, 'place')} "
         f'for them ({kind.mark} in a text, or a part {{"type": "{name}"}} without its {name}): each needs one of '
         f"the other.{hint}"
     )
@@ -159,13 +163,13 @@ def _check_counts(location: str, row: Mapping[str, Any], kind: _MediaKind, found
 def _column(location: str, kind: _MediaKind, row: Mapping[str, Any], folder: str, marked: bool) -> list[Image | Video]:
     """The images or videos of their column. marked: whether the texts have places for them."""
     name = kind.name if row.get(kind.column) is None and marked else kind.column  # LLaVA's data have a column `image`
-    given = parse_json_list(location, name, row.get(name))
-    if given is None:
+    value = parse_json_list(location, name, row.get(name))
+    if value is None:
         return []
-    listed = list(given) if isinstance(given, list | tuple) else [given]
-    if any(one is None for one in listed):
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if any(item is None for item in items):
         raise UserError(f"{location}: `{kind.column}` holds null. Remove it, and its place in the text.")
-    return [kind.read(f"{location}: `{kind.column}`", one, folder) for one in listed]
+    return [kind.read(f"{location}: `{kind.column}`", item, folder) for item in items]
 
 
 def _places(message: Message, kind: _MediaKind) -> int:
@@ -174,17 +178,17 @@ def _places(message: Message, kind: _MediaKind) -> int:
     if isinstance(content, str):
         return content.count(kind.mark)
     parts = _parts(content, [kind]) if isinstance(content, list) else ()
-    return sum(_kind_of(part) is kind and kind.payload(part) is None for part in parts)
+    return sum(_find_kind(part) is kind and kind.payload(part) is None for part in parts)
 
 
 def _before_the_question(location: str, messages: Sequence[Message], kind: _MediaKind, count: int) -> list[Message]:
-    place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
-    if place is None:
+    index = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if index is None:
         raise UserError(f"{location}: has `{kind.column}`, and no message of the user to which they could belong.")
-    message, content = messages[place], messages[place].get("content")
+    message, content = messages[index], messages[index].get("content")
     texts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     parts = [*({"type": kind.name} for _ in range(count)), *texts]
-    return [*messages[:place], {**message, "content": parts}, *messages[place + 1 :]]
+    return [*messages[:index], {**message, "content": parts}, *messages[index + 1 :]]
 
 
 def _parts(content: Sequence[Any], marked: Sequence[_MediaKind]) -> Iterator[dict[str, Any]]:
@@ -201,49 +205,51 @@ def _parts(content: Sequence[Any], marked: Sequence[_MediaKind]) -> Iterator[dic
                 yield {"type": "text", "text": text}
 
 
-def _kind_of(part: Mapping[str, Any]) -> _MediaKind | None:
+def _find_kind(part: Mapping[str, Any]) -> _MediaKind | None:
     return next((kind for kind in _KINDS if part["type"] in kind.parts), None)
 
 
-def _image(location: str, given: Any, folder: str) -> Image:
-    if isinstance(given, Mapping):
-        found = next((key for key in ("bytes", *_IMAGE.keys) if given.get(key) is not None), None)
-        if found is not None:
-            if own := [key for key in _OF_EACH_IMAGE if given.get(key) is not None]:
+def _image(location: str, value: Any, folder: str) -> Image:
+    if isinstance(value, Mapping):
+        present_key = next((key for key in ("bytes", *_IMAGE.keys) if value.get(key) is not None), None)
+        if present_key is not None:
+            if unread := [key for key in _OF_EACH_IMAGE if value.get(key) is not None]:
                 raise UserError(
-                    f"{location}: `{own[0]}` of an image is not read: set data.image_pixels, for all images."
+                    f"{location}: `{unread[0]}` of an image is not read: set data.image_pixels, for all images."
                 )
-            return _image(location, given[found], folder)
-    if isinstance(given, bytes | bytearray | memoryview):
-        return Image(data=bytes(given))
-    if isinstance(given, str):
-        return _of_text(location, given, folder)
-    if _is_picture(given):
-        return Image(picture=given)
-    raise UserError(f"{location}: an image is {_FORMS}, not {_shown(given)}.")
+            return _image(location, value[present_key], folder)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Image(data=bytes(value))
+    if isinstance(value, str):
+        return _of_text(location, value, folder)
+    if _is_picture(value):
+        return Image(picture=value)
+    raise UserError(f"{location}: an image is {_FORMS}, not {_shown(value)}.")
 
 
-def _video(location: str, given: Any, folder: str) -> Video:
-    if isinstance(given, Mapping):
-        if own := [key for key in _OF_EACH_VIDEO if given.get(key) is not None]:
-            raise UserError(f"{location}: `{own[0]}` of a video is not read: set data.video, which is for all videos.")
-        found = next((key for key in ("bytes", *_VIDEO.keys) if given.get(key) is not None), None)
-        if found is not None:
-            inner = _video(location, given[found], folder)
-            return replace(inner, fps=_fps(location, given) or inner.fps)
-    if isinstance(given, list | tuple):
-        if len(given) < 2:
-            number = "one frame: write it as an image" if given else "no frames: remove it, and its place in the text"
+def _video(location: str, value: Any, folder: str) -> Video:
+    if isinstance(value, Mapping):
+        if unread := [key for key in _OF_EACH_VIDEO if value.get(key) is not None]:
+            raise UserError(
+                f"{location}: `{unread[0]}` of a video is not read: set data.video, which is for all videos."
+            )
+        present_key = next((key for key in ("bytes", *_VIDEO.keys) if value.get(key) is not None), None)
+        if present_key is not None:
+            inner = _video(location, value[present_key], folder)
+            return replace(inner, fps=_fps(location, value) or inner.fps)
+    if isinstance(value, list | tuple):
+        if len(value) < 2:
+            number = "one frame: write it as an image" if value else "no frames: remove it, and its place in the text"
             raise UserError(f"{location}: a video has {number}.")
-        return Video(frames=tuple(_image(f"{location}: a frame", frame, folder) for frame in given))
-    if isinstance(given, str | bytes | bytearray | memoryview) or _is_picture(given):
-        return Video(file=_image(location, given, folder))
-    raise UserError(f"{location}: a video is {_FORMS}, a folder, or a list of frames, not {_shown(given)}.")
+        return Video(frames=tuple(_image(f"{location}: a frame", frame, folder) for frame in value))
+    if isinstance(value, str | bytes | bytearray | memoryview) or _is_picture(value):
+        return Video(file=_image(location, value, folder))
+    raise UserError(f"{location}: a video is {_FORMS}, a folder, or a list of frames, not {_shown(value)}.")
 
 
-def _is_picture(given: Any) -> bool:
+def _is_picture(value: Any) -> bool:
     """Whether this is a PIL image, told without importing PIL, which may be missing."""
-    return hasattr(given, "convert") and hasattr(given, "size")
+    return hasattr(value, "convert") and hasattr(value, "size")
 
 
 def _fps(location: str, part: Mapping[str, Any]) -> float | None:

@@ -96,8 +96,8 @@ def load_pixels(image: Image, location: str, checks: ImageChecks) -> tuple[Any, 
     """(the image as a PIL image in RGB, its measurements). Raises BadRowError."""
     with open_image(image, location, checks) as (picture, size, changed):
         picture.load()
-        seen = to_rgb(_upright(picture))
-        return seen, MediaInfo(seen.height, seen.width, size, changed)
+        upright = to_rgb(_upright(picture))
+        return upright, MediaInfo(upright.height, upright.width, size, changed)
 
 
 def _orientation(picture: Any) -> Any:
@@ -133,9 +133,9 @@ def encode_picture(image: Image, location: str, checks: ImageChecks) -> Image:
     """A PIL image in memory encoded as PNG, after `pixels`; any other image unchanged. Raises BadRowError."""
     if image.picture is None:
         return image
-    held = io.BytesIO()
-    load_pixels(image, location, checks)[0].save(held, "PNG", compress_level=1)
-    return Image(data=held.getvalue())
+    buffer = io.BytesIO()
+    load_pixels(image, location, checks)[0].save(buffer, "PNG", compress_level=1)
+    return Image(data=buffer.getvalue())
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def open_image(image: Image, location: str, checks: ImageChecks) -> Iterator[tup
     need_pillow(name)
     try:
         if image.picture is not None:
-            yield _checked(image.picture.copy(), name, checks), _held(image.picture), 0
+            yield _checked(image.picture.copy(), name, checks), _pixel_bytes(image.picture), 0
             return
         if image.path is None:
             assert image.data is not None
@@ -155,9 +155,9 @@ def open_image(image: Image, location: str, checks: ImageChecks) -> Iterator[tup
             return
         if not os.path.exists(image.path):
             raise FileNotFoundError
-        found = regular_file(Path(image.path), "an image").stat()
+        stat = regular_file(Path(image.path), "an image").stat()
         with open(image.path, "rb") as file, _decoder(file) as picture:
-            yield _checked(picture, name, checks), found.st_size, found.st_mtime_ns
+            yield _checked(picture, name, checks), stat.st_size, stat.st_mtime_ns
     except UserError as error:
         raise error if isinstance(error, BadRowError) else BadRowError(f"{name}: {error}") from None
     except FileNotFoundError:
@@ -174,11 +174,11 @@ def open_image(image: Image, location: str, checks: ImageChecks) -> Iterator[tup
 def _decoder(file: Any) -> Any:
     from PIL import Image as Pil
 
-    return Pil.open(file, formats=_known())
+    return Pil.open(file, formats=_decodable_formats())
 
 
 @cache
-def _known() -> list[str]:
+def _decodable_formats() -> list[str]:
     """The formats that this Pillow was built with. Silences Pillow's warnings (about sizes, which weft checks itself,
     and damaged EXIF) for the whole process, because threads share the warning filters."""
     from PIL import Image as Pil
@@ -212,7 +212,7 @@ def check_size(size: tuple[int, int], name: str, checks: ImageChecks) -> None:
         raise BadRowError(f"{name}: has {width} x {height} pixels. Remove it.")
 
 
-def _held(picture: Any) -> int:
+def _pixel_bytes(picture: Any) -> int:
     """Bytes of its pixels."""
     width, height = picture.size
     return int(width * height * len(picture.getbands()))
@@ -255,11 +255,11 @@ class PromptImages:
     patches: int
     pairs: int
 
-    def followed_by(self, more: PromptImages) -> PromptImages:
-        """These images followed by the images of replies. more: the latter; its patches and pairs must already count
-        all images together, because processors pad the images of one document to the largest."""
-        both = (*self.images, *more.images), (*self.sizes, *more.sizes)
-        return PromptImages(self.location, *both, more.patches, more.pairs)
+    def followed_by(self, reply_images: PromptImages) -> PromptImages:
+        """These images followed by the images of replies. reply_images: the latter; its patches and pairs must already
+        count all images together, because processors pad the images of one document to the largest."""
+        joined = (*self.images, *reply_images.images), (*self.sizes, *reply_images.sizes)
+        return PromptImages(self.location, *joined, reply_images.patches, reply_images.pairs)
 
     @property
     def names(self) -> list[str]:
@@ -277,7 +277,7 @@ class PromptImages:
 
 # ---------------------------------------------------------------- where to find images again
 
-# A packed place: kind, height, width, bytes, a number (the modification time of the files; for a place in a row, the
+# A packed index: kind, height, width, bytes, a number (the modification time of the files; for a index in a row, the
 # position of the row), the index among the images of the row; for a video also the fields of its Clip.
 _HEAD, _CLIP = struct.Struct("<BIIQqI"), struct.Struct("<IdI")
 HEAD_BYTES = _HEAD.size + _CLIP.size
@@ -296,14 +296,14 @@ def identity(packed: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class MediaLocation:
     """Where to find an image or a video again. info: its measurements when it was tokenised. paths: of its file or
-    folder, or of its frames. data: a copy of its bytes. With neither, it is number `place` among the images of the row
+    folder, or of its frames. data: a copy of its bytes. With neither, it is number `index` among the images of the row
     at `position`."""
 
     info: MediaInfo
     paths: tuple[str, ...] = ()
     data: bytes | None = None
     position: int = 0
-    place: int = 0
+    index: int = 0
 
     @property
     def in_row(self) -> bool:
@@ -313,7 +313,7 @@ class MediaLocation:
     def source(self, row: Sequence[Image | Video]) -> Image | Video:
         """The image or video. row: all images and videos of its row; only used if in_row."""
         if self.in_row:
-            return row[self.place]
+            return row[self.index]
         clip, files = self.info.clip, [Image(path=path) for path in self.paths]
         file = Image(data=self.data) if self.data is not None else files[0]
         if clip is None:
@@ -326,39 +326,39 @@ class MediaLocation:
 
     def packed(self) -> bytes:
         """The bytes that a table stores."""
-        seen, clip = self.info, self.info.clip
+        info, clip = self.info, self.info.clip
         kind, tail = _ROW, b""
         if self.paths:
             kind, tail = _PATH, b"\0".join(os.fsencode(path) for path in self.paths)
         elif self.data is not None:
             kind, tail = _COPY, self.data
-        number = self.position if kind == _ROW else seen.changed
+        number = self.position if kind == _ROW else info.changed
         if clip is not None:
             kind = _FRAMES if len(self.paths) > 1 else kind + _VIDEO_PATH - _PATH
             tail = _CLIP.pack(clip.total, clip.fps, clip.num_frames) + tail
-        return _HEAD.pack(kind, seen.height, seen.width, seen.size, number, self.place) + tail
+        return _HEAD.pack(kind, info.height, info.width, info.size, number, self.index) + tail
 
     @classmethod
-    def of(cls, packed: bytes) -> MediaLocation:
+    def unpack(cls, packed: bytes) -> MediaLocation:
         """The inverse of `packed`."""
-        kind, height, width, size, number, place = _HEAD.unpack_from(packed)
+        kind, height, width, size, number, index = _HEAD.unpack_from(packed)
         tail, clip = packed[_HEAD.size :], None
         if kind in VIDEOS:
             clip, tail = Clip(*_CLIP.unpack_from(tail)), tail[_CLIP.size :]
         in_row = kind in (_ROW, _VIDEO_ROW)
-        seen = MediaInfo(height, width, size, 0 if in_row else number, clip)
+        info = MediaInfo(height, width, size, 0 if in_row else number, clip)
         if kind in FILES:
-            return cls(seen, tuple(os.fsdecode(path) for path in tail.split(b"\0")))
-        return cls(seen, position=number, place=place) if in_row else cls(seen, data=tail)
+            return cls(info, tuple(os.fsdecode(path) for path in tail.split(b"\0")))
+        return cls(info, position=number, index=index) if in_row else cls(info, data=tail)
 
 
 def file_state(paths: Sequence[str]) -> tuple[int, int] | None:
     """(total bytes, latest modification in nanoseconds) of files and of the files in folders; None if one is gone."""
     try:
-        found = [os.stat(file) for path in paths for file in files_of(path)]
+        stats = [os.stat(file) for path in paths for file in files_of(path)]
     except OSError:
         return None
-    return sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
+    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
 
 
 def files_of(path: str) -> list[str]:
@@ -375,25 +375,25 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 
 def locate_media(
-    location: str, seen: Image | Video, info: MediaInfo, position: int | None, place: int
+    location: str, media: Image | Video, info: MediaInfo, position: int | None, index: int
 ) -> MediaLocation:
     """The MediaLocation of an image or video. location: the name of its row, for messages. position: of the row, if the
-    row can be read again, else None. place: its index among the images of the row. Raises BadRowError if it could not
+    row can be read again, else None. index: its index among the images of the row. Raises BadRowError if it could not
     be found again."""
-    if isinstance(seen, Video) and seen.file is None:
-        if all(frame.path is not None for frame in seen.frames):
-            return MediaLocation(info, tuple(str(frame.path) for frame in seen.frames))
+    if isinstance(media, Video) and media.file is None:
+        if all(frame.path is not None for frame in media.frames):
+            return MediaLocation(info, tuple(str(frame.path) for frame in media.frames))
         if position is None:
             raise BadRowError(
                 f"{location}: its frames lie in a row that cannot be read again. Write the data as JSONL or Parquet, "
                 "or name files."
             )
-        return MediaLocation(info, position=position, place=place)
-    image = seen.file if isinstance(seen, Video) else seen
+        return MediaLocation(info, position=position, index=index)
+    image = media.file if isinstance(media, Video) else media
     assert image is not None
     if image.path is not None:
         return MediaLocation(info, (image.path,))
     if position is None or image.url is not None:
         assert image.data is not None
         return MediaLocation(info, data=image.data)
-    return MediaLocation(info, position=position, place=place)
+    return MediaLocation(info, position=position, index=index)

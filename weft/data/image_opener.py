@@ -23,27 +23,33 @@ class ImageOpener:
     def __init__(self, read: Callable[[], Images | None], room: int = _ROOM) -> None:
         """read: returns the image reader of the model, None for a text model; called at the first image, so that a
         process without images loads no tokenizer and no processor. room: bytes to keep."""
-        self._read, self._room, self._held = read, room, 0
+        self._read, self._room, self._used = read, room, 0
         self._images: Images | None = None
-        self._kept: OrderedDict[tuple[str, tuple[MediaInfo, ...], tuple[int, ...]], Media] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, tuple[MediaInfo, ...], tuple[int, ...]], Media] = OrderedDict()
 
-    def __call__(self, wanted: PromptImages) -> Media:
+    def __call__(self, images_of_prompt: PromptImages) -> Media:
         """The model's inputs for these images. Raises UserError if one has changed since the prompts were read."""
         self._images = self._images or self._read()
         assert self._images is not None, "prompts with images are refused by models of text"
         # Each sample of a prompt has its own images in environment replies: their bytes tell the samples apart.
-        key = wanted.location, wanted.sizes, tuple(hash(image.data) for image in wanted.images)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        images = list(zip(wanted.images, wanted.sizes, strict=True))
+        key = (
+            images_of_prompt.location,
+            images_of_prompt.sizes,
+            tuple(hash(image.data) for image in images_of_prompt.images),
+        )
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        images = list(zip(images_of_prompt.images, images_of_prompt.sizes, strict=True))
         with torch.inference_mode(False):  # an engine may open them first, and training needs them in a backward pass
-            inputs, patches = self._images.inputs(wanted.location, images)
-        assert patches == wanted.patches, f"{wanted.location}: {patches} patches of images, {wanted.patches} expected"
-        media = self._kept[key] = Media(inputs, patches, wanted.pairs)
-        self._held += _size(media)
-        while self._held > self._room and len(self._kept) > 1:
-            self._held -= _size(self._kept.popitem(last=False)[1])
+            inputs, patches = self._images.inputs(images_of_prompt.location, images)
+        assert patches == images_of_prompt.patches, (
+            f"{images_of_prompt.location}: {patches} patches of images, {images_of_prompt.patches} expected"
+        )
+        media = self._cache[key] = Media(inputs, patches, images_of_prompt.pairs)
+        self._used += _size(media)
+        while self._used > self._room and len(self._cache) > 1:
+            self._used -= _size(self._cache.popitem(last=False)[1])
         return media
 
 

@@ -27,7 +27,7 @@ from weft.errors import BadRowError, first_line
 from weft.version import __version__
 
 _SECONDS = 30.0  # the longest pause between two bytes
-_WHOLE = 60.0  # for the whole answer: a server may send one byte at a time
+_ANSWER_SECONDS = 60.0  # for the whole answer: a server may send one byte at a time
 _MOST_BYTES = 64 << 20
 _TRIES = 3
 _HANDLERS = (ProxyHandler, HTTPRedirectHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler)
@@ -76,31 +76,31 @@ def _read(url: str) -> bytes:
 
 # ---------------------------------------------------------------- a time limit for a whole answer
 
-_TOO_SLOW = f"it has not come within {_WHOLE:g} s"
+_TOO_SLOW = f"it has not come within {_ANSWER_SECONDS:g} s"
 
 
 @dataclass
 class _Connections:
     """The connections of one request. A timer ends them, because the timeout of a socket restarts at every byte."""
 
-    made: list[socket.socket] = field(default_factory=list)
+    sockets: list[socket.socket] = field(default_factory=list)
     ended: bool = False
 
     def add(self, connection: socket.socket) -> None:
-        self.made.append(connection.dup())  # TLS takes over the descriptor of the original
+        self.sockets.append(connection.dup())  # TLS takes over the descriptor of the original
         if self.ended:
             self.end()
 
     def end(self) -> None:
         self.ended = True
-        for connection in self.made:
+        for connection in self.sockets:
             with suppress(OSError):  # already closed
                 connection.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def ended_in_time(self) -> Iterator[None]:
         """Raises TimeoutError if the body takes longer than _WHOLE seconds, instead of the body's own network error."""
-        timer = threading.Timer(_WHOLE, self.end)
+        timer = threading.Timer(_ANSWER_SECONDS, self.end)
         timer.daemon = True
         timer.start()
         try:
@@ -110,7 +110,7 @@ class _Connections:
                 raise
         finally:
             timer.cancel()
-            for connection in self.made:
+            for connection in self.sockets:
                 connection.close()
         if self.ended:
             raise TimeoutError(_TOO_SLOW)

@@ -88,8 +88,8 @@ class Images:
     @property
     def placeholders(self) -> tuple[int, ...]:
         """The token ids that stand for images and videos, which no answer may contain."""
-        known = self._tokenizer.get_vocab()
-        return tuple(known[mark] for mark in self.marks if mark in known)
+        vocab = self._tokenizer.get_vocab()
+        return tuple(vocab[mark] for mark in self.marks if mark in vocab)
 
     def processor(self) -> ImageProcessor:
         """The model's processor. Raises UserError if there is none."""
@@ -117,18 +117,18 @@ class Images:
         if self.problem:
             raise UserError(f"{record.location}: has images. {self.problem}")
         names = _names(record.location, record.images)
-        found, sizes = list[Image | Video](), list[MediaInfo]()
-        for seen, name in zip(record.images, names, strict=True):
-            if isinstance(seen, Video):
+        fetched, sizes = list[Image | Video](), list[MediaInfo]()
+        for media, name in zip(record.images, names, strict=True):
+            if isinstance(media, Video):
                 self._check_videos(name)
-                file = None if seen.file is None else fetch_image(seen.file, name, self.checks.fetch)
-                found.append(replace(seen, file=file))
-                sizes.append(measure_video(replace(seen, file=file), name, self.checks))
+                file = None if media.file is None else fetch_image(media.file, name, self.checks.fetch)
+                fetched.append(replace(media, file=file))
+                sizes.append(measure_video(replace(media, file=file), name, self.checks))
             else:
-                image = fetch_image(seen, name, self.checks.fetch)
-                found.append(image)
+                image = fetch_image(media, name, self.checks.fetch)
+                fetched.append(image)
                 sizes.append(measure_image(image, name, self.checks))
-        return replace(record, images=tuple(found)), sizes
+        return replace(record, images=tuple(fetched)), sizes
 
     def _check_videos(self, name: str) -> None:
         if not self.video_placeholder:
@@ -148,7 +148,7 @@ class Images:
                         "<image> in the text for each, and so do videos with <video>."
                     )
 
-    def place(self, record: Record, chat: MaskedText, sizes: Sequence[MediaInfo]) -> ExpandedText:
+    def expand(self, record: Record, chat: MaskedText, sizes: Sequence[MediaInfo]) -> ExpandedText:
         """The text with each placeholder expanded; the expansion is never trained. sizes: measurements of the record's
         images and videos. Raises BadRowError."""
         places = self._places(record, chat.text)
@@ -163,12 +163,12 @@ class Images:
             raise BadRowError(
                 f"{record.location}: the model's processor refuses images of {shown} pixels: {first_line(error)}."
             ) from error
-        found = (
-            locate_media(record.location, seen, size, record.position, number)
-            for number, (seen, size) in enumerate(zip(record.images, sizes, strict=True))
+        locations = (
+            locate_media(record.location, media, size, record.position, number)
+            for number, (media, size) in enumerate(zip(record.images, sizes, strict=True))
         )
         placed, replaced = expand_placeholders(chat, places, layout.texts)
-        return ExpandedText(placed, replaced, tuple(found), layout.patches, layout.pairs)
+        return ExpandedText(placed, replaced, tuple(locations), layout.patches, layout.pairs)
 
     def _places(self, record: Record, text: str) -> list[Span]:
         """The span of each placeholder in a rendering. Raises BadRowError if their kinds and order are not those of the
@@ -176,15 +176,18 @@ class Images:
         marks = {mark: kind for mark, kind in ((self.placeholder, Image), (self.video_placeholder, Video)) if mark}
         if not marks:
             return []
-        found = [(m.span(), marks[m.group()]) for m in re.finditer("|".join(map(re.escape, marks)), text)]
-        if [kind for _, kind in found] == [type(seen) for seen in record.images]:
-            return [span for span, _ in found]
+        matches = [(m.span(), marks[m.group()]) for m in re.finditer("|".join(map(re.escape, marks)), text)]
+        if [kind for _, kind in matches] == [type(media) for media in record.images]:
+            return [span for span, _ in matches]
         for mark, kind in marks.items():
             name = "image" if kind is Image else "video"
-            count, own = sum(one is kind for _, one in found), sum(isinstance(seen, kind) for seen in record.images)
-            if count != own:
+            count, expected = (
+                sum(match_kind is kind for _, match_kind in matches),
+                sum(isinstance(media, kind) for media in record.images),
+            )
+            if count != expected:
                 raise BadRowError(
-                    f"{record.location}: has {own} {name}s, and the chat template writes {count} places for them "
+                    f"{record.location}: has {expected} {name}s, and the chat template writes {count} places for them "
                     f"({mark}). Set data.chat_template to one that renders parts of type {name}."
                 )
         raise BadRowError(
@@ -192,51 +195,51 @@ class Images:
             "data.chat_template to one that keeps their order."
         )
 
-    def prompt(self, location: str, text: str, given: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
+    def prompt(self, location: str, text: str, images: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
         """(a rendered prompt with placeholders expanded, its images or None). Raises UserError if an image cannot be
         opened, or the text does not have one place for each."""
-        record, sizes = self.read_one(Record(location, "messages", {}, given))
-        placed = self.place(record, MaskedText(text, ()), sizes)
+        record, sizes = self.read_one(Record(location, "messages", {}, images))
+        placed = self.expand(record, MaskedText(text, ()), sizes)
         shown = images_alone(record.images)
-        found = PromptImages(location, shown, tuple(sizes), placed.patches, placed.pairs) if given else None
-        return placed.chat.text, found
+        prompt_images = PromptImages(location, shown, tuple(sizes), placed.patches, placed.pairs) if images else None
+        return placed.chat.text, prompt_images
 
     def reply(
         self,
         location: str,
         text: str,
-        given: tuple[Image, ...],
+        images: tuple[Image, ...],
         before: PromptImages | None,
         replied: PromptImages | None,
     ) -> tuple[str, PromptImages | None]:
         """(a rendered reply with placeholders expanded, the images of all replies so far). before, replied: the images
         of the prompt, and of earlier replies. Raises UserError as `prompt` does."""
-        given = tuple(encode_picture(image, f"{location}: image", self.checks) for image in given)
-        text, new = self.prompt(location, text, given)
+        images = tuple(encode_picture(image, f"{location}: image", self.checks) for image in images)
+        text, new = self.prompt(location, text, images)
         if new is None:
             return text, replied
-        own = new if replied is None else replied.followed_by(new)
-        whole = own if before is None else before.followed_by(own)
-        layout = self.processor().layout(tuple(size.shape for size in whole.sizes))
-        return text, replace(own, patches=layout.patches, pairs=layout.pairs)
+        all_replied = new if replied is None else replied.followed_by(new)
+        all_images = all_replied if before is None else before.followed_by(all_replied)
+        layout = self.processor().layout(tuple(size.shape for size in all_images.sizes))
+        return text, replace(all_replied, patches=layout.patches, pairs=layout.pairs)
 
     def inputs(self, location: str, images: Sequence[tuple[Image | Video, MediaInfo]]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for a document's images and videos, the number of their patches). Raises UserError if one
         has changed since it was tokenised."""
         processor, pictures, videos = self.processor(), list[Any](), list[tuple[list[Any], Clip]]()
         names = _names(location, [image for image, _ in images])
-        for name, (image, was) in zip(names, images, strict=True):
+        for name, (image, expected) in zip(names, images, strict=True):
             if isinstance(image, Video):
-                frames, seen = sample_frames(image, name, self.checks, lambda found: processor.resizing(found.shape))
-                videos += [] if seen.clip is None else [(frames, seen.clip)]
+                frames, info = sample_frames(image, name, self.checks, lambda info: processor.resizing(info.shape))
+                videos += [] if info.clip is None else [(frames, info.clip)]
             else:
-                picture, seen = load_pixels(image, name, self.checks)
+                picture, info = load_pixels(image, name, self.checks)
                 pictures.append(picture)
-            if seen != was:
+            if info != expected:
                 raise UserError(
-                    f"{name} ({image}): has changed since the data were read: it is {seen.width} x {seen.height} "
-                    f"pixels in {seen.size:,} bytes, and was {was.width} x {was.height} in {was.size:,}. Start again "
-                    "when nothing writes to it."
+                    f"{name} ({image}): has changed since the data were read: it is {info.width} x {info.height} "
+                    f"pixels in {info.size:,} bytes, and was {expected.width} x {expected.height} in "
+                    f"{expected.size:,}. Start again when nothing writes to it."
                 )
         return processor.inputs(pictures, videos)
 
@@ -260,8 +263,8 @@ def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 
 def frame_sampling(video: Mapping[str, float]) -> Sampling:
     """data.video as a Sampling."""
-    given = {name: int(video[name]) for name in ("min_frames", "max_frames") if name in video}
-    return replace(Sampling(float(video.get("fps", Sampling().fps))), **given)
+    limits = {name: int(video[name]) for name in ("min_frames", "max_frames") if name in video}
+    return replace(Sampling(float(video.get("fps", Sampling().fps))), **limits)
 
 
 def text_model_error(location: str) -> BadRowError:
@@ -302,9 +305,9 @@ def texts_of(value: Any) -> Iterator[str]:
             yield from texts_of(item)
 
 
-def _names(location: str, seen: Sequence[Image | Video]) -> list[str]:
+def _names(location: str, count: Sequence[Image | Video]) -> list[str]:
     """The names of a document's images and videos in messages."""
-    kinds = ["video" if isinstance(one, Video) else "image" for one in seen]
-    numbers = [kinds[: place + 1].count(kind) for place, kind in enumerate(kinds)]
-    of = {kind: "" if kinds.count(kind) == 1 else f" {{}} of {kinds.count(kind)}" for kind in kinds}
-    return [f"{location}: {kind}{of[kind].format(number)}" for kind, number in zip(kinds, numbers, strict=True)]
+    kinds = ["video" if isinstance(media, Video) else "image" for media in count]
+    numbers = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
+    total = {kind: "" if kinds.count(kind) == 1 else f" {{}} of {kinds.count(kind)}" for kind in kinds}
+    return [f"{location}: {kind}{total[kind].format(number)}" for kind, number in zip(kinds, numbers, strict=True)]

@@ -25,32 +25,32 @@ class TableSelection:
 
     table: TokenTable
     source: str
-    kept: Array
+    indices: Array
     lengths: Array
     dropped: int = 0
 
     @property
     def truncated(self) -> int:
-        return int((self.lengths < self.table.lengths[self.kept]).sum())
+        return int((self.lengths < self.table.lengths[self.indices]).sum())
 
     @cached_property
     def losses(self) -> Array:
         """Trained tokens of each document. The first token of a document does not count: nothing predicts it."""
-        losses = self.table.losses[self.kept].astype(np.int64)
-        for place in np.flatnonzero(self.lengths < self.table.lengths[self.kept]):
-            losses[place] = self.table.losses_of(int(self.kept[place]), int(self.lengths[place]))
+        losses = self.table.losses[self.indices].astype(np.int64)
+        for index in np.flatnonzero(self.lengths < self.table.lengths[self.indices]):
+            losses[index] = self.table.losses_of(int(self.indices[index]), int(self.lengths[index]))
         return losses
 
     def only(self, chosen: Array) -> TableSelection:
         """The selection reduced to the documents where the mask `chosen` is true."""
-        return replace(self, kept=self.kept[chosen], lengths=self.lengths[chosen])
+        return replace(self, indices=self.indices[chosen], lengths=self.lengths[chosen])
 
     def digest(self) -> str:
         """Digest of the documents after truncation and dropping."""
-        if len(self.kept) == len(self.table) and not self.truncated:
+        if len(self.indices) == len(self.table) and not self.truncated:
             return self.table.digest
         digest = Digest()
-        for index, length in zip(self.kept, self.lengths, strict=True):
+        for index, length in zip(self.indices, self.lengths, strict=True):
             digest.update(*self.table.tokens(int(index), int(length)), np.array([length]))
             digest.update_images(*self.table.media_of(int(index)))
         return digest.hexdigest()
@@ -89,16 +89,16 @@ class Limits:
         """The documents of a table that are trained on."""
         good = table.losses > 0 if self.drop_untrained else np.ones(len(table), bool)
         short = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
-        kept = np.flatnonzero(good & short)
+        selected = np.flatnonzero(good & short)
         dropped = int((good & ~short).sum())
-        return TableSelection(table, source, kept, np.minimum(table.lengths[kept], self.max_length), dropped)
+        return TableSelection(table, source, selected, np.minimum(table.lengths[selected], self.max_length), dropped)
 
     def _refuse_long(self, tables: Sequence[TokenTable]) -> None:
         count = sum(int((table.lengths > self.max_length).sum()) for table in tables)
         if not count:
             return
         table = max(tables, key=_longest)
-        length, of = _longest(table), sum(len(table) for table in tables)
+        length, total = _longest(table), sum(len(table) for table in tables)
         if self.key == "step.max_tokens_per_device":
             fix = f"Set step.max_tokens_per_device to at least {length} if memory allows"
         elif self.key == _OVER_CP:
@@ -106,7 +106,7 @@ class Limits:
         else:
             fix = f"Set {self.key} to at least {length} (step.max_tokens_per_device must be as large)"
         raise UserError(
-            f"{table.row_name(int(table.lengths.argmax()))}: {count:,} of {of:,} documents are longer than "
+            f"{table.row_name(int(table.lengths.argmax()))}: {count:,} of {total:,} documents are longer than "
             f"{self.max_length} tokens ({self.key}); this is the longest, with {length}. {fix}, or set "
             "data.long_documents to truncate or drop."
         )
@@ -157,10 +157,10 @@ def _check_ids(table: TokenTable, vocab_size: int | None) -> None:
     if vocab_size is None or table.largest < vocab_size:
         return
     index = table.first_with(vocab_size)
-    found = int(table.tokens(index, int(table.lengths[index]))[0].max())
-    says = "it has" if table.format(index) == "input_ids" else "the tokenizer gives"
+    token = int(table.tokens(index, int(table.lengths[index]))[0].max())
+    giver = "it has" if table.format(index) == "input_ids" else "the tokenizer gives"
     raise UserError(
-        f"{table.row_name(index)}: {says} id {found}, but the model's vocabulary has {vocab_size} "
+        f"{table.row_name(index)}: {giver} id {token}, but the model's vocabulary has {vocab_size} "
         f"(ids 0 to {vocab_size - 1}). Tokenizer and model of model.path do not belong together: use the "
         "model's own tokenizer, or resize the model's embeddings."
     )
@@ -171,9 +171,11 @@ def check_trained(tables: Sequence[TokenTable]) -> None:
     empty = [(table, int(index)) for table in tables for index in np.flatnonzero(table.losses == 0)]
     if not empty:
         return
-    (table, index), (last, at) = empty[0], empty[-1]
-    others = f" So it is with {len(empty) - 1:,} more, the last at {last.row_name(at)}." if len(empty) > 1 else ""
-    raise with_skip_advice(UserError(_untrained(table, index, others)))
+    (table, index), (last, last_index) = empty[0], empty[-1]
+    more_text = (
+        f" So it is with {len(empty) - 1:,} more, the last at {last.row_name(last_index)}." if len(empty) > 1 else ""
+    )
+    raise with_skip_advice(UserError(_untrained(table, index, more_text)))
 
 
 def bad_rows(table: TokenTable) -> list[BadRow]:
@@ -182,9 +184,9 @@ def bad_rows(table: TokenTable) -> list[BadRow]:
     return sorted([*table.bad, *((int(table.numbers[index]), _untrained(table, index)) for index in empty)])
 
 
-def _untrained(table: TokenTable, index: int, others: str = "") -> str:
+def _untrained(table: TokenTable, index: int, more_text: str = "") -> str:
     if table.format(index) in ("text", "input_ids"):
         advice = "Give it more text" if table.format(index) == "text" else "Give it a label that is not -100"
     else:
         advice = "Give it a message of the assistant that is not `train: false`, or a completion"
-    return f"{table.row_name(index)}: no token of this document is trained.{others} {advice}, or remove it."
+    return f"{table.row_name(index)}: no token of this document is trained.{more_text} {advice}, or remove it."

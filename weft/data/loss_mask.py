@@ -82,63 +82,63 @@ class AssistantMasks:
             return MaskedText(rendering.text, tuple(span for message in spans.values() for span in message))
         if not rendering.regions and not rendering.scattered:
             text, compared = MasksByComparison(self.template, self.specials, self.added, chat, kwargs).find()
-            spans = {place: [span] for place, span in zip(chat.trained, compared, strict=True)}
+            spans = {index: [span] for index, span in zip(chat.trained, compared, strict=True)}
             TextChecks(self.template, chat, kwargs, rendering, spans).run()
             return MaskedText(text, compared)
-        for place in chat.trained:
-            (start, end), ending = self._answer(chat, kwargs, rendering, place)
+        for index in chat.trained:
+            (start, end), ending = self._answer(chat, kwargs, rendering, index)
             text += ending  # only of the last answer: the template writes this end of turn with the next question
-            spans[place] = [(start, end + len(ending))]
+            spans[index] = [(start, end + len(ending))]
         TextChecks(self.template, chat, kwargs, rendering, spans).run()
         return MaskedText(text, tuple(span for [span] in spans.values()))
 
-    def whole(self, chat: ChatInput, kwargs: Mapping[str, Any]) -> MaskedText:
+    def mask_all(self, chat: ChatInput, kwargs: Mapping[str, Any]) -> MaskedText:
         """The conversation's text, with one trained span over all of it. Raises Lost, and RenderError."""
         rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
         TextChecks(self.template, chat, kwargs, rendering, {}).run()
         return MaskedText(rendering.text, ((0, len(rendering.text)),))
 
-    def _answer(self, chat: ChatInput, kwargs: Mapping[str, Any], rendering: Rendering, place: int) -> tuple[Span, str]:
-        """(trained span of the answer at index `place`, the end of turn to append to the text; "" if it has one)."""
-        if place in rendering.scattered:
-            raise AmbiguousAnswerError(f"message {place + 1} is rendered in several pieces", rendering)
-        if place not in rendering.regions:
-            raise AmbiguousAnswerError(f"the template does not render message {place + 1}", rendering)
-        start, end = rendering.regions[place]
-        turns = self._around(chat, kwargs, place)
-        header = _header(rendering.of(place), turns)
+    def _answer(self, chat: ChatInput, kwargs: Mapping[str, Any], rendering: Rendering, index: int) -> tuple[Span, str]:
+        """(trained span of the answer at index `index`, the end of turn to append to the text; "" if it has one)."""
+        if index in rendering.scattered:
+            raise AmbiguousAnswerError(f"message {index + 1} is rendered in several pieces", rendering)
+        if index not in rendering.regions:
+            raise AmbiguousAnswerError(f"the template does not render message {index + 1}", rendering)
+        start, end = rendering.regions[index]
+        turns = self._around(chat, kwargs, index)
+        header = _header(rendering.region_text(index), turns)
         if header is None:  # the examples that the format was learned from do not cover this conversation
-            turns = self._study(chat, kwargs, place)
-            header = _header(rendering.of(place), turns)
+            turns = self._study(chat, kwargs, index)
+            header = _header(rendering.region_text(index), turns)
         if header is None:
             raise AmbiguousAnswerError(
-                f"message {place + 1} does not begin as the template begins an answer", rendering
+                f"message {index + 1} does not begin as the template begins an answer", rendering
             )
         start += len(header)
         if any(turns.closings):
-            text = rendering.of(place).rstrip()
+            text = rendering.region_text(index).rstrip()
             if text.endswith((*filter(None, turns.closings), *self.specials)):
-                return (start, rendering.regions[place][0] + len(text)), ""
+                return (start, rendering.regions[index][0] + len(text)), ""
             if end == len(rendering.text) and "" in turns.closings:
                 return (start, end), next(filter(None, turns.closings))
-            raise AmbiguousAnswerError(f"message {place + 1} does not end as the template ends an answer", rendering)
+            raise AmbiguousAnswerError(f"message {index + 1} does not end as the template ends an answer", rendering)
         follower = self._follower(rendering.text, end, turns.headers)
         if follower is not None:
             return (start, end + len(follower)), ""
         if end == len(rendering.text) and turns.follower:
             return (start, end), turns.follower
         raise AmbiguousAnswerError(
-            f"no special token ends message {place + 1}, so that a model would never stop", rendering
+            f"no special token ends message {index + 1}, so that a model would never stop", rendering
         )
 
-    def _around(self, chat: ChatInput, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
-        """The turn format of the answer at index `place`: learned once for answers to tool results and once for others;
+    def _around(self, chat: ChatInput, kwargs: Mapping[str, Any], index: int) -> TurnFormat:
+        """The turn format of the answer at index `index`: learned once for answers to tool results and once for others;
         from this conversation if the template rejects the examples."""
-        after_tool = place > 0 and chat.messages[place - 1]["role"] in _TOOL_ROLES
+        after_tool = index > 0 and chat.messages[index - 1]["role"] in _TOOL_ROLES
         key = after_tool, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
         if key not in self._turns:
             self._turns[key] = self._learn(after_tool, kwargs)
-        return self._turns[key] or self._study(chat, kwargs, place)
+        return self._turns[key] or self._study(chat, kwargs, index)
 
     def _learn(self, after_tool: bool, kwargs: Mapping[str, Any]) -> TurnFormat | None:
         """The turn format in the middle and at the end of example conversations; None if the template rejects all."""
@@ -146,67 +146,67 @@ class AssistantMasks:
         middle = ChatInput([*before, _ANSWER, _USER, _ANSWER], None, {}, ())
         last = ChatInput([*before, _ANSWER], None, {}, ())
         longer = ChatInput([_USER, _ANSWER, *before, _ANSWER], None, {}, ())
-        found = []
-        for chat, place in ((middle, len(before)), (last, len(before)), (longer, len(before) + 2)):
+        formats = []
+        for chat, index in ((middle, len(before)), (last, len(before)), (longer, len(before) + 2)):
             try:
-                found.append(self._study(chat, kwargs, place))
+                formats.append(self._study(chat, kwargs, index))
             except (AmbiguousAnswerError, RenderError):
                 continue
-        if not found:
+        if not formats:
             return None
-        headers = {header for turns in found for header in turns.headers}
+        headers = {header for turns in formats for header in turns.headers}
         return TurnFormat(
             tuple(sorted(headers, key=len, reverse=True)),
-            tuple(dict.fromkeys(closing for turns in found for closing in turns.closings)),
-            next((turns.follower for turns in found if turns.follower), ""),
+            tuple(dict.fromkeys(closing for turns in formats for closing in turns.closings)),
+            next((turns.follower for turns in formats if turns.follower), ""),
         )
 
-    def _study(self, chat: ChatInput, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
-        """The turn format of the answer at index `place` of a conversation. Raises AmbiguousAnswerError."""
-        marked = chat.replaced(place, content=SENTINEL, reasoning_content=None, thinking=None, tool_calls=None)
+    def _study(self, chat: ChatInput, kwargs: Mapping[str, Any], index: int) -> TurnFormat:
+        """The turn format of the answer at index `index` of a conversation. Raises AmbiguousAnswerError."""
+        marked = chat.replaced(index, content=SENTINEL, reasoning_content=None, thinking=None, tool_calls=None)
         full = self.template.render(marked.messages, kwargs, tools=chat.tools)
         try:
-            asked = self.template.render(chat.messages[:place], kwargs, tools=chat.tools, ask=True)
+            prompted = self.template.render(chat.messages[:index], kwargs, tools=chat.tools, ask=True)
         except RenderError as error:
             raise AmbiguousAnswerError(
-                f"the template does not render what stands before message {place + 1}: {error}", full
+                f"the template does not render what stands before message {index + 1}: {error}", full
             ) from error
-        start, end = full.regions.get(place, (0, 0))
-        at = full.text.find(SENTINEL)
-        if full.text.count(SENTINEL) != 1 or not start <= at < end:
+        start, end = full.regions.get(index, (0, 0))
+        sentinel_at = full.text.find(SENTINEL)
+        if full.text.count(SENTINEL) != 1 or not start <= sentinel_at < end:
             raise AmbiguousAnswerError(
-                f"the text of message {place + 1} is not where the template renders this message", full
+                f"the text of message {index + 1} is not where the template renders this message", full
             )
         # The prompt may be written behind the loop over messages, or in it, while the loop is at the last message.
-        if asked.text.startswith(full.text[:start]):
-            prompt = asked.text[start:]
-        elif place - 1 in asked.regions:
-            prompt = self._prompt_behind(chat, kwargs, place - 1, asked)
+        if prompted.text.startswith(full.text[:start]):
+            prompt = prompted.text[start:]
+        elif index - 1 in prompted.regions:
+            prompt = self._prompt_behind(chat, kwargs, index - 1, prompted)
         else:
             raise AmbiguousAnswerError(
-                f"the template renders messages 1 to {place} otherwise when they are alone", asked
+                f"the template renders messages 1 to {index} otherwise when they are alone", prompted
             )
-        header = common_header(full.text[start:at], prompt, (*self.specials, *self.added))
+        header = common_header(full.text[start:sentinel_at], prompt, (*self.specials, *self.added))
         if prompt and not header:
             raise AmbiguousAnswerError(
-                f"message {place + 1} does not begin with the generation prompt {prompt!r}", full
+                f"message {index + 1} does not begin with the generation prompt {prompt!r}", full
             )
-        closing = full.text[at + len(SENTINEL) : end].rstrip()
+        closing = full.text[sentinel_at + len(SENTINEL) : end].rstrip()
         headers = tuple(dict.fromkeys((prompt, header)))
         return TurnFormat(headers, (closing,), "" if closing else self._follower(full.text, end, headers) or "")
 
-    def _prompt_behind(self, chat: ChatInput, kwargs: Mapping[str, Any], place: int, asked: Rendering) -> str:
-        """The generation prompt that follows message `place`, the last one of the rendering `asked`."""
-        behind = asked.text[asked.regions[place][1] :]
-        plain = self.template.render(chat.messages[: place + 1], kwargs, tools=chat.tools).of(place)
-        inside = asked.of(place)
-        return inside[len(plain) :] + behind if plain and inside.startswith(plain) else behind
+    def _prompt_behind(self, chat: ChatInput, kwargs: Mapping[str, Any], index: int, prompted: Rendering) -> str:
+        """The generation prompt that follows message `index`, the last one of the rendering `prompted`."""
+        after = prompted.text[prompted.regions[index][1] :]
+        plain = self.template.render(chat.messages[: index + 1], kwargs, tools=chat.tools).region_text(index)
+        inside = prompted.region_text(index)
+        return inside[len(plain) :] + after if plain and inside.startswith(plain) else after
 
     def _follower(self, text: str, end: int, headers: Sequence[str]) -> str | None:
         """The special token at `end`, which begins the next turn and so ends this one; None if answers begin with it,
         too."""
-        found = next((token for token in self.specials if text.startswith(token, end)), None)
-        return None if found is None or any(found in header for header in headers) else found
+        special = next((token for token in self.specials if text.startswith(token, end)), None)
+        return None if special is None or any(special in header for header in headers) else special
 
 
 def _header(text: str, turns: TurnFormat) -> str | None:
@@ -267,47 +267,47 @@ class MasksByComparison:
         self._tokens = (*specials, *added)
         self._special, self._any = _any_of(specials), _any_of(self._tokens)
         self.text = self._render(chat)
-        self._hulls = {place: self._hull(place) for place in range(len(chat.messages))}
+        self._hulls = {index: self._hull(index) for index in range(len(chat.messages))}
 
     def find(self) -> tuple[str, tuple[Span, ...]]:
         """(text, trained spans). The text is the rendering; an end of turn is appended if the last answer lacks one.
         Raises AmbiguousAnswerError."""
         text, spans = self.text, []
-        for place in self._chat.trained:
-            start, end = self._start(place), self._end(place)
+        for index in self._chat.trained:
+            start, end = self._start(index), self._end(index)
             if end is None:
                 ending = next(iter(self._closings()), None)
                 if ending is None:
-                    raise self._unclear(f"no special token ends message {place + 1}, so that a model would never stop")
+                    raise self._unclear(f"no special token ends message {index + 1}, so that a model would never stop")
                 text, end = self.text + ending, len(self.text) + len(ending)
             spans.append((start, end))
         return text, tuple(spans)
 
-    def _start(self, place: int) -> int:
-        """The position after the generation prompt of the answer at index `place`. Raises AmbiguousAnswerError."""
-        first, last = self._bounds(place)[0], self._place(place)[0]
-        prompt = self._template.render(self._chat.messages[:place], self._kwargs, tools=self._chat.tools, ask=True).text
+    def _start(self, index: int) -> int:
+        """The position after the generation prompt of the answer at index `index`. Raises AmbiguousAnswerError."""
+        first, last = self._bounds(index)[0], self._span(index)[0]
+        prompt = self._template.render(self._chat.messages[:index], self._kwargs, tools=self._chat.tools, ask=True).text
         if self.text.startswith(prompt) and first <= len(prompt) <= last:
             return len(prompt)
         for token in reversed(list(self._any.finditer(prompt))):
-            at = self.text.rfind(token.group(), first, last)
-            if at >= 0:
-                return at + len(common_header(self.text[at:last], prompt[token.start() :], self._tokens))
-        raise self._unclear(f"nothing before message {place + 1} looks like the generation prompt")
+            header_at = self.text.rfind(token.group(), first, last)
+            if header_at >= 0:
+                return header_at + len(common_header(self.text[header_at:last], prompt[token.start() :], self._tokens))
+        raise self._unclear(f"nothing before message {index + 1} looks like the generation prompt")
 
-    def _end(self, place: int) -> int | None:
+    def _end(self, index: int) -> int | None:
         """The position after the token that ends the turn; None if the text ends without one. Raises
         AmbiguousAnswerError."""
-        own, limit = self._place(place)[1], self._bounds(place)[1]
-        found = [match for match in self._special.finditer(self.text, own) if match.start() <= limit]
-        if not found:
-            if self.text[own:].strip():
-                raise self._unclear(f"no special token ends message {place + 1}, so that a model would never stop")
+        text_end, limit = self._span(index)[1], self._bounds(index)[1]
+        matches = [match for match in self._special.finditer(self.text, text_end) if match.start() <= limit]
+        if not matches:
+            if self.text[text_end:].strip():
+                raise self._unclear(f"no special token ends message {index + 1}, so that a model would never stop")
             return None
-        if "tool_calls" in self._chat.messages[place]:  # calls may contain other special tokens
+        if "tool_calls" in self._chat.messages[index]:  # calls may contain other special tokens
             closings = self._closings()
-            return next((match for match in found if match.group() in closings), found[0]).end()
-        return found[0].end()
+            return next((match for match in matches if match.group() in closings), matches[0]).end()
+        return matches[0].end()
 
     def _closings(self) -> list[str]:
         """The special tokens that end an answer, in the middle of a conversation and at its end."""
@@ -319,52 +319,52 @@ class MasksByComparison:
             out += [match.group()] if match else []
         return out
 
-    def _place(self, place: int) -> Span:
-        hull = self._hulls[place]
+    def _span(self, index: int) -> Span:
+        hull = self._hulls[index]
         if hull is None:
-            raise self._unclear(f"the template does not render message {place + 1}")
+            raise self._unclear(f"the template does not render message {index + 1}")
         return hull
 
-    def _bounds(self, place: int) -> Span:
+    def _bounds(self, index: int) -> Span:
         """(end of the previous message, start of the next one). Raises AmbiguousAnswerError if the messages overlap."""
-        before = [hull[1] for i, hull in self._hulls.items() if hull is not None and i < place]
-        behind = [hull[0] for i, hull in self._hulls.items() if hull is not None and i > place]
-        first, last = max(before, default=0), min(behind, default=len(self.text))
-        start, end = self._place(place)
+        ends_before = [hull[1] for i, hull in self._hulls.items() if hull is not None and i < index]
+        starts_after = [hull[0] for i, hull in self._hulls.items() if hull is not None and i > index]
+        first, last = max(ends_before, default=0), min(starts_after, default=len(self.text))
+        start, end = self._span(index)
         if not first <= start <= end <= last:
-            raise self._unclear(f"the template does not render message {place + 1} between its neighbours")
+            raise self._unclear(f"the template does not render message {index + 1} between its neighbours")
         return first, last
 
-    def _hull(self, place: int) -> Span | None:
+    def _hull(self, index: int) -> Span | None:
         """The smallest span that contains every text of a message; None if the template writes none of them."""
-        spans = [span for other in self._variants(place) if (span := self._changed(other, place)) is not None]
+        spans = [span for variant in self._variants(index) if (span := self._changed(variant, index)) is not None]
         return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
 
-    def _changed(self, other: str, place: int) -> Span | None:
-        count = other.count(SENTINEL)
+    def _changed(self, variant: str, index: int) -> Span | None:
+        count = variant.count(SENTINEL)
         if count == 0:
             return None
         if count > 1:
-            raise self._unclear(f"the template writes a text of message {place + 1} {count} times")
-        head, _, tail = other.partition(SENTINEL)
+            raise self._unclear(f"the template writes a text of message {index + 1} {count} times")
+        head, _, tail = variant.partition(SENTINEL)
         start = common_start(self.text, head)
-        behind = common_start(self.text[start:][::-1], tail[::-1])
-        return start, len(self.text) - behind
+        common_tail = common_start(self.text[start:][::-1], tail[::-1])
+        return start, len(self.text) - common_tail
 
-    def _variants(self, place: int) -> Iterator[str]:
+    def _variants(self, index: int) -> Iterator[str]:
         """Yields the rendering with one text of a message replaced by the sentinel, for each text in turn."""
-        message = self._chat.messages[place]
+        message = self._chat.messages[index]
         if isinstance(message["content"], str) and message["content"]:
-            yield self._render(self._chat.replaced(place, content=SENTINEL))
+            yield self._render(self._chat.replaced(index, content=SENTINEL))
         if "thinking" in message:
-            yield self._render(self._chat.replaced(place, thinking=SENTINEL, reasoning_content=SENTINEL))
+            yield self._render(self._chat.replaced(index, thinking=SENTINEL, reasoning_content=SENTINEL))
         for i, call in enumerate(message.get("tool_calls", ())):
             arguments: Any = {"sentinel": SENTINEL}
             if isinstance(call["function"]["arguments"], str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             changed = {**call, "function": {**call["function"], "arguments": arguments}}
             calls = [*message["tool_calls"][:i], changed, *message["tool_calls"][i + 1 :]]
-            yield self._render(self._chat.replaced(place, tool_calls=calls))
+            yield self._render(self._chat.replaced(index, tool_calls=calls))
 
     def _render(self, chat: ChatInput) -> str:
         return self._template.render(chat.messages, self._kwargs, tools=chat.tools).text

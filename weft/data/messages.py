@@ -96,13 +96,13 @@ class ContentParts(str):
     parts: list[dict[str, str]]
 
     def __new__(cls, parts: Sequence[Any]) -> ContentParts:
-        listed = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-        made = super().__new__(cls, "".join(part["text"] for part in listed if part["type"] == "text"))
-        made.parts = [
+        items = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        text = super().__new__(cls, "".join(part["text"] for part in items if part["type"] == "text"))
+        text.parts = [
             {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": part["type"]}
-            for part in listed
+            for part in items
         ]
-        return made
+        return text
 
     @property
     def texts(self) -> list[str]:
@@ -150,7 +150,7 @@ def read_messages(
         )
     if not value:
         raise UserError(f"{location}: `{column}` is empty. Give it messages, or remove the document.")
-    place = "message" if column == "messages" else f"message of `{column}`"
+    noun = "message" if column == "messages" else f"message of `{column}`"
     read = (*(IMAGE_PARTS if images else ()), *(VIDEO_PARTS if videos else ()))
     converted = {*CALL_ROLES, *RESULT_ROLES}
     messages: list[Message] = []
@@ -159,7 +159,7 @@ def read_messages(
         if is_plain(raw) and not rules.keys and raw["role"] not in converted:
             messages.append(dict(raw))
             continue
-        message = _message(f"{location}: {place} {number}", raw, rules, read)
+        message = _message(f"{location}: {noun} {number}", raw, rules, read)
         older_calls |= isinstance(raw, dict) and bool(raw.get("function_call"))
         is_call = bool(message.pop(_IS_CALL, False))
         if is_call and messages and _goes_on(messages[-1], message):  # ms-swift: parallel calls are messages in a row
@@ -170,13 +170,13 @@ def read_messages(
         messages = [{**message, "role": rules.roles.get(message["role"], message["role"])} for message in messages]
     if older_calls:
         messages = [{**m, "role": "tool"} if m["role"] == "function" else m for m in messages]
-    known = {*ROLES, *rules.roles.values()}
+    roles = {*ROLES, *rules.roles.values()}
     for number, message in enumerate(messages, start=1):
-        if message["role"] not in known:
-            raise UserError(_unknown_role(f"{location}: {place} {number}", messages, number - 1, rules.roles))
+        if message["role"] not in roles:
+            raise UserError(_unknown_role(f"{location}: {noun} {number}", messages, number - 1, rules.roles))
         if message["role"] != "assistant" and (unread := [n for n in ("tool_calls", *THOUGHTS) if message.get(n)]):
             raise UserError(
-                f"{location}: {place} {number} has `{unread[0]}`, which only an answer of the assistant can have, and "
+                f"{location}: {noun} {number} has `{unread[0]}`, which only an answer of the assistant can have, and "
                 f"is of the role {json.dumps(message['role'])}. Change the role, or remove the key."
             )
     return messages
@@ -208,15 +208,19 @@ def _goes_on(message: Message, call: Message) -> bool:
     return message["role"] == "assistant" and message.get("train") == call.get("train")
 
 
-def _unknown_role(location: str, messages: Sequence[Message], place: int, roles: Mapping[str, str]) -> str:
+def _unknown_role(location: str, messages: Sequence[Message], index: int, roles: Mapping[str, str]) -> str:
     """The error message for an unknown role. It proposes a data.roles with every unknown role of these messages."""
-    own = messages[place]["role"]
-    others = dict.fromkeys(m["role"] for m in messages if m["role"] not in (*ROLES, *roles.values()))
-    mapping = {**roles, **{role: _LIKELY.get(role.lower(), role) for role in others}}
-    keeps = "" if own.lower() in _LIKELY else f", which leaves it as it is, or {{{show(own)}: assistant}} to train it"
+    unknown_role = messages[index]["role"]
+    unknown = dict.fromkeys(m["role"] for m in messages if m["role"] not in (*ROLES, *roles.values()))
+    mapping = {**roles, **{role: _LIKELY.get(role.lower(), role) for role in unknown}}
+    keeps = (
+        ""
+        if unknown_role.lower() in _LIKELY
+        else f", which leaves it as it is, or {{{show(unknown_role)}: assistant}} to train it"
+    )
     return (
-        f"{location}: weft does not know the role {json.dumps(own)}, so it would not be trained whatever it is. Set "
-        f"{override('data.roles', mapping)}{keeps}."
+        f"{location}: weft does not know the role {json.dumps(unknown_role)}, so it would not be trained whatever it "
+        f"is. Set {override('data.roles', mapping)}{keeps}."
     )
 
 
@@ -234,12 +238,10 @@ def read_tools(location: str, value: Any) -> list[dict[str, Any]]:
     """The tools of a document, from a list of JSON schemas or its JSON text. Raises UserError."""
     value = parse_json_list(location, "tools", value)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        inside = (
-            next((item for item in value if not isinstance(item, dict)), None) if isinstance(value, list) else value
-        )
-        of = "a list of objects, and one is " if isinstance(value, list) else "a list of objects, not "
+        wrong = next((item for item in value if not isinstance(item, dict)), None) if isinstance(value, list) else value
+        expected = "a list of objects, and one is " if isinstance(value, list) else "a list of objects, not "
         raise UserError(
-            f"{location}: `tools` must be {of}{describe_type(inside)}. Each is the JSON schema of a function."
+            f"{location}: `tools` must be {expected}{describe_type(wrong)}. Each is the JSON schema of a function."
         )
     return value
 
@@ -263,11 +265,11 @@ _IS_CALL = "\0call"  # marks, within this file, the message of a role of CALL_RO
 def _message(location: str, value: Any, rules: MessageRules, read: Sequence[str]) -> Message:
     if not isinstance(value, dict):
         raise UserError(f"{location} must be an object with `role` and `content`, not {describe_type(value)}.")
-    theirs: dict[Any, str] = {name: ours for ours, name in rules.keys.items()}
+    renamed: dict[Any, str] = {name: key for key, name in rules.keys.items()}
     message: Message = {
-        str(theirs.get(name, name)): item
+        str(renamed.get(name, name)): item
         for name, item in value.items()
-        if item is not None and name not in rules.ignored and (name in theirs or name not in rules.keys)
+        if item is not None and name not in rules.ignored and (name in renamed or name not in rules.keys)
     }
     if "role" not in message and "from" in message:
         message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
@@ -305,19 +307,19 @@ def _no_role(location: str, role: Any, value: Mapping[str, Any], rules: MessageR
     """The error message about a message without a role. It proposes a data.message_keys if the keys are likely ones."""
     if role is not None:
         return f'{location}: `role` must be a string such as "user", not {describe_type(role)}.'
-    there = ", ".join(f"`{name}`" for name in value) or "no keys"
-    taken = {rules.keys.get("content", "content")} & set(value)
+    present = ", ".join(f"`{name}`" for name in value) or "no keys"
+    used = {rules.keys.get("content", "content")} & set(value)
     keys: dict[str, str] = {}
-    for ours, names in _LIKELY_KEYS.items():
-        name = next((n for n in names if n not in taken and isinstance(value.get(n), str | list)), None)
-        if name is not None and name != ours:
-            keys[ours] = name
-            taken.add(name)
+    for key, names in _LIKELY_KEYS.items():
+        name = next((n for n in names if n not in used and isinstance(value.get(n), str | list)), None)
+        if name is not None and name != key:
+            keys[key] = name
+            used.add(name)
     if "role" not in keys:
-        named = override("data.message_keys", {"role": "KEY"})
-        return f"{location}: has {there}, and no `role`. Say who speaks, or set {named}."
+        example = override("data.message_keys", {"role": "KEY"})
+        return f"{location}: has {present}, and no `role`. Say who speaks, or set {example}."
     return (
-        f"{location}: has {there}; it needs `role` and `content`. Set "
+        f"{location}: has {present}; it needs `role` and `content`. Set "
         f"{override('data.message_keys', {**rules.keys, **keys})}."
     )
 
@@ -354,31 +356,31 @@ def _take_function_call(location: str, message: Message) -> None:
 
 def _take_thoughts(location: str, message: Message) -> None:
     """Move what an answer thinks to `reasoning_content`, from any of its names."""
-    named = [name for name in THOUGHTS if name in message]
-    if not named:
+    names = [name for name in THOUGHTS if name in message]
+    if not names:
         return
-    for name in named:
+    for name in names:
         value = message[name]
         texts = isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value)
         if not isinstance(value, str) and not texts:
             raise UserError(
                 f"{location}: `{name}` must be a string, what the answer thinks, not {describe_type(value)}."
             )
-    said = [name for name in named if message[name]]
+    filled = [name for name in names if message[name]]
     content = message.get("content")
-    for name in said:
-        if message[name] != message[said[0]]:
-            raise UserError(f"{location}: has `{said[0]}` and `{name}`, two thoughts that differ. Keep one.")
+    for name in filled:
+        if message[name] != message[filled[0]]:
+            raise UserError(f"{location}: has `{filled[0]}` and `{name}`, two thoughts that differ. Keep one.")
         text = message[name].strip() if isinstance(message[name], str) else ""
         if name not in THOUGHTS[:2] and text and isinstance(content, str) and text in content:
             raise UserError(
                 f"{location}: the text of `{name}` is in `content`, too, and would be trained twice. Remove `{name}`, "
                 f"or set {override('data.ignore', [name])}."
             )
-    value = message[(said or named)[0]]
-    for name in named:
+    value = message[(filled or names)[0]]
+    for name in names:
         del message[name]
-    if said or named[0] in THOUGHTS[:2]:
+    if filled or names[0] in THOUGHTS[:2]:
         message["reasoning_content"] = value
 
 
@@ -402,10 +404,10 @@ def _check_content(
 
 def _no_content(location: str, value: Mapping[str, Any], rules: MessageRules) -> str:
     """The error message about a message without content. It lists the keys that are there."""
-    there = ", ".join(f"`{name}`" for name in value)
+    present = ", ".join(f"`{name}`" for name in value)
     likely = next((name for name in _LIKELY_KEYS["content"] if isinstance(value.get(name), str | list)), None)
     advice = f" Set {override('data.message_keys', {**rules.keys, 'content': likely})}." if likely else ""
-    return f"{location}: `content` must be a string or a list of text parts, not null. It has {there}.{advice}"
+    return f"{location}: `content` must be a string or a list of text parts, not null. It has {present}.{advice}"
 
 
 def _check_part(location: str, part: Any, rules: MessageRules, read: Sequence[str], answers: bool) -> None:
@@ -472,10 +474,10 @@ def _check_calls(location: str, message: Message, rules: MessageRules) -> None:
 
 def _without(call: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
     """A copy of a call without these keys, of itself and of its function."""
-    kept = {name: value for name, value in call.items() if name not in ignored}
-    if isinstance(kept.get("function"), dict):
-        kept["function"] = {name: value for name, value in kept["function"].items() if name not in ignored}
-    return kept
+    result = {name: value for name, value in call.items() if name not in ignored}
+    if isinstance(result.get("function"), dict):
+        result["function"] = {name: value for name, value in result["function"].items() if name not in ignored}
+    return result
 
 
 def check_arguments(location: str, arguments: Any) -> Mapping[str, Any]:

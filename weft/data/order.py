@@ -50,13 +50,13 @@ class SourceShare:
         first = (epoch - 1) * self.in_epoch
         out: list[int] = []
         while len(out) < self.in_epoch:
-            number, place = divmod(first + len(out), self.documents)
-            wanted = self.in_epoch - len(out)
-            if place == 0 and wanted >= self.documents:
+            number, offset = divmod(first + len(out), self.documents)
+            needed = self.in_epoch - len(out)
+            if offset == 0 and needed >= self.documents:
                 out += range(self.documents)
                 continue
             order = permutation(self.documents, f"{seed}:{source}:{number}") if shuffle else range(self.documents)
-            out += order[place : place + wanted]
+            out += order[offset : offset + needed]
         return sorted(out) if shuffle else out
 
 
@@ -65,9 +65,9 @@ def order_of(shares: Sequence[SourceShare], seed: int, epoch: int, shuffle: bool
     chosen: list[int] = []
     begin = 0
     for number, share in enumerate(shares):
-        chosen += [begin + place for place in share.chosen(number, seed, epoch, shuffle)]
+        chosen += [begin + index for index in share.chosen(number, seed, epoch, shuffle)]
         begin += share.documents
-    return [chosen[place] for place in epoch_order(len(chosen), seed, epoch, shuffle)]
+    return [chosen[index] for index in epoch_order(len(chosen), seed, epoch, shuffle)]
 
 
 @dataclass(frozen=True, slots=True)

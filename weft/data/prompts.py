@@ -107,21 +107,21 @@ class _PromptReader:
         value = {name: item for name, item in value.items() if item is not None and name not in self.rules.ignored}
         conversations = None if "prompt" in value else conversations_of(value)
         column = "messages" if "messages" in value or conversations is not None else "prompt"
-        given = value.get(column, conversations)
-        if isinstance(given, str) and not is_json_list(given):
-            return self._of_text(location, given)
-        if isinstance(given, str | list):
-            read = read_messages(location, column, given, self.rules, images=self.images is not None)
+        content = value.get(column, conversations)
+        if isinstance(content, str) and not is_json_list(content):
+            return self._of_text(location, content)
+        if isinstance(content, str | list):
+            read = read_messages(location, column, content, self.rules, images=self.images is not None)
             while read and read[-1]["role"] == "assistant":
                 read.pop()
             if not read:
                 raise UserError(f"{location}: holds no message that could be answered: end it with one of the user.")
             refuse_media(location, value, VIDEOS)
-            asked = with_default_system(with_system(location, value, read), self.rules)
-            messages, found = take_images(location, asked, value, folder)
-            if found and self.images is None:
+            with_system_text = with_default_system(with_system(location, value, read), self.rules)
+            messages, media = take_images(location, with_system_text, value, folder)
+            if media and self.images is None:
                 raise text_model_error(location)
-            return self._of_chat(location, messages, template_inputs(location, value), images_alone(found))
+            return self._of_chat(location, messages, template_inputs(location, value), images_alone(media))
         keys = ", ".join(f"`{key}`" for key in value) or "no keys"
         raise UserError(f"{location}: has {keys}; {_NEEDED}.")
 
@@ -132,7 +132,7 @@ class _PromptReader:
         return EvalPrompt(text, tuple(tokens))
 
     def _of_chat(
-        self, location: str, messages: list[Message], inputs: Mapping[str, Any], given: tuple[Image, ...] = ()
+        self, location: str, messages: list[Message], inputs: Mapping[str, Any], prompt_media: tuple[Image, ...] = ()
     ) -> EvalPrompt:
         """The prompt of a chat. inputs: its tools and template variables, as template_inputs gives them."""
         tokenizer, images = self.encoder.tokenizer, self.images
@@ -142,7 +142,7 @@ class _PromptReader:
                 "continued, or use the model's chat (instruct) variant."
             )
         chat, answers, kwargs = self.encoder.question(
-            Record(location, "messages", {"messages": messages, **inputs}, given)
+            Record(location, "messages", {"messages": messages, **inputs}, prompt_media)
         )
 
         def render(messages: Messages, ask: bool) -> str:
@@ -154,9 +154,9 @@ class _PromptReader:
             raise template_refusal(location, error) from error
         except RenderLimitError as error:
             raise UserError(limit_message(location, error)) from None
-        text, opened = (text, None) if images is None else images.prompt(location, text, given)
+        text, prompt_images = (text, None) if images is None else images.prompt(location, text, prompt_media)
         tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return EvalPrompt(as_text(messages), tuple(tokens), opened)
+        return EvalPrompt(as_text(messages), tuple(tokens), prompt_images)
 
 
 def up_to_the_answer(render: Render, messages: Messages) -> str:
@@ -166,8 +166,8 @@ def up_to_the_answer(render: Render, messages: Messages) -> str:
     if asking != plain:
         return asking
     answered = render([*messages, {"role": "assistant", "content": _MARK}], False)
-    before, found, _ = answered.partition(_MARK)
-    return before if found and before.startswith(plain) else plain
+    before, mark, _ = answered.partition(_MARK)
+    return before if mark and before.startswith(plain) else plain
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> str:

@@ -117,14 +117,14 @@ def _template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -
     names += " are" if prompts else " is"
     if not template:
         return f"there is no chat template: {names} trained as plain text"
-    said = f"the chat template renders {chats:,} documents, and {prompts + texts:,} not" if chats else "NOT used"
-    said += f": {names} trained as plain text"
+    text = f"the chat template renders {chats:,} documents, and {prompts + texts:,} not" if chats else "NOT used"
+    text += f": {names} trained as plain text"
     if not prompts:
-        return said
+        return text
     if data.sources is not None:
-        return f"{said}. To use it, call them `instruction` and `output` in the columns of the source"
-    asked, answer = (data.columns.get(name, name) for name in ("prompt", "completion"))
-    return f"{said}. To use it, set {override('data.columns', {'instruction': asked, 'output': answer})}"
+        return f"{text}. To use it, call them `instruction` and `output` in the columns of the source"
+    prompt_column, completion_column = (data.columns.get(name, name) for name in ("prompt", "completion"))
+    return f"{text}. To use it, set {override('data.columns', {'instruction': prompt_column, 'output': completion_column})}"
 
 
 def json_row(location: str, line: bytes) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def parse_row(location: str, row: Mapping[str, Any], reading: ParseOptions, fold
     _refuse_unwanted(location, present)
     if (conversations := conversations_of(present)) is not None:
         _refuse_preferences(location, present, reading.chat)
-        present = {name: value for name, value in present.items() if name not in _ASKED}
+        present = {name: value for name, value in present.items() if name not in _QUESTION_COLUMNS}
         present["messages"] = conversations
     return _with_images(
         _READERS[_format(location, row, present, reading.chat)](location, present, reading), present, folder
@@ -159,13 +159,13 @@ def parse_row(location: str, row: Mapping[str, Any], reading: ParseOptions, fold
 
 
 # Columns of a question alone, as in data that have whole conversations, too.
-_ASKED = ("prompt", "instruction", "input")
+_QUESTION_COLUMNS = ("prompt", "instruction", "input")
 
 
 def conversations_of(row: Mapping[str, Any]) -> Any:
     """ShareGPT's `conversations`, in a row that is in no other format; else None."""
-    whole = ("messages", "text", "completion", "output", "input_ids")
-    if any(name in row for name in whole):
+    other_formats = ("messages", "text", "completion", "output", "input_ids")
+    if any(name in row for name in other_formats):
         return None
     for name in CONVERSATIONS:
         value = row.get(name)
@@ -176,11 +176,11 @@ def conversations_of(row: Mapping[str, Any]) -> Any:
     return None
 
 
-def refuse_media(location: str, row: Mapping[str, Any], *more: str) -> None:
-    """Raises UserError if a row has a column of media that weft does not read. more: further columns that are refused
-    in this row."""
-    if unread := [name for name in (*more, *UNREAD_COLUMNS) if row.get(name)]:
-        read = "text and images" if more else "text, images and videos"
+def refuse_media(location: str, row: Mapping[str, Any], *further: str) -> None:
+    """Raises UserError if a row has a column of media that weft does not read. further: further columns that are
+    refused in this row."""
+    if unread := [name for name in (*further, *UNREAD_COLUMNS) if row.get(name)]:
+        read = "text and images" if further else "text, images and videos"
         raise UserError(
             f"{location}: `{unread[0]}` is not read in this version, where {read} are. Remove the column if the "
             "document is right without it."
@@ -195,11 +195,11 @@ def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
         _refuse(record.location, row, ("videos",), f"`{record.format}` has no messages, to which videos belong")
         return record
     messages = [message for name in names for message in record.value[name]]
-    taken, images = take_images(record.location, messages, row, folder)
+    bare, images = take_images(record.location, messages, row, folder)
     if not images:
         return record
     first = len(record.value[names[0]])
-    pieces = dict(zip(names, (taken[:first], taken[first:]), strict=False))
+    pieces = dict(zip(names, (bare[:first], bare[first:]), strict=False))
     return replace(record, value={**record.value, **pieces}, images=images)
 
 
@@ -213,17 +213,17 @@ def _json_advice(line: bytes) -> str:
 
 def _format(location: str, row: Mapping[str, Any], present: Mapping[str, Any], chat: bool) -> str:
     """The format of a row, a key of _READERS. Raises UserError if there is none, or more than one."""
-    found = [name for name in ("messages", "text") if name in present]
-    found += ["prompt"] if "prompt" in present or "completion" in present else []
-    found += [name for name in ("instruction", "input_ids") if name in present]
-    if len(found) > 1:
-        names = " and ".join(f"`{name}`" for name in found)
+    formats = [name for name in ("messages", "text") if name in present]
+    formats += ["prompt"] if "prompt" in present or "completion" in present else []
+    formats += [name for name in ("instruction", "input_ids") if name in present]
+    if len(formats) > 1:
+        names = " and ".join(f"`{name}`" for name in formats)
         raise UserError(
             f"{location}: is in more than one format ({names}). Remove all but one, or name the one to train in "
-            f"data.columns, as in {override('data.columns', {found[0]: found[0]})}."
+            f"data.columns, as in {override('data.columns', {formats[0]: formats[0]})}."
         )
-    if found:
-        return found[0]
+    if formats:
+        return formats[0]
     _refuse_preferences(location, present, chat)
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
     setting = _setting(_likely_columns(present, chat)) or divided_columns(location, row)
@@ -240,9 +240,9 @@ def _likely_columns(row: Mapping[str, Any], chat: bool) -> dict[str, str]:
     named = next((name for name in (*CONVERSATIONS, "chosen") if isinstance(row.get(name), list)), next(turns, None))
     if named is not None:
         return {"messages": named}
-    asked, answers = next((name for name in QUESTIONS if name in row), None), _answers(row)
-    if asked is not None and answers:
-        return _question_and_answer(row, asked, answers[0], chat)
+    question, answers = next((name for name in QUESTIONS if name in row), None), _answers(row)
+    if question is not None and answers:
+        return _question_and_answer(row, question, answers[0], chat)
     text = next((name for name in ("chosen", "content", *CONVERSATIONS) if isinstance(row.get(name), str)), None)
     return {} if text is None else {"messages" if is_json_list(row[text]) else "text": text}
 
@@ -252,12 +252,12 @@ def _answers(row: Mapping[str, Any]) -> list[str]:
     return [path for name, path in ANSWERS.items() if name in row]
 
 
-def _question_and_answer(row: Mapping[str, Any], asked: str, answer: str, chat: bool) -> dict[str, str]:
+def _question_and_answer(row: Mapping[str, Any], question: str, answer: str, chat: bool) -> dict[str, str]:
     """The data.columns of a question and an answer. Where there is a chat template, texts become a chat: a prompt and
     a completion that are texts would be trained without it."""
-    if chat and isinstance(row[asked], str) and not is_json_list(row[asked]):
-        return {"instruction": asked, "output": answer}
-    named = {"prompt": asked, "completion": answer}
+    if chat and isinstance(row[question], str) and not is_json_list(row[question]):
+        return {"instruction": question, "output": answer}
+    named = {"prompt": question, "completion": answer}
     return {name: path for name, path in named.items() if name != path}
 
 
@@ -266,15 +266,15 @@ def _refuse_preferences(location: str, row: Mapping[str, Any], chat: bool) -> No
     if "chosen" not in row or "rejected" not in row:
         return
     chosen = row["chosen"]
-    asked = next((name for name in ("instruction", "prompt", *QUESTIONS, *CONVERSATIONS) if name in row), None)
-    if isinstance(chosen, list) and (asked is None or isinstance(row[asked], str)):
+    question = next((name for name in ("instruction", "prompt", *QUESTIONS, *CONVERSATIONS) if name in row), None)
+    if isinstance(chosen, list) and (question is None or isinstance(row[question], str)):
         columns = {"messages": "chosen"}  # the whole conversation
-    elif asked is None:
+    elif question is None:
         columns = {"messages" if isinstance(chosen, str) and is_json_list(chosen) else "text": "chosen"}
-    elif asked == "instruction":
+    elif question == "instruction":
         columns = {"output": "chosen"}
     else:
-        columns = _question_and_answer(row, asked, "chosen", chat)
+        columns = _question_and_answer(row, question, "chosen", chat)
     raise UserError(
         f"{location}: has `chosen` and `rejected`: it is a preference pair, and weft has no preference tuning (DPO) "
         f"yet. To fine-tune on the chosen answers alone, set {override('data.columns', columns)}."
@@ -329,10 +329,10 @@ def _read_tokens(location: str, row: Mapping[str, Any], reading: ParseOptions) -
 
 
 def _read_prompt(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
-    for name, other in (("prompt", "completion"), ("completion", "prompt")):
+    for name, present in (("prompt", "completion"), ("completion", "prompt")):
         if name not in row:
             _refuse_preferences(location, row, reading.chat)
-            raise UserError(f"{location}: has `{other}` but no `{name}`.{_prompt_advice(name, row, reading.chat)}")
+            raise UserError(f"{location}: has `{present}` but no `{name}`.{_prompt_advice(name, row, reading.chat)}")
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str) and not is_json_list(prompt):
         names = ("system", "tools", "chat_template_kwargs", *SYSTEMS)
@@ -352,13 +352,15 @@ def _read_prompt(location: str, row: Mapping[str, Any], reading: ParseOptions) -
         completion = [{"role": "assistant", "content": completion}]
     elif isinstance(completion, dict):
         completion = [completion]
-    asked = _messages(location, "prompt", prompt, reading)
+    prompt_messages = _messages(location, "prompt", prompt, reading)
     messages = apply_train_columns(
-        location, row, [*asked, *_messages(location, "completion", completion, reading)], len(asked)
+        location, row, [*prompt_messages, *_messages(location, "completion", completion, reading)], len(prompt_messages)
     )
-    asked, answered = messages[: len(asked)], messages[len(asked) :]
-    asked = with_default_system(with_system(location, row, asked), reading.rules)
-    return Record(location, "prompt", {"prompt": asked, "completion": answered, **template_inputs(location, row)})
+    prompt_messages, answered = messages[: len(prompt_messages)], messages[len(prompt_messages) :]
+    prompt_messages = with_default_system(with_system(location, row, prompt_messages), reading.rules)
+    return Record(
+        location, "prompt", {"prompt": prompt_messages, "completion": answered, **template_inputs(location, row)}
+    )
 
 
 def _read_instruction(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
@@ -396,17 +398,17 @@ assert set(_READERS) == set(FORMATS)
 
 def template_inputs(location: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's `tools` and `chat_template_kwargs`, if it has them. Raises UserError."""
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     tools = tools_of(location, row)
     if tools:
-        found["tools"] = read_tools(location, tools)
+        inputs["tools"] = read_tools(location, tools)
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise UserError(f"{location}: `chat_template_kwargs` must be an object, not {describe_type(kwargs)}.")
     kwargs = {**template_switches(location, row), **kwargs}
     if kwargs:
-        found["chat_template_kwargs"] = kwargs
-    return found
+        inputs["chat_template_kwargs"] = kwargs
+    return inputs
 
 
 def with_system(location: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
@@ -501,10 +503,10 @@ def read_tokens(location: str, row: Mapping[str, Any]) -> tuple[list[int], list[
 
 
 def _of_labels(location: str, ids: list[int], labels: list[int]) -> list[int]:
-    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+    for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORED, token):
             raise UserError(
-                f"{location}: `labels` has {label} at {place}, where `input_ids` has {token}: a label is the token "
+                f"{location}: `labels` has {label} at {index}, where `input_ids` has {token}: a label is the token "
                 "itself, not the next one, or -100, which is not trained."
             )
     return [int(label != IGNORED) for label in labels]

@@ -92,7 +92,7 @@ class _File:
     """most: the largest allowed row, in bytes. stamp: the state of the file when it was opened."""
 
     path: str
-    most: int
+    max_bytes: int
     stamp: FileStamp
 
     @property
@@ -104,7 +104,7 @@ class _File:
 
 
 def open_source(
-    source: SourceConfig, key: str = "data.path", most: int = MAX_ROW_BYTES, unit: TextUnit | None = None
+    source: SourceConfig, key: str = "data.path", max_bytes: int = MAX_ROW_BYTES, unit: TextUnit | None = None
 ) -> list[SourcePart]:
     """The files or tables of a source. key: the config key, for messages. most: the largest allowed row, in bytes.
     unit: as data.text_unit. Raises UserError if there are none, or `split` or `subset` do not apply."""
@@ -113,10 +113,10 @@ def open_source(
         raise UserError(problem)
     if is_saved_dataset(Path(path)) and not Path(path).is_file():
         _refuse_subset(source)
-        return [_saved_dataset(path, split, most)]
+        return [_saved_dataset(path, split, max_bytes)]
     files = matching_files(path) if is_pattern(path) else [path]
     if not Path(files[0]).is_file() and looks_like_hub_dataset(path):
-        return [_hub_dataset(path, source.subset, split, most)]
+        return [_hub_dataset(path, source.subset, split, max_bytes)]
     _refuse_subset(source)
     if split.name:
         raise UserError(
@@ -127,7 +127,7 @@ def open_source(
         raise UserError(
             f"data.split: {source.path} names {len(files)} files: a part such as {source.split} is of one file."
         )
-    return [open_file(file, split, most, unit) for file in files]
+    return [open_file(file, split, max_bytes, unit) for file in files]
 
 
 def _refuse_subset(source: SourceConfig) -> None:
@@ -138,11 +138,11 @@ def _refuse_subset(source: SourceConfig) -> None:
 
 
 def open_file(
-    path: str, split: Split | None = None, most: int = MAX_ROW_BYTES, unit: TextUnit | None = None
+    path: str, split: Split | None = None, max_bytes: int = MAX_ROW_BYTES, unit: TextUnit | None = None
 ) -> SourcePart:
     """Opens a file by its extension; an unknown extension is JSONL, if the file is. most: the largest allowed row, in
     bytes. unit: as data.text_unit."""
-    chosen, file = split or Split(), _File(path, most, FileStamp.of(path))
+    chosen, file = split or Split(), _File(path, max_bytes, FileStamp.from_path(path))
     name = path.removesuffix(".gz")
     if name.endswith(".parquet"):
         return _parquet(file, chosen)
@@ -172,7 +172,7 @@ def in_memory(rows: Any, name: str = "data") -> SourcePart:
         return RowBlock(name, [listed[position]], [position], False, 0)
 
     def blocks() -> Iterator[Block]:
-        return _row_blocks(name, ((number, row, 0) for number, row in enumerate(listed)), False, again=True)
+        return _row_blocks(name, ((number, row, 0) for number, row in enumerate(listed)), False, can_reread=True)
 
     return SourcePart(name, 0, False, blocks, row=row)
 
@@ -187,20 +187,20 @@ def _lines(file: _File) -> SourcePart:
         newlines = 0
         with file_errors(path):
             for start, count in _newlines(path, range(0, size, BLOCK_BYTES)):
-                yield FileBlock(path, start, min(start + BLOCK_BYTES, size), newlines, file.most, file.stamp)
+                yield FileBlock(path, start, min(start + BLOCK_BYTES, size), newlines, file.max_bytes, file.stamp)
                 newlines += count
 
     def sample() -> Iterator[Block]:
         """The first lines, and lines at even distances through the file."""
         piece = BLOCK_BYTES // 8
-        yield FileBlock(path, 0, min(piece, size), 0, file.most, file.stamp)
+        yield FileBlock(path, 0, min(piece, size), 0, file.max_bytes, file.stamp)
         for number in range(1, _SAMPLED):
             start = number * size // _SAMPLED
             if start >= number * piece:
-                yield FileBlock(path, start, min(start + piece, size), None, file.most, file.stamp)
+                yield FileBlock(path, start, min(start + piece, size), None, file.max_bytes, file.stamp)
 
     def row(position: int) -> Block:
-        return FileBlock(path, position, position + 1, None, file.most, file.stamp)
+        return FileBlock(path, position, position + 1, None, file.max_bytes, file.stamp)
 
     return SourcePart(path, size, True, blocks, file.digest, sample, row)
 
@@ -215,10 +215,10 @@ def _newlines(path: str, starts: range) -> Iterator[tuple[int, int]]:
             return file.read(BLOCK_BYTES).count(b"\n")
 
     for first in range(0, len(starts), _COUNTED):
-        some = starts[first : first + _COUNTED]
+        batch = starts[first : first + _COUNTED]
         with ThreadPoolExecutor(4) as pool:
-            counts = list(pool.map(count, some))
-        yield from zip(some, counts, strict=True)
+            counts = list(pool.map(count, batch))
+        yield from zip(batch, counts, strict=True)
 
 
 def _streamed_lines(file: _File, split: Split) -> SourcePart:
@@ -226,10 +226,10 @@ def _streamed_lines(file: _File, split: Split) -> SourcePart:
 
     def lines() -> Iterator[tuple[int, bytes]]:
         with file_errors(file.path, file.stamp), _opened(file.path) as stream:
-            yield from not_blank(lines_of(stream, file.path, file.most))
+            yield from not_blank(lines_of(stream, file.path, file.max_bytes))
 
     def blocks() -> Iterator[Block]:
-        for chosen in _held(_chosen(lines, split), lambda line: len(line[1])):
+        for chosen in _group_rows(_chosen(lines, split), lambda line: len(line[1])):
             yield LineBlock(file.path, chosen)
 
     return SourcePart(file.path, file.size, True, blocks, file.digest if split.is_whole else None)
@@ -249,24 +249,24 @@ def _rows(file: _File, split: Split, read: Callable[[], Iterator[_Row]], by_line
     )
 
 
-def _row_blocks(origin: str, rows: Iterable[_Row], by_line: bool, again: bool = False) -> Iterator[Block]:
-    for chosen in _held(rows, lambda row: row[2]):
+def _row_blocks(origin: str, rows: Iterable[_Row], by_line: bool, can_reread: bool = False) -> Iterator[Block]:
+    for chosen in _group_rows(rows, lambda row: row[2]):
         numbers, values, sizes = zip(*chosen, strict=True)
-        yield RowBlock(origin, values, numbers, by_line, sum(sizes), escaped=True, again=again)
+        yield RowBlock(origin, values, numbers, by_line, sum(sizes), escaped=True, can_reread=can_reread)
 
 
-def _held(rows: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
+def _group_rows(rows: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
     """Groups rows into lists for blocks: up to BLOCK_ROWS rows, or until they reach _HELD_BYTES."""
-    chosen: list[_T] = []
-    held = 0
+    group: list[_T] = []
+    num_bytes = 0
     for row in rows:
-        chosen.append(row)
-        held += size(row)
-        if len(chosen) == BLOCK_ROWS or held >= _HELD_BYTES:
-            yield chosen
-            chosen, held = [], 0
-    if chosen:
-        yield chosen
+        group.append(row)
+        num_bytes += size(row)
+        if len(group) == BLOCK_ROWS or num_bytes >= _HELD_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
 
 
 def _begins_with_object(path: str) -> bool:
@@ -326,8 +326,8 @@ def _json_rows(file: _File) -> Iterator[_Row]:
             name = row_name(path, number, by_line=False)
             if not isinstance(value, dict):
                 value = UserError(f"{name}: is no object. The file must be a list of objects, one for each document.")
-            elif end - begin > file.most:
-                value = too_large(name, file.most)
+            elif end - begin > file.max_bytes:
+                value = too_large(name, file.max_bytes)
             yield number, value, end - begin
     except json.JSONDecodeError as error:
         raise UserError(
@@ -342,22 +342,22 @@ def _items(text: str) -> Iterator[tuple[int, int, Any]]:
     """Yields (begin, end, value) of each item of the JSON list in a text. Raises json.JSONDecodeError or JsonError."""
     blank = re.compile(r"[ \t\n\r]*")
 
-    def skip(at: int) -> int:
-        found = blank.match(text, at)
-        assert found is not None
-        return found.end()
+    def skip(position: int) -> int:
+        match = blank.match(text, position)
+        assert match is not None
+        return match.end()
 
-    at = skip(skip(0) + 1)
-    while not text.startswith("]", at):
-        value, end = item(text, at)
-        yield at, end, value
-        at = skip(end)
-        if text.startswith(",", at):
-            at = skip(at + 1)
-        elif not text.startswith("]", at):
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-    if skip(at + 1) != len(text):
-        raise json.JSONDecodeError("Extra data", text, at + 1)
+    offset = skip(skip(0) + 1)
+    while not text.startswith("]", offset):
+        value, end = item(text, offset)
+        yield offset, end, value
+        offset = skip(end)
+        if text.startswith(",", offset):
+            offset = skip(offset + 1)
+        elif not text.startswith("]", offset):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, offset)
+    if skip(offset + 1) != len(text):
+        raise json.JSONDecodeError("Extra data", text, offset + 1)
 
 
 def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
@@ -366,8 +366,8 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
 
     def row(number: int, text: bytes) -> _Row:
         name = row_name(file.path, number, by_line=True)
-        if len(text) > file.most:
-            return number, too_large(name, file.most), len(text)
+        if len(text) > file.max_bytes:
+            return number, too_large(name, file.max_bytes), len(text)
         try:
             decoded = text.replace(b"\r\n", b"\n").decode("utf-8")
         except UnicodeDecodeError as error:
@@ -378,12 +378,12 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
 
     with file_errors(file.path, file.stamp), _opened(file.path) as stream:
         if unit == "document":
-            text = stream.read(file.most + 1).removeprefix(BYTE_ORDER_MARK)
+            text = stream.read(file.max_bytes + 1).removeprefix(BYTE_ORDER_MARK)
             if text.strip():
                 yield row(1, text)
             return
         first, lines, size = 1, list[bytes](), 0
-        for number, line in lines_of(stream, file.path, file.most):
+        for number, line in lines_of(stream, file.path, file.max_bytes):
             line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if unit == "line":
                 if line.strip():
@@ -391,8 +391,8 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
             elif line.strip():
                 first, size = (first, size + len(line)) if lines else (number, len(line))
                 lines.append(line)
-                if size > file.most:  # at once: a file may have no blank line at all
-                    raise too_large(row_name(file.path, first, by_line=True), file.most)
+                if size > file.max_bytes:  # at once: a file may have no blank line at all
+                    raise too_large(row_name(file.path, first, by_line=True), file.max_bytes)
             elif lines:
                 yield row(first, b"".join(lines).rstrip(b"\r\n"))
                 lines = []
@@ -403,7 +403,7 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
 def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
     """Yields the rows, numbered by the line on which each begins. An empty field means absent."""
     path = file.path
-    csv.field_size_limit(min(sys.maxsize, file.most))
+    csv.field_size_limit(min(sys.maxsize, file.max_bytes))
     with file_errors(path, file.stamp), _opened(path) as stream:
         texts = _without_nul(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
         first = next(texts, "")
@@ -411,8 +411,8 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
         begin, divided = 1, "" if separator in first else divided_otherwise(path, first)
         try:
             header = next(reader, [])
-            if twice := [name for name in header if header.count(name) > 1]:
-                raise UserError(f"{path}:1: two columns are called `{twice[0]}`. Rename one.")
+            if repeated := [name for name in header if header.count(name) > 1]:
+                raise UserError(f"{path}:1: two columns are called `{repeated[0]}`. Rename one.")
             begin = reader.line_num + 1
             for row in reader:
                 if row:
@@ -421,7 +421,7 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
                 begin = reader.line_num + 1
         except csv.Error as error:
             if "field limit" in str(error):
-                raise too_large(row_name(path, begin, by_line=True), file.most) from None
+                raise too_large(row_name(path, begin, by_line=True), file.max_bytes) from None
             advice = divided or " Write it with a CSV library."
             raise UserError(f"{path}:{begin}: is not valid CSV: {error}.{advice}") from None
 
@@ -436,7 +436,7 @@ def _unequal(path: str, line: int, row: Sequence[str], header: Sequence[str], di
 
 
 def _without_nul(texts: IO[str], file: _File) -> Iterator[str]:
-    for number, line in lines_of(texts, file.path, file.most):
+    for number, line in lines_of(texts, file.path, file.max_bytes):
         if "\0" in line:
             raise UserError(f"{file.path}:{number}: holds a NUL byte. Write the file again, as UTF-8.")
         yield line
@@ -450,32 +450,32 @@ def _parquet(file: _File, split: Split) -> SourcePart:
     pyarrow, parquet = import_extra("pyarrow", "data", need), import_extra("pyarrow.parquet", "data", need)
 
     @contextmanager
-    def whole() -> Iterator[None]:
+    def parquet_errors() -> Iterator[None]:
         with file_errors(path, file.stamp):
             try:
                 yield
             except (pyarrow.ArrowException, MemoryError) as error:
                 raise UserError(f"{path}: is not a Parquet file that can be read: {first_line(error)}.") from None
 
-    with whole():
+    with parquet_errors():
         opened = parquet.ParquetFile(path)
         count, at_once = opened.metadata.num_rows, _rows_at_once(opened.metadata, file)
     groups = _Groups(opened)
 
     def blocks() -> Iterator[Block]:
         begin, picked = 0, split.rows(count)
-        with whole():
+        with parquet_errors():
             for batch in opened.iter_batches(at_once):
                 first, last = max(begin, picked.start), min(begin + len(batch), picked.stop)
                 if first < last:
                     part = batch.slice(first - begin, last - first)
                     size = file.size * (last - first) // max(1, count)
-                    yield ArrowBlock(path, part, first, size, file.most, groups.small)
+                    yield ArrowBlock(path, part, first, size, file.max_bytes, groups.small)
                 begin += len(batch)
 
     def row(position: int) -> Block:
-        with whole():
-            return ArrowBlock(path, groups.row(position), position, 0, file.most)
+        with parquet_errors():
+            return ArrowBlock(path, groups.row(position), position, 0, file.max_bytes)
 
     digest = file.digest if split.is_whole else None
     return SourcePart(path, file.size, False, blocks, digest, row=row if groups.small else None)
@@ -493,15 +493,15 @@ class _Groups:
         self._opened, self._lock = opened, Lock()
         self._ends = list(accumulate(group.num_rows for group in groups))
         self.small = all(group.total_byte_size <= _GROUP_BYTES for group in groups)
-        self._kept: tuple[int, Any] = (-1, None)
+        self._last_group: tuple[int, Any] = (-1, None)
 
     def row(self, position: int) -> Any:
         """A table of the one row at this position."""
         number = bisect_right(self._ends, position)
         with self._lock:  # a ParquetFile is not thread-safe
-            if self._kept[0] != number:
-                self._kept = number, self._opened.read_row_group(number)
-            table = self._kept[1]
+            if self._last_group[0] != number:
+                self._last_group = number, self._opened.read_row_group(number)
+            table = self._last_group[1]
         return table.slice(position - (self._ends[number] - len(table)), 1)
 
 
@@ -511,14 +511,14 @@ def _rows_at_once(metadata: Any, file: _File) -> int:
     largest, first = 1, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        each = group.total_byte_size // max(1, group.num_rows)
-        if each > file.most:
-            raise too_large(row_name(file.path, first, by_line=False), file.most)
-        largest, first = max(largest, each), first + group.num_rows
+        row_bytes = group.total_byte_size // max(1, group.num_rows)
+        if row_bytes > file.max_bytes:
+            raise too_large(row_name(file.path, first, by_line=False), file.max_bytes)
+        largest, first = max(largest, row_bytes), first + group.num_rows
     return max(1, min(BLOCK_ROWS, 4 * _HELD_BYTES // largest))
 
 
-def _saved_dataset(path: str, split: Split, most: int) -> SourcePart:
+def _saved_dataset(path: str, split: Split, max_bytes: int) -> SourcePart:
     datasets = _datasets(path)
     try:
         with file_errors(path):
@@ -527,10 +527,10 @@ def _saved_dataset(path: str, split: Split, most: int) -> SourcePart:
         raise
     except Exception as error:  # of any type: the JSON and Arrow files in the folder may be anything
         raise UserError(f"{path}: is no dataset that can be read: {first_line(error)}. Write it again.") from error
-    return _dataset(path, loaded, split, most)
+    return _dataset(path, loaded, split, max_bytes)
 
 
-def _hub_dataset(path: str, subset: str | None, split: Split, most: int) -> SourcePart:
+def _hub_dataset(path: str, subset: str | None, split: Split, max_bytes: int) -> SourcePart:
     """A dataset on the hub, downloaded by the datasets library into its own cache."""
     datasets = _datasets(path)
     try:
@@ -539,10 +539,10 @@ def _hub_dataset(path: str, subset: str | None, split: Split, most: int) -> Sour
         raise UserError(
             f"data.path: {path} is no local file, and datasets could not load it from the hub: {first_line(error)}."
         ) from error
-    return _dataset(path, loaded, split, most)
+    return _dataset(path, loaded, split, max_bytes)
 
 
-def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) -> SourcePart:
+def _dataset(name: str, loaded: Any, split: Split, max_bytes: int = MAX_ROW_BYTES) -> SourcePart:
     if isinstance(loaded, Mapping):
         chosen = split.name or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
         if chosen not in loaded:
@@ -558,7 +558,9 @@ def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) ->
     def blocks() -> Iterator[Block]:
         for first in range(picked.start, picked.stop, BLOCK_ROWS):
             last = min(first + BLOCK_ROWS, picked.stop)
-            yield ArrowBlock(name, table[first:last], first, size * (last - first) // max(1, len(table)), most, True)
+            yield ArrowBlock(
+                name, table[first:last], first, size * (last - first) // max(1, len(table)), max_bytes, True
+            )
 
     def digest() -> str:
         hashed = hashlib.blake2b(str(table.features).encode(), digest_size=16)
@@ -569,7 +571,7 @@ def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) ->
         return hashed.hexdigest()
 
     def row(position: int) -> Block:
-        return ArrowBlock(name, table[position : position + 1], position, 0, most)
+        return ArrowBlock(name, table[position : position + 1], position, 0, max_bytes)
 
     return SourcePart(name, size, False, blocks, digest, row=row)
 
@@ -587,11 +589,11 @@ def file_digest(path: str, stamp: FileStamp | None = None) -> str:
     """Hexadecimal digest of a file: a digest of the digests of its blocks, which threads compute in parallel. stamp: if
     given, the file must still match it at the end; else UserError."""
     with file_errors(path, stamp), ThreadPoolExecutor(4) as pool:
-        whole, size = hashlib.blake2b(digest_size=16), Path(path).stat().st_size
+        total, size = hashlib.blake2b(digest_size=16), Path(path).stat().st_size
         for digest in pool.map(partial(_block_digest, path), range(0, size, 16 * BLOCK_BYTES)):
             flight.beat()
-            whole.update(digest)
-        return whole.hexdigest()
+            total.update(digest)
+        return total.hexdigest()
 
 
 def _block_digest(path: str, start: int) -> bytes:
@@ -647,8 +649,8 @@ def open_data(data: Data) -> list[DataSource]:
         if data.sources is not None:
             return [_open(source, rules, True, data.max_row_bytes, data.text_unit) for source in data.sources]
         assert data.path is not None
-        whole = SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns)
-        return [_open(whole, rules, False, data.max_row_bytes, data.text_unit)]
+        only_source = SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns)
+        return [_open(only_source, rules, False, data.max_row_bytes, data.text_unit)]
     if isinstance(data, str):
         return [_open(SourceConfig(path=data), AS_THEY_STAND)]
     if isinstance(data, Sequence) and data and isinstance(data[0], SourceConfig):
@@ -661,10 +663,10 @@ def _open(
     config: SourceConfig,
     rules: MessageRules,
     named: bool = False,
-    most: int = MAX_ROW_BYTES,
+    max_bytes: int = MAX_ROW_BYTES,
     unit: TextUnit | None = None,
 ) -> DataSource:
     name = source_name(config) if named else ""
     label = f"{name} ({config.path})" if named else config.path
     key = "data.sources" if named else "data.path"
-    return DataSource(label, open_source(config, key, most, unit), config.columns, name, config.weight, rules)
+    return DataSource(label, open_source(config, key, max_bytes, unit), config.columns, name, config.weight, rules)

@@ -65,7 +65,7 @@ class Chunk:
     bad: Sequence[BadRow] = ()
 
     @classmethod
-    def of(
+    def from_records(
         cls,
         numbers: Sequence[int],
         records: Sequence[Record],
@@ -74,7 +74,7 @@ class Chunk:
     ) -> Chunk:
         """The chunk of these records. numbers: their lines or rows. encoded: what an Encoder made of them."""
         total = sum(len(item.ids) for item in encoded)
-        packed = [place.packed() for item in encoded for place in item.places]
+        packed = [location.packed() for item in encoded for location in item.places]
         return cls(
             ids=np.fromiter(chain.from_iterable(item.ids for item in encoded), np.int32, total),
             trained=np.fromiter(chain.from_iterable(item.trained for item in encoded), np.uint8, total),
@@ -86,9 +86,11 @@ class Chunk:
             pairs=np.array([item.pairs for item in encoded], np.int64),
             reaches=np.array([item.reach for item in encoded], np.int32),
             images=np.array([len(item.places) for item in encoded], np.int32),
-            videos=np.array([sum(one.info.clip is not None for one in item.places) for item in encoded], np.int32),
+            videos=np.array(
+                [sum(location.info.clip is not None for location in item.places) for item in encoded], np.int32
+            ),
             places=np.frombuffer(b"".join(packed), np.uint8),
-            sizes=np.array([len(one) for one in packed], np.int64),
+            sizes=np.array([len(location) for location in packed], np.int64),
             bad=bad,
         )
 
@@ -175,18 +177,18 @@ class TokenTable:
         last = int(documents[index])
         ends = images[last - int(self.images[index]) : last].tolist()
         sizes = self._sizes[last - int(self.images[index]) : last].tolist()
-        return [MediaLocation.of(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
+        return [MediaLocation.unpack(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
 
     def image_files(self) -> Iterator[MediaLocation]:
         """Yields the places of all images and videos that are files."""
         for end, size in zip(np.cumsum(self._sizes).tolist(), self._sizes.tolist(), strict=True):
             if self._places[end - size] in FILES:
-                yield MediaLocation.of(self._places[end - size : end].tobytes())
+                yield MediaLocation.unpack(self._places[end - size : end].tobytes())
 
     def media_of(self, index: int) -> tuple[Array, Array, Array]:
         """The arguments of Digest.update_images for one document."""
-        packed = [place.packed() for place in self.places(index)]
-        sizes = np.array([len(one) for one in packed], np.int64)
+        packed = [location.packed() for location in self.places(index)]
+        sizes = np.array([len(item) for item in packed], np.int64)
         return self.images[index : index + 1], np.frombuffer(b"".join(packed), np.uint8), sizes
 
     def losses_of(self, index: int, length: int) -> int:
@@ -195,34 +197,34 @@ class TokenTable:
 
     def first_with(self, smallest: int) -> int:
         """The index of the first document with a token id of at least `smallest`; there must be one."""
-        place = int(np.flatnonzero(self.ids >= smallest)[0])
-        return int(np.searchsorted(self.ends, place, side="right"))
+        position = int(np.flatnonzero(self.ids >= smallest)[0])
+        return int(np.searchsorted(self.ends, position, side="right"))
 
 
 def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> TokenTable:
     """The table of these chunks, in memory."""
-    digest, kept = Digest(), list(chunks)
-    for chunk in kept:
+    digest, all_chunks = Digest(), list(chunks)
+    for chunk in all_chunks:
         digest.update(chunk.ids, chunk.trained, chunk.lengths)
         digest.update_images(chunk.images, chunk.places, chunk.sizes)
     arrays = {
-        name: np.concatenate([np.empty(0, dtype), *(getattr(chunk, name) for chunk in kept)])
+        name: np.concatenate([np.empty(0, dtype), *(getattr(chunk, name) for chunk in all_chunks)])
         for name, dtype in _ALL.items()
     }
     ids = arrays["ids"]
-    bad = [row for chunk in kept for row in chunk.bad]
+    bad = [row for chunk in all_chunks for row in chunk.bad]
     return TokenTable(origin, by_line, arrays, digest.hexdigest(), int(ids.max()) if len(ids) else 0, bad)
 
 
 def write(folder: Path, chunks: Iterable[Chunk]) -> None:
     """Writes a table to files in an existing folder, one chunk in memory at a time."""
-    digest, largest, documents, bad, found = Digest(), 0, 0, list[BadRow](), hashlib.blake2b(digest_size=16)
+    digest, largest, documents, bad, places_digest = Digest(), 0, 0, list[BadRow](), hashlib.blake2b(digest_size=16)
     files = {name: (folder / name).open("wb") for name in _ALL}
     try:
         for chunk in chunks:
             digest.update(chunk.ids, chunk.trained, chunk.lengths)
             digest.update_images(chunk.images, chunk.places, chunk.sizes)
-            found.update(np.ascontiguousarray(chunk.places).data)
+            places_digest.update(np.ascontiguousarray(chunk.places).data)
             largest = max(largest, int(chunk.ids.max()) if len(chunk.ids) else 0)
             documents += len(chunk.lengths)
             bad += chunk.bad
@@ -232,7 +234,7 @@ def write(folder: Path, chunks: Iterable[Chunk]) -> None:
         for file in files.values():
             file.close()
     meta = {"documents": documents, "digest": digest.hexdigest(), "largest": largest, "bad": bad}
-    meta["places"] = found.hexdigest()
+    meta["places"] = places_digest.hexdigest()
     (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -245,22 +247,22 @@ def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
     changed."""
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        held = _DOCUMENTS | _IMAGES
-        arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in held.items()}
+        small_arrays = _DOCUMENTS | _IMAGES
+        arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in small_arrays.items()}
         arrays |= {name: _mapped(folder / name, dtype) for name, dtype in (_TOKENS | _PLACES).items()}
     except (FileNotFoundError, ValueError) as error:
         raise DamagedTableError(str(error)) from error
     digest, tokens = Digest(), int(arrays["lengths"].sum(dtype=np.int64))
     digest.update(arrays["ids"], arrays["trained"], arrays["lengths"])
     digest.update_images(arrays["images"], arrays["places"], arrays["sizes"])
-    found = hashlib.blake2b(np.ascontiguousarray(arrays["places"]).data, digest_size=16).hexdigest()
+    places_digest = hashlib.blake2b(np.ascontiguousarray(arrays["places"]).data, digest_size=16).hexdigest()
     counts = [
         *(len(arrays[name]) - tokens for name in _TOKENS),
         *(len(arrays[n]) - meta["documents"] for n in _DOCUMENTS),
         int(arrays["images"].sum()) - len(arrays["sizes"]),
         int(arrays["sizes"].sum()) - len(arrays["places"]),
     ]
-    if any(counts) or digest.hexdigest() != meta["digest"] or found != meta["places"]:
+    if any(counts) or digest.hexdigest() != meta["digest"] or places_digest != meta["places"]:
         raise DamagedTableError(f"{folder} is not what was written")
     bad = [(number, text) for number, text in meta["bad"]]
     return TokenTable(origin, by_line, arrays, meta["digest"], meta["largest"], bad)

@@ -43,11 +43,11 @@ class RenderLimits(threading.local):
     def __init__(self, source: int = 0) -> None:
         self.source = source
         self._end: float | None = None
-        self._left, self._until = _CHARACTERS, _TICKS
+        self._characters_left, self._until = _CHARACTERS, _TICKS
 
     def begin(self) -> None:
         """Start a rendering."""
-        self._end, self._left, self._until = None, _CHARACTERS, _TICKS
+        self._end, self._characters_left, self._until = None, _CHARACTERS, _TICKS
 
     def tick(self) -> None:
         """Called at every loop iteration and every call. Reads the clock only sometimes, because that may be slow."""
@@ -62,19 +62,19 @@ class RenderLimits(threading.local):
 
     def charge(self, characters: int) -> None:
         """Called before `characters` characters are produced."""
-        self._left -= characters
+        self._characters_left -= characters
         if characters > _LONG:  # this takes time: the next tick reads the clock
             self._until = 0
-        if self._left < 0:
+        if self._characters_left < 0:
             raise RenderLimitError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
 
     def check(self, text: str, *inputs: Any) -> None:
         """Called with the whole rendering and its inputs. Tokenising a text takes a hundred times its memory."""
         if len(text) <= _FREE:
             return
-        given = self.source + sum(map(self.weigh, inputs))
-        if len(text) > _FREE + _TIMES * given:
-            raise RenderLimitError(f"it makes {len(text):,} characters of {given:,}")
+        weight = self.source + sum(map(self.weigh, inputs))
+        if len(text) > _FREE + _TIMES * weight:
+            raise RenderLimitError(f"it makes {len(text):,} characters of {weight:,}")
 
     def weigh(self, value: Any) -> int:
         """The approximate number of characters of a value when it is printed. Raises RenderLimitError for large
@@ -83,16 +83,16 @@ class RenderLimits(threading.local):
             return len(value)
         if not isinstance(value, (list, tuple, dict)):
             return _ITEM
-        waiting, seen, weight = [value], 0, 0
-        while waiting:
-            one = waiting.pop()
-            inside = [*one.keys(), *one.values()] if isinstance(one, dict) else one
-            seen += len(inside)
-            weight += _ITEM * len(inside)
-            if seen > _VALUES or weight > _CHARACTERS:
+        stack, num_values, weight = [value], 0, 0
+        while stack:
+            container = stack.pop()
+            items = [*container.keys(), *container.values()] if isinstance(container, dict) else container
+            num_values += len(items)
+            weight += _ITEM * len(items)
+            if num_values > _VALUES or weight > _CHARACTERS:
                 raise RenderLimitError(f"it makes lists of more than {_VALUES:,} values")
-            weight += sum(len(child) for child in inside if isinstance(child, str | bytes))
-            waiting += [child for child in inside if isinstance(child, list | tuple | dict)]
+            weight += sum(len(child) for child in items if isinstance(child, str | bytes))
+            stack += [child for child in items if isinstance(child, list | tuple | dict)]
         return weight
 
     # ------------------------------------------------------------ hooks that templates call
@@ -120,21 +120,21 @@ class RenderLimits(threading.local):
         self.weigh(value)
         return value
 
-    def binary(self, table: Mapping[str, Callable[[Any, Any], Any]], operator: str, left: Any, right: Any) -> Any:
+    def binary(self, table: Mapping[str, Callable[[Any, Any], Any]], operator: str, a: Any, b: Any) -> Any:
         """The operators `+ * ** %`."""
-        for one, other in ((left, right), (right, left)):
-            if operator == "*" and isinstance(one, str | bytes | list | tuple) and isinstance(other, int):
-                self.charge(self.weigh(one) * max(0, other))
-                self._check_count(len(one) * other, isinstance(one, list | tuple))
-        if operator == "+" and isinstance(left, str | list | tuple):
-            self.charge(self.weigh(left) + self.weigh(right))
-        elif operator == "%" and isinstance(left, str):
-            self._check_format(left, self.weigh(right))
-        elif isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        for operand, count in ((a, b), (b, a)):
+            if operator == "*" and isinstance(operand, str | bytes | list | tuple) and isinstance(count, int):
+                self.charge(self.weigh(operand) * max(0, count))
+                self._check_count(len(operand) * count, isinstance(operand, list | tuple))
+        if operator == "+" and isinstance(a, str | list | tuple):
+            self.charge(self.weigh(a) + self.weigh(b))
+        elif operator == "%" and isinstance(a, str):
+            self._check_format(a, self.weigh(b))
+        elif isinstance(a, int) and isinstance(b, int):
+            bits = a.bit_length() * abs(b) if operator == "**" else a.bit_length() + b.bit_length()
             if bits > _BITS:
                 raise RenderLimitError("it computes with numbers of more digits than any has")
-        return table[operator](left, right)
+        return table[operator](a, b)
 
     def before_call(self, called: Any, arguments: Sequence[Any]) -> None:
         """Called before every call: of macros, recursive loops, functions and methods of values."""
@@ -153,28 +153,31 @@ class RenderLimits(threading.local):
         self.tick()
         if name in ("length", "count"):
             return
-        if any(type(one) is int and abs(one) > _NUMBER for one in arguments) and name not in ("default", "d"):
+        if any(type(argument) is int and abs(argument) > _NUMBER for argument in arguments) and name not in (
+            "default",
+            "d",
+        ):
             raise RenderLimitError(f"it asks the filter {name} for more than {_NUMBER:,}")
         size = self.weigh(value)
         self.charge(size)
-        texts = [one for one in arguments if isinstance(one, str)]
+        texts = [argument for argument in arguments if isinstance(argument, str)]
         if name in _SLOW_FILTERS and (size > _LARGE_INPUT or any(len(text) > 100 for text in texts)):
             raise RenderLimitError(f"it filters {size:,} characters with {name}")
-        if name == "sum" and any(isinstance(one, list | tuple | str) for one in arguments):
+        if name == "sum" and any(isinstance(argument, list | tuple | str) for argument in arguments):
             raise RenderLimitError("it sums lists, which takes the square of their number")
         if isinstance(value, str):
             self._check_growth(name, value, arguments)
         elif name == "join" and isinstance(value, Sequence):
             self.charge(len(value) * max(map(len, texts), default=0))
         elif name == "tojson":
-            self.charge(size + size * sum(one for one in arguments if type(one) is int) // _ITEM)
+            self.charge(size + size * sum(argument for argument in arguments if type(argument) is int) // _ITEM)
 
     # ------------------------------------------------------------ estimates
 
     def _check_method(self, owner: Any, name: str, arguments: Sequence[Any]) -> None:
         if isinstance(owner, bytes) or name in ("encode", "to_bytes", "translate", "maketrans"):
             raise RenderLimitError(f"it calls {name}, which no conversation needs")
-        if any(isinstance(one, int) and abs(one) > _NUMBER for one in arguments):
+        if any(isinstance(argument, int) and abs(argument) > _NUMBER for argument in arguments):
             raise RenderLimitError(f"it calls {name} with a number above {_NUMBER:,}")
         if isinstance(owner, str):
             if name in ("format", "format_map"):
@@ -183,23 +186,31 @@ class RenderLimits(threading.local):
 
     def _check_growth(self, name: str, text: str, arguments: Sequence[Any]) -> None:
         """Charges the estimated result of a string method, or of the filter of the same name."""
-        numbers = [one for one in arguments if type(one) is int]
-        texts = [one for one in arguments if isinstance(one, str)]
-        made = len(text)
+        numbers = [argument for argument in arguments if type(argument) is int]
+        texts = [argument for argument in arguments if isinstance(argument, str)]
+        estimate = len(text)
         if name == "replace" and len(texts) > 1:
-            made += text.count(texts[0]) * len(texts[1])
+            estimate += text.count(texts[0]) * len(texts[1])
         elif name == "join":
-            self.charge(sum(self.weigh(one) + len(text) * len(one) for one in arguments if isinstance(one, list)))
+            self.charge(
+                sum(
+                    self.weigh(argument) + len(text) * len(argument)
+                    for argument in arguments
+                    if isinstance(argument, list)
+                )
+            )
         elif name in ("split", "rsplit", "splitlines", "list", "sort", "reverse", "batch", "slice"):
-            made += 8 * _ITEM * (text.count(texts[0]) if texts and texts[0] else len(text) if len(text) > 1000 else 0)
+            estimate += (
+                8 * _ITEM * (text.count(texts[0]) if texts and texts[0] else len(text) if len(text) > 1000 else 0)
+            )
         elif name in ("expandtabs", "indent"):
-            each = max([8, *numbers, *map(len, texts)])
-            made += each * (1 + text.count("\t" if name == "expandtabs" else "\n"))
+            indent = max([8, *numbers, *map(len, texts)])
+            estimate += indent * (1 + text.count("\t" if name == "expandtabs" else "\n"))
         elif name == "format":
             self._check_format(text, 0)
         else:
-            made += sum(abs(number) for number in numbers)
-        self.charge(made)
+            estimate += sum(abs(number) for number in numbers)
+        self.charge(estimate)
 
     def _check_format(self, text: str, arguments: int) -> None:
         if _WIDE.search(text):
@@ -219,12 +230,12 @@ def install_limits(environment: Any, source: int) -> RenderLimits:
     call = environment.call
 
     def bounded_call(context: Any, called: Any, /, *arguments: Any, **named: Any) -> Any:
-        own = [value for name, value in named.items() if not name.startswith("_")]
-        bounds.before_call(called, [*arguments, *own])
+        values = [value for name, value in named.items() if not name.startswith("_")]
+        bounds.before_call(called, [*arguments, *values])
         return call(context, called, *arguments, **named)
 
-    def binary(_: Any, operator: str, left: Any, right: Any) -> Any:
-        return bounds.binary(environment.binop_table, operator, left, right)
+    def binary(_: Any, operator: str, a: Any, b: Any) -> Any:
+        return bounds.binary(environment.binop_table, operator, a, b)
 
     environment.optimized = False  # the optimizer would evaluate constants while it compiles
     environment.finalize = bounds.finalize

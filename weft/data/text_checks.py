@@ -43,97 +43,101 @@ class TextChecks:
         """Searches the texts in the rendering; the conversation is rendered again only for texts that are not found,
         and once if it has calls. Raises UnrenderedTextError if something is missing, and AmbiguousAnswerError if it is
         in the wrong place."""
-        for place, message in enumerate(self.chat.messages):
+        for index, message in enumerate(self.chat.messages):
             content, role = message["content"], message["role"]
             if isinstance(content, str) and content.strip():
-                if place in self.spans:
-                    self._answer(place, content)
-                elif not all(self._is_shown(place, text) for text in _texts(content, role)):
-                    self._other(place)
+                if index in self.spans:
+                    self._answer(index, content)
+                elif not all(self._is_shown(index, text) for text in _texts(content, role)):
+                    self._other_text(index)
             if "thinking" in message:
-                self._thoughts(place, message["thinking"])
-            elif place == len(self.chat.messages) - 1 and place in self.spans and isinstance(content, str):
-                self._thoughts(place, content.rpartition("</think>")[0].rpartition("<think>")[2])
+                self._thoughts(index, message["thinking"])
+            elif index == len(self.chat.messages) - 1 and index in self.spans and isinstance(content, str):
+                self._thoughts(index, content.rpartition("</think>")[0].rpartition("<think>")[2])
         self._calls_and_tools()
 
-    def _is_shown(self, place: int, text: str) -> bool:
+    def _is_shown(self, index: int, text: str) -> bool:
         """Whether a text is in the region of its message, or elsewhere in the rendering and in no other message."""
         text = text.strip()
-        if "tool_calls" in self.chat.messages[place]:  # it may be that of an argument
+        if "tool_calls" in self.chat.messages[index]:  # it may be that of an argument
             return False
-        if text in self.rendering.of(place):
+        if text in self.rendering.region_text(index):
             return True
         if text not in self.rendering.text:
             return False
-        others = (message for i, message in enumerate(self.chat.messages) if i != place)
-        return self.chat.messages[place]["role"] in ("system", "developer") and not any(
-            text in str(value) for message in others for value in message.values()
+        other_messages = (message for i, message in enumerate(self.chat.messages) if i != index)
+        return self.chat.messages[index]["role"] in ("system", "developer") and not any(
+            text in str(value) for message in other_messages for value in message.values()
         )
 
-    def _answer(self, place: int, content: str) -> None:
-        text = " ".join(self.rendering.text[start:end] for start, end in self.spans[place])
-        if "tool_calls" not in self.chat.messages[place]:  # else the text may be that of an argument
+    def _answer(self, index: int, content: str) -> None:
+        text = " ".join(self.rendering.text[start:end] for start, end in self.spans[index])
+        if "tool_calls" not in self.chat.messages[index]:  # else the text may be that of an argument
             if content.strip() in text:
                 return
             if (visible := content.rpartition("</think>")[2].strip()) and visible in text:
                 return
-        other = self._marked(place, _visible_marked(content))
-        if other is None:
+        marked_rendering = self._marked(index, _visible_marked(content))
+        if marked_rendering is None:
             return
-        times = other.text.count(SENTINEL)
+        times = marked_rendering.text.count(SENTINEL)
         if times == 0:
-            raise UnrenderedTextError(self._not_rendered(place), self.rendering)
-        if times > 1 or (self._has_regions() and SENTINEL not in other.of(place)):
+            raise UnrenderedTextError(self._not_rendered(index), self.rendering)
+        if times > 1 or (self._has_regions() and SENTINEL not in marked_rendering.region_text(index)):
             raise AmbiguousAnswerError(
-                f"the text of message {place + 1} is not where the template renders this message", self.rendering
+                f"the text of message {index + 1} is not where the template renders this message", self.rendering
             )
 
-    def _not_rendered(self, place: int) -> str:
-        beside = " beside its call" if "tool_calls" in self.chat.messages[place] else ""
-        return f"the template does not render the text of message {place + 1}{beside}"
+    def _not_rendered(self, index: int) -> str:
+        suffix = " beside its call" if "tool_calls" in self.chat.messages[index] else ""
+        return f"the template does not render the text of message {index + 1}{suffix}"
 
-    def _other(self, place: int) -> None:
+    def _other_text(self, index: int) -> None:
         """Checks a text that is not an answer: it may be in the region of another message, but not in a trained one."""
-        message = self.chat.messages[place]
-        marked = _visible_marked(message["content"]) if message["role"] == "assistant" else SENTINEL
-        other = self._marked(place, marked)
-        if other is None:
+        message = self.chat.messages[index]
+        content = _visible_marked(message["content"]) if message["role"] == "assistant" else SENTINEL
+        marked_rendering = self._marked(index, content)
+        if marked_rendering is None:
             return
-        if self._trains_sentinel(other):
-            raise AmbiguousAnswerError(f"the template writes message {place + 1} into an answer", self.rendering)
-        if SENTINEL not in other.text:
-            raise UnrenderedTextError(self._not_rendered(place), self.rendering)
+        if self._trains_sentinel(marked_rendering):
+            raise AmbiguousAnswerError(f"the template writes message {index + 1} into an answer", self.rendering)
+        if SENTINEL not in marked_rendering.text:
+            raise UnrenderedTextError(self._not_rendered(index), self.rendering)
 
-    def _trains_sentinel(self, other: Rendering) -> bool:
+    def _trains_sentinel(self, marked_rendering: Rendering) -> bool:
         """Whether the sentinel would be trained. With markers, only their spans count, not whole regions: Gemma 4
         writes the results of tools between a call and the answer, in the region of an answer."""
         if not self.template.has_markers:
-            return any(SENTINEL in other.of(answer) for answer in self.spans)
-        return any(SENTINEL in other.text[start:end] for start, end in self._trained_marks(other))
+            return any(SENTINEL in marked_rendering.region_text(answer) for answer in self.spans)
+        return any(SENTINEL in marked_rendering.text[start:end] for start, end in self._trained_marks(marked_rendering))
 
-    def _trained_marks(self, other: Rendering) -> Iterator[Span]:
+    def _trained_marks(self, marked_rendering: Rendering) -> Iterator[Span]:
         """The spans between markers of another rendering of the conversation that are trained."""
         trained = {span for spans in self.spans.values() for span in spans}
-        alike = len(other.marked) == len(self.rendering.marked)
-        yield from (span for i, span in enumerate(other.marked) if not alike or self.rendering.marked[i] in trained)
+        same_count = len(marked_rendering.marked) == len(self.rendering.marked)
+        yield from (
+            span
+            for i, span in enumerate(marked_rendering.marked)
+            if not same_count or self.rendering.marked[i] in trained
+        )
 
-    def _thoughts(self, place: int, thought: Any) -> None:
+    def _thoughts(self, index: int, thought: Any) -> None:
         """Raises UnrenderedTextError if what an answer thinks is missing. Templates may leave it out of earlier turns,
         as at inference, if they have it in the last one."""
-        last = place == len(self.chat.messages) - 1
-        if not isinstance(thought, str) or thought.strip() in self.rendering.text or (last and place not in self.spans):
+        last = index == len(self.chat.messages) - 1
+        if not isinstance(thought, str) or thought.strip() in self.rendering.text or (last and index not in self.spans):
             return
         if last or not self.template.has_thoughts(self.kwargs):
             raise UnrenderedTextError(
-                f"the template leaves out what message {place + 1} thinks before it answers", self.rendering
+                f"the template leaves out what message {index + 1} thinks before it answers", self.rendering
             )
 
     def _calls_and_tools(self) -> None:
         """Checks all calls and tools by one more rendering, in which each of their arguments, names and descriptions is
         replaced by a mark of its own."""
         calls = [
-            (place, number, call["function"])
-            for place, message in enumerate(self.chat.messages)
+            (index, number, call["function"])
+            for index, message in enumerate(self.chat.messages)
             for number, call in enumerate(message.get("tool_calls", ()))
         ]
         if not calls and not self.chat.tools:
@@ -141,82 +145,86 @@ class TextChecks:
         marks = (f"\ue5e1{i}\ue5e2" for i in count())
         arguments: dict[str, tuple[int, int, str]] = {}
         chat = self.chat
-        for place, number, function in calls:
-            own = function["arguments"]
-            if isinstance(own, Mapping) and own and str(dict(own)) in self.rendering.of(place):
+        for index, number, function in calls:
+            original = function["arguments"]
+            if isinstance(original, Mapping) and original and str(dict(original)) in self.rendering.region_text(index):
                 raise PythonArgumentsError(
-                    f"the template writes the arguments of call {number + 1} of message {place + 1} as Python writes "
+                    f"the template writes the arguments of call {number + 1} of message {index + 1} as Python writes "
                     "them, not as JSON",
                     self.rendering,
                 )
-            marked = dict(zip(_arguments(own) or ("",), marks, strict=False))
-            arguments.update({mark: (place, number, name) for name, mark in marked.items()})
-            chat = _with_arguments(chat, place, number, marked)
+            marked = dict(zip(_arguments(original) or ("",), marks, strict=False))
+            arguments.update({mark: (index, number, name) for name, mark in marked.items()})
+            chat = _with_arguments(chat, index, number, marked)
         texts: dict[str, tuple[int, str]] = {}
         if self.chat.tools:
             chat = replace(chat, tools=[_marked_tool(i, tool, marks, texts) for i, tool in enumerate(self.chat.tools)])
-        other = self._render(chat)
-        for mark, (place, number, name) in arguments.items():
-            self._argument(other, mark, place, number, name)
-        for place, number, function in calls:
-            if function["name"] not in (self.rendering.of(place) or self.rendering.text):
+        marked_rendering = self._render(chat)
+        for mark, (index, number, name) in arguments.items():
+            self._argument(marked_rendering, mark, index, number, name)
+        for index, number, function in calls:
+            if function["name"] not in (self.rendering.region_text(index) or self.rendering.text):
                 raise UnrenderedTextError(
-                    f"the template does not render the name of call {number + 1} of message {place + 1}", self.rendering
+                    f"the template does not render the name of call {number + 1} of message {index + 1}", self.rendering
                 )
         for mark, (number, text) in texts.items():
-            shown = other is not None and _has(other.text, mark)
-            if not shown and (other is not None or not any(form in self.rendering.text for form in _forms(text))):
+            shown = marked_rendering is not None and _has(marked_rendering.text, mark)
+            if not shown and (
+                marked_rendering is not None or not any(form in self.rendering.text for form in _forms(text))
+            ):
                 raise UnrenderedTextError(
                     f"the template does not render {text[:80]!r} of tool {number + 1}", self.rendering
                 )
 
-    def _argument(self, other: Rendering | None, mark: str, place: int, number: int, name: str) -> None:
-        """Checks an argument of a call; name: "" is a call without any. other: the rendering with the mark; None if the
-        template refused it: then the argument's own text is searched."""
-        if other is not None and _has(other.text, mark):
-            if not self._is_trained(other, place, mark):
+    def _argument(self, marked_rendering: Rendering | None, mark: str, index: int, number: int, name: str) -> None:
+        """Checks an argument of a call; name: "" is a call without any. marked_rendering: the rendering with the mark;
+        None if the template refused it: then the argument's own text is searched."""
+        if marked_rendering is not None and _has(marked_rendering.text, mark):
+            if not self._is_trained(marked_rendering, index, mark):
                 raise AmbiguousAnswerError(
-                    f"call {number + 1} of message {place + 1} is not in what the template marks as the answer",
+                    f"call {number + 1} of message {index + 1} is not in what the template marks as the answer",
                     self.rendering,
                 )
         elif not name:
-            calls = self.chat.messages[place]["tool_calls"]
-            own = calls[number]["function"]["name"]
-            text = self.rendering.of(place) or self.rendering.text
-            if text.count(own) < sum(own in call["function"]["name"] for call in calls):
+            calls = self.chat.messages[index]["tool_calls"]
+            function_name = calls[number]["function"]["name"]
+            text = self.rendering.region_text(index) or self.rendering.text
+            if text.count(function_name) < sum(function_name in call["function"]["name"] for call in calls):
                 raise UnrenderedTextError(
-                    f"the template does not render call {number + 1} of message {place + 1}", self.rendering
+                    f"the template does not render call {number + 1} of message {index + 1}", self.rendering
                 )
-        elif not self._has_alone(place, number, name):
+        elif not self._has_alone(index, number, name):
             raise UnrenderedTextError(
-                f"the template does not render argument `{name}` of call {number + 1} of message {place + 1}",
+                f"the template does not render argument `{name}` of call {number + 1} of message {index + 1}",
                 self.rendering,
             )
 
-    def _is_trained(self, other: Rendering, place: int, mark: str) -> bool:
+    def _is_trained(self, marked_rendering: Rendering, index: int, mark: str) -> bool:
         """Whether a mark in an answer is trained, if the answer is."""
-        if place not in self.spans:
+        if index not in self.spans:
             return True
         if self.template.has_markers:
-            return any(_has(other.text[start:end], mark) for start, end in self._trained_marks(other))
-        return not self._has_regions() or _has(other.of(place), mark)
+            return any(
+                _has(marked_rendering.text[start:end], mark) for start, end in self._trained_marks(marked_rendering)
+            )
+        return not self._has_regions() or _has(marked_rendering.region_text(index), mark)
 
-    def _has_alone(self, place: int, number: int, name: str) -> bool:
+    def _has_alone(self, index: int, number: int, name: str) -> bool:
         """Whether a call's argument is rendered if it alone is replaced; if the template refuses that, whether its own
         text is there."""
-        other = self._render(_with_arguments(self.chat, place, number, {name: SENTINEL}))
-        if other is not None:
-            return _has(other.text, SENTINEL)
-        own = self.chat.messages[place]["tool_calls"][number]["function"]["arguments"]
-        value = (json.loads(own) if isinstance(own, str) else own)[name]
-        text = self.rendering.of(place) or self.rendering.text
+        marked_rendering = self._render(_with_arguments(self.chat, index, number, {name: SENTINEL}))
+        if marked_rendering is not None:
+            return _has(marked_rendering.text, SENTINEL)
+        arguments = self.chat.messages[index]["tool_calls"][number]["function"]["arguments"]
+        value = (json.loads(arguments) if isinstance(arguments, str) else arguments)[name]
+        text = self.rendering.region_text(index) or self.rendering.text
         return any(form in text for form in _forms(value))
 
     def _has_regions(self) -> bool:
         return bool(self.rendering.regions or self.rendering.scattered)
 
-    def _marked(self, place: int, content: str) -> Rendering | None:
-        return self._render(self.chat.replaced(place, content=content))
+    def _marked(self, index: int, content: str) -> Rendering | None:
+        return self._render(self.chat.replaced(index, content=content))
 
     def _render(self, chat: ChatInput) -> Rendering | None:
         """The rendering of a changed conversation; None if the template refuses it: it looks into what was changed."""
@@ -245,16 +253,16 @@ def _arguments(arguments: Any) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, Mapping) else ()
 
 
-def _with_arguments(chat: ChatInput, place: int, number: int, marked: Mapping[str, str]) -> ChatInput:
+def _with_arguments(chat: ChatInput, index: int, number: int, marked: Mapping[str, str]) -> ChatInput:
     """The conversation with these arguments of a call in place of its own of these names, as text if they were text."""
-    calls = list(chat.messages[place]["tool_calls"])
+    calls = list(chat.messages[index]["tool_calls"])
     function = calls[number]["function"]
-    own = function["arguments"]
-    arguments: Any = {**(json.loads(own) if isinstance(own, str) else own), **marked}
-    if isinstance(own, str):
+    original = function["arguments"]
+    arguments: Any = {**(json.loads(original) if isinstance(original, str) else original), **marked}
+    if isinstance(original, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     calls[number] = {**calls[number], "function": {**function, "arguments": arguments}}
-    return chat.replaced(place, tool_calls=calls)
+    return chat.replaced(index, tool_calls=calls)
 
 
 def _marked_tool(number: int, tool: Any, marks: Iterator[str], texts: dict[str, tuple[int, str]]) -> Any:

@@ -73,7 +73,7 @@ class TokeniseTask:
         name of the document. places: of its images. Rows that contain images are read again."""
         assert self.images is not None
         rows: dict[int, tuple[Image | Video, ...]] = {}
-        for position in {place.position for place in places if place.in_row}:
+        for position in {media.position for media in places if media.in_row}:
             assert part.row is not None
             ((_, record),) = part.row(position).records(self.parsing)
             rows[position] = record.images
@@ -101,7 +101,9 @@ class TokeniseTask:
                 else:
                     good.append((number, record))
             numbered = good
-        return Chunk.of([number for number, _ in numbered], [record for _, record in numbered], encoded, sorted(bad))
+        return Chunk.from_records(
+            [number for number, _ in numbered], [record for _, record in numbered], encoded, sorted(bad)
+        )
 
     def seconds_for(self, block: Block) -> float | None:
         """How long the texts of a block may take: ten times what a slow tokenizer takes on a busy machine. None for
@@ -157,8 +159,8 @@ def _tokenise_part(
 ) -> TokenTable:
     small = part.size < KEPT_BYTES and task.images is None  # small rows may name large images
     key = None if small or options.cache is None else _cache_key(part, task)
-    alone = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == 1 or key is not None
-    workers = 1 if part.size < CREW_BYTES else options.workers or _default_workers(alone)
+    has_all_cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == 1 or key is not None
+    workers = 1 if part.size < CREW_BYTES else options.workers or _default_workers(has_all_cores)
 
     def chunks() -> Generator[Chunk]:
         size = 0
@@ -178,10 +180,10 @@ def _tokenise_part(
     return table
 
 
-def _default_workers(alone: bool) -> int:
+def _default_workers(has_all_cores: bool) -> int:
     """The default number of workers of this rank: its share of the cores, or all if no other rank tokenises this part
-    (`alone`). 1 if that is two cores or fewer: a single process with its threads fills two."""
-    cores = cpu_cores() if alone else cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
+    (`has_all_cores`). 1 if that is two cores or fewer: a single process with its threads fills two."""
+    cores = cpu_cores() if has_all_cores else cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
     return cores if cores > _THREADS else 1
 
 

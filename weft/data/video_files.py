@@ -39,7 +39,7 @@ _STILL = (b"\xff\xd8", b"BM", b"II*\0", b"MM\0*")  # JPEG, BMP, TIFF
 _MOST_CANVASES = 20  # all frames of an animation may have so many times the pixels of the largest allowed image
 _TICK = 100  # milliseconds of a frame without a duration, as in browsers
 
-Each = Callable[[Any], Any]  # converts a decoded frame, a PIL image, to what is kept in memory
+ConvertFrame = Callable[[Any], Any]  # converts a decoded frame, a PIL image, to what is kept in memory
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Opened:
     """An open video. take: (indices of frames, a function for each frame) -> the results of the function."""
 
     info: MediaInfo
-    take: Callable[[Sequence[int], Each], list[Any]]
+    take: Callable[[Sequence[int], ConvertFrame], list[Any]]
 
 
 def measure_video(video: Video, location: str, checks: ImageChecks) -> MediaInfo:
@@ -57,8 +57,8 @@ def measure_video(video: Video, location: str, checks: ImageChecks) -> MediaInfo
         raise BadRowError(
             f"{location} ({video}): `sample_fps` is of a list or folder of frames; files say it. Remove it."
         )
-    with _open(video, location, checks) as found:
-        return found.info
+    with _open(video, location, checks) as opened:
+        return opened.info
 
 
 def _is_listed(video: Video) -> bool:
@@ -67,13 +67,13 @@ def _is_listed(video: Video) -> bool:
 
 
 def sample_frames(
-    video: Video, location: str, checks: ImageChecks, each: Callable[[MediaInfo], Each]
+    video: Video, location: str, checks: ImageChecks, make_convert: Callable[[MediaInfo], ConvertFrame]
 ) -> tuple[list[Any], MediaInfo]:
-    """(the sampled frames, the measurements of the video). each: measurements -> a function that is applied to each
-    frame once it is decoded, so that the decoded frames are never all in memory. Raises BadRowError."""
-    with _open(video, location, checks) as found:
-        assert found.info.clip is not None
-        return found.take(found.info.clip.indices, each(found.info)), found.info
+    """(the sampled frames, the measurements of the video). make_convert: measurements -> a function that is applied to
+    each frame once it is decoded, so that the decoded frames are never all in memory. Raises BadRowError."""
+    with _open(video, location, checks) as opened:
+        assert opened.info.clip is not None
+        return opened.take(opened.info.clip.indices, make_convert(opened.info)), opened.info
 
 
 @contextmanager
@@ -86,8 +86,8 @@ def _open(video: Video, location: str, checks: ImageChecks) -> Iterator[_Opened]
         with open_image(video.file, location, checks) as (picture, size, changed):
             yield _animated(picture, name, checks, size, changed)
     else:
-        with _contained(video.file, name, checks) as found:
-            yield found
+        with _contained(video.file, name, checks) as open_video:
+            yield open_video
 
 
 def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: ImageChecks) -> _Opened:
@@ -102,25 +102,25 @@ def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Image
         )
     if url := next((frame.url for frame in frames if frame.url is not None), None):
         raise BadRowError(f"{name}: a frame is a URL ({url}), and only whole videos are fetched. Name files.")
-    said = [f"{name}: frame {number} of {len(frames)}" for number in range(1, len(frames) + 1)]
-    sizes = [measure_image(frame, own, checks) for frame, own in zip(frames, said, strict=True)]
-    for size, own in zip(sizes, said, strict=True):
+    labels = [f"{name}: frame {number} of {len(frames)}" for number in range(1, len(frames) + 1)]
+    sizes = [measure_image(frame, label, checks) for frame, label in zip(frames, labels, strict=True)]
+    for size, label in zip(sizes, labels, strict=True):
         if (size.height, size.width) != (sizes[0].height, sizes[0].width):
             raise BadRowError(
-                f"{own} has {size.width} x {size.height} pixels, and the first {sizes[0].width} x {sizes[0].height}: "
+                f"{label} has {size.width} x {size.height} pixels, and the first {sizes[0].width} x {sizes[0].height}: "
                 "frames of a video have one size."
             )
     # If the row itself holds some frames, the video has no modification time.
     changed = max(size.changed for size in sizes) if all(frame.path is not None for frame in frames) else 0
-    whole = MediaInfo(
+    info = MediaInfo(
         sizes[0].height, sizes[0].width, sum(size.size for size in sizes), changed,
         Clip(len(frames), fps or checks.video.fps, len(frames)),
     )  # fmt: skip
 
-    def take(indices: Sequence[int], each: Each) -> list[Any]:
-        return [each(load_pixels(frames[index], said[index], checks)[0]) for index in indices]
+    def take(indices: Sequence[int], convert: ConvertFrame) -> list[Any]:
+        return [convert(load_pixels(frames[index], labels[index], checks)[0]) for index in indices]
 
-    return _Opened(whole, take)
+    return _Opened(info, take)
 
 
 def _animated(picture: Any, name: str, checks: ImageChecks, size: int, changed: int) -> _Opened:
@@ -140,13 +140,13 @@ def _animated(picture: Any, name: str, checks: ImageChecks, size: int, changed: 
         shown += float(picture.info.get("duration") or _TICK)
     clip = checks.video.clip(count, count * 1000 / shown)
 
-    def take(indices: Sequence[int], each: Each) -> list[Any]:
-        found = []
+    def take(indices: Sequence[int], convert: ConvertFrame) -> list[Any]:
+        frames = []
         for index in indices:
             picture.seek(index)
             picture.load()
-            found.append(each(to_rgb(picture)))
-        return found
+            frames.append(convert(to_rgb(picture)))
+        return frames
 
     return _Opened(MediaInfo(picture.height, picture.width, size, changed, clip), take)
 
@@ -200,12 +200,12 @@ def _decoded(container: Any, name: str, checks: ImageChecks, size: int, changed:
         raise BadRowError(f"{name}: has no frames. Remove it.")
     clip = checks.video.clip(total, float(stream.average_rate))
 
-    def take(indices: Sequence[int], each: Each) -> list[Any]:
-        wanted = set(indices)
-        found = [each(one.to_image()) for n, one in enumerate(container.decode(stream)) if n in wanted]
-        if len(found) < len(wanted):
+    def take(indices: Sequence[int], convert: ConvertFrame) -> list[Any]:
+        selected = set(indices)
+        frames = [convert(frame.to_image()) for n, frame in enumerate(container.decode(stream)) if n in selected]
+        if len(frames) < len(selected):
             raise BadRowError(f"{name}: has fewer frames than it says. Mend the video, or remove the row.")
-        return found
+        return frames
 
     return _Opened(MediaInfo(stream.codec_context.height, stream.codec_context.width, size, changed, clip), take)
 

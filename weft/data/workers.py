@@ -50,16 +50,20 @@ class WorkerPool:
         }  # fmt: skip
         task = pickle.dumps(self._task)
         for _ in range(self._count):
-            ours, theirs = Pipe()
-            command = [sys.executable, "-m", "weft.data.workers", str(theirs.fileno())]
+            connection, child_end = Pipe()
+            command = [sys.executable, "-m", "weft.data.workers", str(child_end.fileno())]
             process = subprocess.Popen(
-                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                env=environment,
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._idle.append(ours)
+            self._idle.append(connection)
             with suppress(OSError):  # the worker has died: `map` reports it
-                ours.send_bytes(task)
+                connection.send_bytes(task)
         return self
 
     def __exit__(
@@ -75,23 +79,23 @@ class WorkerPool:
     def map(self, blocks: Iterable[Block]) -> Iterator[tuple[int, Chunk]]:
         """Yields (size, chunk) of each block, in order. Raises the UserError of the first bad block, as a single
         process would, and ActorError if a worker dies."""
-        rest = enumerate(blocks)
+        numbered = enumerate(blocks)
         sizes: dict[int, int] = {}
         done: dict[int, Any] = {}
-        turn, more = 0, True
-        while more or self._busy or done:
-            while more and self._idle and len(done) < _AHEAD * self._count:
-                number, block = next(rest, (-1, None))
+        turn, has_more = 0, True
+        while has_more or self._busy or done:
+            while has_more and self._idle and len(done) < _AHEAD * self._count:
+                number, block = next(numbered, (-1, None))
                 if block is None:
-                    more = False
+                    has_more = False
                     break
                 sizes[number] = block.size
                 self._send(self._idle.pop(), number, block)
             while turn in done:
                 yield sizes.pop(turn), _result(done.pop(turn))
                 turn += 1
-            for ready in self._wait():
-                connection = cast("Connection[Any, Any]", ready)
+            for answered in self._wait():
+                connection = cast("Connection[Any, Any]", answered)
                 number, *_ = self._busy.pop(connection)
                 done[number] = self._receive(connection)
                 self._idle.append(connection)
@@ -103,11 +107,11 @@ class WorkerPool:
             return []
         _, since, block = min(self._busy.values(), key=lambda sent: sent[1])
         seconds = self._task.seconds_for(block)
-        left = None if seconds is None else max(0.0, since + seconds - time.monotonic())
-        ready = wait(list(self._busy), left)
-        if not ready:
+        timeout = None if seconds is None else max(0.0, since + seconds - time.monotonic())
+        answered = wait(list(self._busy), timeout)
+        if not answered:
             raise self._task.too_slow(block)
-        return ready
+        return answered
 
     def _send(self, connection: Connection, number: int, block: Block) -> None:
         try:

@@ -505,7 +505,7 @@ class Engine:
         """Every tensor of a manifest, whole, on every rank: parallel/shards/walker.py, checked. Collective."""
         self.require_awake("parameters")
         lane, cuts = self._lane(), self.divided.cuts
-        stream = walk(self.module, mappings, manifest, cuts, lane=lane, bucket_bytes=bucket_bytes)
+        stream = walk(self.module, mappings, manifest, cuts, peers=lane, bucket_bytes=bucket_bytes)
         return check_stream(stream, manifest)
 
     def _lane(self) -> StagePeers | None:

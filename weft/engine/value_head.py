@@ -36,4 +36,4 @@ def fill_value_head(module: TrainModule, fresh: Collection[str] | None, first: F
             if first == "normal" and len(shape) == 2:
                 generator = torch.Generator().manual_seed(seed)
                 values = torch.randn(shape, generator=generator) / math.sqrt(shape[1] + 1)
-            shard.values.copy_(values[shard.box.within(Box.whole(shape))])
+            shard.values.copy_(values[shard.box.within(Box.from_shape(shape))])

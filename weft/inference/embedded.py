@@ -65,7 +65,9 @@ class EmbeddedEngine:
             if model is not None:
                 mapping = mappings[name]
                 target = state[mapping.runtime].detach()
-                target[mapping.box.within(Box.whole(tuple(target.shape)))] = mapping.to_runtime(tensor, mapping.box)
+                target[mapping.box.within(Box.from_shape(tuple(target.shape)))] = mapping.to_runtime(
+                    tensor, mapping.box
+                )
         self._add_adapters(state)
         if model is None:
             self.generator = None
@@ -138,5 +140,5 @@ class EmbeddedEngine:
         parameters, cuts = self.engine.whole_parameters(), self.engine.divided.cuts
         shapes = {name: full_shape(name, parameters[name], cuts) for name in names}
         manifest = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        mappings = [TensorMapping.whole(name, name, shape) for name, shape in shapes.items()]
+        mappings = [TensorMapping.identity(name, name, shape) for name, shape in shapes.items()]
         return (tensor.clone() for _, tensor in self.engine.walk(mappings, manifest))

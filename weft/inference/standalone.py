@@ -252,7 +252,7 @@ class LoadedWeights:
 
     def _local_view(self, mapping: TensorMapping) -> Tensor:
         target = self.state[mapping.runtime]
-        return target[mapping.box.within(Box.whole(tuple(target.shape)))]
+        return target[mapping.box.within(Box.from_shape(tuple(target.shape)))]
 
 
 def _sum(tensor: Tensor) -> int:

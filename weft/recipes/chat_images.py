@@ -71,7 +71,9 @@ class ChatImages:
         image = _file(option, path)
         picture, size = load_pixels(image, option, self.images.checks)
         record = Record(f"{option} ({image})", "messages", {}, (image,))
-        self.images.place(record, MaskedText(self.images.placeholder, ()), [size])  # some processors refuse some shapes
+        self.images.expand(
+            record, MaskedText(self.images.placeholder, ()), [size]
+        )  # some processors refuse some shapes
         return ChatImage(os.path.basename(str(image.path)), picture)
 
     def refuse_marks(self, origin: str, text: str) -> None:

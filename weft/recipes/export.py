@@ -197,7 +197,7 @@ def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[FullTens
         def read(name: str) -> Tensor:
             stored = names[name]
             entry = state.content["tensors"][stored]
-            whole = Box.whole(tuple(entry["shape"]))
+            whole = Box.from_shape(tuple(entry["shape"]))
             values = torch.empty(whole.size, dtype=getattr(torch, entry["dtype"]))
             for boxes, file in files:
                 if stored in boxes:

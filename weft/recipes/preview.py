@@ -159,7 +159,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
     if not lengths:
         return None
     losses = np.concatenate([piece.losses for piece in pieces])
-    patches = np.concatenate([piece.table.patches[piece.kept] for piece in pieces])
+    patches = np.concatenate([piece.table.patches[piece.indices] for piece in pieces])
 
     def meta(index: int) -> DocumentMeta:
         length, trained = lengths[index], int(losses[index])
@@ -179,9 +179,9 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
         seed=config.train.seed,
         shuffle=config.data.shuffle,
         shares=[
-            SourceShare(len(p.kept), sample.source.weight)
+            SourceShare(len(p.indices), sample.source.weight)
             for p, sample in zip(pieces, read, strict=True)
-            if len(p.kept)
+            if len(p.indices)
         ],
     )
     budget, shapes = config.step.max_tokens_per_device, config.step.padding
@@ -198,7 +198,7 @@ def _steps_in_epoch(config: SftConfig, read: Sequence[TokenisedPart], pieces: Se
         return counted
     weights = [sample.source.weight / sample.share for sample in read]
     if config.step.documents is not None:
-        documents = sum(weight * len(piece.kept) for weight, piece in zip(weights, pieces, strict=True))
+        documents = sum(weight * len(piece.indices) for weight, piece in zip(weights, pieces, strict=True))
         return math.ceil(documents / config.step.documents)
     assert config.step.tokens is not None
     tokens = sum(weight * int(piece.lengths.sum()) for weight, piece in zip(weights, pieces, strict=True))

@@ -170,7 +170,7 @@ def train(
             if failed:
                 saver.raise_failure()
             done = bool(stop) or evaluator.best.ends is not None
-            if done or overdue or evaluator.is_to_keep or saver.due(step.number, len(steps)):
+            if done or overdue or evaluator.is_to_keep or saver.is_due(step.number, len(steps)):
                 flight.enter("save")
                 with phases("save"):
                     state = recorder.progress(step, updates, phases) | evaluator.state()

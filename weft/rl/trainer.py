@@ -155,7 +155,7 @@ class TrainerRank:
         others: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
         kept = checkpoints_of(self.config)
         self.saver = Saver(
-            self.engine, run, kept, constants, last, texts=texts, others=others, command="rl",
+            self.engine, run, kept, constants, last, texts=texts, further_engines=others, command="rl",
             timeout=self.config.train.timeout,
         )  # fmt: skip
         return notes

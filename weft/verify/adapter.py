@@ -34,7 +34,7 @@ def randomize_adapters(engine: Engine) -> None:
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # ten times more would make a model chaotic
             for shard in shards_of(parameter, cuts.get(name)):
-                shard.values.copy_(values[shard.box.within(Box.whole(shape))])
+                shard.values.copy_(values[shard.box.within(Box.from_shape(shape))])
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Origin:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(checkpoint: Path) -> Origin:
+    def from_checkpoint(checkpoint: Path) -> Origin:
         """Reads the origin from the trainer state, else from the run folder around the checkpoint."""
         run, state = checkpoint.parent.parent, checkpoint / TRAINER_STATE / STATE_FILE
         content: Mapping[str, Any] = {}
@@ -57,8 +57,8 @@ class Origin:
 
     def get(self, section: str, key: str, default: Any = None) -> Any:
         """The value of a key of the run's config."""
-        found = self.config.get(section)
-        return found.get(key, default) if isinstance(found, Mapping) else default
+        values = self.config.get(section)
+        return values.get(key, default) if isinstance(values, Mapping) else default
 
     @property
     def data(self) -> list[str]:
@@ -69,7 +69,7 @@ class Origin:
 
 def model_card(checkpoint: Path, name: str) -> str:
     """The text of README.md. name: the repository, OWNER/NAME."""
-    origin = Origin.of(checkpoint)
+    origin = Origin.from_checkpoint(checkpoint)
     base, adapter = _base_model(checkpoint, origin), (checkpoint / ADAPTER).is_file()
     vision = any((checkpoint / file).is_file() for file in _PROCESSORS)
     front = {key: value for key, value in _front_matter(origin, base, adapter, vision).items() if value}
@@ -114,14 +114,14 @@ def _method(origin: Origin) -> tuple[str, str]:
 def _summary(origin: Origin, base: str | None, adapter: bool) -> str:
     if not origin.config:
         return f"Written by weft {__version__}."
-    what = f"A LoRA adapter of `{base}`" if adapter else f"`{base}`"
-    drawn = "random weights of the architecture of " if origin.get("model", "init") == "random" else ""
+    subject = f"A LoRA adapter of `{base}`" if adapter else f"`{base}`"
+    prefix = "random weights of the architecture of " if origin.get("model", "init") == "random" else ""
     data = ", ".join(f"`{path}`" for path in origin.data) or "data that is not named"
-    of = f" of {origin.steps}" if origin.steps else ""
+    total = f" of {origin.steps}" if origin.steps else ""
     version = origin.versions.get("weft") or __version__
     return (
-        f"{drawn}{what}, trained by {_method(origin)[1]} on {data}, with weft {version}. These are the weights after "
-        f"optimizer step {origin.step}{of}."
+        f"{prefix}{subject}, trained by {_method(origin)[1]} on {data}, with weft {version}. These are the weights "
+        f"after optimizer step {origin.step}{total}."
     ).strip()
 
 
@@ -179,11 +179,11 @@ def _plain(value: Any) -> Any:
 
 def _base_model(checkpoint: Path, origin: Origin) -> str | None:
     if (checkpoint / ADAPTER).is_file():
-        named = read_object(checkpoint / ADAPTER, "the config of an adapter").get("base_model_name_or_path")
-        if isinstance(named, str) and named:
-            return named
-    found = origin.get("model", "path")
-    return found if isinstance(found, str) else None
+        base = read_object(checkpoint / ADAPTER, "the config of an adapter").get("base_model_name_or_path")
+        if isinstance(base, str) and base:
+            return base
+    path = origin.get("model", "path")
+    return path if isinstance(path, str) else None
 
 
 def _is_hub_model(path: str) -> bool:
@@ -195,26 +195,26 @@ def _license_of(base: str) -> str | None:
     cached = Path(base) / CARD if Path(base).is_dir() else None
     if cached is None:
         with suppress(Exception):  # the path may not be a valid model name
-            found = try_to_load_from_cache(base, CARD)
-            cached = Path(found) if isinstance(found, str) else None
+            cached_file = try_to_load_from_cache(base, CARD)
+            cached = Path(cached_file) if isinstance(cached_file, str) else None
     if cached is not None:
         return _license_in(cached)
     if not _is_hub_model(base):
         return None
     with suppress(Exception):  # the license is optional, whatever the hub raises
         data = HfApi(library_name="weft").model_info(base, timeout=_SECONDS).card_data
-        named = None if data is None else data.get("license")
-        return named if isinstance(named, str) else None
+        license_name = None if data is None else data.get("license")
+        return license_name if isinstance(license_name, str) else None
     return None
 
 
 def _license_in(card: Path) -> str | None:
     with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
         with regular_file(card, "a model card").open(encoding="utf-8") as file:
-            found = re.match(r"---\s*\n(.*?)\n---", file.read(_MOST_OF_CARD), re.DOTALL)
-        front = yaml.safe_load(found[1]) if found else None
-        named = front.get("license") if isinstance(front, dict) else None
-        return named if isinstance(named, str) else None
+            match = re.match(r"---\s*\n(.*?)\n---", file.read(_MOST_OF_CARD), re.DOTALL)
+        front = yaml.safe_load(match[1]) if match else None
+        license_name = front.get("license") if isinstance(front, dict) else None
+        return license_name if isinstance(license_name, str) else None
     return None
 
 
@@ -226,11 +226,11 @@ def _written_config(path: Path) -> dict[str, dict[str, Any]]:
 
 def _last_line(path: Path, step: int) -> dict[str, Any]:
     """The last line of metrics.jsonl up to a step, with the eval/ metrics of the last evaluation up to it."""
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     with suppress(OSError, UnicodeDecodeError):
         for text in path.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 line = json.loads(text)
                 if line["step"] <= step:
-                    found = {name: v for name, v in found.items() if name.startswith("eval/")} | line
-    return found
+                    metrics = {name: v for name, v in metrics.items() if name.startswith("eval/")} | line
+    return metrics

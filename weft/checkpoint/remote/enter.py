@@ -43,7 +43,7 @@ def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> Loca
     """The local folder of a new run. Raises UserError if the store cannot be written or already holds a run. command:
     sft or rl, for messages."""
     folder = run_folder(url, staging)
-    with _told("run.dir", url), locked(staging, Path(folder).name):
+    with _store_errors("run.dir", url), locked(staging, Path(folder).name):
         remote = RemoteRun(Store(url, BRIEF))
         if not overwrite and remote.holds_a_run():
             raise UserError(
@@ -61,7 +61,7 @@ def fetched_config(url: str) -> Iterator[Path]:
     """Yields a temporary folder with the config.yaml of a run on a store, for `--resume`. Raises UserError."""
     if problem := url_problem("--resume", url):
         raise UserError(problem)
-    with _told("--resume", url):
+    with _store_errors("--resume", url):
         content = Store(url, BRIEF).read("config.yaml")
     if content is None:
         raise UserError(f"--resume {url}: it holds no config.yaml, so it is not the folder of a run. Name its run.dir.")
@@ -74,17 +74,17 @@ def resume_run(url: str, staging: Path) -> LocalCopy:
     """The local folder of a resumed run, with all that resuming needs. Fetches the run unless this machine has the
     newest state. Raises UserError."""
     folder = run_folder(url, staging)
-    with _told("--resume", url), locked(staging, Path(folder).name):
-        remote, here = RemoteRun(Store(url, BRIEF)), Path(folder)
+    with _store_errors("--resume", url), locked(staging, Path(folder).name):
+        remote, local = RemoteRun(Store(url, BRIEF)), Path(folder)
         newest = max(remote.steps(), default=0)
-        if not _is_ours(remote, here) or max(complete_steps(here / CHECKPOINTS), default=0) < newest:
-            scratch = here.with_name(f"{here.name}.fetching")
+        if not _is_ours(remote, local) or max(complete_steps(local / CHECKPOINTS), default=0) < newest:
+            scratch = local.with_name(f"{local.name}.fetching")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
             fetch_run(remote, scratch, resumable=True)
-            _put_aside(here)
-            os.rename(scratch, here)
-            _claim(remote, here)
+            _put_aside(local)
+            os.rename(scratch, local)
+            _claim(remote, local)
     return folder
 
 
@@ -131,9 +131,9 @@ def fetch_run(remote: RemoteRun, folder: Path, *, resumable: bool, records: bool
     which may be large; they are always downloaded if there is no checkpoint.
     """
     names, steps = remote.store.list(), remote.steps()
-    wanted = (name for name in names if "/" not in name and name != WRITER)
-    more = (name for name in names if name.startswith(_RECORDS) and (records or not steps))
-    for name in [*wanted, *more]:
+    top_level = (name for name in names if "/" not in name and name != WRITER)
+    record_names = (name for name in names if name.startswith(_RECORDS) and (records or not steps))
+    for name in [*top_level, *record_names]:
         remote.store.get(name, folder / name)
     newest = _newest(remote, steps, folder, lambda manifest: manifest.resumable or not resumable)
     if newest is not None:
@@ -167,10 +167,10 @@ def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> No
     try:
         remote.download(manifest, scratch)
         for inner in (f"{CRITIC}/{CHECKPOINTS}", CHECKPOINTS):
-            found = scratch / inner / name_of(manifest.step)
-            if found.is_dir():
+            folder_of_step = scratch / inner / name_of(manifest.step)
+            if folder_of_step.is_dir():
                 (folder / inner).mkdir(parents=True, exist_ok=True)
-                commit(found, folder / inner / found.name)
+                commit(folder_of_step, folder / inner / folder_of_step.name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     size = byte_count(sum(size for size, _ in manifest.files.values()))
@@ -179,7 +179,7 @@ def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> No
 
 
 @contextmanager
-def _told(key: str, url: str) -> Iterator[None]:
+def _store_errors(key: str, url: str) -> Iterator[None]:
     """A context in which errors of the store become UserErrors about a config key or an option."""
     try:
         yield

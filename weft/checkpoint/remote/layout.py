@@ -43,7 +43,7 @@ class Manifest:
     files: Mapping[str, tuple[int, str]]
 
     @staticmethod
-    def of(folder: Path, names: Iterable[str], step: int) -> Manifest:
+    def from_folder(folder: Path, names: Iterable[str], step: int) -> Manifest:
         """The manifest of files in a local folder."""
         return Manifest(step, {name: ((folder / name).stat().st_size, sha256(folder / name)) for name in sorted(names)})
 
@@ -51,9 +51,9 @@ class Manifest:
     def parse(content: bytes | None) -> Manifest | None:
         """The manifest in a complete.json; None if it is missing, malformed or truncated."""
         try:
-            found = json.loads(content or b"")
-            files = {str(name): (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
-            return Manifest(int(found["step"]), files)
+            parsed = json.loads(content or b"")
+            files = {str(name): (int(size), str(digest)) for name, (size, digest) in parsed["files"].items()}
+            return Manifest(int(parsed["step"]), files)
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -86,8 +86,8 @@ class RemoteRun:
         return self._steps(self.store.list(CHECKPOINTS))
 
     def _steps(self, names: Iterable[str], marker: str = COMPLETE) -> list[int]:
-        found = (_STEP.fullmatch(name) for name in names)
-        return sorted(int(match[2]) for match in found if match and match[3] == marker)
+        matches = (_STEP.fullmatch(name) for name in names)
+        return sorted(int(match[2]) for match in matches if match and match[3] == marker)
 
     def manifest(self, step: int, marker: str = COMPLETE) -> Manifest | None:
         """The manifest of a checkpoint; None if the checkpoint is incomplete."""
@@ -119,16 +119,18 @@ class RemoteRun:
         """Uploads a checkpoint: its files, then complete.json, then `latest`. folder: holds the files under their names
         relative to the run. Raises StoreError, and TakenOverError if another process writes now."""
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-        manifest = Manifest.of(folder, names, step)
-        there = self._objects(step)
-        if _marker(step) in there:
+        manifest = Manifest.from_folder(folder, names, step)
+        existing = self._objects(step)
+        if _marker(step) in existing:
             self.unmark([step])
-        self._each(lambda name: self.store.put(folder / name, name), names)
-        self.store.remove(name for name in there if name not in names)
-        found = self._objects(step)
-        short = [name for name, (size, _) in manifest.files.items() if name not in found or found[name].size != size]
-        if short:
-            raise StoreError(f"{self.store.url}/{short[0]}: is not of the size that was uploaded")
+        self._in_parallel(lambda name: self.store.put(folder / name, name), names)
+        self.store.remove(name for name in existing if name not in names)
+        uploaded = self._objects(step)
+        incomplete = [
+            name for name, (size, _) in manifest.files.items() if name not in uploaded or uploaded[name].size != size
+        ]
+        if incomplete:
+            raise StoreError(f"{self.store.url}/{incomplete[0]}: is not of the size that was uploaded")
         self.require_own()
         self.store.write(_marker(step), manifest.text())
         self.point(LATEST, step)
@@ -140,11 +142,11 @@ class RemoteRun:
     def unmark(self, steps: Iterable[int], into: str | None = None) -> None:
         """Marks checkpoints incomplete, after it points `latest` at the newest of the others. into: the name under
         which to keep their complete.json; None to keep none."""
-        gone = set(steps)
-        left = [step for step in self.steps() if step not in gone]
-        if gone and self.named(LATEST) in gone:
-            self.point(LATEST, left[-1]) if left else self.store.remove([LATEST])
-        for step in gone:
+        unmarked = set(steps)
+        remaining = [step for step in self.steps() if step not in unmarked]
+        if unmarked and self.named(LATEST) in unmarked:
+            self.point(LATEST, remaining[-1]) if remaining else self.store.remove([LATEST])
+        for step in unmarked:
             if into is not None and (content := self.store.read(_marker(step))) is not None:
                 self.store.write(_marker(step, into), content)
             self.store.remove([_marker(step)])
@@ -153,9 +155,9 @@ class RemoteRun:
         """Removes checkpoints that retention does not keep. keep, keep_every: as in section checkpoint. best: the step
         of the local best. last_state: whether only the newest checkpoint keeps its trainer state."""
         steps = self.steps()
-        kept = {best, self.named(BEST)}
+        protected = {best, self.named(BEST)}
         for step in superseded(steps, keep, keep_every):
-            if step not in kept:
+            if step not in protected:
                 self.remove(step)
         for step in self.steps()[:-1] if last_state else []:
             if step not in self._without_state:
@@ -171,27 +173,27 @@ class RemoteRun:
         manifest = self.manifest(step)
         if manifest is None:
             return
-        left = {name: of for name, of in manifest.files.items() if f"/{TRAINER_STATE}/" not in name}
-        if len(left) < len(manifest.files):
-            self.store.write(_marker(step), Manifest(step, left).text())
-            self.store.remove(manifest.files.keys() - left.keys())
+        remaining = {name: entry for name, entry in manifest.files.items() if f"/{TRAINER_STATE}/" not in name}
+        if len(remaining) < len(manifest.files):
+            self.store.write(_marker(step), Manifest(step, remaining).text())
+            self.store.remove(manifest.files.keys() - remaining.keys())
 
     def sweep(self) -> None:
         """Removes incomplete checkpoints, which killed processes left."""
         names = [*self.store.list(CHECKPOINTS), *self.store.list(f"{CRITIC}/{CHECKPOINTS}")]
-        whole = {*self._steps(names), *self._steps(names, ASIDE)}
-        parts = ((name, _STEP.fullmatch(name)) for name in names)
-        self.store.remove(name for name, match in parts if match and int(match[2]) not in whole)
+        complete = {*self._steps(names), *self._steps(names, ASIDE)}
+        matches = ((name, _STEP.fullmatch(name)) for name in names)
+        self.store.remove(name for name, match in matches if match and int(match[2]) not in complete)
 
     def clear(self) -> None:
         """Removes the run except writer.json; each complete.json goes first."""
         self.unmark(self.steps())
         self.store.remove(name for name in self.store.list() if name != WRITER)
 
-    def claim(self, token: str, who: Mapping[str, Any]) -> None:
-        """Makes this process the writer. who: further content of writer.json."""
+    def claim(self, token: str, details: Mapping[str, Any]) -> None:
+        """Makes this process the writer. details: further content of writer.json."""
         self.token = token
-        self.store.write(WRITER, json.dumps({"token": token, **who}).encode())
+        self.store.write(WRITER, json.dumps({"token": token, **details}).encode())
 
     def require_own(self) -> None:
         """Raises TakenOverError if another process has become the writer."""
@@ -212,13 +214,13 @@ class RemoteRun:
             if (into / name).stat().st_size != size or sha256(into / name) != digest:
                 raise StoreError(f"{self.store.url}/{name}: is not what was uploaded: size or sha256 differ")
 
-        self._each(fetch, manifest.files)
+        self._in_parallel(fetch, manifest.files)
 
     def _objects(self, step: int) -> dict[str, Any]:
-        own = f"{CHECKPOINTS}/{name_of(step)}"
-        return {**self.store.list(own), **self.store.list(f"{CRITIC}/{own}")}
+        folder = f"{CHECKPOINTS}/{name_of(step)}"
+        return {**self.store.list(folder), **self.store.list(f"{CRITIC}/{folder}")}
 
-    def _each(self, do: Any, names: Iterable[str]) -> None:
+    def _in_parallel(self, do: Any, names: Iterable[str]) -> None:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="store") as threads:
             for done in [threads.submit(partial(do, name)) for name in names]:
                 done.result()

@@ -99,8 +99,8 @@ def _checkpoint(command: str, url: str, step: int | None) -> str:
 
 
 def _run(remote: RemoteRun, url: str, staging: Path, records: bool) -> str:
-    there = remote.store.list()
-    marks = (f"{name} {entry.size} {entry.mark}" for name, entry in there.items())
+    objects = remote.store.list()
+    marks = (f"{name} {entry.size} {entry.mark}" for name, entry in objects.items())
     folder = staging / "copies" / digest(url, str(records), *marks) / url.rpartition("/")[2]
     set_display_name(str(folder), url)
     with locked(staging, folder.parent.name):

@@ -52,7 +52,7 @@ class Mirror:
         self.critic, self.fresh = critic, fresh
         self._links = run / "uploading"
         self._news: list[str] = []
-        self._seen: set[int] = set()  # steps that were linked, or are on the store already
+        self._linked_steps: set[int] = set()  # steps that were linked, or are on the store already
         self._sent: dict[str, tuple[int, int]] = {}  # other files: size and modification time when uploaded
         self._records_due = 0.0
         self._stop = threading.Event()
@@ -148,16 +148,16 @@ class Mirror:
         if self.fresh:
             self.remote.clear()
         self.remote.sweep()
-        here, there = complete_steps(self.run / CHECKPOINTS), self.remote.steps()
-        later = [step for step in there if step > max(here, default=0)]
+        local, remote = complete_steps(self.run / CHECKPOINTS), self.remote.steps()
+        later = [step for step in remote if step > max(local, default=0)]
         if later:
             self.remote.unmark(later, into=ASIDE)
-        for step in set(here) & set(there):
+        for step in set(local) & set(remote):
             if self._is_there(step):
-                self._seen.add(step)
-        left = [step for step in there if step not in later]
-        if left and self.remote.named(LATEST) != left[-1]:
-            self.remote.point(LATEST, left[-1])
+                self._linked_steps.add(step)
+        remaining = [step for step in remote if step not in later]
+        if remaining and self.remote.named(LATEST) != remaining[-1]:
+            self.remote.point(LATEST, remaining[-1])
 
     def _is_there(self, step: int) -> bool:
         """Whether the checkpoint on the store is the local one, by all sizes and the sha256 of JSON files."""
@@ -180,7 +180,7 @@ class Mirror:
     def _link_new(self) -> None:
         for step in complete_steps(self.run / CHECKPOINTS):
             waits = self.critic and not step_folder(self.run / CRITIC / CHECKPOINTS, step).is_dir()
-            if step in self._seen or waits:
+            if step in self._linked_steps or waits:
                 continue
             partial = self._links / f"{name_of(step)}.partial"
             shutil.rmtree(partial, ignore_errors=True)
@@ -189,7 +189,7 @@ class Mirror:
             except FileNotFoundError:
                 continue  # retention removed it meanwhile: there is a newer one
             os.rename(partial, self._links / name_of(step))
-            self._seen.add(step)
+            self._linked_steps.add(step)
 
     def _linked(self) -> list[int]:
         """The steps that wait to be uploaded, ascending."""
@@ -201,15 +201,15 @@ class Mirror:
         if steps or ends or time.monotonic() >= self._records_due:
             began = time.monotonic()
             self._send_records()
-            took = time.monotonic() - began
-            self._records_due = time.monotonic() + max(_RECORDS_SECONDS, _RECORDS_SHARE * took)
+            seconds = time.monotonic() - began
+            self._records_due = time.monotonic() + max(_RECORDS_SECONDS, _RECORDS_SHARE * seconds)
         for step in steps:
             folder = self._links / name_of(step)
             if step not in superseded(self._linked(), self.config.keep, self.config.keep_every) or step == best:
                 began = time.monotonic()
                 self.remote.upload(step, folder)
-                where = f"{self.remote.store.url}/{CHECKPOINTS}/{name_of(step)}"
-                self._news.append(f"uploaded {where} in {time.monotonic() - began:.1f} s")
+                url = f"{self.remote.store.url}/{CHECKPOINTS}/{name_of(step)}"
+                self._news.append(f"uploaded {url} in {time.monotonic() - began:.1f} s")
                 self._point_best(best)
                 last = self.config.trainer_state == "last"
                 self.remote.prune(self.config.keep, self.config.keep_every, best, last_state=last)
@@ -237,11 +237,13 @@ class Mirror:
 def records(run: Path) -> Iterator[Path]:
     """Yields the files of a run folder except checkpoints and temporary files."""
     for folder, inner, names in os.walk(run):
-        own = Path(folder).relative_to(run)
-        inner[:] = sorted(name for name in inner if (own / name).parts[0] not in _LEFT_OUT and own / name != _OF_CRITIC)
+        relative = Path(folder).relative_to(run)
+        inner[:] = sorted(
+            name for name in inner if (relative / name).parts[0] not in _LEFT_OUT and relative / name != _OF_CRITIC
+        )
         for name in sorted(names):
             path = Path(folder) / name
-            passing = str(own / name) in _LEFT_OUT or name.endswith(_PASSING)
+            passing = str(relative / name) in _LEFT_OUT or name.endswith(_PASSING)
             if not passing and path.is_file() and not path.is_symlink():
                 yield path
 

@@ -42,31 +42,31 @@ class Repository:
         """Creates the repository and its branch if they are missing. Raises UserError if the hub cannot be reached, or
         the token is missing or may not write."""
         if constants.HF_HUB_OFFLINE:
-            raise self._refused(_OFFLINE)
+            raise self._refusal(_OFFLINE)
         if get_token() is None:
-            raise self._refused("there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
-        self._asked(lambda api: api.create_repo(self.name, private=self.private or None, exist_ok=True))
+            raise self._refusal("there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
+        self._call(lambda api: api.create_repo(self.name, private=self.private or None, exist_ok=True))
         if self.revision is not None:
             branch = self.revision
-            self._asked(lambda api: api.create_branch(self.name, branch=branch, exist_ok=True))
+            self._call(lambda api: api.create_branch(self.name, branch=branch, exist_ok=True))
 
     def upload(self, folder: Path, message: str) -> str:
         """Uploads the files of a folder in one commit. Returns the URL of the commit. Raises UserError if the hub
         refuses."""
-        done = self._asked(
+        done = self._call(
             lambda api: api.upload_folder(
                 repo_id=self.name, folder_path=folder, commit_message=message, revision=self.revision
             )
         )
         return str(done.commit_url)
 
-    def _asked(self, ask: Callable[[HfApi], T]) -> T:
+    def _call(self, ask: Callable[[HfApi], T]) -> T:
         try:
             return ask(HfApi(library_name="weft"))
         except Exception as error:  # from the client, httpx, or hf_xet
-            raise self._refused(_reason(self.name, error)) from error
+            raise self._refusal(_reason(self.name, error)) from error
 
-    def _refused(self, reason: str) -> UserError:
+    def _refusal(self, reason: str) -> UserError:
         return UserError(f"{self.key}: {self.name} cannot be uploaded to: {reason}.")
 
 
@@ -76,8 +76,8 @@ def _reason(name: str, error: Exception) -> str:
     status = getattr(response, "status_code", None)
     if status is None:
         return _unanswered(error)
-    said = getattr(error, "server_message", None) or ""
-    answer = f"the hub answers {status}" + (f" ({first_line(ValueError(said))})" if said else "")
+    server_message = getattr(error, "server_message", None) or ""
+    answer = f"the hub answers {status}" + (f" ({first_line(ValueError(server_message))})" if server_message else "")
     if status == 401:
         return f"{answer}, it does not know the token: run `hf auth login`, or set HF_TOKEN to another"
     if status == 403:
@@ -109,7 +109,7 @@ def _unanswered(error: Exception) -> str:
 
 _POLL_SECONDS = 0.5
 # Parts of a checkpoint that are not uploaded: trainer state, digests, the critic, and files of other tools.
-_OWN = (TRAINER_STATE, DIGESTS, "critic", ".cache", ".git")
+_NOT_UPLOADED = (TRAINER_STATE, DIGESTS, "critic", ".cache", ".git")
 
 
 def push_checkpoint(repository: Repository, checkpoint: Path, message: str, links: Path) -> str:
@@ -213,20 +213,20 @@ class Pusher:
         if checkpoint == self._done:
             return
         try:
-            where = push_checkpoint(self.repository, checkpoint, message_of(checkpoint, self.run), self._links)
-            self._news.append(f"pushed   {checkpoint.name} to {where}")
+            url = push_checkpoint(self.repository, checkpoint, message_of(checkpoint, self.run), self._links)
+            self._news.append(f"pushed   {checkpoint.name} to {url}")
         except FileNotFoundError:
             return  # retention removed it meanwhile, so there is a newer one
         except Exception as error:  # training does not depend on uploads, whatever they raise
-            again = repeated(checkpoint, self.repository)
-            self._news.append(f"push     {str(error).rstrip('.')}. The run goes on. To upload it: {again}")
+            retry = repeated(checkpoint, self.repository)
+            self._news.append(f"push     {str(error).rstrip('.')}. The run goes on. To upload it: {retry}")
         self._done = checkpoint
 
 
 def files_of_model(checkpoint: Path) -> list[Path]:
     """The files that a user of the model needs, relative to the checkpoint: all except those in _OWN."""
     files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
-    return sorted(path for path in files if path.parts[0] not in _OWN)
+    return sorted(path for path in files if path.parts[0] not in _NOT_UPLOADED)
 
 
 def message_of(checkpoint: Path, run: Path | None = None) -> str:

@@ -56,18 +56,18 @@ def fetch(key: str, url: str, staging: Path, *, weights: bool = True, state: boo
     state and critic. Raises UserError if there is nothing at the URL, or the store does not deliver it.
     """
     try:
-        base, rest, found = _look(url, weights, state)
+        base, pattern, objects = _look(url, weights, state)
     except StoreError as error:
         raise UserError(f"{key} {url} cannot be read: {error}.") from error
-    if not found:
+    if not objects:
         raise UserError(f"{key} {url} does not exist, or nothing that can be listed lies there.")
-    folder = staging / "copies" / digest(base, *(f"{n} {e.size} {e.mark}" for n, e in found.items()))
-    set_display_name(str(folder), base.rpartition("/")[0] if not rest else base)
-    inner = folder if rest else folder / base.rpartition("/")[2]
+    folder = staging / "copies" / digest(base, *(f"{n} {e.size} {e.mark}" for n, e in objects.items()))
+    set_display_name(str(folder), base.rpartition("/")[0] if not pattern else base)
+    inner = folder if pattern else folder / base.rpartition("/")[2]
     with locked(staging, folder.name):
         if not folder.is_dir():
-            _copy(key, url, Store(base, BRIEF), found, folder, inner)
-    return LocalCopy(str(inner / rest if rest else inner), url)
+            _copy(key, url, Store(base, BRIEF), objects, folder, inner)
+    return LocalCopy(str(inner / pattern if pattern else inner), url)
 
 
 def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, StoredObject]]:
@@ -77,31 +77,31 @@ def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, Sto
     if is_pattern(path):
         parts = path.split("/")
         first = next(number for number, part in enumerate(parts) if any(letter in part for letter in "*?["))
-        base, rest = f"{scheme}://{'/'.join(parts[:first])}", "/".join(parts[first:])
-        return base, rest, Store(base, BRIEF).match(rest)
+        base, pattern = f"{scheme}://{'/'.join(parts[:first])}", "/".join(parts[first:])
+        return base, pattern, Store(base, BRIEF).match(pattern)
     url = resolved(f"{scheme}://{path}")
     above, _, name = url.rpartition("/")
     if "/" in path and (entry := Store(above, BRIEF).entry(name)) is not None:
         return above, name, {name: entry}
-    found = Store(url, BRIEF).list()
-    wanted = {name: entry for name, entry in found.items() if state or not name.startswith(_NOT_OF_MODELS)}
-    return url, "", {n: e for n, e in wanted.items() if weights or not n.endswith((".safetensors", ".bin", ".pt"))}
+    objects = Store(url, BRIEF).list()
+    needed = {name: entry for name, entry in objects.items() if state or not name.startswith(_NOT_OF_MODELS)}
+    return url, "", {n: e for n, e in needed.items() if weights or not n.endswith((".safetensors", ".bin", ".pt"))}
 
 
 def resolved(url: str) -> str:
     """The URL of a checkpoint for RUN/checkpoints/latest (or best); any other URL unchanged."""
     for link in (LATEST, BEST):
-        run, found, rest = url.rstrip("/").partition(f"/{link}")
-        if found and not rest:
+        run, separator, suffix = url.rstrip("/").partition(f"/{link}")
+        if separator and not suffix:
             step = RemoteRun(Store(run, BRIEF)).named(link)
             return url if step is None else f"{run}/{CHECKPOINTS}/{name_of(step)}"
     return url
 
 
-def _copy(key: str, url: str, store: Store, found: Mapping[str, StoredObject], folder: Path, inner: Path) -> None:
+def _copy(key: str, url: str, store: Store, objects: Mapping[str, StoredObject], folder: Path, inner: Path) -> None:
     began, partial = time.perf_counter(), folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        for name, entry in found.items():
+        for name, entry in objects.items():
             if ".." in name.split("/"):
                 raise StoreError(f"{store.url}/{name}: leads out of its folder")
             target = partial / inner.relative_to(folder) / name
@@ -113,8 +113,8 @@ def _copy(key: str, url: str, store: Store, found: Mapping[str, StoredObject], f
         raise UserError(f"{key} {url} cannot be fetched: {error}.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    size = byte_count(sum(entry.size for entry in found.values()))
-    say(f"fetched  {url}: {len(found)} files, {size} in {time.perf_counter() - began:.1f} s")
+    size = byte_count(sum(entry.size for entry in objects.values()))
+    say(f"fetched  {url}: {len(objects)} files, {size} in {time.perf_counter() - began:.1f} s")
 
 
 @contextmanager

@@ -74,16 +74,16 @@ class Store:
         """Name -> entry of all objects under a name, at any depth."""
         self._fs.invalidate_cache()
         try:
-            found = self._tried(under, lambda: self._fs.find(self._path(under), detail=True))
+            infos = self._tried(under, lambda: self._fs.find(self._path(under), detail=True))
         except FileNotFoundError:
             return {}
-        return self._entries(found)
+        return self._entries(infos)
 
     def match(self, pattern: str) -> dict[str, StoredObject]:
         """Name -> entry of the objects that match a pattern."""
         self._fs.invalidate_cache()
-        found = self._tried(pattern, lambda: self._fs.glob(self._path(pattern), detail=True))
-        return self._entries({name: info for name, info in found.items() if info["type"] == "file"})
+        infos = self._tried(pattern, lambda: self._fs.glob(self._path(pattern), detail=True))
+        return self._entries({name: info for name, info in infos.items() if info["type"] == "file"})
 
     def entry(self, name: str) -> StoredObject | None:
         """The entry of the object of exactly this name; None if there is none."""
@@ -106,9 +106,9 @@ class Store:
         except FileNotFoundError as error:
             raise StoreError(f"{self.url}/{name}: there is no such bucket: make it, or name another") from error
 
-    def _entries(self, found: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredObject]:
+    def _entries(self, infos: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredObject]:
         start = len(self._root.rstrip("/")) + 1
-        return {name[start:]: _entry(info) for name, info in sorted(found.items()) if len(name) >= start}
+        return {name[start:]: _entry(info) for name, info in sorted(infos.items()) if len(name) >= start}
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root

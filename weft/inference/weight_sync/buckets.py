@@ -161,7 +161,9 @@ def _share(row: BucketTensor, mapping: TensorMapping, local_box: RankBox) -> _Sh
     part = overlap(mapping.box, local_box.box)
     if part is None:
         return None
-    return _ShardCopy(row, mapping, local_box.within(part), mapping.disk_box(part).within(Box.whole(mapping.shape)))
+    return _ShardCopy(
+        row, mapping, local_box.within(part), mapping.disk_box(part).within(Box.from_shape(mapping.shape))
+    )
 
 
 def _planned(content: SyncContent, size: int) -> Iterator[list[tuple[BucketTensor, TensorMapping]]]:

@@ -95,8 +95,8 @@ def plan_lora(model: PreTrainedModel, config: LoraConfig, *, merged: bool = Fals
             f"lora.path: {Path(config.path) / CONFIG}: init_lora_weights: mica trains A alone, and weft both matrices. "
             f"weft merge {quote(config.path)} writes a model to go on from."
         )
-    found = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
-    plan = replace(found, dropout=config.dropout)
+    lora_plan = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
+    plan = replace(lora_plan, dropout=config.dropout)
     wrapped = _as_parameters(plan, model)
     if plan.dropout and wrapped:
         raise UserError(
@@ -109,8 +109,8 @@ def plan_lora(model: PreTrainedModel, config: LoraConfig, *, merged: bool = Fals
 def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
     """Targets that adapter_config.json must list as target_parameters: fused experts, and modules that peft would
     mistake for experts by their names."""
-    taken = _OLD_EXPERTS.get(hf.checkpoint_layout(model) or "", ())
-    return [t for t in plan.targets if t.kind == "experts" or t.module.rpartition(".")[2] in taken]
+    mistaken = _OLD_EXPERTS.get(hf.checkpoint_layout(model) or "", ())
+    return [t for t in plan.targets if t.kind == "experts" or t.module.rpartition(".")[2] in mistaken]
 
 
 # ---------------------------------------------------------------- names
@@ -118,13 +118,13 @@ def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
 
 def file_names(names: Iterable[str]) -> dict[str, str]:
     """Parameter name in the adapted model -> name in an adapter file. names: all trained parameters, in model order."""
-    ours = list(names)
+    trained = list(names)
     wrapped: dict[str, list[str]] = {}  # module -> adapters of its parameters, in the order in which peft wraps them
-    for name in filter(is_adapters, ours):
+    for name in filter(is_adapters, trained):
         module, adapter, _ = name.rsplit(".", 2)
         if adapter not in wrapped.setdefault(module, []):
             wrapped[module].append(adapter)
-    return {name: PREFIX + (_stored(name, wrapped) if is_adapters(name) else name) for name in ours}
+    return {name: PREFIX + (_stored(name, wrapped) if is_adapters(name) else name) for name in trained}
 
 
 def _stored(name: str, wrapped: Mapping[str, Sequence[str]]) -> str:
@@ -149,7 +149,7 @@ def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
     wrapped = _as_parameters(plan, module.hf_model)
     adapted = [target.module for target in plan.targets if target not in wrapped]
     fused = shortest_names([target.name for target in wrapped if target.kind == "experts"], parameters)
-    others = [target.weight for target in wrapped if target.kind != "experts"]
+    modules_as_parameters = [target.weight for target in wrapped if target.kind != "experts"]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -161,50 +161,52 @@ def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": any(target.kind == "linear" and target.transposed for target in plan.targets),
         "target_modules": shortest_names(adapted, modules),
-        "target_parameters": fused + others or None,
+        "target_parameters": fused + modules_as_parameters or None,
         "modules_to_save": list(plan.trained) or None,
         "init_lora_weights": True,
         "inference_mode": True,
     }
 
 
-def shortest_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The last parts of the chosen names, if these match no other names of `every`; else the whole names."""
+def shortest_names(chosen: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """The last parts of the chosen names, if these match no other names of `all_names`; else the whole names."""
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
-    meant = {name for name in every if name.rpartition(".")[2] in leaves}
+    meant = {name for name in all_names if name.rpartition(".")[2] in leaves}
     return leaves if meant == set(chosen) else sorted(chosen)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of adapter_config.json. Raises UserError if it is missing or describes adapters that weft does not
     support."""
-    found = read_object(folder / CONFIG, "the config of an adapter")
-    if found.get("peft_type") != "LORA":
-        raise UserError(f"{folder} is an adapter of type {found.get('peft_type')}; weft knows LORA alone.")
-    used = [f"{key}: {found[key]}" for key, unused in UNUSED.items() if key in found and found[key] not in unused]
-    known = HARMLESS | READ | UNUSED.keys()
+    config = read_object(folder / CONFIG, "the config of an adapter")
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{folder} is an adapter of type {config.get('peft_type')}; weft knows LORA alone.")
+    used = [f"{key}: {config[key]}" for key, unused in UNUSED.items() if key in config and config[key] not in unused]
+    supported = HARMLESS | READ | UNUSED.keys()
     used += [
-        f"{key}: {found[key]!r:.80}" for key in sorted(found.keys() - known) if found[key] and _FEATURE.fullmatch(key)
+        f"{key}: {config[key]!r:.80}"
+        for key in sorted(config.keys() - supported)
+        if config[key] and _FEATURE.fullmatch(key)
     ]
     if used:
         raise UserError(f"{folder / CONFIG} asks for what weft does not know: {', '.join(used)}. {_by_peft(folder)}")
-    begins = found.get("init_lora_weights", True)
-    if (begins.lower() if isinstance(begins, str) else begins) not in _BASE_STAYS:
+    init = config.get("init_lora_weights", True)
+    if (init.lower() if isinstance(init, str) else init) not in _BASE_STAYS:
         raise UserError(
-            f"{folder / CONFIG}: init_lora_weights: {begins!r:.80} means that the adapter was trained on a base which "
+            f"{folder / CONFIG}: init_lora_weights: {init!r:.80} means that the adapter was trained on a base which "
             "it had changed, and weft would put it on the whole base. Where the untrained adapter was saved, too, "
             "peft's save_pretrained(NEW, path_initial_model_for_weight_conversion=UNTRAINED) writes one of the "
             f"whole base. For pissa and olora peft repeats the change: {_by_peft(folder)}"
         )
-    if found.get("lora_alpha") == 0:
+    if config.get("lora_alpha") == 0:
         raise UserError(
             f"{folder / CONFIG}: lora_alpha: 0 makes the adapter do nothing; verl's merger writes it whatever was "
             "trained. Write the alpha that it was trained with."
         )
-    wrong = [key for key, is_right in _TYPES.items() if not is_right(found.get(key))]
+    wrong = [key for key, is_right in _TYPES.items() if not is_right(config.get(key))]
     if wrong:
-        raise UserError(f"{folder / CONFIG}: {wrong[0]} cannot be {found.get(wrong[0])!r}. Fetch or write it again.")
-    return found
+        raise UserError(f"{folder / CONFIG}: {wrong[0]} cannot be {config.get(wrong[0])!r}. Fetch or write it again.")
+    return config
 
 
 def _by_peft(folder: Path) -> str:
@@ -248,62 +250,64 @@ def _saved_whole(model: PreTrainedModel, ends: Sequence[str]) -> list[str]:
     """modules_to_save by peft's rule: names of modules end with these letters, so that `norm` means input_layernorm,
     too. An end that matches nothing stays, for the error that says so."""
     names = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
-    return [name for end in ends for name in ([own for own in names if own.endswith(end)] or [end])]
+    return [
+        name for end in ends for name in ([module_name for module_name in names if module_name.endswith(end)] or [end])
+    ]
 
 
 def _targets_in(
     candidates: Mapping[str, Target], shapes: Mapping[str, Any], parameters: Sequence[str]
 ) -> tuple[Target, ...]:
-    found = []
+    targets = []
     for target in candidates.values():
         if target.kind == "experts":
             if any(matches_end(target.name, end) for end in parameters):
-                found.append(target)
+                targets.append(target)
         elif any(name in shapes for name in file_names(target.names).values()):
-            found.append(target)
-    return tuple(found)
+            targets.append(target)
+    return tuple(targets)
 
 
 def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, Any], folder: Path) -> None:
-    wanted = _wanted_shapes(plan, model)
-    missing, unknown = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
-    whole = [
+    expected = _wanted_shapes(plan, model)
+    missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+    base_weights = [
         name for name in unknown if name.removeprefix(PREFIX) in dict(model.named_parameters(remove_duplicate=False))
     ]
-    if whole and not missing:
+    if base_weights and not missing:
         raise UserError(
-            f"{folder / WEIGHTS} holds {whole[0]}, a weight of the model itself that peft saved whole ({len(whole)} "
-            "such), as it does with embeddings whose vocabulary was changed; modules_to_save of adapter_config.json "
-            f"does not name it. {_by_peft(folder)}"
+            f"{folder / WEIGHTS} holds {base_weights[0]}, a weight of the model itself that peft saved whole "
+            f"({len(base_weights)} such), as it does with embeddings whose vocabulary was changed; modules_to_save of "
+            f"adapter_config.json does not name it. {_by_peft(folder)}"
         )
     if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"holds {unknown[0]}, which this model has no place for"
+        problem = f"lacks {missing[0]}" if missing else f"holds {unknown[0]}, which this model has no place for"
         raise UserError(
-            f"{folder / WEIGHTS} {what} ({len(missing) + len(unknown)} tensors in all): is it of this model?"
+            f"{folder / WEIGHTS} {problem} ({len(missing) + len(unknown)} tensors in all): is it of this model?"
         )
-    wrong = [name for name, shape in wanted.items() if tuple(shapes[name]) != shape]
+    wrong = [name for name, shape in expected.items() if tuple(shapes[name]) != shape]
     if wrong:
         raise UserError(
-            f"{folder / WEIGHTS}: {wrong[0]} is {list(shapes[wrong[0]])} and should be {list(wanted[wrong[0]])} "
+            f"{folder / WEIGHTS}: {wrong[0]} is {list(shapes[wrong[0]])} and should be {list(expected[wrong[0]])} "
             f"({len(wrong)} tensors in all differ): is it of this model?"
         )
 
 
 def _wanted_shapes(plan: LoraPlan, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    wanted = {
+    shapes = {
         name: shape
         for target in plan.targets
         for name, shape in zip(target.names, target.shapes(plan.rank), strict=True)
     }
-    wanted |= {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if plan.trains(n)}
-    return {stored: wanted[name] for name, stored in file_names(wanted).items()}
+    shapes |= {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if plan.trains(n)}
+    return {stored: shapes[name] for name, stored in file_names(shapes).items()}
 
 
 # ---------------------------------------------------------------- filling a model
 
 
 @torch.no_grad()
-def fill_adapters(module: nn.Module, plan: LoraPlan, cuts: ShardSpecs, seed: int) -> None:
+def fill_adapters(module: nn.Module, plan: LoraPlan, specs: ShardSpecs, seed: int) -> None:
     """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed. cuts: how tp divides them.
 
     Modules that are trained whole keep the base's values if there is no plan.path.
@@ -312,11 +316,11 @@ def fill_adapters(module: nn.Module, plan: LoraPlan, cuts: ShardSpecs, seed: int
     if plan.path is None:
         for name, parameter in parameters.items():
             if is_adapters(name):
-                values = first_values(name, full_shape(name, parameter, cuts), seed)
-                for shard in shards_of(parameter, cuts.get(name)):
-                    shard.values.copy_(values[shard.box.within(Box.whole(tuple(values.shape)))])
+                values = first_values(name, full_shape(name, parameter, specs), seed)
+                for shard in shards_of(parameter, specs.get(name)):
+                    shard.values.copy_(values[shard.box.within(Box.from_shape(tuple(values.shape)))])
         return
     with TensorFile.open(plan.path / WEIGHTS) as file:
         for name, stored in names_of(plan, module).items():
-            for shard in shards_of(parameters[name], cuts.get(name)):
+            for shard in shards_of(parameters[name], specs.get(name)):
                 shard.values.copy_(file.read(stored, shard.box))

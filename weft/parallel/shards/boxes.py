@@ -27,7 +27,7 @@ class Box:
     size: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> Box:
+    def from_shape(shape: tuple[int, ...]) -> Box:
         """The box of a whole tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 
@@ -57,7 +57,7 @@ def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
     """(box that this rank holds, its elements); a plain tensor is one whole box."""
     local = local_values(tensor)
     if not isinstance(tensor, DTensor):
-        return Box.whole(tuple(tensor.shape)), local
+        return Box.from_shape(tuple(tensor.shape)), local
     with on_host():
         size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(local.shape) == tuple(size), (local.shape, size)

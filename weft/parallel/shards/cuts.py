@@ -21,14 +21,14 @@ from weft.parallel.shards.boxes import Box, Shard, shard_of
 class ShardSpec:
     """The division of one tensor. shape: of the whole tensor. dim: the divided dimension. ranges: for each rank of the
     axis, the ranges of `dim` that it holds, in order. copies: for each of these ranges, the number of neighbouring
-    ranks that hold the same; all ranks for an undivided tensor. place: this rank's index on the axis. ranks: of the
+    ranks that hold the same; all ranks for an undivided tensor. rank: this rank's index on the axis. ranks: of the
     axis."""
 
     shape: tuple[int, ...]
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
     copies: tuple[int, ...]
-    place: int
+    rank: int
     ranks: Communicator
 
     @property
@@ -41,9 +41,9 @@ class ShardSpec:
         """Whether any rank lacks a part of the tensor."""
         return any(copies < self.size for copies in self.copies)
 
-    def local_shape(self, place: int | None = None) -> tuple[int, ...]:
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Shape of a rank's part; default: this rank's."""
-        ranges = self.ranges[self.place if place is None else place]
+        ranges = self.ranges[self.rank if rank is None else rank]
         return (*self.shape[: self.dim], sum(size for _, size in ranges), *self.shape[self.dim + 1 :])
 
     @property
@@ -51,48 +51,51 @@ class ShardSpec:
         """The ranks of each axis of the cut."""
         return (self.ranks,)
 
-    def at(self, place: int) -> ShardSpec:
+    def for_rank(self, rank: int) -> ShardSpec:
         """The cut of another rank of the axis."""
-        return replace(self, place=place)
+        return replace(self, rank=rank)
 
-    def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
-        """The content of `held`, a box of this rank's part, as boxes of the whole tensor: (box of the whole tensor, the
+    def boxes(self, box: Box) -> list[tuple[Box, Box, int]]:
+        """The content of `box`, a box of this rank's part, as boxes of the whole tensor: (box of the whole tensor, the
         same box in the part, number of ranks that hold it)."""
         if not self.shape:
-            return [(held, held, self.size)]
-        found, offset, dim = [], 0, self.dim
-        for (first, size), copies in zip(self.ranges[self.place], self.copies, strict=True):
-            start = max(held.start[dim], offset)
-            count = min(held.end[dim], offset + size) - start
+            return [(box, box, self.size)]
+        result, offset, dim = [], 0, self.dim
+        for (first, size), copies in zip(self.ranges[self.rank], self.copies, strict=True):
+            start = max(box.start[dim], offset)
+            count = min(box.end[dim], offset + size) - start
             if count > 0:
-                local = _along(held, dim, start, count)
-                found.append((_along(held, dim, first + start - offset, count), local, copies))
+                local = _along(box, dim, start, count)
+                result.append((_along(box, dim, first + start - offset, count), local, copies))
             offset += size
-        return found
+        return result
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""
         if not self.divides:
-            return whole
-        return torch.cat([whole.narrow(self.dim, first, size) for first, size in self.ranges[self.place]], self.dim)
+            return tensor
+        return torch.cat([tensor.narrow(self.dim, first, size) for first, size in self.ranges[self.rank]], self.dim)
 
     def join(self, part: Tensor) -> Tensor:
         """The whole tensor from all ranks' parts. Collective over the axis. Raises RuntimeError if the parts do not
         fill it."""
         if not self.divides:
             return part
-        shapes = [self.local_shape(place) for place in range(self.size)]
+        shapes = [self.local_shape(rank) for rank in range(self.size)]
         longest = max(shape[self.dim] for shape in shapes)
         sent = part.new_zeros((*self.shape[: self.dim], longest, *self.shape[self.dim + 1 :]))
         sent.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
         # Ranges of two ranks are either equal or disjoint.
-        filled, whole = sum(size for _, size in {own for ranges in self.ranges for own in ranges}), self.shape[self.dim]
-        if filled != whole:
-            raise RuntimeError(f"ranks hold {filled} of {whole} along dim {self.dim}")
+        filled, total = (
+            sum(size for _, size in {range_ for ranges in self.ranges for range_ in ranges}),
+            self.shape[self.dim],
+        )
+        if filled != total:
+            raise RuntimeError(f"ranks hold {filled} of {total} along dim {self.dim}")
         out = part.new_empty(self.shape)
-        for place, values in enumerate(self.ranks.all_gather(sent)):
+        for rank, values in enumerate(self.ranks.all_gather(sent)):
             offset = 0
-            for first, size in self.ranges[place]:
+            for first, size in self.ranges[rank]:
                 out.narrow(self.dim, first, size).copy_(values.narrow(self.dim, offset, size))
                 offset += size
         return out
@@ -118,9 +121,9 @@ class NestedShardSpec:
         return self.outer.size * self.inner.size
 
     @property
-    def place(self) -> int:
+    def rank(self) -> int:
         """This rank's index among them."""
-        return self.outer.place * self.inner.size + self.inner.place
+        return self.outer.rank * self.inner.size + self.inner.rank
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -137,28 +140,28 @@ class NestedShardSpec:
         """As in ShardSpec."""
         return (self.outer.ranks, self.inner.ranks)
 
-    def at(self, place: int) -> NestedShardSpec:
+    def for_rank(self, rank: int) -> NestedShardSpec:
         """The cut of another rank."""
-        outer, inner = divmod(place, self.inner.size)
+        outer, inner = divmod(rank, self.inner.size)
         shape = self.outer.local_shape(outer)
-        return replace(self, outer=self.outer.at(outer), inner=replace(self.inner, shape=shape, place=inner))
+        return replace(self, outer=self.outer.for_rank(outer), inner=replace(self.inner, shape=shape, rank=inner))
 
-    def local_shape(self, place: int | None = None) -> tuple[int, ...]:
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """As in ShardSpec."""
-        return (self if place is None else self.at(place)).inner.local_shape()
+        return (self if rank is None else self.for_rank(rank)).inner.local_shape()
 
-    def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
+    def boxes(self, box: Box) -> list[tuple[Box, Box, int]]:
         """As in ShardSpec."""
-        found = []
-        for between, local, copies in self.inner.boxes(held):
-            for whole, within, _ in self.outer.boxes(between):
+        result = []
+        for between, local, copies in self.inner.boxes(box):
+            for whole_box, within, _ in self.outer.boxes(between):
                 moved = zip(local.start, within.start, between.start, strict=True)
-                found.append((whole, Box(tuple(a + b - c for a, b, c in moved), within.size), copies))
-        return found
+                result.append((whole_box, Box(tuple(a + b - c for a, b, c in moved), within.size), copies))
+        return result
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, tensor: Tensor) -> Tensor:
         """As in ShardSpec."""
-        return self.inner.take(self.outer.take(whole))
+        return self.inner.take(self.outer.take(tensor))
 
     def join(self, part: Tensor) -> Tensor:
         """As in ShardSpec. Collective over both axes."""
@@ -188,17 +191,17 @@ class RankBox:
         return all(index == number % size for index, size in self.replicas)
 
 
-def rank_boxes(tensor: Tensor, cut: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[RankBox]:
+def rank_boxes(tensor: Tensor, spec: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[RankBox]:
     """The boxes of the whole tensor that this rank holds. cut: None if no axis divides it. among: see shard_of."""
-    return _held(shard_of(tensor, among), cut)
+    return _boxes_of_shard(shard_of(tensor, among), spec)
 
 
-def _held(shard: Shard, cut: AnyShardSpec | None) -> list[RankBox]:
-    if cut is None:
+def _boxes_of_shard(shard: Shard, spec: AnyShardSpec | None) -> list[RankBox]:
+    if spec is None:
         return [RankBox(shard.box, (0,) * len(shard.box.start), shard.replicas)]
     return [
-        RankBox(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
-        for box, part, copies in cut.boxes(shard.box)
+        RankBox(box, _minus(part.start, shard.box.start), (*shard.replicas, (spec.rank % copies, copies)))
+        for box, part, copies in spec.boxes(shard.box)
     ]
 
 
@@ -206,29 +209,34 @@ def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
-def shards_of(tensor: Tensor, cut: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[Shard]:
+def shards_of(tensor: Tensor, spec: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[Shard]:
     """As `rank_boxes`, with the elements. At least one shard, which may be empty. among: see shard_of."""
     shard = shard_of(tensor, among)
-    found = [Shard(own.box, shard.values[own.within(own.box)], own.replicas, shard.groups) for own in _held(shard, cut)]
-    nothing = Box((0,) * len(shard.box.start), shard.box.size)
-    return found or [Shard(nothing, shard.values, shard.replicas, shard.groups)]
+    shards = [
+        Shard(rank_box.box, shard.values[rank_box.within(rank_box.box)], rank_box.replicas, shard.groups)
+        for rank_box in _boxes_of_shard(shard, spec)
+    ]
+    empty = Box((0,) * len(shard.box.start), shard.box.size)
+    return shards or [Shard(empty, shard.values, shard.replicas, shard.groups)]
 
 
-def split(parameter: Tensor, values: Tensor, cut: AnyShardSpec) -> list[tuple[int, Tensor]]:
+def split(parameter: Tensor, values: Tensor, spec: AnyShardSpec) -> list[tuple[int, Tensor]]:
     """(number of ranks that hold the box, its elements in `values`) for each box of a parameter, in the order of
     `shards_of`. values: of the shard's shape, such as a gradient or optimizer state."""
-    held = shard_of(parameter).box
-    return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.copies[0], values)]
+    shard_box = shard_of(parameter).box
+    return [(copies, values[part.within(shard_box)]) for _, part, copies in spec.boxes(shard_box)] or [
+        (spec.copies[0], values)
+    ]
 
 
-def module_shards(module: nn.Module, cuts: ShardSpecs, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:
+def module_shards(module: nn.Module, specs: ShardSpecs, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:
     """The shards of every tensor of the state dict, tied ones under each name. among: see shard_of."""
-    return {name: shards_of(t, cuts.get(name), among) for name, t in module.state_dict(keep_vars=True).items()}
+    return {name: shards_of(t, specs.get(name), among) for name, t in module.state_dict(keep_vars=True).items()}
 
 
-def full_shape(name: str, tensor: Tensor, cuts: ShardSpecs) -> tuple[int, ...]:
+def full_shape(name: str, tensor: Tensor, specs: ShardSpecs) -> tuple[int, ...]:
     """The shape of a tensor before mesh axes divided it."""
-    return cuts[name].shape if name in cuts else tuple(tensor.shape)
+    return specs[name].shape if name in specs else tuple(tensor.shape)
 
 
 def _along(box: Box, dim: int, start: int, size: int) -> Box:

@@ -37,7 +37,7 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 _PATHS = tuple(
     f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "Path", "WindowsPath")
 )
-_KNOWN: dict[str, Constructor | None] = {
+_ALLOWED: dict[str, Constructor | None] = {
     **dict.fromkeys(f"{_CLASSES}{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata",
                                                      "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
                                                      "StorageMeta", "_MEM_FORMAT_ENCODING")),
@@ -85,14 +85,14 @@ class DcpDirectory:
         """A box of a tensor, on the CPU. Reads only the overlapping parts of chunks."""
         stored = self.tensors[name]
         out = torch.empty(box.size, dtype=stored.dtype)
-        for chunk, place in stored.chunks:
+        for chunk, location in stored.chunks:
             shared = overlap(chunk, box)
             if shared is None:
                 continue
-            saved = self._saved(name, stored.dtype, chunk, place)
+            saved = self._saved(name, stored.dtype, chunk, location)
             for slab in _slabs(shared, stored.dtype.itemsize):
                 inside = Box(tuple(a - b for a, b in zip(slab.start, chunk.start, strict=True)), slab.size)
-                values = saved.read(self._file(place.file), inside, f"{self.folder / place.file}: {name}")
+                values = saved.read(self._file(location.file), inside, f"{self.folder / location.file}: {name}")
                 out[slab.within(box)] = values
                 self.bytes_read += values.nbytes
         return out
@@ -101,10 +101,10 @@ class DcpDirectory:
         """A value that is no tensor, or the number in a one-element tensor; None for other tensors."""
         if name in self.tensors:
             stored = self.tensors[name]
-            return self.read(name, Box.whole(stored.shape)).item() if math.prod(stored.shape) == 1 else None
-        place = self.values[name]
-        with self._readable(place, name):
-            return read_archive(self._file(place.file), place.begin, place.length)
+            return self.read(name, Box.from_shape(stored.shape)).item() if math.prod(stored.shape) == 1 else None
+        location = self.values[name]
+        with self._readable(location, name):
+            return read_archive(self._file(location.file), location.begin, location.length)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -122,26 +122,26 @@ class DcpDirectory:
                 raise UserError(f"{self.key}: {self.folder / name} cannot be opened: {error.strerror}.") from error
         return self._files[name]
 
-    def _saved(self, name: str, dtype: torch.dtype, chunk: Box, place: ByteRange) -> SavedTensor:
+    def _saved(self, name: str, dtype: torch.dtype, chunk: Box, location: ByteRange) -> SavedTensor:
         """The tensor of a chunk in its file, compared with what .metadata says."""
-        if place not in self._chunks:
-            with self._readable(place, name):
-                found = read_archive(self._file(place.file), place.begin, place.length)
-            if not isinstance(found, SavedTensor) or (found.dtype, found.shape) != (dtype, chunk.size):
+        if location not in self._chunks:
+            with self._readable(location, name):
+                saved = read_archive(self._file(location.file), location.begin, location.length)
+            if not isinstance(saved, SavedTensor) or (saved.dtype, saved.shape) != (dtype, chunk.size):
                 raise UserError(
-                    f"{self.key}: {self.folder / place.file} does not hold the part of {name} that {METADATA} says, "
+                    f"{self.key}: {self.folder / location.file} does not hold the part of {name} that {METADATA} says, "
                     f"{list(chunk.size)} of {dtype}. Write the checkpoint again."
                 )
-            self._chunks[place] = found
-        return self._chunks[place]
+            self._chunks[location] = saved
+        return self._chunks[location]
 
     @contextmanager
-    def _readable(self, place: ByteRange, name: str) -> Iterator[None]:
+    def _readable(self, location: ByteRange, name: str) -> Iterator[None]:
         try:
             yield
         except UnreadableError as error:
             raise UserError(
-                f"{self.key}: {self.folder / place.file} cannot be read where {name} should be: {error}. Write the "
+                f"{self.key}: {self.folder / location.file} cannot be read where {name} should be: {error}. Write the "
                 "checkpoint again."
             ) from error
 
@@ -162,7 +162,7 @@ def open_dcp(path: str, key: str) -> DcpDirectory:
     if size > _LONGEST_METADATA:
         raise UserError(f"{key}: {file} has {size:,} bytes, more than weft reads ({_LONGEST_METADATA:,}).")
     try:
-        tensors, values = _content(folder, read_pickle(file.read_bytes(), _KNOWN))
+        tensors, values = _content(folder, read_pickle(file.read_bytes(), _ALLOWED))
     except UnreadableError as error:
         raise UserError(
             f"{key}: {file} cannot be read: {error}. Is it a whole directory that torch.distributed.checkpoint wrote?"
@@ -186,7 +186,7 @@ def _no_dcp(folder: Path, key: str) -> str:
             f"{key}: {folder} has a .metadata for each rank, as DCP writes them without collectives; they do not say "
             "what belongs together. Save it with torch.distributed.checkpoint.save(..., no_dist=False)."
         )
-    inner = sorted(found.parent for found in folder.glob(f"*/{METADATA}"))
+    inner = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
     if inner:
         return f"{key}: {folder} holds no {METADATA}. Did you mean {' or '.join(map(str, inner[-3:]))}?"
     if any(folder.glob("*.safetensors")):
@@ -198,26 +198,26 @@ def _no_dcp(folder: Path, key: str) -> str:
 
 
 def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict[str, ByteRange]]:
-    described, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
-    if metadata.name != f"{_CLASSES}Metadata" or type(described) is not dict or type(storage) is not dict:
+    state_dict, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    if metadata.name != f"{_CLASSES}Metadata" or type(state_dict) is not dict or type(storage) is not dict:
         raise UnreadableError("it does not describe a checkpoint")
     sizes: dict[str, int] = {}
-    places: dict[tuple[str, tuple[int, ...] | None], ByteRange] = {}
+    locations: dict[tuple[str, tuple[int, ...] | None], ByteRange] = {}
     for index, info in storage.items():
-        places[_name(index.get("fqn")), _sizes(index.get("offset"))] = _place(folder, info, sizes)
+        locations[_name(index.get("fqn")), _sizes(index.get("offset"))] = _byte_range(folder, info, sizes)
     tensors, values = {}, {}
-    for name, record in described.items():
+    for name, record in state_dict.items():
         _name(name)
         if record.name == f"{_CLASSES}BytesStorageMetadata":
-            if (name, None) not in places:
+            if (name, None) not in locations:
                 raise UnreadableError(f"it does not say where {name} is")
-            values[name] = places[name, None]
+            values[name] = locations[name, None]
         else:
-            tensors[name] = _tensor(name, record, places)
+            tensors[name] = _tensor(name, record, locations)
     return tensors, values
 
 
-def _place(folder: Path, info: Any, sizes: dict[str, int]) -> ByteRange:
+def _byte_range(folder: Path, info: Any, sizes: dict[str, int]) -> ByteRange:
     """The place that a _StorageInfo describes. sizes: of the files seen so far, by name."""
     file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or type(begin) is not int or type(length) is not int:
@@ -235,12 +235,12 @@ def _place(folder: Path, info: Any, sizes: dict[str, int]) -> ByteRange:
     return ByteRange(file, begin, length)
 
 
-def _tensor(name: str, record: Any, places: Mapping[tuple[str, tuple[int, ...] | None], ByteRange]) -> StoredTensor:
+def _tensor(name: str, record: Any, locations: Mapping[tuple[str, tuple[int, ...] | None], ByteRange]) -> StoredTensor:
     if record.name != f"{_CLASSES}TensorStorageMetadata":
         raise TypeError
     shape, properties = _sizes(record.get("size")), record.get("properties")
     dtype = properties.state[0] if type(properties.state) is tuple else properties.get("dtype")
-    known = {f"torch.{str(kind).removeprefix('torch.')}": kind for kind in DTYPES.values()}
+    dtypes = {f"torch.{str(kind).removeprefix('torch.')}": kind for kind in DTYPES.values()}
     if shape is None or type(dtype) is not GlobalName or type(record.get("chunks")) is not list:
         raise TypeError
     if len(shape) > _MOST_DIMENSIONS:
@@ -254,15 +254,15 @@ def _tensor(name: str, record: Any, places: Mapping[tuple[str, tuple[int, ...] |
         if not all(end <= size for end, size in zip(box.end, shape, strict=True)):
             raise UnreadableError(f"a chunk of {name} lies outside of it")
         if box.numel:
-            if (name, offsets) not in places:
+            if (name, offsets) not in locations:
                 raise UnreadableError(f"it does not say where a chunk of {name} is")
-            place = places[name, offsets]
-            if place.length < box.numel * known[dtype.name].itemsize:
-                raise UnreadableError(f"a chunk of {name} is larger than its bytes in {place.file}")
-            chunks.append((box, place))
+            location = locations[name, offsets]
+            if location.length < box.numel * dtypes[dtype.name].itemsize:
+                raise UnreadableError(f"a chunk of {name} is larger than its bytes in {location.file}")
+            chunks.append((box, location))
     if not chunks_fill(shape, [box for box, _ in chunks]):
         raise UnreadableError(f"the chunks of {name} do not fill it, or overlap")
-    return StoredTensor(known[dtype.name], shape, tuple(chunks))
+    return StoredTensor(dtypes[dtype.name], shape, tuple(chunks))
 
 
 def _name(text: Any) -> str:
@@ -288,7 +288,7 @@ def chunks_fill(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     cancel, except those of the whole.
     """
     corners: dict[tuple[int, ...], int] = {}
-    for box, sign in [(Box.whole(shape), -1), *((box, 1) for box in boxes)]:
+    for box, sign in [(Box.from_shape(shape), -1), *((box, 1) for box in boxes)]:
         if not box.numel:
             continue
         for ends in itertools.product((False, True), repeat=len(shape)):

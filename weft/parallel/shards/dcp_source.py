@@ -91,19 +91,21 @@ def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, 
     plain = {name: unwrapped(name) for name in shapes}
     prefix, titan = _best(set(plain.values()), _expected(model))
     if prefix is None:
-        few = ", ".join(sorted(plain)[:3])
+        examples = ", ".join(sorted(plain)[:3])
         raise UserError(
-            f"{key}: {folder} holds no tensors under names of {type(model).__name__}, but {few}, ...: weft reads "
+            f"{key}: {folder} holds no tensors under names of {type(model).__name__}, but {examples}, ...: weft reads "
             "HuggingFace's names, and torchtitan's of llama and qwen3. Convert it with its own trainer (Megatron's: "
             "python -m verl.model_merger merge --backend megatron), and set model.path to what comes of it."
         )
-    own = {name: text.removeprefix(prefix) for name, text in plain.items() if not _is_state(text)}
+    trainer_names = {name: text.removeprefix(prefix) for name, text in plain.items() if not _is_state(text)}
     if not titan:
-        return TensorNaming({text: TensorView(name, shapes[name]) for name, text in own.items()}, own)
+        return TensorNaming(
+            {text: TensorView(name, shapes[name]) for name, text in trainer_names.items()}, trainer_names
+        )
     weights: dict[str, TensorView] = {}
-    for name, text in own.items():
+    for name, text in trainer_names.items():
         weights |= dict(_views(name, text, shapes[name], model))
-    return TensorNaming(weights, own)
+    return TensorNaming(weights, trainer_names)
 
 
 def unwrapped(name: str) -> str:
@@ -119,14 +121,14 @@ def _expected(model: PreTrainedModel) -> set[str]:
 
 def _best(names: set[str], expected: set[str]) -> tuple[str | None, bool]:
     """(prefix of the model's names, whether the rest is torchtitan's): the choice that makes the most names known."""
-    found: tuple[int, str | None, bool] = (0, None, False)
+    best: tuple[int, str | None, bool] = (0, None, False)
     for prefix in sorted({prefix for name in names for prefix in _prefixes(name)}, key=len):
         inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         for titan in (False, True):
             count = sum((_abstract(name)[0] in TITAN) if titan else (name in expected) for name in inner)
-            if count > found[0]:
-                found = (count, prefix, titan)
-    return found[1], found[2]
+            if count > best[0]:
+                best = (count, prefix, titan)
+    return best[1], best[2]
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -146,11 +148,13 @@ def _is_state(name: str) -> bool:
 
 def _abstract(name: str) -> tuple[str, str]:
     """(name with {} for the layer's number, that number)."""
-    found = re.match(r"layers\.(\d+)\.", name)
-    return (f"layers.{{}}.{name[found.end() :]}", found[1]) if found else (name, "")
+    match = re.match(r"layers\.(\d+)\.", name)
+    return (f"layers.{{}}.{name[match.end() :]}", match[1]) if match else (name, "")
 
 
-def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) -> Iterable[tuple[str, TensorView]]:
+def _views(
+    name: str, trainer_name: str, shape: tuple[int, ...], model: PreTrainedModel
+) -> Iterable[tuple[str, TensorView]]:
     """(HuggingFace's name, view) of each tensor that one of torchtitan's holds."""
     config = model.config.get_text_config()
     if config.model_type not in TITAN_TURNS_PAIRS:
@@ -159,20 +163,20 @@ def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) 
             f"lie, not its {config.model_type}. Write it with torchtitan's checkpoint.last_save_in_hf, and set "
             "model.path."
         )
-    abstract, layer = _abstract(own)
-    theirs = TITAN.get(abstract)
-    if theirs is None:
-        yield own, TensorView(name, shape)
-    elif "{e}" in theirs:
+    abstract, layer = _abstract(trainer_name)
+    hf_name = TITAN.get(abstract)
+    if hf_name is None:
+        yield trainer_name, TensorView(name, shape)
+    elif "{e}" in hf_name:
         experts = getattr(config, "num_experts", 0)
         if not shape or shape[0] != experts:
             raise UserError(f"model.dcp_weights: {name} is {list(shape)}, and the model has {experts} experts.")
         for expert in range(experts):
-            yield theirs.format(layer, e=expert), TensorView(name, shape[1:], expert=expert)
+            yield hf_name.format(layer, e=expert), TensorView(name, shape[1:], expert=expert)
     else:
         heads = {"wq": config.num_attention_heads, "wk": config.num_key_value_heads}.get(abstract.split(".")[-2])
-        turned = TITAN_TURNS_PAIRS[config.model_type] and heads is not None
-        yield theirs.format(layer), TensorView(name, shape, heads=heads if turned else None)
+        is_rotated = TITAN_TURNS_PAIRS[config.model_type] and heads is not None
+        yield hf_name.format(layer), TensorView(name, shape, heads=heads if is_rotated else None)
 
 
 # ---------------------------------------------------------------- the tensors
@@ -201,7 +205,7 @@ class DcpTensors:
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A box of a tensor, on the CPU in the directory's dtype."""
         view = self._views[name]
-        box = box or Box.whole(view.shape)
+        box = box or Box.from_shape(view.shape)
         if view.expert is not None:
             return self._directory.read(view.stored, Box((view.expert, *box.start), (1, *box.size)))[0]
         if view.heads is not None:
@@ -220,10 +224,10 @@ class DcpTensors:
         for head in range(first // width, -(-end // width) if end > first else 0):
             rows = torch.arange(max(first, head * width), min(end, (head + 1) * width))
             inside = rows - head * width
-            theirs = head * width + 2 * (inside % (width // 2)) + inside // (width // 2)
-            low, high = int(theirs.min()), int(theirs.max()) + 1
+            stored_rows = head * width + 2 * (inside % (width // 2)) + inside // (width // 2)
+            low, high = int(stored_rows.min()), int(stored_rows.max()) + 1
             values = self._directory.read(stored, Box((low, *box.start[1:]), (high - low, *box.size[1:])))
-            out[int(rows[0]) - first : int(rows[-1]) + 1 - first] = values[theirs - low]
+            out[int(rows[0]) - first : int(rows[-1]) + 1 - first] = values[stored_rows - low]
         return out
 
 
@@ -243,12 +247,12 @@ class DcpSource(TensorSource):
 
     def moments(self, key: str) -> TensorSource:
         """The optimizer's tensors of one key, under the names of their weights."""
-        found = {}
+        moment_views = {}
         for name, view in self.views.items():
             stored = self.states.get(view.stored, {}).get(key)
             if stored is not None and stored in self.directory.tensors:
-                found[name] = replace(view, stored=stored)
-        return _source(self.directory, found)
+                moment_views[name] = replace(view, stored=stored)
+        return _source(self.directory, moment_views)
 
     def number(self, name: str, key: str) -> float | None:
         """A number in the optimizer's state of a weight; None if there is none."""
@@ -284,9 +288,9 @@ def _source(directory: DcpDirectory, views: Mapping[str, TensorView]) -> TensorS
 def _states(directory: DcpDirectory, naming: TensorNaming) -> tuple[dict[str, dict[str, str]], bool]:
     """(stored weight -> key -> stored state, from names such as optimizer.state.NAME.exp_avg; whether any NAME is a
     number)."""
-    stored_as = {own: stored for stored, own in naming.own.items()}
+    stored_as = {tensor: stored for stored, tensor in naming.own.items()}
     stored_as |= {unwrapped(stored): stored for stored in naming.own}
-    found: dict[str, dict[str, str]] = {}
+    states: dict[str, dict[str, str]] = {}
     numbered = False
     for name in (*directory.tensors, *directory.values):
         parts = unwrapped(name).split(".")
@@ -297,8 +301,8 @@ def _states(directory: DcpDirectory, naming: TensorNaming) -> tuple[dict[str, di
         weight = stored_as.get(".".join(inner[:-1]))
         if weight is None:
             continue
-        shape, own = directory.tensors[weight].shape, directory.tensors.get(name)
-        if own is not None and own.shape not in ((), shape):
-            raise UserError(f"{KEY}: {name} is {list(own.shape)}, and its weight is {list(shape)}.")
-        found.setdefault(weight, {})[inner[-1]] = name
-    return found, numbered
+        shape, tensor = directory.tensors[weight].shape, directory.tensors.get(name)
+        if tensor is not None and tensor.shape not in ((), shape):
+            raise UserError(f"{KEY}: {name} is {list(tensor.shape)}, and its weight is {list(shape)}.")
+        states.setdefault(weight, {})[inner[-1]] = name
+    return states, numbered

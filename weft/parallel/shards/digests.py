@@ -36,7 +36,7 @@ class BoxDigest:
     sha256: str
 
     @staticmethod
-    def of(file: str, tensor: str, box: Box, values: Tensor) -> BoxDigest:
+    def compute(file: str, tensor: str, box: Box, values: Tensor) -> BoxDigest:
         """values: the box's elements on the CPU, in the file's dtype and order of dimensions."""
         return BoxDigest(file, tensor, box.start, box.size, sha256(values))
 
@@ -89,24 +89,24 @@ def _read_digests(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _is_as_written(file: TensorFile, tensor: str, boxes: Any) -> bool:
     """Whether these boxes fill the tensor, and have the bytes that were written."""
-    whole, filled = Box.whole(file.entries[tensor].shape), 0
+    whole_box, filled = Box.from_shape(file.entries[tensor].shape), 0
     try:
         digests = [BoxDigest(file.path.name, tensor, *fields) for fields in boxes]
         for digest in digests:
-            if digest.box != whole and overlap(digest.box, whole) != digest.box:
+            if digest.box != whole_box and overlap(digest.box, whole_box) != digest.box:
                 return False
             filled += digest.box.numel
             if sha256(file.read(tensor, digest.box)) != digest.sha256:
                 return False
     except (TypeError, ValueError):  # no boxes, or boxes of another tensor
         return False
-    return filled == whole.numel
+    return filled == whole_box.numel
 
 
-def not_as_written(what: str, writer: int) -> StorageError:
+def not_as_written(name: str, writer: int) -> StorageError:
     """The error for a digest that differs."""
     return StorageError(
-        f"{what}, written by rank {writer}, has other bytes on the disk than were written (checkpoint.verify): the "
+        f"{name}, written by rank {writer}, has other bytes on the disk than were written (checkpoint.verify): the "
         "file system lost or changed them"
     )
 

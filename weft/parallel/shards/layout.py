@@ -33,9 +33,9 @@ class TensorMapping:
     dims: tuple[int, ...]
 
     @staticmethod
-    def whole(disk: str, runtime: str, shape: tuple[int, ...]) -> TensorMapping:
+    def identity(disk: str, runtime: str, shape: tuple[int, ...]) -> TensorMapping:
         """A whole tensor of the model, unchanged."""
-        return TensorMapping(disk, runtime, Box.whole(shape), tuple(range(len(shape))))
+        return TensorMapping(disk, runtime, Box.from_shape(shape), tuple(range(len(shape))))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,26 +76,28 @@ def map_tensors(model: PreTrainedModel, names: Iterable[str] | None) -> list[Ten
     if names is not None:
         hf.choose_rules(model, names)
     tied = hf.tied_parameters(model)
-    whole = {
+    traced_tensors = {
         name: _Traced(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name not in tied
     }
     try:
-        on_disk = hf.run_rules_backwards(model, whole)
+        on_disk = hf.run_rules_backwards(model, traced_tensors)
     except UnsupportedRule as error:
         raise UserError(
             f"model.path: the layout of {type(model).__name__}'s checkpoints needs {error}, which weft cannot follow."
         ) from error
     mappings = [traced.mapping(name) for name, traced in on_disk.items()]
-    _check_complete(model, whole, mappings)
+    _check_complete(model, traced_tensors, mappings)
     return mappings
 
 
-def _check_complete(model: PreTrainedModel, whole: Mapping[str, _Traced], mappings: list[TensorMapping]) -> None:
+def _check_complete(
+    model: PreTrainedModel, traced_tensors: Mapping[str, _Traced], mappings: list[TensorMapping]
+) -> None:
     """Raises UserError if the rules lose elements of the model."""
-    placed = dict.fromkeys(whole, 0)
+    mapped = dict.fromkeys(traced_tensors, 0)
     for mapping in mappings:
-        placed[mapping.runtime] += mapping.box.numel
-    lost = [name for name, traced in whole.items() if placed[name] != traced.box.numel]
+        mapped[mapping.runtime] += mapping.box.numel
+    lost = [name for name, traced in traced_tensors.items() if mapped[name] != traced.box.numel]
     if lost:
         raise UserError(
             f"model.path: transformers' rules for writing {type(model).__name__} as this checkpoint lays it out would "
@@ -112,7 +114,7 @@ class _Traced:
 
     def __init__(self, runtime: str, shape: tuple[int, ...]) -> None:
         self.runtime = runtime
-        self.box = Box.whole(shape)
+        self.box = Box.from_shape(shape)
         self.dims = tuple(range(len(shape)))
 
     def mapping(self, disk: str) -> TensorMapping:
@@ -135,8 +137,8 @@ class _Traced:
         return self
 
     def squeeze(self, dim: int | None = None) -> _Traced:
-        wanted = self.dims if dim is None else (self.dims[dim],)
-        return self._with(self.box, tuple(d for d in self.dims if self.box.size[d] != 1 or d not in wanted))
+        squeezed = self.dims if dim is None else (self.dims[dim],)
+        return self._with(self.box, tuple(d for d in self.dims if self.box.size[d] != 1 or d not in squeezed))
 
     @classmethod
     def __torch_function__(

@@ -88,13 +88,13 @@ def plan_load(
     key = source.key
     needed = [mapping.disk for mapping in lacking if mapping.runtime not in fresh]
     head = next((n for n, module in model.named_modules() if module is model.get_output_embeddings()), None)
-    says = "weights that the model needs are not in the files"
+    problem = "weights that the model needs are not in the files"
     if needed == [f"{head}.weight"] and not hf.tied_parameters(model):
-        says += (
+        problem += (
             ', and config.json says "tie_word_embeddings": false. If the head is the embedding, write '
             '"tie_word_embeddings": true there; else fetch the files again'
         )
-    _raise_for(key, says, needed)
+    _raise_for(key, problem, needed)
     filled = [p for p in mappings if p.runtime not in fresh]
     wrong = [
         f"{file} is {list(source.shape(file))} and should be {list(p.shape)}"
@@ -105,40 +105,40 @@ def plan_load(
     tied = hf.tied_parameters(model)
     unused = sorted(set(names) - set(in_files.values()) - set(tied))
     patterns = [re.compile(pattern) for pattern in hf.unused_patterns(model)]
-    known = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
+    ignored = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
     _raise_for(
         key,
         f"the files hold weights that {type(model).__name__} does not have (model.ignore_weights leaves out those that "
         "match its globs)",
-        [name for name in unused if name not in known],
+        [name for name in unused if name not in ignored],
     )
     fills: dict[str, list[tuple[TensorMapping, str]]] = {}
     for mapping in filled:
         fills.setdefault(mapping.runtime, []).append((mapping, in_files[mapping.disk]))
-    return mappings, LoadPlan(source, fills, tuple(known), fresh)
+    return mappings, LoadPlan(source, fills, tuple(ignored), fresh)
 
 
 def _names_in_files(model: PreTrainedModel, mappings: list[TensorMapping], names: list[str]) -> dict[str, str]:
     """Name of the mapping -> name in the files, for mappings that they hold: its own name, one with another prefix, or
     a tied one."""
-    here = set(names)
-    found = {mapping.disk: mapping.disk for mapping in mappings if mapping.disk in here}
-    if len(found) == len(mappings):
-        return found
-    by_runtime = {runtime: name for name, runtime in hf.runtime_names(model, here - set(found)).items()}
+    available = set(names)
+    result = {mapping.disk: mapping.disk for mapping in mappings if mapping.disk in available}
+    if len(result) == len(mappings):
+        return result
+    by_runtime = {runtime: name for name, runtime in hf.runtime_names(model, available - set(result)).items()}
     for tied, owner in hf.tied_parameters(model).items():
         if tied in by_runtime:
             by_runtime.setdefault(owner, by_runtime[tied])
     for mapping in mappings:
-        if mapping.disk not in found and mapping.runtime in by_runtime:
-            found[mapping.disk] = by_runtime[mapping.runtime]
-    return found
+        if mapping.disk not in result and mapping.runtime in by_runtime:
+            result[mapping.disk] = by_runtime[mapping.runtime]
+    return result
 
 
-def _raise_for(key: str, what: str, names: list[str]) -> None:
+def _raise_for(key: str, problem: str, names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise UserError(f"{key}: {what}: {', '.join(names[:5])}{more}.")
+        and_more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise UserError(f"{key}: {problem}: {', '.join(names[:5])}{and_more}.")
 
 
 def _differ(source: TensorSource, a: str, b: str) -> bool:
@@ -147,7 +147,7 @@ def _differ(source: TensorSource, a: str, b: str) -> bool:
     if shape != source.shape(b):
         return True
     rank, world = rank_and_world()
-    rows = max(1, _COMPARED_ROWS // max(1, Box.whole(shape[1:]).numel))
+    rows = max(1, _COMPARED_ROWS // max(1, Box.from_shape(shape[1:]).numel))
     differs = torch.zeros(1)
     for number, start in enumerate(range(0, shape[0], rows)):
         if number % world == rank and not differs:
@@ -158,65 +158,67 @@ def _differ(source: TensorSource, a: str, b: str) -> bool:
     return bool(differs)
 
 
-def load_weights(module: nn.Module, plan: LoadPlan, cuts: ShardSpecs, progress: Progress | None = None) -> LoadReport:
+def load_weights(module: nn.Module, plan: LoadPlan, specs: ShardSpecs, progress: Progress | None = None) -> LoadReport:
     """Fill the parameters and persistent buffers of a sharded module in place, except adapters and fresh tensors;
     collective where shards are replicated.
 
     Each tensor is read by one of its replicas, in turn, and broadcast to the others.
     """
-    began, before = time.perf_counter(), plan.source.bytes_read
+    started, before = time.perf_counter(), plan.source.bytes_read
     targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
     filled = {id(tensor) for tensor in targets.values()}
-    every = module.state_dict(keep_vars=True).items()
-    others = {name for name, _ in every if name in plan.fresh or is_adapters(name)}
-    empty = [name for name, tensor in every if id(tensor) not in filled and name not in others]
+    state = module.state_dict(keep_vars=True).items()
+    filled_elsewhere = {name for name, _ in state if name in plan.fresh or is_adapters(name)}
+    empty = [name for name, tensor in state if id(tensor) not in filled and name not in filled_elsewhere]
     assert not empty, f"nothing fills {empty[:3]}"
-    fill_tensors(targets, plan.fills, plan.source, cuts, progress)
-    return LoadReport(len(targets), plan.source.bytes_read - before, time.perf_counter() - began, plan.left_out)
+    fill_tensors(targets, plan.fills, plan.source, specs, progress)
+    return LoadReport(len(targets), plan.source.bytes_read - before, time.perf_counter() - started, plan.left_out)
 
 
 def fill_tensors(
     targets: Mapping[str, Tensor],
     fills: Fills,
     source: TensorSource,
-    cuts: ShardSpecs,
+    specs: ShardSpecs,
     progress: Progress | None = None,
 ) -> None:
     """Fill sharded tensors in place, in the order of their bytes in the files; collective where shards are replicated.
 
     targets: runtime name -> a tensor that is sharded like the model's tensor of that name.
     """
-    order = sorted(targets, key=lambda name: min(source.place(file) for _, file in fills[name]))
+    order = sorted(targets, key=lambda name: min(source.sort_key(file) for _, file in fills[name]))
     total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
-    done = 0
+    filled = 0
     for number, name in enumerate(order):
         flight.beat()
         own = shard_of(targets[name])
         if own.is_reader(number):
-            for shard in shards_of(targets[name], cuts.get(name)):
+            for shard in shards_of(targets[name], specs.get(name)):
                 _fill(shard.values, shard.box, fills[name], source)
         for group in own.groups:
             dist.broadcast(own.values, group=group, group_src=number % dist.get_world_size(group))
-        done += own.values.nbytes
+        filled += own.values.nbytes
         if progress is not None:
-            progress(done, total)
+            progress(filled, total)
 
 
 @torch.no_grad()
-def fill_random(module: TrainModule, cuts: ShardSpecs, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
+def fill_random(
+    module: TrainModule, specs: ShardSpecs, config: PretrainedConfig, dtype: torch.dtype, seed: int
+) -> None:
     """Fill a sharded module in place with transformers' own initial weights. Each rank draws the whole model."""
     config = deepcopy(config)  # the model's own config names weft's attention
     drawn = hf.build_random(config, dtype=dtype, attention="eager", seed=seed).state_dict()
     for name, tensor in module.hf_model.state_dict(keep_vars=True).items():
-        for shard in shards_of(tensor, cuts.get(name)):
-            shard.values.copy_(drawn[name][shard.box.within(Box.whole(tuple(drawn[name].shape)))])
+        for shard in shards_of(tensor, specs.get(name)):
+            shard.values.copy_(drawn[name][shard.box.within(Box.from_shape(tuple(drawn[name].shape)))])
 
 
 @torch.no_grad()
 def _fill(local: Tensor, box: Box, mappings: Sequence[tuple[TensorMapping, str]], source: TensorSource) -> None:
     """Copy the overlap of every mapping with this rank's box."""
     filled = 0
-    for mapping, name in sorted(mappings, key=lambda pair: source.place(pair[1])):
+    for mapping, name in sorted(mappings, key=lambda pair: source.sort_key(pair[1])):
         part = overlap(mapping.box, box)
         if part is not None:
             values = source.read(name, mapping.disk_box(part))
@@ -230,5 +232,5 @@ def read_whole(plan: LoadPlan, name: str) -> Tensor:
     mappings = plan.fills[name]
     shape = tuple(max(ends) for ends in zip(*(mapping.box.end for mapping, _ in mappings), strict=True))
     out = torch.empty(shape, dtype=plan.source.dtypes.get(mappings[0][1], torch.float32))
-    _fill(out, Box.whole(shape), mappings, plan.source)
+    _fill(out, Box.from_shape(shape), mappings, plan.source)
     return out

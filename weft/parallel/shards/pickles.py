@@ -51,14 +51,14 @@ class GlobalName:
     name: str
 
 
-def read_pickle(data: bytes, known: Mapping[str, Constructor | None]) -> Any:
+def read_pickle(data: bytes, allowed: Mapping[str, Constructor | None]) -> Any:
     """The content of a pickle.
 
-    known: module.name that it may refer to -> None, for a PickledObject of each call, or a function that makes a value
-    of the arguments. Raises UnreadableError for other names, for other instructions, and for a pickle that is cut
+    allowed: module.name that it may refer to -> None, for a PickledObject of each call, or a function that makes a
+    value of the arguments. Raises UnreadableError for other names, for other instructions, and for a pickle that is cut
     short.
     """
-    machine = _PickleMachine(data, known)
+    machine = _PickleMachine(data, allowed)
     try:
         while not machine.done:
             _STEPS[machine.take(1)[0]](machine)
@@ -75,8 +75,8 @@ _KEYS = (str, int, PickledObject)  # of dicts; hashing a nested tuple could take
 
 
 class _PickleMachine:
-    def __init__(self, data: bytes, known: Mapping[str, Constructor | None]) -> None:
-        self.data, self.place, self.known = data, 0, known
+    def __init__(self, data: bytes, allowed: Mapping[str, Constructor | None]) -> None:
+        self.data, self.position, self.allowed = data, 0, allowed
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
@@ -85,21 +85,21 @@ class _PickleMachine:
 
     def take(self, count: int) -> bytes:
         """The next bytes of the program."""
-        end = self.place + count
+        end = self.position + count
         if end > len(self.data):
             raise UnreadableError("it is cut short")
-        taken = self.data[self.place : end]
-        self.place = end
-        return taken
+        data = self.data[self.position : end]
+        self.position = end
+        return data
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def line(self) -> str:
-        end = self.data.find(b"\n", self.place, self.place + _LONGEST_NAME)
+        end = self.data.find(b"\n", self.position, self.position + _LONGEST_NAME)
         if end < 0:
             raise UnreadableError("it is cut short")
-        return self.take(end + 1 - self.place)[:-1].decode()
+        return self.take(end + 1 - self.position)[:-1].decode()
 
     def push_new(self, container: Any) -> None:
         self._containers -= 1
@@ -109,20 +109,20 @@ class _PickleMachine:
 
     def above_mark(self) -> list[Any]:
         mark = self.marks.pop()
-        found = self.stack[mark:]
+        items = self.stack[mark:]
         if mark > len(self.stack):
             raise IndexError
         del self.stack[mark:]
-        return found
+        return items
 
-    def remember(self, place: int) -> None:
+    def remember(self, index: int) -> None:
         """Store in the memo. Only in order, as all writers do it: a place far ahead would need all memory before it."""
-        if place > len(self.memo):
+        if index > len(self.memo):
             raise UnreadableError("its notes are out of order")
-        self.memo[place : place + 1] = [self.stack[-1]]
+        self.memo[index : index + 1] = [self.stack[-1]]
 
     def refer(self, name: str) -> None:
-        if name not in self.known:
+        if name not in self.allowed:
             raise UnreadableError(f"it refers to {name[:100]!r}, which no such file needs")
         self.stack.append(GlobalName(name))
 
@@ -130,7 +130,7 @@ class _PickleMachine:
         args, called = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple or type(called) is not GlobalName:
             raise TypeError
-        make = self.known[called.name]
+        make = self.allowed[called.name]
         self.push_new(PickledObject(called.name, args) if make is None else make(*args))
 
     def build(self) -> None:

@@ -50,12 +50,12 @@ class RangeWriter:
         values: on the CPU, of the box's shape and the file's dtype."""
         assert tuple(values.shape) == box.size and values.dtype == entry.dtype, (file, values.shape, values.dtype)
         values = values.contiguous()
-        view, place = bytes_of(values).data, 0
+        view, offset = bytes_of(values).data, 0
         ranges = list(islice(runs(entry, part), 2))
-        own = self._whole_blocks(*ranges[0]) if len(ranges) == 1 else None
+        whole_blocks = self._whole_blocks(*ranges[0]) if len(ranges) == 1 else None
         for begin, length in runs(entry, box):
-            self._write(file, begin, view[place : place + length], own or self._whole_blocks(begin, length))
-            place += length
+            self._write(file, begin, view[offset : offset + length], whole_blocks or self._whole_blocks(begin, length))
+            offset += length
 
     def _whole_blocks(self, begin: int, length: int) -> tuple[int, int]:
         """(first byte, end) of the blocks that lie wholly in a range; the range itself if only this rank writes."""
@@ -63,10 +63,10 @@ class RangeWriter:
             return begin, begin + length
         return -(-begin // BLOCK) * BLOCK, (begin + length) // BLOCK * BLOCK
 
-    def _write(self, file: str, begin: int, view: memoryview, own: tuple[int, int]) -> None:
+    def _write(self, file: str, begin: int, view: memoryview, whole_blocks: tuple[int, int]) -> None:
         end = begin + len(view)
-        first = min(max(begin, own[0]), end)
-        last = max(min(end, own[1]), first)
+        first = min(max(begin, whole_blocks[0]), end)
+        last = max(min(end, whole_blocks[1]), first)
         if first < last:
             self._open(file).write(view[first - begin : last - begin], first)
         for start, stop in ((begin, first), (last, end)):

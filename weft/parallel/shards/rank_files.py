@@ -31,7 +31,7 @@ _CLASSES = (
     "DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "Shard", "Replicate", "_StridedShard", "DeviceMesh",
     "_MeshLayout", "_FlatLayout",
 )  # fmt: skip
-_KNOWN: dict[str, Constructor | None] = {
+_ALLOWED: dict[str, Constructor | None] = {
     **dict.fromkeys(f"{module}.{name}" for module, name in itertools.product(_MODULES, _CLASSES)),
     **dict.fromkeys(("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass")),
     **dict.fromkeys(("torch.serialization._get_layout", "torch.nn.parameter.Parameter")),
@@ -73,8 +73,8 @@ def _merge(folder: Path) -> str:
 
 def _files(folder: Path, key: str) -> list[Path]:
     """The files in order of ranks. Raises UserError if one is missing, or there are files of several world sizes."""
-    found = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
-    worlds = {int(match[1]) for match in found}
+    matches = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
+    worlds = {int(match[1]) for match in matches}
     world = worlds.pop()
     if worlds or not 0 < world <= _MOST_RANKS:
         raise UserError(f"{key}: {folder} holds the files of several numbers of ranks: keep those of one.")
@@ -91,7 +91,7 @@ def _add(
     """Add the content of a rank's file to `tensors` and `saved`."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        content: Mapping[Any, Any] = read_archive(descriptor, 0, os.fstat(descriptor).st_size, _KNOWN)
+        content: Mapping[Any, Any] = read_archive(descriptor, 0, os.fstat(descriptor).st_size, _ALLOWED)
     finally:
         os.close(descriptor)
     for name, value in content.items():
@@ -100,21 +100,21 @@ def _add(
         shape, box, local = _part(value, rank, world)
         if local.shape != box.size:
             raise UnreadableError(f"it holds {list(local.shape)} of {name}, and not {list(box.size)}")
-        before = tensors.get(name, StoredTensor(local.dtype, shape, ()))
-        if (before.dtype, before.shape) != (local.dtype, shape):
+        earlier = tensors.get(name, StoredTensor(local.dtype, shape, ()))
+        if (earlier.dtype, earlier.shape) != (local.dtype, shape):
             raise UnreadableError(f"it has another shape or dtype of {name} than the ranks before it")
-        place = ByteRange(file.name, local.entry.begin, local.entry.end - local.entry.begin)
+        location = ByteRange(file.name, local.entry.begin, local.entry.end - local.entry.begin)
         if box.numel and (isinstance(value, PickledObject) or rank == 0):  # a plain tensor is whole on every rank
-            tensors[name] = StoredTensor(local.dtype, shape, (*before.chunks, (box, place)))
-            saved[place] = local
+            tensors[name] = StoredTensor(local.dtype, shape, (*earlier.chunks, (box, location)))
+            saved[location] = local
         else:
-            tensors[name] = before
+            tensors[name] = earlier
 
 
 def _part(value: Any, rank: int, world: int) -> tuple[tuple[int, ...], Box, SavedTensor]:
     """(whole shape, the rank's box, its elements) of a tensor of a state dict."""
     if isinstance(value, SavedTensor):
-        return value.shape, Box.whole(value.shape), value
+        return value.shape, Box.from_shape(value.shape), value
     function, kind, args, state = value.args
     if type(function) is not GlobalName or type(kind) is not GlobalName or not kind.name.endswith(".DTensor"):
         raise UnreadableError("it holds tensors of another class than DTensor")
@@ -123,9 +123,9 @@ def _part(value: Any, rank: int, world: int) -> tuple[tuple[int, ...], Box, Save
     placements = spec.get("placements")
     if type(placements) is not tuple or len(placements) != 1 or not placements[0].name.endswith(".Shard"):
         raise UnreadableError("its mesh has other axes than one that shards (trainer.fsdp_config.fsdp_size)")
-    own = spec.get("mesh").get("_rank")  # if this version of torch notes it
-    if type(own) is int and own != rank:
-        raise UnreadableError(f"it is the file of rank {own}")
+    recorded_rank = spec.get("mesh").get("_rank")  # if this version of torch notes it
+    if type(recorded_rank) is int and recorded_rank != rank:
+        raise UnreadableError(f"it is the file of rank {recorded_rank}")
     dim = placements[0].get("dim")
     if type(shape) is not tuple or not isinstance(local, SavedTensor) or dim not in range(len(shape)):
         raise TypeError

@@ -85,7 +85,7 @@ class TensorFile:
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A box of a tensor, on the CPU in the file's dtype; adds to `bytes_read`."""
         entry = self.entries[name]
-        values = read_box(self._descriptor, entry, box or Box.whole(entry.shape), f"{self.path}: {name}")
+        values = read_box(self._descriptor, entry, box or Box.from_shape(entry.shape), f"{self.path}: {name}")
         self.bytes_read += values.nbytes
         return values
 
@@ -127,36 +127,36 @@ class RangeFile:
         os.close(self._descriptor)
 
 
-def read_box(descriptor: int, entry: TensorEntry, box: Box, what: str) -> Tensor:
-    """A box of a tensor of an open file, on the CPU in the file's dtype. what: file and tensor, for messages. Raises
+def read_box(descriptor: int, entry: TensorEntry, box: Box, name: str) -> Tensor:
+    """A box of a tensor of an open file, on the CPU in the file's dtype. name: file and tensor, for messages. Raises
     UserError if the file ends inside the box."""
     # Outside the tensor lie bytes of other tensors, or of the header.
-    assert all(0 <= a <= b <= n for a, b, n in zip(box.start, box.end, entry.shape, strict=True)), (what, box)
-    out, place = torch.empty(box.size, dtype=entry.dtype), 0
+    assert all(0 <= a <= b <= n for a, b, n in zip(box.start, box.end, entry.shape, strict=True)), (name, box)
+    out, offset = torch.empty(box.size, dtype=entry.dtype), 0
     view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
     for begin, length in runs(entry, box):
-        _read_into(descriptor, view[place : place + length], begin, what)
-        place += length
+        _read_into(descriptor, view[offset : offset + length], begin, name)
+        offset += length
     return out
 
 
-def _read_into(descriptor: int, view: memoryview, offset: int, what: str) -> None:
+def _read_into(descriptor: int, view: memoryview, offset: int, name: str) -> None:
     while view:
-        got = os.preadv(descriptor, [view], offset)
-        if got == 0:
-            raise UserError(f"{what}: the file ends inside of it: it is cut short. Fetch or write it again.")
-        view, offset = view[got:], offset + got
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise UserError(f"{name}: the file ends inside of it: it is cut short. Fetch or write it again.")
+        view, offset = view[count:], offset + count
 
 
 def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """The layout of a file with these tensors, which may be on meta."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    place = 0
+    begin = 0
     # Wide elements first, so that every tensor is aligned to its element.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        end = place + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
-        place = end
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     del header["__metadata__"]

@@ -18,12 +18,12 @@ from weft.models import hf
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.safetensors_files import TensorEntry, TensorFile
 
-WHOLE, INDEX, _INDEX_ENDING = "model.safetensors", "model.safetensors.index.json", ".safetensors.index.json"
+SINGLE_FILE, INDEX, _INDEX_ENDING = "model.safetensors", "model.safetensors.index.json", ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
 # Weight files of older formats; reading them would mean unpickling them. The first are what transformers looks for.
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLED = ("*.bin", "*.pt", "*.pth")
-_WANTED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
+_MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
 
 class TensorReader(Protocol):
@@ -70,7 +70,7 @@ class TensorSource:
         """Shape of a tensor, after decoding."""
         return self.decoders[name].shape if name in self.decoders else self.files[name].entries[name].shape
 
-    def place(self, name: str) -> tuple[str, int]:
+    def sort_key(self, name: str) -> tuple[str, int]:
         """(file, first byte), a sort key for sequential reading."""
         if name not in self.files:
             return (self.decoders[name].__class__.__name__, 0)
@@ -82,7 +82,7 @@ class TensorSource:
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A box of a tensor, decoded, on the CPU."""
-        box = box or Box.whole(self.shape(name))
+        box = box or Box.from_shape(self.shape(name))
         return self.decoders[name].read(self, box) if name in self.decoders else self.raw(name, box)
 
     def close(self) -> None:
@@ -94,18 +94,20 @@ class TensorSource:
 def open_model_weights(path: str) -> TensorSource:
     """The weights of model.path. Raises UserError if they are missing, incomplete or pickled."""
     folder = fetch_model(path)
-    read = read_object(folder / "config.json", "the config of a model")
-    names, index = _weight_files(folder, read)
+    config_json = read_object(folder / "config.json", "the config of a model")
+    names, index = _weight_files(folder, config_json)
     files: dict[str, TensorFile] = {}
     for name in names:
         file = TensorFile.open(folder / name)
-        twice = next((tensor for tensor in file.entries if tensor in files), None)
-        if twice is not None:
-            raise UserError(f"model.path: {folder}: {twice} is in both {files[twice].path.name} and {name}: keep one.")
+        repeated = next((tensor for tensor in file.entries if tensor in files), None)
+        if repeated is not None:
+            raise UserError(
+                f"model.path: {folder}: {repeated} is in both {files[repeated].path.name} and {name}: keep one."
+            )
         files |= dict.fromkeys(file.entries, file)
     if index is not None:
         _check_index(index, files)
-    config = read.get("quantization_config")
+    config = config_json.get("quantization_config")
     if config is not None and not isinstance(config, dict):
         raise UserError(f"model.path: {folder / 'config.json'}: quantization_config is no object. Fetch it again.")
     shapes = {name: file.entries[name].shape for name, file in files.items()}
@@ -119,7 +121,7 @@ def fetch_model(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=list(_WANTED)))
+        return Path(snapshot_download(path, allow_patterns=list(_MODEL_FILES)))
     except Exception as error:  # of any type: no network, no such repository, no access
         cached = hf.source_folder(path)
         if cached is not None:
@@ -146,32 +148,32 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], P
     index = folder / INDEX
     if os.path.lexists(index):  # also one that leads nowhere: it is an error, not a missing one
         regular_file(index, "the index of a model's files")
-    named = config.get("transformers_weights")
-    if named is not None:
-        ending = next((e for e in (_INDEX_ENDING, ".safetensors") if str(named).endswith(e)), None)
-        if ending is None or not isinstance(named, str) or not is_own_file(named):
+    file_name = config.get("transformers_weights")
+    if file_name is not None:
+        ending = next((e for e in (_INDEX_ENDING, ".safetensors") if str(file_name).endswith(e)), None)
+        if ending is None or not isinstance(file_name, str) or not is_own_file(file_name):
             raise UserError(
-                f"model.path: {folder / 'config.json'}: transformers_weights is {named!r:.80}, not a *.safetensors "
+                f"model.path: {folder / 'config.json'}: transformers_weights is {file_name!r:.80}, not a *.safetensors "
                 "file of its own folder, or an index of such. Correct it, or remove it."
             )
         if ending == ".safetensors":
-            return [named], None
-        index = folder / named
-    elif os.path.lexists(folder / WHOLE):
-        return [WHOLE], None
-    if os.path.lexists(index) or named is not None:
+            return [file_name], None
+        index = folder / file_name
+    elif os.path.lexists(folder / SINGLE_FILE):
+        return [SINGLE_FILE], None
+    if os.path.lexists(index) or file_name is not None:
         return sorted(set(_weight_map(index).values())), index
-    found = sorted(file.name for file in folder.glob("model*.safetensors"))
-    found = found or sorted(file.name for file in folder.glob("*.safetensors"))
+    files = sorted(file.name for file in folder.glob("model*.safetensors"))
+    files = files or sorted(file.name for file in folder.glob("*.safetensors"))
     preferred = next((name for name in _PICKLES if (folder / name).is_file()), None)
-    if found and preferred is not None:
+    if files and preferred is not None:
         raise UserError(
-            f"model.path: {folder} holds {found[0]} and {preferred}: transformers reads {preferred}, a pickle, which "
+            f"model.path: {folder} holds {files[0]} and {preferred}: transformers reads {preferred}, a pickle, which "
             "weft does not open. If the other is meant, move that away; else convert it with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
         )
-    if found:
-        return found, None
+    if files:
+        return files, None
     pickled = next((file for pattern in _PICKLED for file in sorted(folder.glob(pattern))), None)
     if pickled is not None:
         raise UserError(
@@ -186,15 +188,19 @@ def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], P
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> file name, checked to be in the index's folder."""
-    found = read_object(index, "the index of a model's files").get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+    weight_map = read_object(index, "the index of a model's files").get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
         raise UserError(
             f"model.path: {index}: its weight_map does not say which tensor is in which file. Fetch it again."
         )
-    for file in set(found.values()):
+    for file in set(weight_map.values()):
         if not is_own_file(file):
             raise UserError(f"model.path: {index} names {file!r}, which is no file of its own folder. Fetch it again.")
-    return found
+    return weight_map
 
 
 def _check_index(index: Path, files: Mapping[str, TensorFile]) -> None:
@@ -293,7 +299,7 @@ def _block_of(block: Any, path: str) -> tuple[int, int]:
 def _mxfp4(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], path: str
 ) -> tuple[dict[str, Decoder], frozenset[str]]:
-    found: dict[str, Decoder] = {}
+    decoders: dict[str, Decoder] = {}
     for blocks in (name for name in shapes if name.endswith(_BLOCKS)):
         name = blocks.removesuffix(_BLOCKS)
         shape, scales = shapes[blocks], name + _SCALES
@@ -301,24 +307,24 @@ def _mxfp4(
         if len(shape) != 4 or shape[3] != _MX_BLOCK // 2 or shapes.get(scales) != shape[:3] or stored != {torch.uint8}:
             raise UserError(f"model.path: {path!r}: {blocks} and {scales} are not the two halves of an MXFP4 tensor.")
         experts, outputs, groups, _ = shape
-        found[name] = Mxfp4Experts(name, (experts, groups * _MX_BLOCK, outputs))
-    return found, frozenset(name + end for name in found for end in (_BLOCKS, _SCALES))
+        decoders[name] = Mxfp4Experts(name, (experts, groups * _MX_BLOCK, outputs))
+    return decoders, frozenset(name + end for name in decoders for end in (_BLOCKS, _SCALES))
 
 
 def _fp8(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], block: tuple[int, int], path: str
 ) -> tuple[dict[str, Decoder], frozenset[str]]:
-    found: dict[str, Decoder] = {}
+    decoders: dict[str, Decoder] = {}
     for name, dtype in dtypes.items():
         if dtype.itemsize == 1 and dtype.is_floating_point:
             shape, scale = shapes[name], name + _SCALE
             if scale not in shapes:
                 raise UserError(f"model.path: {path!r}: {name} is in FP8, but its factors {scale} are missing.")
-            wanted = (*shape[:-2], *(-(-n // size) for n, size in zip(shape[-2:], block, strict=False)))
-            if len(shape) < 2 or shapes[scale] != wanted:
+            expected = (*shape[:-2], *(-(-n // size) for n, size in zip(shape[-2:], block, strict=False)))
+            if len(shape) < 2 or shapes[scale] != expected:
                 raise UserError(
-                    f"model.path: {path!r}: {scale} is {list(shapes[scale])} and should be {list(wanted)}: one factor "
-                    f"for each block of {name}."
+                    f"model.path: {path!r}: {scale} is {list(shapes[scale])} and should be {list(expected)}: one "
+                    f"factor for each block of {name}."
                 )
-            found[name] = Fp8Blocks(name, shape, block)
-    return found, frozenset(name + _SCALE for name in found)
+            decoders[name] = Fp8Blocks(name, shape, block)
+    return decoders, frozenset(name + _SCALE for name in decoders)

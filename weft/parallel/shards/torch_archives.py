@@ -47,23 +47,23 @@ class SavedTensor:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.entry.shape[self.order.index(dim)] for dim in range(len(self.order)))
 
-    def read(self, descriptor: int, box: Box, what: str) -> Tensor:
-        """A box of the tensor, on the CPU. what: file and tensor, for messages."""
+    def read(self, descriptor: int, box: Box, name: str) -> Tensor:
+        """A box of the tensor, on the CPU. name: file and tensor, for messages."""
         inside = Box(tuple(box.start[dim] for dim in self.order), tuple(box.size[dim] for dim in self.order))
-        values = read_box(descriptor, self.entry, inside, what)
+        values = read_box(descriptor, self.entry, inside, name)
         return values.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 def read_archive(
-    descriptor: int, begin: int, length: int, known: Mapping[str, Constructor | None] | None = None
+    descriptor: int, begin: int, length: int, allowed: Mapping[str, Constructor | None] | None = None
 ) -> Any:
-    """The object that torch.save wrote into these bytes of an open file, with a SavedTensor for each tensor. known:
+    """The object that torch.save wrote into these bytes of an open file, with a SavedTensor for each tensor. allowed:
     what else it may refer to, as in `read_pickle`. Raises UnreadableError if it is no such archive."""
     archive = _Archive(descriptor, begin, length)
     pickled, size = archive.find("data.pkl")
     if size > _LONGEST_PICKLE:
         raise UnreadableError(f"its data.pkl has {size:,} bytes")
-    return read_pickle(os.pread(descriptor, size, pickled), archive.known | dict(known or {}))
+    return read_pickle(os.pread(descriptor, size, pickled), archive.allowed | dict(allowed or {}))
 
 
 class _Archive:
@@ -71,20 +71,20 @@ class _Archive:
         self._descriptor, self._begin = descriptor, begin
         window = _Window(descriptor, begin, length)
         try:
-            with zipfile.ZipFile(window) as found:  # reads the directory, but no member
-                members = {entry.filename.partition("/")[2]: entry for entry in found.infolist()}
+            with zipfile.ZipFile(window) as archive:  # reads the directory, but no member
+                members = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         except UnreadableError:
             raise
         except Exception as error:  # zipfile raises some ten types for damaged archives
             raise UnreadableError("it is no archive that torch.save wrote") from error
         self._members, self._length = members, length
         if "byteorder" in members:
-            place, size = self.find("byteorder")
-            if os.pread(descriptor, min(size, 16), place) != b"little":
+            first_byte, size = self.find("byteorder")
+            if os.pread(descriptor, min(size, 16), first_byte) != b"little":
                 raise UnreadableError("it was written on a big-endian machine")
 
     @property
-    def known(self) -> dict[str, Constructor | None]:
+    def allowed(self) -> dict[str, Constructor | None]:
         """The names that data.pkl may refer to: storages, tensors made of them, and plain containers."""
         plain: dict[str, Constructor | None] = dict.fromkeys(
             (*_DTYPES, *(f"torch.{name}Storage" for name in _STORAGES))
@@ -105,32 +105,39 @@ class _Archive:
         if member is None or member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
             raise UnreadableError(f"it holds no {name}, or holds it compressed")
         header = self._begin + member.header_offset
-        outside = not self._begin <= header <= self._begin + self._length
-        fixed = b"" if outside else os.pread(self._descriptor, 30, header)
+        is_outside = not self._begin <= header <= self._begin + self._length
+        fixed = b"" if is_outside else os.pread(self._descriptor, 30, header)
         if len(fixed) < 30 or fixed[:4] != b"PK\x03\x04":
             raise UnreadableError(f"its {name} is not where its directory says")
-        place = header + 30 + int.from_bytes(fixed[26:28], "little") + int.from_bytes(fixed[28:30], "little")
-        if place + member.file_size > self._begin + self._length:
+        begin = header + 30 + int.from_bytes(fixed[26:28], "little") + int.from_bytes(fixed[28:30], "little")
+        if begin + member.file_size > self._begin + self._length:
             raise UnreadableError(f"its {name} lies outside of it")
-        return place, member.file_size
+        return begin, member.file_size
 
-    def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, *more: Any) -> Any:
-        """The SavedTensor for arguments of torch's _rebuild_tensor_v2 or _v3; in v3 `more` begins with the dtype."""
+    def _tensor(
+        self, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, *rest_args: Any
+    ) -> Any:
+        """The SavedTensor for arguments of torch's _rebuild_tensor_v2 or _v3; in v3 `rest_args` begins with the
+        dtype."""
         kind, key = storage.args[0][1], storage.args[0][2]
         if type(kind) is not GlobalName or type(key) is not str or not key.isdecimal():
             raise TypeError
         if kind.name == "torch.storage.UntypedStorage":
-            dtype = _DTYPES[more[0].name] if type(more[0]) is GlobalName and more[0].name in _DTYPES else None
+            dtype = (
+                _DTYPES[rest_args[0].name]
+                if type(rest_args[0]) is GlobalName and rest_args[0].name in _DTYPES
+                else None
+            )
         else:
             dtype = _STORAGES.get(kind.name.removeprefix("torch.").removesuffix("Storage"))
         if dtype is None or not all(_are_sizes(numbers) for numbers in (shape, strides, (offset,))):
             raise TypeError
-        place, size = self.find(f"data/{key}")
+        storage_begin, size = self.find(f"data/{key}")
         order = _order_of(shape, strides)
         sizes: tuple[int, ...] = shape
-        begin = place + offset * dtype.itemsize
+        begin = storage_begin + offset * dtype.itemsize
         end = begin + math.prod(sizes) * dtype.itemsize
-        if end > place + size:
+        if end > storage_begin + size:
             raise UnreadableError("a tensor is larger than what it holds of it")
         return SavedTensor(TensorEntry(dtype, tuple(sizes[dim] for dim in order), begin, end), order)
 
@@ -156,7 +163,7 @@ class _Window(io.RawIOBase):
     """A part of a file, for zipfile. One read is limited to the largest size of a directory."""
 
     def __init__(self, descriptor: int, begin: int, length: int) -> None:
-        self._descriptor, self._begin, self._length, self._place = descriptor, begin, length, 0
+        self._descriptor, self._begin, self._length, self._position = descriptor, begin, length, 0
 
     def seekable(self) -> bool:
         return True
@@ -165,20 +172,20 @@ class _Window(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if start + offset < 0:
             raise OSError("before the beginning")
-        self._place = start + offset
-        return self._place
+        self._position = start + offset
+        return self._position
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._place)
-        size = left if size < 0 else min(size, left)
+        available = max(0, self._length - self._position)
+        size = available if size < 0 else min(size, available)
         if size > _LONGEST_DIRECTORY:
             raise UnreadableError(f"its directory has {size:,} bytes")
-        data = os.pread(self._descriptor, size, self._begin + self._place)
-        self._place += len(data)
+        data = os.pread(self._descriptor, size, self._begin + self._position)
+        self._position += len(data)
         return data

@@ -48,7 +48,7 @@ class StagePeers:
     """
 
     group: dist.ProcessGroup
-    place: int
+    rank: int
     holders: Mapping[str, Sequence[int]]
     meshes: Sequence[DeviceMesh]
 
@@ -66,7 +66,7 @@ class TensorPlacement:
     placements: FSDP's; None and () for a plain tensor. tensor: None if another stage holds it."""
 
     shape: tuple[int, ...]
-    cut: AnyShardSpec | None
+    spec: AnyShardSpec | None
     group: GatherGroup
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
@@ -74,27 +74,27 @@ class TensorPlacement:
     tensor: Tensor | None = None
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, cuts: ShardSpecs) -> TensorPlacement:
+    def from_tensor(cls, name: str, tensor: Tensor, specs: ShardSpecs) -> TensorPlacement:
         """The placement of a tensor of this rank. Raises RuntimeError if weft cannot gather such a placement."""
         mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
-        shape = full_shape(name, tensor, cuts)
-        return cls._placed(name, shape, cuts, mesh, tuple(placements), tensor.device, tensor)
+        shape = full_shape(name, tensor, specs)
+        return cls._placed(name, shape, specs, mesh, tuple(placements), tensor.device, tensor)
 
     @classmethod
     def _placed(
         cls,
         name: str,
         shape: tuple[int, ...],
-        cuts: ShardSpecs,
+        specs: ShardSpecs,
         mesh: DeviceMesh | None,
         placements: tuple[Placement, ...],
         device: torch.device,
         tensor: Tensor | None = None,
     ) -> TensorPlacement:
-        cut = cuts.get(name)
-        cut = cut if cut is not None and cut.divides else None
-        group = GatherGroup(_sharded_axis(name, mesh, placements), None if cut is None else cut.ranks)
-        return cls(shape, cut, group, mesh, placements, device, tensor)
+        spec = specs.get(name)
+        spec = spec if spec is not None and spec.divides else None
+        group = GatherGroup(_sharded_axis(name, mesh, placements), None if spec is None else spec.ranks)
+        return cls(shape, spec, group, mesh, placements, device, tensor)
 
     @property
     def values(self) -> Tensor:
@@ -103,17 +103,17 @@ class TensorPlacement:
         return local_box(self.tensor)[1]
 
     @property
-    def places(self) -> list[RankIndex]:
+    def ranks(self) -> list[RankIndex]:
         """The places of all ranks of the group, in gathering order."""
         along = 1 if self.group.axis is None else self.group.axis[0].size(self.group.axis[1])
-        over = 1 if self.cut is None else self.cut.size
+        over = 1 if self.spec is None else self.spec.size
         return [(part, fsdp) for part in range(over) for fsdp in range(along)]
 
     @property
-    def own_place(self) -> RankIndex:
+    def own_rank(self) -> RankIndex:
         """The place of this rank."""
         along = 0 if self.group.axis is None else self.group.axis[0].get_local_rank(self.group.axis[1])
-        return (0 if self.cut is None else self.cut.place), along
+        return (0 if self.spec is None else self.spec.rank), along
 
     @property
     def is_by_rows(self) -> bool:
@@ -123,77 +123,79 @@ class TensorPlacement:
         placement = self.placements[self.group.axis[1]]
         return isinstance(placement, Shard) and placement.dim == 0
 
-    def shares(self, part: Box, place: RankIndex) -> list[ShardSlice]:
-        """The shares of `part`, a box of the whole tensor, that the rank at `place` sends. If several ranks hold the
+    def shares(self, part: Box, rank: RankIndex) -> list[ShardSlice]:
+        """The shares of `part`, a box of the whole tensor, that the rank at `rank` sends. If several ranks hold the
         same elements, the first sends them."""
-        held = self._held(place)
-        boxes = [(held, held, 1)] if self.cut is None else self.cut.at(place[0]).boxes(held)
-        found = []
-        for whole, local, copies in boxes:
-            box = overlap(part, whole) if place[0] % copies == 0 else None
+        rank_box = self._local_box(rank)
+        boxes = [(rank_box, rank_box, 1)] if self.spec is None else self.spec.for_rank(rank[0]).boxes(rank_box)
+        slices = []
+        for whole_box, local, copies in boxes:
+            box = overlap(part, whole_box) if rank[0] % copies == 0 else None
             if box is not None:
-                moved = zip(box.start, whole.start, local.start, strict=True)
-                start = tuple(of_box - of_whole + of_local for of_box, of_whole, of_local in moved)
-                found.append(ShardSlice(box, Box(start, box.size).within(held)))
-        return found
+                coordinates = zip(box.start, whole_box.start, local.start, strict=True)
+                start = tuple(of_box - of_whole + of_local for of_box, of_whole, of_local in coordinates)
+                slices.append(ShardSlice(box, Box(start, box.size).within(rank_box)))
+        return slices
 
-    def _held(self, place: RankIndex) -> Box:
-        """The box that the rank at `place` holds, within the part that it computes with."""
-        shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # parts may differ in size
+    def _local_box(self, rank: RankIndex) -> Box:
+        """The box that the rank at `rank` holds, within the part that it computes with."""
+        shape = self.shape if self.spec is None else self.spec.local_shape(rank[0])  # parts may differ in size
         if self.group.axis is None:
-            return Box.whole(shape)
+            return Box.from_shape(shape)
         mesh, axis = self.group.axis
         coordinate = list(mesh.get_coordinate() or ())
-        coordinate[axis] = place[1]
+        coordinate[axis] = rank[1]
         size, start = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, self.placements)
         return Box(tuple(start), tuple(size))
 
 
 def placements_of(
-    tensors: Mapping[str, Tensor], names: Iterable[str], cuts: ShardSpecs, lane: StagePeers | None = None
+    tensors: Mapping[str, Tensor], names: Iterable[str], specs: ShardSpecs, peers: StagePeers | None = None
 ) -> dict[str, TensorPlacement]:
     """The TensorPlacement of each named tensor. lane: for names of all pipeline stages; then collective over it."""
-    wanted = list(dict.fromkeys(names))
-    found = {name: TensorPlacement.of(name, tensors[name], cuts) for name in wanted if name in tensors}
-    return found if lane is None else _of_all_stages(found, wanted, cuts, lane)
+    unique_names = list(dict.fromkeys(names))
+    placements = {
+        name: TensorPlacement.from_tensor(name, tensors[name], specs) for name in unique_names if name in tensors
+    }
+    return placements if peers is None else _of_all_stages(placements, unique_names, specs, peers)
 
 
 def _of_all_stages(
-    own: Mapping[str, TensorPlacement], names: Sequence[str], cuts: ShardSpecs, lane: StagePeers
+    local: Mapping[str, TensorPlacement], names: Sequence[str], specs: ShardSpecs, peers: StagePeers
 ) -> dict[str, TensorPlacement]:
     """Add the placements of other stages' tensors, each described by the first stage that holds it."""
-    sent = {name: _described(s, lane) for name, s in own.items() if lane.holders[name][0] == lane.place}
-    said: list[Any] = [None] * dist.get_world_size(lane.group)
-    dist.all_gather_object(said, sent, group=lane.group)
-    found = {}
+    description = {name: _described(s, peers) for name, s in local.items() if peers.holders[name][0] == peers.rank}
+    descriptions: list[Any] = [None] * dist.get_world_size(peers.group)
+    dist.all_gather_object(descriptions, description, group=peers.group)
+    placements = {}
     for name in names:
-        stages = lane.holders[name]
-        placement = own.get(name) or _as_described(name, cuts, lane, *said[stages[0]][name])
-        if len(stages) < len(said):
-            placement = replace(placement, group=placement.group._replace(source=(lane.group, stages[0])))
-        found[name] = placement
-    return found
+        stages = peers.holders[name]
+        placement = local.get(name) or _as_described(name, specs, peers, *descriptions[stages[0]][name])
+        if len(stages) < len(descriptions):
+            placement = replace(placement, group=placement.group._replace(source=(peers.group, stages[0])))
+        placements[name] = placement
+    return placements
 
 
 _Described = tuple[tuple[int, ...], int | None, tuple[Placement, ...], str]  # shape, mesh's index, placements, device
 
 
-def _described(placement: TensorPlacement, lane: StagePeers) -> _Described:
-    mesh = None if placement.mesh is None else list(lane.meshes).index(placement.mesh)
+def _described(placement: TensorPlacement, peers: StagePeers) -> _Described:
+    mesh = None if placement.mesh is None else list(peers.meshes).index(placement.mesh)
     return placement.shape, mesh, placement.placements, placement.device.type
 
 
 def _as_described(
     name: str,
-    cuts: ShardSpecs,
-    lane: StagePeers,
+    specs: ShardSpecs,
+    peers: StagePeers,
     shape: tuple[int, ...],
     mesh: int | None,
     placements: Any,
     device: str,
 ) -> TensorPlacement:
-    own = None if mesh is None else lane.meshes[mesh]
-    return TensorPlacement._placed(name, shape, cuts, own, placements, torch.device(device))
+    device_mesh = None if mesh is None else peers.meshes[mesh]
+    return TensorPlacement._placed(name, shape, specs, device_mesh, placements, torch.device(device))
 
 
 def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> tuple[DeviceMesh, int] | None:
@@ -201,7 +203,7 @@ def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Place
     weft cannot gather."""
     if mesh is None:
         return None
-    axes = [a for a, place in enumerate(placements) if not isinstance(place, Replicate) and mesh.size(a) > 1]
+    axes = [a for a, rank in enumerate(placements) if not isinstance(rank, Replicate) and mesh.size(a) > 1]
     if len(axes) > 1 or not all(isinstance(placements[axis], Shard) for axis in axes):
         raise RuntimeError(f"{name} is placed as {tuple(placements)}: weft cannot gather that")
     return (mesh, axes[0]) if axes else None
@@ -216,9 +218,9 @@ def walk(
     module: nn.Module,
     mappings: Iterable[TensorMapping],
     manifest: Mapping[str, Tensor],
-    cuts: ShardSpecs,
+    specs: ShardSpecs,
     *,
-    lane: StagePeers | None = None,
+    peers: StagePeers | None = None,
     bucket_bytes: int = 1 << 29,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
@@ -229,7 +231,7 @@ def walk(
     and a single tensor that cannot be split may exceed them. Raises RuntimeError if the ranks together lack elements.
     """
     groups = _by_runtime(mappings)
-    state = placements_of(module.state_dict(keep_vars=True), groups, cuts, lane)
+    state = placements_of(module.state_dict(keep_vars=True), groups, specs, peers)
     parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
     for bucket in _buckets(parts, bucket_bytes // 2):
@@ -292,24 +294,26 @@ def _cut(
     (experts)."""
     shape = state[mappings[0].runtime].shape
     dtype = max((manifest[mapping.disk].dtype for mapping in mappings), key=lambda dtype: dtype.itemsize)
-    whole = _GatherSlice(mappings[0].runtime, Box.whole(shape), tuple(mappings), dtype)
-    if whole.bytes <= limit or not shape:
-        yield whole
+    whole_slice = _GatherSlice(mappings[0].runtime, Box.from_shape(shape), tuple(mappings), dtype)
+    if whole_slice.bytes <= limit or not shape:
+        yield whole_slice
         return
     ends = sorted({mapping.box.end[0] for mapping in mappings})
     borders = [row for row in ends if all(not (p.box.start[0] < row < p.box.end[0]) for p in mappings)]
-    first, per_row = 0, whole.bytes // shape[0]
-    for row, after in zip(borders, [*borders[1:], shape[0] + limit], strict=True):
-        if (after - first) * per_row > limit:
-            own = tuple(mapping for mapping in mappings if first <= mapping.box.start[0] < row)
-            yield _GatherSlice(whole.runtime, Box((first, *whole.box.start[1:]), (row - first, *shape[1:])), own, dtype)
+    first, per_row = 0, whole_slice.bytes // shape[0]
+    for row, next_row in zip(borders, [*borders[1:], shape[0] + limit], strict=True):
+        if (next_row - first) * per_row > limit:
+            inside = tuple(mapping for mapping in mappings if first <= mapping.box.start[0] < row)
+            yield _GatherSlice(
+                whole_slice.runtime, Box((first, *whole_slice.box.start[1:]), (row - first, *shape[1:])), inside, dtype
+            )
             first = row
 
 
 def _buckets(parts: Sequence[_GatherSlice], limit: int) -> Iterator[list[_GatherSlice]]:
     bucket: list[_GatherSlice] = []
     for part in parts:
-        if bucket and sum(other.bytes for other in bucket) + part.bytes > limit:
+        if bucket and sum(member.bytes for member in bucket) + part.bytes > limit:
             yield bucket
             bucket = []
         bucket.append(part)
@@ -339,15 +343,15 @@ class _Gather:
         for part in self.bucket:
             placement = self.state[part.runtime]
             shipment = self.shipments.get(placement.group)
-            values = _own(placement, part) if shipment is None else shipment.take(part)
+            values = _whole_values(placement, part) if shipment is None else shipment.take(part)
             for mapping in part.mappings:
                 tensor = mapping.to_disk(values[mapping.box.within(part.box)])
                 yield mapping.disk, tensor.to(self.manifest[mapping.disk].dtype)
 
 
-def _own(placement: TensorPlacement, part: _GatherSlice) -> Tensor:
+def _whole_values(placement: TensorPlacement, part: _GatherSlice) -> Tensor:
     """A part of a tensor that is whole on this rank."""
-    return placement.values[part.box.within(Box.whole(placement.shape))].to(part.dtype)
+    return placement.values[part.box.within(Box.from_shape(placement.shape))].to(part.dtype)
 
 
 class _Shipment:
@@ -358,22 +362,22 @@ class _Shipment:
         """Cast this rank's shares, and begin to gather over FSDP's axis."""
         self.group, self.parts = group, parts
         first = state[parts[0].runtime]
-        self.laid = [_lay_out(parts, [state[p.runtime].shares(p.box, place) for p in parts]) for place in first.places]
+        self.laid = [_lay_out(parts, [state[p.runtime].shares(p.box, rank) for p in parts]) for rank in first.ranks]
         self.length = max(length for _, length in self.laid)
-        own = self.laid[first.places.index(first.own_place)][0]
+        local_layout = self.laid[first.ranks.index(first.own_rank)][0]
         sent = torch.empty(self.length, dtype=torch.uint8, device=first.device)
         for part in parts:
             placement = state[part.runtime]
             if placement.tensor is None:  # it comes from another stage
                 continue
-            values, shares = placement.values, placement.shares(part.box, placement.own_place)
-            for (begin, box), share in zip(own[part], shares, strict=True):
+            values, shares = placement.values, placement.shares(part.box, placement.own_rank)
+            for (begin, box), share in zip(local_layout[part], shares, strict=True):
                 _bytes(sent, begin, box, part.dtype).copy_(values[share.within])
         if group.source is not None:
             stages, source = group.source
             dist.broadcast(sent, group=stages, group_src=source)
         self.in_order = group.parts is None and len(parts) == 1 and first.is_by_rows
-        self.gathered = [sent]  # one per place on tp, once gathered over tp too
+        self.gathered = [sent]  # one per rank on tp, once gathered over tp too
         self.work: Any = None
         self.sent: Tensor | None = sent  # until it has arrived
         if group.axis is not None:
@@ -388,11 +392,11 @@ class _Shipment:
         if self.in_order and self.gathered[0].numel() == part.bytes:  # no padding between the ranks' shares
             return self.gathered[0].view(part.dtype).reshape(part.box.size)
         out = torch.empty(part.box.size, dtype=part.dtype, device=self.gathered[0].device)
-        along, filled = len(self.laid) // len(self.gathered), 0
+        fsdp_ranks, filled = len(self.laid) // len(self.gathered), 0
         for number, (laid, _) in enumerate(self.laid):
-            place, offset = number // along, number % along * self.length
+            rank, offset = number // fsdp_ranks, number % fsdp_ranks * self.length
             for begin, box in laid[part]:
-                out[box.within(part.box)] = _bytes(self.gathered[place], offset + begin, box, part.dtype)
+                out[box.within(part.box)] = _bytes(self.gathered[rank], offset + begin, box, part.dtype)
                 filled += box.numel
         if filled != part.box.numel:
             raise RuntimeError(f"{part.runtime}: the ranks hold {filled} of {part.box.numel} elements")
@@ -411,14 +415,14 @@ _Laid = dict[_GatherSlice, list[tuple[int, Box]]]  # in the bytes that a rank se
 
 def _lay_out(parts: Sequence[_GatherSlice], shares: Sequence[Sequence[ShardSlice]]) -> tuple[_Laid, int]:
     """(where each share lies in the bytes that a rank sends, their number)."""
-    laid, end = _Laid(), 0
-    for part, own in zip(parts, shares, strict=True):
-        laid[part] = []
-        for share in own:
-            laid[part].append((end, share.box))
+    layout, end = _Laid(), 0
+    for part, slices in zip(parts, shares, strict=True):
+        layout[part] = []
+        for share in slices:
+            layout[part].append((end, share.box))
             end += share.box.numel * part.dtype.itemsize
         end = -(-end // _ALIGNMENT) * _ALIGNMENT
-    return laid, end
+    return layout, end
 
 
 def _bytes(memory: Tensor, begin: int, box: Box, dtype: torch.dtype) -> Tensor:

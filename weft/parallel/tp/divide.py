@@ -265,7 +265,7 @@ def divide_vocabulary(
     gets its shard of the vocabulary."""
     embedding: Any = module.get_submodule(module.facts.embedding)
     cut = cuts[f"{module.facts.embedding}.weight"]
-    ((first, count),) = cut.ranges[cut.place]
+    ((first, count),) = cut.ranges[cut.rank]
     padding = embedding.padding_idx
     if padding is not None:
         embedding.padding_idx = padding - first if first <= padding < first + count else None

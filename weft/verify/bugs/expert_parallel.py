@@ -117,4 +117,4 @@ def experts_of_the_next_rank(plant: Plant, original: Original, *of: Any) -> Shar
     if rehearsing():
         return cut
     plant.hit()
-    return cut.at((cut.place + 1) % cut.size)
+    return cut.for_rank((cut.rank + 1) % cut.size)

@@ -252,7 +252,7 @@ def border_embedded_twice(
         return
     embedding = module.get_submodule(module.facts.embedding)
     cut, seen = cuts[f"{module.facts.embedding}.weight"], list[Tensor]()
-    ((first, count),) = cut.ranges[cut.place]
+    ((first, count),) = cut.ranges[cut.rank]
 
     class Total:
         @staticmethod
@@ -360,7 +360,7 @@ def sinks_of_another_rank(plant: Plant, original: Original, name: str, *rest: An
 )  # fmt: skip
 def parts_exchanged(plant: Plant, original: Original, self: ShardSpec, held: Any) -> Any:
     plant.hits += self.divides
-    return original(replace(self, place=self.size - 1 - self.place), held)
+    return original(replace(self, rank=self.size - 1 - self.rank), held)
 
 
 @bug(
