@@ -123,8 +123,8 @@ def _template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -
         return text
     if data.sources is not None:
         return f"{text}. To use it, call them `instruction` and `output` in the columns of the source"
-    prompt_column, completion_column = (data.columns.get(name, name) for name in ("prompt", "completion"))
-    return f"{text}. To use it, set {override('data.columns', {'instruction': prompt_column, 'output': completion_column})}"
+    columns = {new: data.columns.get(old, old) for new, old in (("instruction", "prompt"), ("output", "completion"))}
+    return f"{text}. To use it, set {override('data.columns', columns)}"
 
 
 def json_row(location: str, line: bytes) -> dict[str, Any]:
