@@ -302,6 +302,6 @@ def state_begins_at_the_cut(plant: Plant, original: Original, self: Any, device:
     found: Bounds = original(self, device)
     if rehearsing():
         return found
-    pieces = sorted(piece for own in self.held for piece in own)
+    pieces = sorted(piece for ranges in self.ranges_by_rank for piece in ranges)
     plant.hits += len(pieces) > len(found.lengths)
     return Bounds.packed(tuple(stop - start for _, start, stop in pieces), device)
