@@ -21,7 +21,7 @@ MINUTES ?= 9
 # Where it is set, each of the suite's hundreds of processes compiles weft anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-sft demo-vision unit test nightly lint types suite mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs site format clean
+.PHONY: setup demo demo-sft demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs site format clean
 
 setup: $(STAMP)
 
@@ -75,6 +75,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy weft
+
+# Short private functions with one caller, small files, names that occur twice: lists to judge by, which nobody has to obey.
+seams: $(STAMP)
+	$(BIN)/python -m tests.support.seams
 
 # Two at a time: much of the suite waits (for time limits, for ranks to start), and one file's ranks are one worker's.
 # Status 1: tests failed. Up to three of them run once more, alone, and are named if they pass.

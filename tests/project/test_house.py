@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -105,6 +106,122 @@ def _run(tree: ast.AST) -> Iterator[ast.AST]:
         if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
             yield node
             yield from _run(node)
+
+
+# Names that say nothing of the thing: pronouns, articles and participles alone.
+EMPTY_NAMES = frozenset(
+    [
+        "again",
+        "alike",
+        "alone",
+        "anything",
+        "apart",
+        "asked",
+        "at",
+        "before",
+        "behind",
+        "beside",
+        "both",
+        "by",
+        "due",
+        "each",
+        "elsewhere",
+        "enough",
+        "every",
+        "everyone",
+        "everything",
+        "few",
+        "found",
+        "given",
+        "having",
+        "heard",
+        "held",
+        "here",
+        "it",
+        "its",
+        "kept",
+        "known",
+        "least",
+        "left",
+        "lots",
+        "made",
+        "many",
+        "mine",
+        "more",
+        "most",
+        "nothing",
+        "of",
+        "once",
+        "one",
+        "other",
+        "others",
+        "ours",
+        "own",
+        "place",
+        "ready",
+        "rest",
+        "said",
+        "says",
+        "seen",
+        "several",
+        "some",
+        "something",
+        "stuff",
+        "such",
+        "sure",
+        "taken",
+        "theirs",
+        "them",
+        "there",
+        "these",
+        "they",
+        "thing",
+        "things",
+        "those",
+        "told",
+        "took",
+        "twice",
+        "wanted",
+        "wants",
+        "what",
+        "where",
+        "which",
+        "who",
+        "whole",
+        "whom",
+        "whose",
+    ]
+)
+MOST_EMPTY = 0.045  # of all names that are bound
+
+
+def bound_names() -> list[str]:
+    """Variables, attributes, parameters, functions and classes of the package, once for each time that one is bound."""
+    names: list[str | None] = []
+    for node in (node for path in FILES for node in ast.walk(tree(path))):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                names.append(name)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.ExceptHandler():
+                names.append(node.name)
+    return [name for name in names if name is not None]
+
+
+def test_names_say_the_thing() -> None:
+    names = bound_names()
+    empty = Counter(name for name in names if name.strip("_").lower() in EMPTY_NAMES)
+    assert sum(empty.values()) <= MOST_EMPTY * len(names), empty.most_common(20)
+
+
+def test_a_class_name_stands_once() -> None:
+    """In the whole package, private classes included."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(str(path.relative_to(ROOT)))
+    twice = {name: paths for name, paths in files.items() if len(paths) > 1}
+    assert twice.keys() <= {"Ranks", "Total", "Trainer", "_PromptReader"}, twice
 
 
 # What torch.distributed does over all ranks of the process where it is given no group, and where `group` stands.
