@@ -98,11 +98,11 @@ def test_a_tracker_gets_config_names_steps_and_the_end(tmp_path: Path) -> None:
 
 def test_one_that_fails_is_dropped_with_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tracked(tmp_path, "no-start", "fails", "fake")
-    assert made.notes[0] == "track    no-start failed, and gets nothing more: ConnectionError: no route to host"
+    assert made.notes[0] == "track    no-start failed and receives no more metrics: ConnectionError: no route to host"
     for step in (1, 2, 3):
         made.log({"step": step, "loss": 1.0})
     made.finish()
-    assert capsys.readouterr().err == "track    fails failed, and gets nothing more: OSError: disk full\n"
+    assert capsys.readouterr().err == "track    fails failed and receives no more metrics: OSError: disk full\n"
     assert Recording.told.count("failed") == 1
     assert [told for told in Recording.told if isinstance(told, tuple)][-1][0] == 3
 
@@ -118,7 +118,7 @@ def test_one_that_is_stuck_holds_up_nothing(
     made.log({"step": 1})
     made.finish(failed)
     assert time.monotonic() - began < 5
-    assert "stuck did not take everything in 0.05 s" in capsys.readouterr().err
+    assert "stuck did not receive everything in 0.05 s" in capsys.readouterr().err
 
 
 def test_without_trackers_nothing_is_written_and_no_thread_runs(tmp_path: Path) -> None:

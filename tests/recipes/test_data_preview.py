@@ -14,7 +14,7 @@ from tests.support.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.support.zoo import tiny_config
 from weft import cli
 from weft.data import sources
-from weft.observe.preview import histogram, rendered
+from weft.observe.preview import histogram, render
 from weft.recipes import preview
 
 LENGTHS = [3, 5, 9, 3, 19, 6]  # letters; a document has one token more
@@ -74,7 +74,7 @@ def test_what_is_trained_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_colours() -> None:
     tokenizer = byte_tokenizer()
-    text = rendered(tokenizer, np.array(tokenizer("abc")["input_ids"]), np.array([0, 1, 1]), coloured=True)
+    text = render(tokenizer, np.array(tokenizer("abc")["input_ids"]), np.array([0, 1, 1]), coloured=True)
     assert text.plain == "abc"
     assert [(span.start, span.end, span.style) for span in text.spans] == [(0, 1, "dim"), (1, 3, "bold green")]
 
@@ -194,9 +194,9 @@ def test_histogram_by_hand() -> None:
 
 
 def test_steps_of_an_epoch_are_scaled_up_from_what_was_read() -> None:
-    def steps(taken: float, **step: int | None) -> int:
+    def steps(share: float, **step: int | None) -> int:
         config: Any = SimpleNamespace(step=SimpleNamespace(**{"documents": None, "tokens": None, **step}))
-        read: Any = [SimpleNamespace(taken=taken, source=SimpleNamespace(weight=1.0))]
+        read: Any = [SimpleNamespace(share=share, source=SimpleNamespace(weight=1.0))]
         return preview._steps_in_epoch(config, read, [SimpleNamespace(kept=[0, 1, 2], lengths=np.array([5, 6]))], 7)
 
     assert steps(1.0, documents=2) == 7

@@ -102,7 +102,7 @@ class RunSummary:
         stopped: str | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write summary.json atomically; see `content`."""
+        """Write summary.json atomically. Arguments as in `content`."""
         partial = path.with_name(path.name + ".partial")
         text = json.dumps(self.content(phases, saved, stopped, best), indent=2, allow_nan=False)
         partial.write_text(text + "\n", encoding="utf-8")
@@ -117,6 +117,9 @@ class RunSummary:
     ) -> dict[str, Any]:
         """The content of summary.json. saved: the HuggingFace directory of the last weights. stopped: the signal, or
         the key of eval, that ended the run early. best: the best evaluation, with its checkpoint if that is saved."""
+        rewarded, evaluation = bool(self.first_rewards), None
+        if self.last_evaluation is not None:
+            evaluation = {"first": self.first_evaluation, "last": self.last_evaluation, "best": best}
         content = {
             "model": display_name(self.model),
             "data": display_name(self.data),
@@ -129,24 +132,13 @@ class RunSummary:
             "loss_tokens": self.loss_tokens,
             "first_losses": self.first_losses,
             "last_losses": list(self.last_losses),
-            **self._rewards(),
-            "evaluation": self._evaluation(best),
+            **({"first_rewards": self.first_rewards, "last_rewards": list(self.last_rewards)} if rewarded else {}),
+            "evaluation": evaluation,
             "seconds": {**phases.seconds, "total": sum(phases.seconds.values())},
             "peak_memory_gib": self.peak_memory_gib,
             "versions": versions(),
         }
         return dict(plain(content))
-
-    def _rewards(self) -> dict[str, list[float]]:
-        """The first and last rewards; empty if there were none."""
-        if not self.first_rewards:
-            return {}
-        return {"first_rewards": self.first_rewards, "last_rewards": list(self.last_rewards)}
-
-    def _evaluation(self, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        if self.last_evaluation is None:
-            return None
-        return {"first": self.first_evaluation, "last": self.last_evaluation, "best": best}
 
 
 def versions() -> dict[str, str | None]:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -40,7 +40,7 @@ def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Ite
     answer: list[str | None] = [None, None, None]
     if ranks.is_first:
         try:
-            run_lock = _hold(config, resume)
+            run_lock = _lock_run(config, resume)
             answer = [str(run_lock.folder), run_lock.token, None]
         except UserError as error:
             answer[2] = str(error)
@@ -76,7 +76,7 @@ class RunLock:
 def lock_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[RunLock]:
     """Creates or re-enters RUN and locks it in a process that is not a rank, such as the controller of `weft rl`; the
     ranks call `check_shared`."""
-    run_lock = _hold(config, resume)
+    run_lock = _lock_run(config, resume)
     try:
         if not resume:
             write_config(config, run_lock.folder)
@@ -85,14 +85,18 @@ def lock_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[RunLock]
         run_lock.release()
 
 
-def _hold(config: AnyConfig, resume: bool) -> RunLock:
+def _lock_run(config: AnyConfig, resume: bool) -> RunLock:
     command = "rl" if isinstance(config, RlConfig) else "sft"
     try:
         folder = Path(str(config.run.dir)) if resume else make_folder(config.run, config.model.path, command)
         token = uuid.uuid4().hex
         lock = _lock(folder, token)
-        if config.run.overwrite and not resume:
-            _clear(folder)
+        if config.run.overwrite and not resume and _holds_a_run(folder):
+            for path in (folder / name for name in _RUN_FILES):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
         if resume:
             sweep(folder / "checkpoints")
         return RunLock(folder, token, lock)
@@ -161,8 +165,8 @@ def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
     folder = default_folder(model) if run.dir is None else Path(run.dir)
     if _holds_a_run(folder) and not run.overwrite:
         raise UserError(
-            f"run.dir: {folder} holds a run already. Set run.dir to another folder, or run.overwrite=true to remove "
-            f"that run; or go on with it: weft {command} --resume {folder}"
+            f"run.dir: {folder} holds a run already. Set run.dir to another folder, set run.overwrite=true to remove "
+            f"that run, or resume it: weft {command} --resume {folder}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -182,15 +186,6 @@ def _holds_a_run(folder: Path) -> bool:
     return any((path.is_file() and path.stat().st_size) or (path.is_dir() and any(path.iterdir())) for path in results)
 
 
-def _clear(folder: Path) -> None:
-    if _holds_a_run(folder):
-        for path in (folder / name for name in _RUN_FILES):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-
-
 def _lock(folder: Path, token: str) -> TextIO:
     """Takes the lock of RUN/lock. The kernel releases it when the process ends, even by a crash, so an old file is
     harmless. Raises UserError if another process holds it."""
@@ -201,7 +196,10 @@ def _lock(folder: Path, token: str) -> TextIO:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             stream.seek(0)
-            holder = _holder(stream.read())
+            holder = "another process"
+            with suppress(ValueError, KeyError, TypeError):
+                fields = json.loads(stream.read())
+                holder = f"process {fields['pid']} on {fields['host']}"
             stream.close()
             raise UserError(
                 f"run.dir: {folder} is in use by {holder}. Wait for it or stop it, or set run.dir to another folder."
@@ -215,11 +213,3 @@ def _lock(folder: Path, token: str) -> TextIO:
     stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": token}))
     stream.flush()
     return stream
-
-
-def _holder(text: str) -> str:
-    try:
-        fields = json.loads(text)
-        return f"process {fields['pid']} on {fields['host']}"
-    except (ValueError, KeyError, TypeError):
-        return "another process"

@@ -1,4 +1,4 @@
-"""The output of `weft data preview`: documents with their trained tokens marked, lengths, and the steps they make."""
+"""The output of `weft data preview`: documents with their trained tokens marked, their lengths, and the first steps."""
 
 from __future__ import annotations
 
@@ -106,25 +106,23 @@ def show_sampled(sampled: Sequence[SampledPart], console: Console | None = None)
         formats = ", ".join(name if len(sample.formats) == 1 else f"{n:,} {name}" for name, n in sample.formats.items())
         text = f"{count:,} documents ({formats})"
         if sample.share < 1.0:
-            text = f"about {round(count / sample.share):,} documents, reckoned from {text} (--sample)"
+            text = f"about {round(count / sample.share):,} documents, estimated from {text} (--sample)"
+        origin = sample.part.origin
+        label = f"{sample.source.name} ({origin})" if sample.source.name else origin
         size = f", {byte_count(sample.part.size)}" if sample.part.size else ""
-        console.print_folded(f"data     {_label(sample.source, sample.part.origin)}{size}: {text}")
-
-
-def _label(source: DataSource, origin: str) -> str:
-    return f"{source.name} ({origin})" if source.name else origin
+        console.print_folded(f"data     {label}{size}: {text}")
 
 
 def refuse_bad(bad: Sequence[str], rows: int) -> None:
     """Raises UserError if there are bad rows. bad: their errors, each beginning with file:line. rows: all rows."""
     if not bad:
         return
-    all_bad = len(bad) == rows
-    text = f"none of the {rows:,} rows can" if all_bad and rows > 1 else f"{len(bad):,} of {rows:,} rows cannot"
+    text = f"{len(bad):,} of {rows:,} rows cannot be trained on:"
     advice = "Fix them, or skip them with data.bad_rows=drop."
-    if all_bad:
+    if len(bad) == rows:
+        text = f"none of the {rows:,} rows can be trained on:" if rows > 1 else text
         advice = "Fix them: data.bad_rows=drop would leave nothing to train on."
-    raise UserError("\n".join([f"{text} be trained on:", *_named(bad), advice]))
+    raise UserError("\n".join([text, *_error_lines(bad), advice]))
 
 
 def trained_kinds(table: TokenTable) -> dict[str, int]:
@@ -134,8 +132,8 @@ def trained_kinds(table: TokenTable) -> dict[str, int]:
     return {kind: count for kind, count in counts.items() if count}
 
 
-def _named(bad: Sequence[str]) -> list[str]:
-    """The errors, each once, with the first and the last of its rows: one mistake is often in every row."""
+def _error_lines(bad: Sequence[str]) -> list[str]:
+    """The errors, each once with the first and the last of its rows: a mistake is often in every row."""
     rows_of: dict[str, list[str]] = {}
     for text in bad:
         located = _LOCATED.match(text)
@@ -165,10 +163,15 @@ def show_preview(
     for sample in preview.read:
         counts.update(trained_kinds(sample.table))
     use = template_use(counts, preview.config.data, preview.template)
+    share = "" if preview.exact else " of the sample"
+    bad_lines = []
+    if preview.bad:
+        title = f"bad      {len(preview.bad):,} rows{share} are left out (data.bad_rows=drop):"
+        bad_lines = [title, *_error_lines(preview.bad)]
     for line in [
         f"template {use}",
         *_token_lines(preview),
-        *_bad_lines(preview),
+        *bad_lines,
         *_long_lines(preview),
         *_plan_lines(preview),
     ]:
@@ -189,7 +192,7 @@ def _show_samples(
     if not places:
         return
     trained = Text("trained", style="bold green") if coloured else Text("{}trained{}".format(*_MARKS))
-    console.print(Text.assemble("What is ", trained, ", and what is only read:"))
+    console.print(Text.assemble("Documents, with their ", trained, " tokens; the others are context:"))
     for table, row in places:
         length = int(table.lengths[row])
         console.rule(
@@ -199,7 +202,7 @@ def _show_samples(
             console.print(line, style="dim", soft_wrap=True)
         ids, mask = table.tokens(row, length)
         shown = np.ones(length, bool) if full or length <= _MOST_TOKENS else _worth_showing(mask)
-        text = rendered(tokenizer, ids, mask, coloured, shown, () if preview.images is None else preview.images.marks)
+        text = render(tokenizer, ids, mask, coloured, shown, () if preview.images is None else preview.images.marks)
         console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
     console.rule(style="dim")
 
@@ -216,7 +219,7 @@ def _worth_showing(trained: Array) -> Array:
     return shown
 
 
-def rendered(
+def render(
     tokenizer: PreTrainedTokenizerBase,
     ids: Array,
     trained: Array,
@@ -236,7 +239,10 @@ def rendered(
                 f"\n[... {end - begin:,} {kind}: --full shows them ...]\n", style="italic" if coloured else None
             )
             continue
-        piece = _shortened(tokenizer.decode(ids[begin:end].tolist()), marks)
+        piece = tokenizer.decode(ids[begin:end].tolist())
+        for mark in marks:
+            for run in sorted(set(re.findall(f"(?:{re.escape(mark)}){{4,}}", piece)), key=len, reverse=True):
+                piece = piece.replace(run, f"{mark}[x {len(run) // len(mark):,}]")
         if not trained[begin]:
             text.append(piece, style="dim" if coloured else None)
         elif coloured:
@@ -244,17 +250,6 @@ def rendered(
         else:
             text.append(f"{_MARKS[0]}{piece}{_MARKS[1]}")
     return text
-
-
-def _shortened(text: str, marks: Sequence[str]) -> str:
-    for mark in marks:
-        text = _counted(text, mark)
-    return text
-
-
-def _counted(text: str, mark: str) -> str:
-    pattern = re.compile(f"(?:{re.escape(mark)}){{4,}}")
-    return pattern.sub(lambda match: f"{mark}[x {len(match[0]) // len(mark):,}]", text)
 
 
 def _image_lines(
@@ -327,7 +322,9 @@ def _show_lengths(console: Console, preview: Preview) -> None:
 def histogram(lengths: Array) -> list[str]:
     """The lines of a bar chart of lengths, one for each range; the ranges have a round width."""
     longest = int(lengths.max())
-    step = _round_up(max(1, -(-(longest + 1) // _BARS)))
+    raw = max(1, -(-(longest + 1) // _BARS))
+    scale = 10 ** (len(str(raw)) - 1)
+    step = next(scale * digit for digit in (1, 2, 5, 10) if scale * digit >= raw)  # the next round number
     counts = np.bincount(lengths // step)
     width, largest = len(f"{len(counts) * step:,}"), int(counts.max())
     return [
@@ -335,19 +332,6 @@ def histogram(lengths: Array) -> list[str]:
         + "\u2588" * max(int(count > 0), round(_WIDTH * count / largest))
         for index, count in enumerate(counts)
     ]
-
-
-def _round_up(number: int) -> int:
-    """The next number that is 1, 2 or 5 times a power of ten."""
-    scale = 10 ** (len(str(number)) - 1)
-    return int(next(scale * digit for digit in (1, 2, 5, 10) if scale * digit >= number))
-
-
-def _bad_lines(preview: Preview) -> list[str]:
-    if not preview.bad:
-        return []
-    share = "" if preview.exact else " of the sample"
-    return [f"bad      {len(preview.bad):,} rows{share} are left out (data.bad_rows=drop):", *_named(preview.bad)]
 
 
 def _long_lines(preview: Preview) -> list[str]:

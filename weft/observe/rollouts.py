@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.text import Text
 
@@ -21,21 +22,19 @@ def run(options: RolloutsOptions) -> None:
     files = rollout_files(Path(options.run) / FOLDER)
     if not files:
         raise UserError(f"{options.run}: holds no rollouts: name the folder of a run of weft rl.")
-    step, groups = _newest(files) if options.step is None else (options.step, _read(options.run, files, options.step))
+    if options.step is None:
+        step, groups = _read_newest(files)
+    elif options.step not in files:
+        raise UserError(f"{options.run}: has no rollout step {options.step}; it has {min(files)} to {max(files)}.")
+    else:
+        step, groups = options.step, _read_groups(files[options.step])
     console = Console()
     console.print(summary(step, groups))
-    for group in chosen(groups, options.order)[: options.groups]:
-        console.print(described(group, options.samples))
+    for group in ordered(groups, options.order)[: options.groups]:
+        console.print(describe(group, options.samples))
 
 
-def _read(run: str, files: Mapping[int, Path], step: int) -> list[SampleGroup]:
-    """The groups of rollout step `step`. Raises UserError if it is not there."""
-    if step not in files:
-        raise UserError(f"{run}: rollout step {step} is not there; there are {min(files)} to {max(files)}.")
-    return _read_groups(files[step])
-
-
-def _newest(files: Mapping[int, Path]) -> tuple[int, list[SampleGroup]]:
+def _read_newest(files: Mapping[int, Path]) -> tuple[int, list[SampleGroup]]:
     """(newest rollout step that can be read, its groups). Raises UserError if none can be read."""
     problem = ""
     for step in sorted(files, reverse=True):
@@ -53,7 +52,7 @@ def _newest(files: Mapping[int, Path]) -> tuple[int, list[SampleGroup]]:
 def _read_groups(path: Path) -> list[SampleGroup]:
     if groups := read_rollouts(path):
         return groups
-    raise UserError(f"{path}: holds no samples: see another step with --step.")
+    raise UserError(f"{path}: holds no samples: choose another step with --step.")
 
 
 def summary(step: int, groups: Sequence[SampleGroup]) -> str:
@@ -69,20 +68,19 @@ def summary(step: int, groups: Sequence[SampleGroup]) -> str:
     )
 
 
-def chosen(groups: Sequence[SampleGroup], order: str) -> list[SampleGroup]:
+def ordered(groups: Sequence[SampleGroup], order: str) -> list[SampleGroup]:
     """The groups in an order: "drawn", or "best" or another for the best or the worst mean reward first."""
     if order == "drawn":
         return list(groups)
     rewarded = [group for group in groups if any(reward is not None for reward in group.rewards)]
-    return sorted(rewarded, key=_mean, reverse=order == "best")
+
+    def mean(group: SampleGroup) -> float:
+        return fmean(reward for reward in group.rewards if reward is not None)
+
+    return sorted(rewarded, key=mean, reverse=order == "best")
 
 
-def _mean(group: SampleGroup) -> float:
-    rewards = [reward for reward in group.rewards if reward is not None]
-    return sum(rewards) / len(rewards)
-
-
-def described(group: SampleGroup, max_samples: int) -> Text:
+def describe(group: SampleGroup, max_samples: int) -> Text:
     """The text of a prompt and of at most `max_samples` samples, the best first."""
     out = Text(f"\n{group.prompt.source or group.prompt.id}\n", style="dim")
     out.append(_indented(group.prompt.text), style="bold")

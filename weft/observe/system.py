@@ -24,7 +24,7 @@ from weft.terminal import say
 
 SYSTEM = "system.jsonl"
 _CGROUP = Path("/sys/fs/cgroup")  # of a container
-_STOP_SECONDS = 2.0  # a driver whose GPU was lost may not answer: the run ends without its last sample
+_STOP_SECONDS = 2.0  # the driver of a lost GPU may not answer: the run then ends without the last sample
 _UUID_BYTES = 96
 _DIE = 0  # NVML_TEMPERATURE_GPU
 _GIB = float(1 << 30)
@@ -177,7 +177,7 @@ class SystemMonitor:
                     return
                 ends = self._stop.wait(self._seconds)
         except OSError as error:  # samples of the machine are no reason to end a run
-            say(f"system   {self._path.name} gets nothing more: {error.strerror or error}", error=True)
+            say(f"system   {self._path.name} is not written any more: {error.strerror or error}", error=True)
 
 
 def _short(value: float) -> float:

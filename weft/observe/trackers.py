@@ -1,8 +1,8 @@
 """Metrics to TensorBoard, Weights & Biases, trackio and MLflow, for the trackers that track.report_to names.
 
 A thread of the first rank sends the numbers of every step, so that a slow tracker delays no step. A tracker that fails
-is dropped with one warning, and the run goes on; RUN/metrics.jsonl stays the record. Imports no torch, and the package
-of a tracker only if it is used.
+is dropped with one warning, and the run goes on; RUN/metrics.jsonl has all metrics in any case. Imports no torch, and
+the package of a tracker only if it is used.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FAILED_PATIENCE = 3.0
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The identity of the run for a tracker. id: kept when the run is resumed. step: the last step that is kept, 0 if
-    none is; a tracker that has later ones, from before the run was resumed, drops them."""
+    """The identity of the run for a tracker. id: the same when the run is resumed. step: the last step that is kept, 0
+    for none; a tracker drops later steps, from before the run was resumed."""
 
     folder: Path
     project: str
@@ -52,7 +52,7 @@ class TrackedRun:
 
 class Tracker(ABC):
     """A destination of metrics. Any method may raise: the run then continues without this tracker. package: the name of
-    the package that it imports; of one that needs none, a module of Python's own."""
+    the package that it imports, or of a module of the standard library."""
 
     package: ClassVar[str]
 
@@ -239,7 +239,7 @@ class Trackers:
             self._lines.put(line)
 
     def finish(self, failed: bool = False) -> None:
-        """Waits, with a time limit, until every tracker has received everything and finished."""
+        """Waits until every tracker has received everything and finished, for a limited time."""
         if self._thread is None:
             return
         self._failed = failed
@@ -247,12 +247,12 @@ class Trackers:
         patience = FAILED_PATIENCE if failed else PATIENCE
         self._thread.join(patience)
         if self._thread.is_alive():
-            say(f"track    {', '.join(self._running)} did not take everything in {patience:g} s", error=True)
+            say(f"track    {', '.join(self._running)} did not receive everything in {patience:g} s", error=True)
         self._thread = None
 
     def _work(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._call_all(methodcaller("log", _step_of(line), numbers(line)))
+            self._call_all(methodcaller("log", line["step"], numbers(line)))
         self._call_all(methodcaller("finish", self._failed))
 
     def _call_all(self, call: Callable[[Tracker], None]) -> None:
@@ -269,12 +269,6 @@ def numbers(line: Mapping[str, object]) -> dict[str, float]:
     named = {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
     grouped = {name if "/" in name else f"train/{name}": float(value) for name, value in named.items()}
     return {name: value for name, value in grouped.items() if math.isfinite(value)}
-
-
-def _step_of(line: Mapping[str, object]) -> int:
-    step = line["step"]
-    assert isinstance(step, int)
-    return step
 
 
 def _flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -294,7 +288,7 @@ def _identity(folder: Path) -> str:
 
 def _lost(name: str, error: Exception) -> str:
     text = " ".join(str(error).split())
-    return f"track    {name} failed, and gets nothing more: {type(error).__name__}: {text[:300]}"
+    return f"track    {name} failed and receives no more metrics: {type(error).__name__}: {text[:300]}"
 
 
 def _has_wandb_key() -> bool:

@@ -1,4 +1,4 @@
-"""`weft data preview`: the data as training would see them, from all of the data or from a sample."""
+"""`weft data preview`: the data as training would see them, all of them or a sample."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 def run(config: SftConfig, options: PreviewOptions) -> None:
     """Entry point; runs in one process. Raises UserError for data that training would refuse, except long documents.
 
-    All rows are read before the tokenizer is imported, because reading is fast: data of another format are refused at
-    once. Where some rows are bad, the others are tokenised, too, so that all the bad ones are named together.
+    All rows are read before the tokenizer is imported: reading is fast, so that data of another format are refused at
+    once. If some rows are bad, the others are tokenised nevertheless, so that all bad rows are listed together.
     """
     sources, bad = open_data(config.data), list[str]()
     with loading(label="reading") as progress:
@@ -48,12 +48,12 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     if not count:
         refuse_bad(bad, len(bad))
         raise UserError(f"{sampled[0].part.origin}: holds no documents. data.path must name data with {NEEDED}.")
-    _tokenised(config, sampled, options)
+    _tokenise_and_show(config, sampled, options)
 
 
 def _may_have_template(config: SftConfig) -> bool:
-    """Whether there is a chat template, by the model's files, because the tokenizer is not imported yet. True if they
-    are not on this machine."""
+    """Whether there is a chat template, according to the model's files: the tokenizer is not imported yet. True if the
+    files are not on this machine."""
     folder = Path(config.model.path)
     if config.data.chat_template is not None or not folder.is_dir():
         return True
@@ -75,7 +75,7 @@ def _read(
     """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it. chat: whether there is a
     chat template."""
     reads_all = not sample or part.size <= SAMPLE_BYTES
-    blocks = None if reads_all else list(_sampled(part))
+    blocks = None if reads_all else list(_sample_blocks(part))
     formats: dict[str, int] = {}
     done = 0
     for block in part.blocks() if blocks is None else blocks:
@@ -87,7 +87,7 @@ def _read(
     return SampledPart(source, part, blocks, formats, share)
 
 
-def _sampled(part: SourcePart) -> Iterator[Block]:
+def _sample_blocks(part: SourcePart) -> Iterator[Block]:
     """Yields blocks spread over the part if it supports that, else its first blocks."""
     if part.sample is not None:
         yield from part.sample()
@@ -100,7 +100,7 @@ def _sampled(part: SourcePart) -> Iterator[Block]:
             return
 
 
-def _tokenised(config: SftConfig, sampled: Sequence[SampledPart], options: PreviewOptions) -> None:
+def _tokenise_and_show(config: SftConfig, sampled: Sequence[SampledPart], options: PreviewOptions) -> None:
     from weft.data.encode import has_template, load_tokenizer, read_encoding
     from weft.data.images import read_images
     from weft.data.limits import Limits, bad_rows, length_limit
