@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.zoo import tiny_config
-from weft.engine.selfcheck.division import Groups, in_threads
+from weft.engine.selfcheck.harness import Groups, in_threads
 from weft.models import hf
 from weft.models.families import carries_state
 from weft.models.mixer_shards import MixerShard, MixerSpec, _joined, mixer_style, view

@@ -16,8 +16,8 @@ from tests.support.cases import saved_model
 from weft.engine.batch.document import Document, DocumentMeta
 from weft.engine.batch.rows import build_row, cut_row
 from weft.engine.selfcheck.architecture import hidden_of, implementation
-from weft.engine.selfcheck.context import _axis
-from weft.engine.selfcheck.division import in_threads
+from weft.engine.selfcheck.context import axis_of
+from weft.engine.selfcheck.harness import in_threads
 from weft.engine.step_plan.plan import plan_step
 from weft.models import hf
 from weft.models.train_module import TrainModule
@@ -107,7 +107,7 @@ def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
 
     def one(place: int, groups: Any) -> int:
         module = build(path, torch.float32)
-        part = cut_row(row, plan, 0, place, _axis(place, ring, ulysses, groups))
+        part = cut_row(row, plan, 0, place, axis_of(place, ring, ulysses, groups))
         return kept_by(module, lambda: module.hidden(part.input_ids_BT, part.position_ids_BT, part.bounds))
 
     return max(in_threads(ranks, one))

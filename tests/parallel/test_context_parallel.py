@@ -33,7 +33,7 @@ from weft.engine.losses.policy import PolicyLoss
 from weft.engine.selfcheck import context as context_check
 from weft.engine.selfcheck.architecture import forget_checks
 from weft.engine.selfcheck.context import check_context, choose_ulysses
-from weft.engine.selfcheck.division import STATE_TOLERANCE
+from weft.engine.selfcheck.harness import STATE_TOLERANCE
 from weft.engine.step_plan.plan import StepPlan, plan_step
 from weft.errors import UserError
 from weft.models import hf

@@ -23,8 +23,8 @@ from weft.engine.batch.document import Document
 from weft.engine.engine import StepResult
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.selfcheck.architecture import examine
-from weft.engine.selfcheck.division import in_threads
-from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.division import check_experts
+from weft.engine.selfcheck.harness import in_threads
 from weft.errors import UserError
 from weft.models import experts, hf
 from weft.ops import dispatch

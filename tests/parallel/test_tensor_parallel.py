@@ -21,7 +21,8 @@ from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.engine.selfcheck import division as division_check
 from weft.engine.selfcheck.architecture import examine
-from weft.engine.selfcheck.division import STATE_TOLERANCE, Division, check_division
+from weft.engine.selfcheck.division import Division, check_division
+from weft.engine.selfcheck.harness import STATE_TOLERANCE
 from weft.errors import UserError
 from weft.models import hf, mixer_shards
 from weft.models.segments import even_ranges, repeated_ranges

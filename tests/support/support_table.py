@@ -25,8 +25,7 @@ from tests.support.pool import run
 from tests.support.zoo import LAYOUT_FAMILIES, OWN_ATTENTION_FAMILIES, tiny_config
 from weft.engine.selfcheck.architecture import ModelSupport, examine
 from weft.engine.selfcheck.context import check_context
-from weft.engine.selfcheck.division import check_division
-from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.division import check_division, check_experts
 from weft.engine.selfcheck.pipeline import check_pipeline
 from weft.errors import UserError
 from weft.models import hf

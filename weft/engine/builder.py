@@ -26,8 +26,7 @@ from weft.engine.router_bias import check_biases
 from weft.engine.selfcheck.compile import try_compiled
 from weft.engine.selfcheck.context import check_context, choose_ulysses
 from weft.engine.selfcheck.device import check_collectives
-from weft.engine.selfcheck.division import check_division
-from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.division import check_division, check_experts
 from weft.engine.selfcheck.pipeline import check_pipeline
 from weft.engine.value_head import fill_value_head
 from weft.errors import UserError

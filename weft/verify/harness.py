@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
+from weft.engine.selfcheck.harness import gradient_difference
 from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
@@ -314,8 +315,7 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
             assert present is not None
             value = float("inf") if float(present.abs().max()) > 0 or ours is None else 0.0
         else:
-            scale = max(float(theirs.abs().max()), 1e-3 * largest)
-            value = float((ours - theirs).abs().max()) / scale if scale > 0 else float((ours - theirs).abs().max())
+            value = gradient_difference(ours, theirs, largest)
         own = noise.get(name)
         out.append(Figure(name, value, widened(GRADIENT, own), own))
     return out

@@ -255,7 +255,7 @@ def _check_training_mode(
 ) -> None:
     """Raises UserError if the model computes something else in training mode, such as drawn routes. expected: its
     logits in inference mode."""
-    logits = logits_of(module.train(), documents, layout, bounds_of(documents, layout, uses_bounds))
+    logits = logits_of(module.train(), documents, layout, uses_bounds)
     module.eval()
     difference = _largest([a - b for a, b in zip(logits, expected, strict=True)]) / _largest(expected)
     if not difference <= LOGIT_TOLERANCE:
@@ -359,31 +359,25 @@ def _reference_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def logits_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
+def logits_of(module: TrainModule, documents: list[Tensor], layout: Layout, uses_bounds: bool) -> list[Tensor]:
     """Logits [T, V] of each document, from one row of this layout."""
     head = module.head
-    hidden = hidden_of(module, documents, layout, bounds)
+    hidden = hidden_of(module, documents, layout, uses_bounds)
     return [head.transform(torch.nn.functional.linear(h, head.weight, head.bias)) for h in hidden]
 
 
-def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
-    """Last hidden states [T, H] of each document, from one row of this layout."""
-    lengths, device = [len(ids) for ids in documents], module.head.weight.device
+def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, uses_bounds: bool) -> list[Tensor]:
+    """Last hidden states [T, H] of each document, from one row of this layout. uses_bounds: as in ModelSupport."""
+    lengths, device = tuple(len(ids) for ids in documents), module.head.weight.device
     if layout == "packed":
+        bounds = Bounds.packed(lengths, device) if uses_bounds else None
         ids, positions = torch.cat(documents)[None], torch.cat([torch.arange(n) for n in lengths])[None]
         return list(module.hidden(ids.to(device), positions.to(device), bounds)[0].split(lengths))
+    bounds = Bounds((max(lengths),) * len(lengths), padded=True) if uses_bounds else None
     ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
     positions = torch.arange(ids.shape[1]).repeat(len(documents), 1)
     hidden_BTH = module.hidden(ids.to(device), positions.to(device), bounds)
     return [hidden_TH[:n] for hidden_TH, n in zip(hidden_BTH, lengths, strict=True)]
-
-
-def bounds_of(documents: list[Tensor], layout: Layout, uses_bounds: bool) -> Bounds | None:
-    """The bounds of a row of these documents."""
-    if not uses_bounds:
-        return None
-    lengths = tuple(len(ids) for ids in documents)
-    return Bounds(lengths) if layout == "packed" else Bounds((max(lengths),) * len(lengths), padded=True)
 
 
 def _check_layout(
@@ -391,14 +385,13 @@ def _check_layout(
 ) -> tuple[float, list[Tensor]]:
     """(The worst difference to HuggingFace's logits, or to a document's logits after another one is changed, relative
     to the largest logit; the logits of each document)."""
-    bounds = bounds_of(documents, layout, uses_bounds)
-    logits = logits_of(module, documents, layout, bounds)
+    logits = logits_of(module, documents, layout, uses_bounds)
     scale = _largest(expected)
     worst = [_largest([a - b for a, b in zip(logits, expected, strict=True)])]
     for index in (0, 2):
         changed = list(documents)
         changed[index] = (documents[index] + 7) % text_vocabulary(module)
-        moved = logits_of(module, changed, layout, bounds_of(documents, layout, uses_bounds))
+        moved = logits_of(module, changed, layout, uses_bounds)
         neighbours = [i for i in range(len(documents)) if i != index]
         worst.append(_largest([moved[i] - logits[i] for i in neighbours]))
     return float(torch.stack(worst).max() / scale), logits

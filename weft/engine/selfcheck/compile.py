@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from transformers import PretrainedConfig
 
 from weft.engine.selfcheck.architecture import ModelSupport, hidden_of, small_copy, text_vocabulary
-from weft.engine.selfcheck.device import TOLERANCES, bounds_of, on_device
+from weft.engine.selfcheck.device import TOLERANCES, on_device
 from weft.models.train_module import TrainModule
 from weft.models.transforms import compile_layers
 
@@ -50,8 +50,7 @@ def _results(module: TrainModule, support: ModelSupport, lengths: tuple[int, ...
     """Hidden states of a row, and gradients of all weights of the layers as one, in fp64."""
     generator = torch.Generator().manual_seed(5)
     documents = [torch.randint(1, text_vocabulary(module), (n,), generator=generator) for n in lengths]
-    bounds = bounds_of(module, support.layout, lengths) if support.uses_bounds else None
-    hidden = torch.cat(hidden_of(module, documents, support.layout, bounds))
+    hidden = torch.cat(hidden_of(module, documents, support.layout, support.uses_bounds))
     upstream = torch.randn(hidden.shape, generator=generator).to(hidden)
     weights = [p for _, layer in module.layers for p in layer.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(hidden, weights, upstream, allow_unused=True)

@@ -187,12 +187,12 @@ def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[st
     vocabulary = text_vocabulary(module)
     documents = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
     # With gradients, though none are needed yet: the kernels compiled for them are needed later, and take longest.
-    hidden = hidden_of(module, documents, layout, bounds_of(module, layout))
+    hidden = hidden_of(module, documents, layout, uses_bounds=True)
     largest = torch.cat(hidden).detach().abs().max()
     for index in (0, 2):
         changed = list(documents)
         changed[index] = (documents[index] + 7) % vocabulary
-        moved = hidden_of(module, changed, layout, bounds_of(module, layout))
+        moved = hidden_of(module, changed, layout, uses_bounds=True)
         differences = [moved[n].detach() - hidden[n].detach() for n in range(len(documents)) if n != index]
         off = torch.cat(differences).abs().max() / largest
         if not off <= tolerance:
@@ -208,19 +208,12 @@ def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, index
     embedded: list[Tensor] = []
     embedding: Any = module.hf_model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda module, inputs, output: embedded.append(output))
-    hidden = hidden_of(module, documents, layout, bounds_of(module, layout))[index]
+    hidden = hidden_of(module, documents, layout, uses_bounds=True)[index]
     hook.remove()
     upstream = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4)).to(hidden)
     (gradient_BTH,) = torch.autograd.grad(hidden, embedded[0], upstream)
     parts = gradient_BTH[0].split(LENGTHS) if layout == "packed" else gradient_BTH.unbind(0)
     return [part.abs().max() for part in parts]
-
-
-def bounds_of(module: TrainModule, layout: Layout, lengths: tuple[int, ...] = LENGTHS) -> Bounds:
-    """The bounds of documents of these lengths."""
-    if layout == "packed":
-        return Bounds.packed(lengths, module.head.weight.device)
-    return Bounds((max(lengths),) * len(lengths), padded=True)
 
 
 # ---------------------------------------------------------------- modules that carry state

@@ -4,7 +4,7 @@ own, and readouts and all gradients must equal those of the whole copy. A traced
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,26 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.batch.document import Document
-from weft.engine.batch.media import Media
-from weft.engine.batch.rows import Row, build_row
-from weft.engine.selfcheck.architecture import ModelSupport, documents_of, once_per_process, small_copy, text_vocabulary
-from weft.engine.selfcheck.division import Ran, compare
-from weft.engine.selfcheck.image import IMAGES, VIDEOS, documents_with
-from weft.errors import UserError, first_line
+from weft.engine.batch.rows import Row
+from weft.engine.selfcheck.architecture import ModelSupport, once_per_process, small_copy
+from weft.engine.selfcheck.harness import (
+    Result,
+    backward_row,
+    compare,
+    copy_of,
+    forward_row,
+    gradients_of,
+    image_documents,
+    refusal,
+    row_of,
+    run_row,
+    sum_by_name,
+    text_documents,
+)
+from weft.engine.selfcheck.image import IMAGES, VIDEOS
+from weft.errors import first_line
 from weft.models.train_module import TrainModule
-from weft.models.vision import Vision, find_vision
+from weft.models.vision import find_vision
 from weft.parallel.pp.model import LayerInterface, keep_stages, plan_pipeline
 from weft.parallel.pp.schedule import Placement
 from weft.parallel.pp.weight_gradients import WeightGradients
@@ -35,19 +46,20 @@ def check_pipeline(
     delayed: gradients of weights are computed after the backward.
     """
     small = small_copy(config, "per_document")
-    whole = TrainModule(copy.deepcopy(small))
-    row = _row(text_vocabulary(whole), support)
-    refusal = partial(_refusal, config)
+    whole = copy_of(small)
+    row = row_of(text_documents(whole), support.layout)
     try:
-        interface = _Trace(TrainModule(copy.deepcopy(small)), compute).run(row, support)
+        interface = _Trace(copy_of(small), compute).run(row, support)
     except _UnfitError as error:
-        raise refusal(str(error)) from error
+        raise refusal("pp", config, str(error)) from error
     except Exception as error:  # of any type: the family's code ran
-        raise refusal(f"its layers could not be traced ({first_line(error)})") from error
-    vision = None if support.images else find_vision(whole.base, whole.facts)
-    for tried in [row] if vision is None else [row, _row_with_images(whole, vision, support)]:
-        expected = _run([copy.deepcopy(whole)], tried, support, [])
-        compare(partial(_staged, small, tried, support, interface, delayed=delayed), expected, refusal, "its layers")
+        raise refusal("pp", config, f"its layers could not be traced ({first_line(error)})") from error
+    rows, vision = [row], None if support.images else find_vision(whole.base, whole.facts)
+    if vision is not None:
+        rows.append(row_of(image_documents(whole, vision, IMAGES if support.videos else VIDEOS), vision=vision))
+    for row in rows:
+        expected = run_row(copy.deepcopy(whole), row, support.uses_bounds)
+        compare("pp", config, partial(_run_staged, small, row, support, interface, delayed=delayed), expected)
     return interface
 
 
@@ -55,79 +67,29 @@ class _UnfitError(Exception):
     """The layers take something that a pipeline does not send."""
 
 
-def _refusal(config: PretrainedConfig, reason: str) -> UserError:
-    return UserError(
-        f"mesh.pp: weft cannot cut the layers of model_type {config.get_text_config().model_type!r} into stages: on a "
-        f"small copy, {reason}. Set mesh.pp=1."
-    )
-
-
-def _row(vocabulary: int, support: ModelSupport) -> Row:
-    """Documents in one row, in this family's layout."""
-    weights = torch.linspace(0.5, 1.5, 64)
-    documents = {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(vocabulary))}
-    read = [len(d) for d in documents.values()]
-    length = sum(read) if support.layout == "packed" else max(read)
-    return build_row(list(documents), documents, read=read, length=length, layout=support.layout, every_token=True)
-
-
-def _row_with_images(module: TrainModule, vision: Vision, support: ModelSupport) -> Row:
-    """Documents with images in one row; also with videos, if the model takes them."""
-    documents, kinds = {}, IMAGES if support.videos else VIDEOS
-    for number, (ids, inputs) in enumerate(documents_with(kinds, vision, module.base, text_vocabulary(module))):
-        media = Media.from_inputs(inputs, vision.patches(inputs)) if inputs else None
-        positions = None if media is None else vision.positions(module.base, ids, inputs)
-        documents[number] = Document(ids, torch.linspace(0.5, 1.5, len(ids)), positions, media=media)
-    read = [len(document) for document in documents.values()]
-    return build_row(
-        list(documents), documents, read=read, length=sum(read), layout="packed", every_token=True, vision=vision,
-        images=True,
-    )  # fmt: skip
-
-
-def _forward(module: TrainModule, row: Row, support: ModelSupport, received: Tensor | None) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = module(
-        row.input_ids_BT, row.position_ids_BT, row.bounds if support.uses_bounds else None, row.selected_N,
-        row.targets_N, ("logprob", "entropy"), media=row.media if received is None else None, received=received,
-    )  # fmt: skip
-    return found
-
-
-def _run(stages: list[TrainModule], row: Row, support: ModelSupport, delayed: Sequence[WeightGradients]) -> Ran:
-    """(log-probabilities and entropies of a row, gradient of each parameter, summed over the stages that hold it)."""
-    received: Tensor | None = None
-    passed: list[tuple[Tensor, Tensor]] = []
-    for module in stages[:-1]:
-        sent = _forward(module, row, support, received)["sent"]
-        received = sent.detach().requires_grad_()
-        passed.append((sent, received))
-    got = _forward(stages[-1], row, support, received)
-    ((got["logprob"] + 0.3 * got["entropy"]) * row.weights_N).sum().backward()
-    for sent, received in reversed(passed):
-        sent.backward(received.grad)
-    for add in [add for of_stage in delayed for add in of_stage.take()]:
-        add()
-    gradients: dict[str, Tensor] = {}
-    for module in stages:
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                before = gradients.get(name)
-                gradients[name] = parameter.grad if before is None else before + parameter.grad
-    return torch.stack([got["logprob"], got["entropy"]]).detach(), gradients
-
-
-def _staged(
+def _run_staged(
     small: PreTrainedModel, row: Row, support: ModelSupport, interface: LayerInterface, *, delayed: bool
-) -> Ran:
-    """Readouts and gradients, as `_run` gives them, of stages of one layer each."""
-    modules = []
-    count = len(TrainModule(copy.deepcopy(small)).layers)
-    for place in range(count):
-        module = TrainModule(copy.deepcopy(small))
+) -> Result:
+    """Readouts and gradients, summed over stages, of stages of one layer each, which run in turn."""
+    stages, count = list[TrainModule](), len(copy_of(small).layers)
+    for rank in range(count):
+        module = copy_of(small)
         pipeline = plan_pipeline(module, [(n, n + 1) for n in range(count)], Placement(count), interface)
-        keep_stages(module, pipeline, place, dtype=torch.float32, device=torch.device("cpu"))
-        modules.append(module)
-    return _run(modules, row, support, [WeightGradients(module) for module in modules] if delayed else [])
+        keep_stages(module, pipeline, rank, dtype=torch.float32, device=torch.device("cpu"))
+        stages.append(module)
+    weights = [WeightGradients(module) for module in stages] if delayed else []
+    received: Tensor | None = None
+    boundaries: list[tuple[Tensor, Tensor]] = []  # hidden states as sent, and as received
+    for module in stages[:-1]:
+        sent = forward_row(module, row, support.uses_bounds, received)["sent"]
+        received = sent.detach().requires_grad_()
+        boundaries.append((sent, received))
+    readouts = backward_row(forward_row(stages[-1], row, support.uses_bounds, received), row)
+    for sent, received in reversed(boundaries):
+        sent.backward(received.grad)
+    for add in [add for of_stage in weights for add in of_stage.take()]:
+        add()
+    return readouts, sum_by_name(gradients_of(module) for module in stages)
 
 
 class _Trace:
@@ -153,7 +115,7 @@ class _Trace:
                 child.register_forward_hook(partial(self._leave, name))
             elif not name.startswith(layers) and any(True for _ in child.parameters(recurse=False)):
                 child.register_forward_pre_hook(partial(self._note, name))
-        _forward(self.module, row, support, None)
+        forward_row(self.module, row, support.uses_bounds)
         if self.ran != sorted(self.places.values()):
             raise _UnfitError(f"its layers run in the order {self.ran}")
         between = [name for name, when in self.used.items() if when - {"before"} and when - {"after"}]
@@ -168,9 +130,9 @@ class _Trace:
         self.used.setdefault(name, set()).add("after" if len(self.ran) == len(self.places) else when)
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        others = [*args[1:], *(value for key, value in kwargs.items() if args or key != "hidden_states")]
+        inputs = [*args[1:], *(value for key, value in kwargs.items() if args or key != "hidden_states")]
         self.begun += 1
-        if any(tensor.requires_grad for tensor in _tensors(others)):
+        if any(tensor.requires_grad for tensor in _tensors(inputs)):
             raise _UnfitError(
                 "layers take more than hidden states of what others, or weights outside of them, have computed "
                 f"({type(module).__name__})"

@@ -29,8 +29,7 @@ from weft.engine.builder import (
 )
 from weft.engine.config import EngineConfig
 from weft.engine.selfcheck.context import check_context
-from weft.engine.selfcheck.division import check_division
-from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.division import check_division, check_experts
 from weft.engine.selfcheck.pipeline import check_pipeline
 from weft.errors import UserError
 from weft.launch.machine import Accelerator

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.engine.selfcheck.division import STAND_IN
+from weft.engine.selfcheck.harness import STAND_IN
 
 # Figures of `weft verify`.
 LOSS = "loss, documents 1"
