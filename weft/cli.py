@@ -175,7 +175,11 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _check_dry_run(arguments: argparse.Namespace) -> None:
     """Raise UserError if an option of dry runs is given without --dry-run."""
-    for option, given in (("--parameters", arguments.parameters), ("--assume", arguments.assume)):
+    for option, given in (
+        ("--parameters", arguments.parameters),
+        ("--json", arguments.json),
+        ("--assume", arguments.assume),
+    ):
         if given and not arguments.dry_run:
             raise UserError(f"{option} needs --dry-run: add it.")
     if accelerator(arguments.assume) is not None:

@@ -192,6 +192,7 @@ def _training_parser(name: str) -> argparse.ArgumentParser:
         help="check config and data, print config, mesh, memory and steps, and train nothing",
     )
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: print one line per parameter")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print config and model as JSON only")
     parser.add_argument(
         "--assume",
         metavar="DEVICE",

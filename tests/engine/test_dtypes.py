@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.support.cases import REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.contract import check_contract
+from weft.engine.describe import dtype_rows
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim import rounded
-from weft.observe.opening import dtype_rows
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents
@@ -73,7 +73,7 @@ def one_step(path: str, optimizer: dict[str, Any], fsdp: dict[str, Any]) -> dict
         "bytes": sum(value.nbytes for value in states),
         "elements": sum(p.to_local().numel() for p in engine.module.parameters()),
         "sent": sum(sent),
-        "table": {row.use: row.dtype for row in dtype_rows(engine)}["optimizer"],
+        "table": {row["use"]: row["dtype"] for row in dtype_rows(engine)}["optimizer"],
     }
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from tests.support.cases import describe, open_engine, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.contract import check_contract
+from weft.engine.describe import dtype_rows
 from weft.engine.engine import Engine, StepResult
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim.loss_scale import LossScale
 from weft.engine.step_plan.plan import StepPlan
-from weft.observe.opening import dtype_rows
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict, verify
 from weft.verify.observed import to_documents
@@ -136,7 +136,7 @@ def overflowing(path: str, mesh: str) -> dict[str, Any]:
         "results": results,
         "state": engine.loss_scale.state_dict(),
         "moved": any(not torch.equal(before[name], tensor) for name, tensor in engine.tensors()),
-        "table": {row.use: row.dtype for row in dtype_rows(engine)}["compute"],
+        "table": {row["use"]: row["dtype"] for row in dtype_rows(engine)}["compute"],
     }
 
 

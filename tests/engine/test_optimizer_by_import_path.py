@@ -17,12 +17,12 @@ from weft.checkpoint.save import Saver
 from weft.checkpoint.state import find_scalars, load_state, read_state
 from weft.config.schema import CheckpointConfig, OptimizerConfig
 from weft.engine.contract import check_contract
+from weft.engine.describe import dtype_rows
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.engine.optim.optimizer import build_optimizer, set_learning_rate
 from weft.errors import UserError
-from weft.observe.opening import dtype_rows
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
 
@@ -112,7 +112,7 @@ def described(path: str) -> dict[str, Any]:
     engine = open_engine(path, "2", optimizer={"name": "tests.support.optimizers.Lion"})
     take_steps(engine, 1)
     check_contract(engine)
-    table = {row.use: row.dtype for row in dtype_rows(engine)}
+    table = {row["use"]: row["dtype"] for row in dtype_rows(engine)}
     with mock.patch.object(engine, "state_dtypes", {torch.float32}), pytest.raises(RuntimeError, match="average of"):
         check_contract(engine)
     held = sum(p.to_local().numel() for p in engine.module.parameters())  # type: ignore[attr-defined]

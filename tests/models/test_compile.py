@@ -21,7 +21,7 @@ from tests.support.cases import engine_config, graphs_as_traced, open_engine, pa
 from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.engine.batch.document import Document
-from weft.engine.builder import describe, may_compile
+from weft.engine.builder import make_spec, may_compile
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.selfcheck.architecture import examine
 from weft.engine.selfcheck.compile import try_compiled
@@ -144,7 +144,7 @@ def test_compiled_layers_are_tried_on_a_small_copy() -> None:
 def considered(path: str, device: str, sections: dict[str, Any], readouts: tuple[str, ...]) -> tuple[bool, Any]:
     """(Whether compiled layers are considered there; what model.compile is on this CPU)."""
     engine = open_engine(path, "1", **sections)
-    setup = describe(engine_config(path, "1", **sections), engine.ranks)
+    setup = make_spec(engine_config(path, "1", **sections), engine.ranks)
     there = replace(engine.ranks, device=torch.device(device))
     compute = torch.float32 if device == "cpu" or "fsdp" in sections else torch.bfloat16
     setup = replace(setup, ranks=there, precision=replace(setup.precision, compute=compute))

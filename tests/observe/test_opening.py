@@ -9,8 +9,9 @@ import pytest
 from weft.config import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
+from weft.engine.describe import AxisRow
 from weft.observe.opening import ModelOpening, few_rollout_steps, show_opening, steps_lines, update_lines
-from weft.observe.tables import AxisRow, mesh_table
+from weft.observe.tables import mesh_table
 from weft.terminal import counted
 
 
@@ -90,7 +91,7 @@ def test_the_opening_says_which_rates_are_defaults() -> None:
 def test_how_much_of_an_opening_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of it is in the file, whatever is printed; a resumed run adds to it."""
     lines = ["model    m", "fsdp     x", "hint     less", "warning  new", "update   adamw", "memory   1 GiB"]
-    model = ModelOpening(lines, [mesh_table([AxisRow("dp_shard", 2, ((0, 1),), "shards")])])
+    model = ModelOpening(lines, [mesh_table([AxisRow(name="dp_shard", size=2, groups=[[0, 1]], meaning="shards")])])
     printed = {}
     for detail in ("quiet", "normal", "verbose"):
         show_opening(["run      r"], model, tmp_path, detail)

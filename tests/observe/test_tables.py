@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 import pytest
 from rich.table import Table
 
+from weft.engine.describe import AxisRow, DtypeRow, ParameterRow, UnitRow
 from weft.engine.optim.groups import OptimizerGroupRow
 from weft.observe.tables import (
-    AxisRow,
-    DtypeRow,
-    ParameterRow,
-    UnitRow,
     dtype_table,
     mesh_table,
     optimizer_table,
@@ -26,6 +24,20 @@ from weft.observe.tables import (
 from weft.terminal import Console, byte_count, count
 
 
+def axis_row(name: str, size: int, groups: Sequence[Sequence[int]], meaning: str = "") -> AxisRow:
+    return AxisRow(name=name, size=size, groups=groups, meaning=meaning)
+
+
+def unit_row(name: str, parameters: int, size: int) -> UnitRow:
+    return UnitRow(name=name, parameters=parameters, bytes=size, sharding="")
+
+
+def parameter_row(
+    name: str, full: Sequence[int], local: Sequence[int], axes: Sequence[str], dtype: str, itemsize: int
+) -> ParameterRow:
+    return ParameterRow(name=name, full_shape=full, local_shape=local, axes=axes, dtype=dtype, itemsize=itemsize)
+
+
 def printed(table: Table) -> list[str]:
     out = io.StringIO()
     show(table, Console(file=out))
@@ -36,9 +48,9 @@ def test_mesh() -> None:
     lines = printed(
         mesh_table(
             [
-                AxisRow("dp_replicate", 2, ((0, 2), (1, 3)), "copies"),
-                AxisRow("dp_shard", 2, ((0, 1), (2, 3))),
-                AxisRow("many", 2, tuple((i, i + 1) for i in range(0, 12, 2))),
+                axis_row("dp_replicate", 2, ((0, 2), (1, 3)), "copies"),
+                axis_row("dp_shard", 2, ((0, 1), (2, 3))),
+                axis_row("many", 2, tuple((i, i + 1) for i in range(0, 12, 2))),
             ]
         )
     )
@@ -58,12 +70,16 @@ def test_ranges(ranks: tuple[int, ...], text: str) -> None:
 
 
 def test_dtypes() -> None:
-    assert "storage fp32 masters" in printed(dtype_table([DtypeRow("storage", "fp32", "masters")]))
+    assert "storage fp32 masters" in printed(dtype_table([DtypeRow(use="storage", dtype="fp32", note="masters")]))
 
 
 def test_alike_units_share_a_row() -> None:
-    units = [UnitRow(f"model.layers.{i}", 1_048_576, 4 << 20) for i in range(4)]
-    units += [UnitRow("model.norm + lm_head", 999, 4000), UnitRow("model.layers.4", 7, 28), UnitRow("root", 1000, 4000)]
+    units = [unit_row(f"model.layers.{i}", 1_048_576, 4 << 20) for i in range(4)]
+    units += [
+        unit_row("model.norm + lm_head", 999, 4000),
+        unit_row("model.layers.4", 7, 28),
+        unit_row("root", 1000, 4000),
+    ]
     lines = printed(unit_table(units))
     assert "4 model.layers.* 1.05M 4 MiB" in lines and "1 model.norm + lm_head 999 3.906 KiB" in lines
     assert "1 model.layers.4 7 28 B" in lines and "7 all 4.2M 16.01 MiB" in lines
@@ -79,9 +95,9 @@ def test_optimizer_groups() -> None:
 
 
 ROWS = [
-    ParameterRow("model.embed_tokens.weight", (4096, 256), (2048, 256), ("dp_shard: rows",), "fp32", 4),
-    ParameterRow("model.norm.weight", (256,), (128,), ("dp_shard: rows",), "fp32", 4),
-    ParameterRow("scale", (), (), (), "bf16", 2),
+    parameter_row("model.embed_tokens.weight", (4096, 256), (2048, 256), ("dp_shard: rows",), "fp32", 4),
+    parameter_row("model.norm.weight", (256,), (128,), ("dp_shard: rows",), "fp32", 4),
+    parameter_row("scale", (), (), (), "bf16", 2),
 ]
 
 
@@ -104,7 +120,7 @@ def test_a_narrow_terminal_folds_and_loses_nothing(width: int) -> None:
 
 def test_without_a_terminal_names_are_whole() -> None:
     name = "model." + "layers." * 40 + "weight"
-    lines = printed(sharding_table([ParameterRow(name, (2,), (1,), (), "fp32", 4)]))
+    lines = printed(sharding_table([parameter_row(name, (2,), (1,), (), "fp32", 4)]))
     assert any(name in line for line in lines)
 
 

@@ -8,15 +8,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from weft.parallel.inputs import InputCasts
 
 from tests.support.cases import describe, open_engine, parity, saved_model
 from tests.support.pool import run
 from weft.engine.contract import check_contract
+from weft.engine.describe import dtype_rows
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
-from weft.observe.opening import dtype_rows
-from weft.parallel.fsdp import InputCasts
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents
@@ -67,7 +67,7 @@ def inputs(path: str, patterns: tuple[str, ...]) -> tuple[dict[str, set[torch.dt
         layer.register_forward_pre_hook(look)
     step(engine)
     check_contract(engine)
-    return seen, {row.use: row.note for row in dtype_rows(engine)}
+    return seen, {row["use"]: row["note"] for row in dtype_rows(engine)}
 
 
 @pytest.mark.covers("fsdp.cast_forward_inputs")

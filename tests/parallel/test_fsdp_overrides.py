@@ -18,11 +18,11 @@ from torch import Tensor
 from tests.support.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.contract import check_contract
+from weft.engine.describe import parameter_rows, unit_rows
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.optim import optimizer
 from weft.errors import UserError
-from weft.observe.opening import parameter_rows, unit_rows
 from weft.parallel import fsdp
 from weft.parallel.mesh import full_tensor
 from weft.verify.documents import awkward_steps
@@ -139,8 +139,8 @@ def placed(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
             n: round(p.numel() / engine.optimizer.state[p]["exp_avg"].to_local().numel()) for n, p in named.items()
         },
         "log": log,
-        "axes": {row.name: row.axes for row in parameter_rows(engine)},
-        "units": {row.name: row.sharding for row in unit_rows(engine)},
+        "axes": {row["name"]: row["axes"] for row in parameter_rows(engine)},
+        "units": {row["name"]: row["sharding"] for row in unit_rows(engine)},
     }
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from tests.support.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
+from weft.engine.describe import unit_rows
 from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.observe.opening import unit_rows
 from weft.parallel.units import Unit, find_units, parameters_by_unit
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
@@ -64,7 +64,7 @@ def units(path: str, wrap: Any) -> tuple[list[str], set[str], int, int]:
     engine = open_engine(path, "1", fsdp={"wrap": wrap})
     owned = {id(p) for unit in engine.units for module in unit.modules for p in module.parameters()}
     root = {n for n, p in engine.module.named_parameters() if id(p) not in owned}
-    rows = sum(row.parameters for row in unit_rows(engine))
+    rows = sum(row["parameters"] for row in unit_rows(engine))
     return [u.name for u in engine.units], root, rows, sum(p.numel() for p in engine.module.parameters())
 
 

@@ -15,7 +15,8 @@ class SftOptions:
     """`weft sft`. world: ranks of the whole run; a dry run describes that many from one process.
 
     resume: the run folder whose newest checkpoint is resumed. dry_run: print the resolved config, the mesh and the
-    sharding, and train nothing. parameters: in a dry run, also one line per parameter. assume: in a dry run, the
+    sharding, and train nothing. parameters: in a dry run, also one line per parameter. json: in a dry run, config and
+    model as JSON, and nothing else. assume: in a dry run, the
     accelerator of each rank, by its name in launch/machine.py. quiet: print the essential lines of the opening only.
     verbose: print all of it, tables included.
     """
@@ -25,6 +26,7 @@ class SftOptions:
     resume: str | None = None
     dry_run: bool = False
     parameters: bool = False
+    json: bool = False
     assume: str | None = None
     quiet: bool = False
     verbose: bool = False
@@ -41,7 +43,8 @@ class RlOptions:
     """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint is resumed.
 
     replay: train from the rollouts of this folder, RUN/rollouts of another run, instead of new ones. rollout_only:
-    generate and reward, and train nothing. dry_run, parameters, assume, quiet, verbose: as for `weft sft`.
+    generate and reward, and train nothing. dry_run, parameters, json, assume, quiet, verbose:
+    as for `weft sft`.
     """
 
     device: Device = "auto"
@@ -51,6 +54,7 @@ class RlOptions:
     rollout_only: bool = False
     dry_run: bool = False
     parameters: bool = False
+    json: bool = False
     assume: str | None = None
     quiet: bool = False
     verbose: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +11,24 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
-from weft.config import to_yaml
+from weft.config import to_dict, to_yaml
 from weft.config.checks import BUILT_IN
-from weft.config.mesh import AXES
 from weft.config.paths import holds_weights
 from weft.config.presets import default_of_command
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.data.order import StepSampler
+from weft.engine.describe import (
+    attention_kernels,
+    axis_rows,
+    describe,
+    dtype_rows,
+    elements_by_name,
+    parameter_rows,
+    unit_rows,
+)
 from weft.engine.engine import Engine
 from weft.engine.loaded_state import state_lines
 from weft.engine.optim.groups import describe_groups
@@ -31,16 +38,12 @@ from weft.launch.accelerators import limits_of
 from weft.launch.options import Detail
 from weft.models import hf
 from weft.models.freeze import PRESETS, resolved
-from weft.models.lora import describe
+from weft.models.lora import describe as describe_adapters
 from weft.models.mixer_kernels import described
 from weft.models.patterns import matches
 from weft.models.transforms import chosen_transforms
 from weft.models.vision import vision_parts
 from weft.observe.tables import (
-    AxisRow,
-    DtypeRow,
-    ParameterRow,
-    UnitRow,
     dtype_table,
     mesh_table,
     optimizer_table,
@@ -49,15 +52,13 @@ from weft.observe.tables import (
     show,
     unit_table,
 )
-from weft.ops.attention import EXACT, choose
+from weft.ops.attention import EXACT
 from weft.parallel.activations import RowSharing, saved_bytes
 from weft.parallel.memory import HostNeeds, hint, host_bytes, host_shortage
-from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import layers_of
 from weft.parallel.pp.model import Pipeline
 from weft.parallel.pp.schedule import in_flight
-from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, full_shape
-from weft.parallel.units import parameters_by_unit
+from weft.strict_json import plain
 from weft.terminal import Console, byte_count, clean, count, counted, say, say_folded
 from weft.versions import untested_versions
 
@@ -171,8 +172,12 @@ def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str
     return [f"hint     {counted(rollouts, 'rollout step')} in all may be too few: {smaller}{longer}"]
 
 
-def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool) -> None:
-    """Prints the resolved config, the mesh and the sharding, for a dry run. parameters: one row for each parameter."""
+def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool, as_json: bool = False) -> None:
+    """Prints the resolved config, the mesh and the sharding, for a dry run. parameters: one row for each parameter.
+    as_json: prints `{"config": ..., ...describe(engine)}` only."""
+    if as_json:
+        say(json.dumps(plain({"config": to_dict(config)} | describe(engine, parameters=parameters)), indent=2))
+        return
     say(to_yaml(config))
     folder = Path(config.model.path)
     pretrained = config.model.init == "pretrained" and config.model.dcp_weights is None
@@ -241,7 +246,7 @@ def _model_lines(
 ) -> Iterator[str]:
     """The lines of model_opening."""
     built, mesh, ranks, precision = engine.built, engine.mesh, engine.ranks, engine.precision
-    elements = _elements_of(engine)
+    elements = elements_by_name(engine)
     for line in untested_versions():
         yield f"warning  {line}"
     name = type(built.module.hf_model).__name__
@@ -268,7 +273,7 @@ def _model_lines(
         mixers = {type(held.mixer).__name__: held.mixer for held in engine.module.mixers.values()}
         for name, mixer in sorted(mixers.items()):
             notes += f"{name.removeprefix('FSDP')} {described(mixer, ranks.device, precision.compute)}; "
-    yield f"layout   documents {built.layout}; {notes}{_attention(config, engine)}"
+    yield f"layout   documents {built.layout}; {notes}{_attention(engine)}"
     if mesh.cp_size > 1:
         context, row_tokens = engine.context, engine.config.step.max_tokens_per_device
         if context is None:
@@ -302,7 +307,7 @@ def _model_lines(
         yield f"dropout  {named} of config.json: 0 in training, as dropout and router jitter always are"
     begins = engine.optimizer is not None and engine.loaded is not None
     yield from state_lines(engine.built.load, engine.config.optimizer) if begins else ()
-    for line in describe(engine.lora, engine.module, elements) if engine.lora is not None else ():
+    for line in describe_adapters(engine.lora, engine.module, elements) if engine.lora is not None else ():
         yield f"lora     {line}"
     model = engine.config.model
     layers = [transform.describe(engine.module) for transform in chosen_transforms(model, fused_norms=False)]
@@ -382,25 +387,19 @@ def update_lines(config: SftConfig | RlConfig) -> list[str]:
     return lines
 
 
-def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
-    built = engine.built
-    if not built.uses_bounds:
-        return "attention of the family's own, eager" if built.support.attends else "no attention"
+def _attention(engine: Engine) -> str:
+    if not engine.built.uses_bounds:
+        return "attention of the family's own, eager" if engine.built.support.attends else "no attention"
     if engine.config.exact:
         return f"attention kernel {EXACT}"
-    kinds: dict[str, list[str]] = {}
-    for traits in built.support.attention:
-        kernel = choose(config.model.attention, engine.ranks.device, engine.precision.compute, traits)
-        kinds.setdefault(kernel, []).append(str(traits))
-    return "attention kernel " + ", ".join(
-        f"{kernel} ({'; '.join(traits_texts)})" for kernel, traits_texts in kinds.items()
-    )
+    kernels = attention_kernels(engine)
+    return "attention kernel " + ", ".join(f"{kernel} ({'; '.join(kinds)})" for kernel, kinds in kernels.items())
 
 
 def _stages(engine: Engine, pipeline: Pipeline) -> str:
     """Describes the layers of each rank of mesh.pp: `2 stages of layers: 0 to 13 (310,000,000 parameters), 14 to 27
     (...); ...`, or with several stages a rank `4 stages of layers on 2 ranks: 0 to 6 and 14 to 20 (...), ...`."""
-    texts, elements, placement = [], _elements_of(engine), pipeline.placement
+    texts, elements, placement = [], elements_by_name(engine), pipeline.placement
     for rank in range(placement.ranks):
         num_elements = sum(count for name, count in elements.items() if rank in pipeline.holders[name])
         spans = [pipeline.spans[stage] for stage in placement.stages_of(rank)]
@@ -423,12 +422,6 @@ def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
         f"each other in {engine.bubble(plan):.0%} of such a step. {2 * pp} micro-batches or more are good: put more "
         "documents or tokens in a step, or lower step.max_tokens_per_device."
     ]
-
-
-def _elements_of(engine: Engine) -> dict[str, int]:
-    """Name of each parameter -> its elements over all ranks."""
-    cuts = engine.divided.cuts
-    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.whole_parameters().items()}
 
 
 def _takes_images(engine: Engine) -> bool:
@@ -476,100 +469,6 @@ def _image_size(engine: Engine, pixels: Mapping[str, int]) -> str:
 
 
 # ---------------------------------------------------------------- rows of the tables
-
-
-def axis_rows(engine: Engine) -> list[AxisRow]:
-    """The axes of the mesh, and the ranks along each."""
-    mesh = engine.mesh
-    ranks = torch.arange(mesh.sizes.world).reshape(mesh.sizes.all)
-    groups = {name: ranks.movedim(n, -1).reshape(-1, ranks.shape[n]).tolist() for n, name in enumerate(AXES)}
-    groups["ep"] = ranks.reshape(-1, mesh.ep_size, mesh.tp_size).movedim(1, -1).reshape(-1, mesh.ep_size).tolist()
-    meaning = {
-        "pp": "stages of consecutive layers; the same documents",
-        "dp_replicate": "copies of the model; gradients summed over them",
-        "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
-        "cp": "parts of long documents; sharded as over dp_shard",
-        "tp": f"heads, intermediate widths, vocabulary{', tokens between blocks' * engine.divided.sequence} divided; "
-        "the same documents",
-        "ep": "of dp_shard x cp: experts divided; tokens are sent to them",
-    }
-    return [
-        AxisRow(name, size, tuple(tuple(group) for group in groups[name]), meaning[name])
-        for name, size in mesh.axes.items()
-    ]
-
-
-def dtype_rows(engine: Engine) -> list[DtypeRow]:
-    """The dtypes of masters, compute, reduction, optimizer state and export."""
-    precision = engine.precision
-    buffers = sorted({_name(b.dtype) for b in engine.module.buffers() if b.is_floating_point()})
-    cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
-    inputs = [DtypeRow("inputs", _name(precision.compute), f"cast for {cast}")] if cast else []
-    average = [] if engine.config.optimizer.ema_decay is None else [DtypeRow("average", "float32", "of the weights")]
-    export = sorted({_name(d) for d in engine.built.source_dtypes.values()} if engine.lora is None else ())
-    export = export or [_name(precision.master)]
-    frozen = [DtypeRow("base", _name(precision.frozen), "frozen, never cast up")] if engine.lora is not None else []
-    return [
-        DtypeRow("masters", _name(precision.master), "the weights that the optimizer steps"),
-        *frozen,
-        DtypeRow("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"),
-        *inputs,
-        DtypeRow("reduction", _name(precision.reduce), "gradients summed over ranks"),
-        DtypeRow("optimizer", ", ".join(dict.fromkeys(map(_name, engine.moments))) or "-", "state"),
-        *average,
-        DtypeRow("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"),
-        DtypeRow(
-            "export",
-            ", ".join(export),
-            "each tensor as in the source's files" if engine.lora is None else "the adapter",
-        ),
-    ]
-
-
-def unit_rows(engine: Engine) -> list[UnitRow]:
-    """The FSDP units, and the root with the remaining parameters."""
-    itemsize, owned = engine.precision.compute.itemsize, parameters_by_unit(engine.units)
-    sizes = [sum(p.numel() for p in parameters) for parameters in owned]
-    named = {"full": "", "experts": "over the ranks of the same experts", "replicate": "replicated"}
-    rows = []
-    for unit, elements in zip(engine.units, sizes, strict=True):
-        sharding = named[unit.shard] if isinstance(unit.shard, str) else f"groups of {unit.shard}"
-        rows.append(UnitRow(unit.name, elements, elements * itemsize, sharding))
-    root = sum(parameter.numel() for parameter in engine.module.parameters()) - sum(sizes)
-    return [*rows, UnitRow("root", root, root * itemsize)]
-
-
-def parameter_rows(engine: Engine) -> list[ParameterRow]:
-    """The full and local shape of every parameter, and the axes over which it is sharded or divided."""
-    sizes = {"dp_replicate": engine.mesh.dp_replicate, engine.mesh.shard_axis: engine.mesh.shards}
-    cuts = engine.divided.cuts
-    return [
-        _parameter_row(name, parameter, sizes, cuts.get(name), engine.mesh)
-        for name, parameter in engine.module.named_parameters()
-    ]
-
-
-def _parameter_row(
-    name: str, parameter: nn.Parameter, sizes: Mapping[str, int], cut: AnyShardSpec | None, mesh: Mesh
-) -> ParameterRow:
-    local: torch.Tensor = parameter
-    axes: tuple[str, ...] = ()
-    if isinstance(parameter, DTensor):
-        device_mesh = parameter.device_mesh
-        placed = zip(list(sizes)[-device_mesh.ndim :], device_mesh.shape, parameter.placements, strict=True)
-        axes = tuple(
-            axis if size == sizes[axis] else f"{axis} in groups of {size}"
-            for axis, size, placement in placed
-            if isinstance(placement, Shard) and (size > 1 or sizes[axis] == 1)
-        )
-        local = parameter.to_local()
-    shape = tuple(parameter.shape)
-    if cut is not None:
-        # tp or ep, along which ranks compute with different parts of the tensor
-        specs = (cut.outer, cut.inner) if isinstance(cut, NestedShardSpec) else (cut,)
-        divided = ("ep" if mesh.ep is not None and s.ranks is mesh.ep.ranks else "tp" for s in specs if s.divides)
-        shape, axes = cut.shape, (*axes, *divided)
-    return ParameterRow(name, shape, tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size())
 
 
 def _name(dtype: torch.dtype) -> str:

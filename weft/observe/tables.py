@@ -16,6 +16,7 @@ from rich import box
 from rich.measure import Measurement
 from rich.table import Table
 
+from weft.engine.describe import AxisRow, DtypeRow, ParameterRow, UnitRow
 from weft.engine.optim.groups import OptimizerGroupRow
 from weft.terminal import Console, byte_count, count, folded_width
 
@@ -23,48 +24,6 @@ _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
 # Width without a terminal, in columns: it fits a log viewer and a pager.
 _PAGE = 120
-
-
-@dataclass(frozen=True, slots=True)
-class AxisRow:
-    """A mesh axis. groups: the ranks along it, one tuple for each position on the other axes."""
-
-    name: str
-    size: int
-    groups: tuple[tuple[int, ...], ...]
-    meaning: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DtypeRow:
-    """A row of the dtype table: what has which dtype."""
-
-    use: str
-    dtype: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitRow:
-    """An FSDP unit. parameters: elements over all ranks. bytes: of the gathered unit. sharding: over which ranks, if
-    not over all of the mesh."""
-
-    name: str
-    parameters: int
-    bytes: int
-    sharding: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRow:
-    """A sharded parameter. axes: the mesh axes it is sharded over. itemsize: bytes per element."""
-
-    name: str
-    full_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    dtype: str
-    itemsize: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +65,11 @@ def mesh_table(axes: Iterable[AxisRow]) -> Table:
     """The axes, their sizes, and the ranks along each."""
     table = new_table("mesh", "axis", ">size", "ranks", "meaning")
     for axis in axes:
-        shown = " | ".join(ranges(group) for group in axis.groups[:_SHOWN_GROUPS])
-        hidden = len(axis.groups) - _SHOWN_GROUPS
-        table.add_row(axis.name, str(axis.size), f"{shown} | {hidden} more" if hidden > 0 else shown, axis.meaning)
+        shown = " | ".join(ranges(group) for group in axis["groups"][:_SHOWN_GROUPS])
+        hidden = len(axis["groups"]) - _SHOWN_GROUPS
+        table.add_row(
+            axis["name"], str(axis["size"]), f"{shown} | {hidden} more" if hidden > 0 else shown, axis["meaning"]
+        )
     return table
 
 
@@ -116,24 +77,24 @@ def dtype_table(rows: Iterable[DtypeRow]) -> Table:
     """The dtypes, one row each."""
     table = new_table("dtypes", "what", "dtype", "note")
     for row in rows:
-        table.add_row(row.use, row.dtype, row.note)
+        table.add_row(row["use"], row["dtype"], row["note"])
     return table
 
 
 def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
     """The FSDP units; units that differ only in the numbers of their names are one row. tp: size of mesh.tp."""
-    mixed = ["sharding"] if any(unit.sharding for unit in units) else []
+    mixed = ["sharding"] if any(unit["sharding"] for unit in units) else []
     title = "FSDP units" + (f", the part of one of {tp} ranks of tp" if tp > 1 else "")
     table = new_table(title, ">units", "name", ">parameters each", ">bytes each", *mixed)
     names_by_unit: dict[tuple[str, int, int, str], list[str]] = {}
     for unit in units:
-        key = (re.sub(r"\d+", "*", unit.name), unit.parameters, unit.bytes, unit.sharding)
-        names_by_unit.setdefault(key, []).append(unit.name)
+        key = (re.sub(r"\d+", "*", unit["name"]), unit["parameters"], unit["bytes"], unit["sharding"])
+        names_by_unit.setdefault(key, []).append(unit["name"])
     for (pattern, parameters, size, sharding), names in names_by_unit.items():
         name = names[0] if len(names) == 1 else pattern
         table.add_row(str(len(names)), name, count(parameters), byte_count(size), *([sharding] if mixed else []))
     table.add_section()
-    total, size = sum(u.parameters for u in units), sum(u.bytes for u in units)
+    total, size = sum(u["parameters"] for u in units), sum(u["bytes"] for u in units)
     table.add_row(str(len(units)), "all", count(total), byte_count(size))
     return table
 
@@ -155,7 +116,9 @@ def sharding_table(parameters: Sequence[ParameterRow]) -> Table:
     """Every parameter with its full shape and this rank's, and totals."""
     table = new_table("sharding", "parameter", ">full", ">this rank", "axes", "dtype")
     for row in parameters:
-        table.add_row(row.name, shape(row.full_shape), shape(row.local_shape), ", ".join(row.axes), row.dtype)
+        table.add_row(
+            row["name"], shape(row["full_shape"]), shape(row["local_shape"]), ", ".join(row["axes"]), row["dtype"]
+        )
     table.add_section()
     _add_totals(table, parameters)
     return table
@@ -169,9 +132,9 @@ def sharding_totals_table(parameters: Sequence[ParameterRow]) -> Table:
 
 
 def _add_totals(table: Table, parameters: Sequence[ParameterRow]) -> None:
-    full = [math.prod(row.full_shape) for row in parameters]
-    local = [math.prod(row.local_shape) for row in parameters]
-    sizes = [row.itemsize for row in parameters]
+    full = [math.prod(row["full_shape"]) for row in parameters]
+    local = [math.prod(row["local_shape"]) for row in parameters]
+    sizes = [row["itemsize"] for row in parameters]
     table.add_row(
         f"all {len(parameters)}",
         f"{count(sum(full))} ({byte_count(_dot(full, sizes))})",

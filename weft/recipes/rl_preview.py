@@ -38,7 +38,9 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
     tried = asyncio.run(_try(rewards, task))
     with fake_ranks(options.world, options.device, accelerator(options.assume)) as ranks:
         engine = Engine(policy_config(config), ranks, weights=False)
-        print_dry_run(config, engine, parameters=options.parameters)
+        print_dry_run(config, engine, parameters=options.parameters, as_json=options.json)
+        if options.json:
+            return
         show(engine_table(_rows(config, engine, ranks)))
     lines = [f"reward   {line}" for line in rewards.lines()] + [f"tried    {line}" for line in tried]
     if environment is not None:

@@ -51,8 +51,10 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
         if data is not None:
             for documents in (data.documents, *data.held_out.documents.values()):
                 engine.planner.check_images(documents)
-        print_dry_run(config, engine, parameters=options.parameters)
+        print_dry_run(config, engine, parameters=options.parameters, as_json=options.json)
         mesh = engine.mesh.sizes
+    if options.json:
+        return
     if data is None:
         say_folded([f"data     not read: {unread}"])
         return
