@@ -48,7 +48,7 @@ GIVEN: dict[str, tuple[Any, list[str]]] = {
     "model.weights": (".", []),
     "track.to": (["tensorboard"], []),
     "step.shapes": ("buckets", []),
-    "train.objective": ("weft.engine.losses.cross_entropy:CrossEntropy", []),
+    "train.objective": ("weft.engine.losses:CrossEntropy", []),
 }
 
 
