@@ -53,8 +53,8 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-        return found
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        return summary
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -94,13 +94,13 @@ def sft(
     """
     join_launcher()
     _check_on_step(on_step)
-    given = _Given("weft.sft", config, model, data, resume, overwrite, dict(sections))
-    if given.rows is not None:
+    arguments = _CallArguments("weft.sft", config, model, data, resume, overwrite, dict(sections))
+    if arguments.rows is not None:
         _require_one_rank("data has to be the path of a file that all of them can read, not rows in memory.")
     if isinstance(objective, type):
         objective = objective()
     options = SftOptions(device=device, resume=_text(resume))
-    return _run(given.load(SftConfig), options, Hooks(objective=objective, on_step=on_step))
+    return _run(arguments.load(SftConfig), options, Hooks(objective=objective, on_step=on_step))
 
 
 def rl(
@@ -134,23 +134,23 @@ def rl(
             "mpirun, or as one task."
         )
     _check_on_step(on_step)
-    given = _Given("weft.rl", config, model, data, resume, overwrite, dict(sections))
-    pickled = _take_rewards(given.values, reward)
-    loaded = given.load(RlConfig)
+    arguments = _CallArguments("weft.rl", config, model, data, resume, overwrite, dict(sections))
+    pickled = _take_rewards(arguments.values, reward)
+    loaded = arguments.load(RlConfig)
     options = rl_options(loaded, device, None if resume is None else ranks_of(Path(str(loaded.run.dir))))
     options = replace(options, rollout_only=rollout_only, resume=_text(resume), replay=_text(replay))
     return _run_rl(loaded, options, RlHooks(rewards=pickled, on_step=on_step))
 
 
-class _Given:
+class _CallArguments:
     """The arguments of a call: a config file, values of sections that override it, and rows in memory, which are
     written to a file."""
 
     def __init__(
-        self, where: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
+        self, caller: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
     ) -> None:
-        self.where, self.resume = where, resume
-        self.files = [local_path(where, str(config))] if isinstance(config, str | Path) else []
+        self.caller, self.resume = caller, resume
+        self.files = [local_path(caller, str(config))] if isinstance(config, str | Path) else []
         self.values = _base(config, resume) | sections
         if model is not None:
             self.values["model"] = _model(model)
@@ -172,15 +172,15 @@ class _Given:
             if is_url(str(self.resume)):
                 with fetched_config(str(self.resume)) as folder:
                     self.files = [written_config(str(folder), schema, str(self.resume))]
-                    return with_local_paths(load_values(self.values, self.where, schema, self.files), "resumed")
+                    return with_local_paths(load_values(self.values, self.caller, schema, self.files), "resumed")
             self.files = [written_config(str(self.resume), schema)]
         if self.rows is None:
-            return with_local_paths(load_values(self.values, self.where, schema, self.files), "new")
+            return with_local_paths(load_values(self.values, self.caller, schema, self.files), "new")
         if is_url(self.values.get("run", {}).get("dir")):
             raise UserError("data is rows in memory, and run.dir on an object store: write them to a file there.")
         with scratch_folder() as scratch:
             self.values["data"]["path"] = str(_write(self.rows, scratch / ROWS))
-            return _with_rows(load_values(self.values, self.where, schema, self.files), scratch / ROWS)
+            return _with_rows(load_values(self.values, self.caller, schema, self.files), scratch / ROWS)
 
 
 def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> RlOptions:
@@ -215,10 +215,10 @@ def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
         raise UserError(f'rl is a section, not a {type(section).__name__}: say rl={{"prompts_per_step": 32}}.')
     if reward is not None and "reward" in section:
         raise UserError("reward and rl={'reward': ...} are both given: keep one.")
-    given = section.get("reward") if reward is None else reward
-    if given is None:
+    rewards = section.get("reward") if reward is None else reward
+    if rewards is None:
         return {}
-    names, pickled = name_rewards(given)
+    names, pickled = name_rewards(rewards)
     values["rl"] = {**section, "reward": names}
     return pickled
 

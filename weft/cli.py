@@ -55,7 +55,7 @@ from weft.launch.stopping import announce_ending_signal
 from weft.observe.measured import measured_config
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
-from weft.parsers import ELSEWHERE, SUMMARIES
+from weft.parsers import OTHER_COMMANDS, SUMMARIES
 from weft.terminal import clean_everything, display_name, say, say_all
 from weft.version import __version__
 
@@ -86,7 +86,7 @@ class Job:
     world: int
     words: Sequence[str]
     restarts: int = 0
-    again: ResumeCommand | None = None
+    resume_command: ResumeCommand | None = None
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if status != SUCCESS:
         return status
     job, weft = jobs[0], [sys.executable, "-m", "weft"]
-    again = job.again
-    if job.restarts and again is not None:
+    resume_command = job.resume_command
+    if job.restarts and resume_command is not None:
         command = [*weft, *job.words]
-        return run_with_restarts(command, lambda run: [*weft, *again(run)], job.world, job.restarts, debug)
+        return run_with_restarts(command, lambda run: [*weft, *resume_command(run)], job.world, job.restarts, debug)
     return run(job.body, [*weft, *job.words], job.world, debug)
 
 
@@ -156,14 +156,14 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
     if options.dry_run:
         return Job(body, 1, words)  # one process describes all ranks
-    return Job(body, world, words, _restarts(arguments), lambda run: _again(arguments, words, run))
+    return Job(body, world, words, _restarts(arguments), lambda run: _resume_command(arguments, words, run))
 
 
 def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("rl")
+    _require_one_process("rl")
     config = _load_run(arguments, RlConfig)
-    found = rl_options(config, arguments.device, _ranks_wanted(arguments, config))
-    options = _options(RlOptions, arguments, device=found.device, world=found.world)
+    resolved = rl_options(config, arguments.device, _ranks_wanted(arguments, config))
+    options = _options(RlOptions, arguments, device=resolved.device, world=resolved.world)
 
     def body() -> None:
         from weft.recipes import rl, rl_preview
@@ -175,12 +175,12 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _check_dry_run(arguments: argparse.Namespace) -> None:
     """Raise UserError if an option of dry runs is given without --dry-run."""
-    for option, given in (
+    for option, value in (
         ("--parameters", arguments.parameters),
         ("--json", arguments.json),
         ("--assume", arguments.assume),
     ):
-        if given and not arguments.dry_run:
+        if value and not arguments.dry_run:
             raise UserError(f"{option} needs --dry-run: add it.")
     if accelerator(arguments.assume) is not None:
         arguments.device = "cpu"  # this machine's accelerators are not used
@@ -193,7 +193,7 @@ def _restarts(arguments: argparse.Namespace) -> int:
     return 0 if joined() else int(arguments.restarts)
 
 
-def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Sequence[str]:
+def _resume_command(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Sequence[str]:
     """The command line of an attempt that resumes RUN, whose config.yaml has the config files and overrides."""
     if arguments.resume is not None:
         return words
@@ -226,7 +226,7 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("plan")
+    _require_one_process("plan")
     arguments.dry_run = True  # like a dry run, it needs no weights
     schema = RlConfig if _names_rl(arguments) else SftConfig
     config: Any = _load(arguments, schema)
@@ -247,7 +247,7 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("export")
+    _require_one_process("export")
     if arguments.check and (arguments.dtype or arguments.output or arguments.ema):
         raise UserError("--check writes nothing: remove --dtype, --output and --ema.")
     if arguments.optimizer and arguments.format != "dcp":
@@ -266,7 +266,7 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _push(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("push")
+    _require_one_process("push")
     path = local_path("weft push", arguments.path, step=arguments.step, best=arguments.best)
     chosen = path == arguments.path
     step, best = (arguments.step, arguments.best) if chosen else (None, False)
@@ -281,7 +281,7 @@ def _push(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("data")
+    _require_one_process("data")
     files_and_keys = arguments.config
     if files_and_keys[:1] != ["preview"]:
         raise UserError("weft data needs a subcommand: weft data preview [CONFIG ...] [section.key=value ...]")
@@ -313,7 +313,7 @@ def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("merge")
+    _require_one_process("merge")
     path = local_path("weft merge", arguments.path, output=bool(arguments.output))
     options = _options(MergeOptions, arguments, path=path)
 
@@ -326,7 +326,7 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("chat")
+    _require_one_process("chat")
     path = local_path("weft chat", arguments.path, step=arguments.step)
     step = arguments.step if path == arguments.path else None
     options = _options(ChatOptions, arguments, path=path, step=step, images=tuple(arguments.image))
@@ -343,9 +343,9 @@ def _eval(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     path = local_path("weft eval", arguments.path, step=arguments.step)
     config = measured_config(path, arguments.config, arguments.step if path == arguments.path else None)
     if isinstance(config, RlConfig):
-        _alone("eval")
-        found = rl_options(config, arguments.device, arguments.nproc)
-        options, world = _options(MeasureOptions, arguments, device=found.device, world=found.world), 1
+        _require_one_process("eval")
+        resolved = rl_options(config, arguments.device, arguments.nproc)
+        options, world = _options(MeasureOptions, arguments, device=resolved.device, world=resolved.world), 1
     else:
         world = _world(arguments, config)
         options = _options(MeasureOptions, arguments, world=world)
@@ -359,7 +359,7 @@ def _eval(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("rollouts")
+    _require_one_process("rollouts")
     options = _options(RolloutsOptions, arguments, run=local_path("weft rollouts", arguments.run, records=True))
 
     def body() -> None:
@@ -371,10 +371,10 @@ def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("report")
+    _require_one_process("report")
     runs = tuple(local_path("weft report", run, records=True) for run in arguments.runs)
-    beside = len(runs) > 1 or runs[0] == arguments.runs[0]
-    options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "report.html"))
+    is_beside_run = len(runs) > 1 or runs[0] == arguments.runs[0]
+    options = ReportOptions(runs=runs, output=arguments.output or (None if is_beside_run else "report.html"))
 
     def body() -> None:
         from weft.observe.report import page
@@ -386,7 +386,7 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _init(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("init")
+    _require_one_process("init")
     command, overrides = "sft", list(arguments.words)
     if overrides and "=" not in overrides[0]:
         command = overrides.pop(0)
@@ -419,7 +419,7 @@ def _keys(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    _alone("engine")
+    _require_one_process("engine")
     if arguments.what != ["install", "vllm"]:
         raise UserError("weft engine needs a subcommand: weft engine install vllm [--python DIR]")
 
@@ -428,20 +428,20 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
         folder = Path(arguments.python).expanduser() if arguments.python else interpreter.home()
         device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
-        made = interpreter.install(folder, device, shlex.split(arguments.torch))
+        interpreter_path = interpreter.install(folder, device, shlex.split(arguments.torch))
         name = "" if arguments.python is None else f"; set {override('rollout.python', str(folder))}"
-        say(f"vLLM {made.version} for {device} is in {folder}{name}")
+        say(f"vLLM {interpreter_path.version} for {device} is in {folder}{name}")
 
     return Job(body, 1, words)
 
 
-def _options(kind: type[Options], arguments: argparse.Namespace, **others: object) -> Options:
-    """The options of a command: `others`, and the parsed arguments with the names of its fields."""
-    names = {field.name for field in fields(cast(Any, kind))} - others.keys()
-    return kind(**{name: value for name, value in vars(arguments).items() if name in names}, **others)
+def _options(kind: type[Options], arguments: argparse.Namespace, **values: object) -> Options:
+    """The options of a command: `values`, and the parsed arguments with the names of its fields."""
+    names = {field.name for field in fields(cast(Any, kind))} - values.keys()
+    return kind(**{name: value for name, value in vars(arguments).items() if name in names}, **values)
 
 
-def _alone(command: str) -> None:
+def _require_one_process(command: str) -> None:
     if joined():
         raise UserError(
             f"weft {command} runs in one process: start it without torchrun, srun or mpirun, or as one task."
@@ -534,12 +534,12 @@ def _ranks_wanted(arguments: argparse.Namespace, config: AnyConfig) -> int | Non
     if arguments.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer_ranks):
         return arguments.nproc
     run = getattr(arguments, "resume", None)
-    world, whose = None if run is None else ranks_of(Path(run)), f"{run} had"
+    world, origin = None if run is None else ranks_of(Path(run)), f"{run} had"
     if world is None and getattr(arguments, "dry_run", False):
-        least = fewest_ranks(config.mesh)
-        world, whose = least if least > 1 else None, "mesh says"
+        fewest = fewest_ranks(config.mesh)
+        world, origin = fewest if fewest > 1 else None, "mesh says"
     if world is not None:
-        say(f"ranks    {world}, as {whose} (--nproc N for others)")
+        say(f"ranks    {world}, as {origin} (--nproc N for others)")
     return world
 
 
@@ -585,13 +585,13 @@ def _program_help() -> str:
 
 
 def _unknown_command(name: str) -> str:
-    known = ", ".join(COMMANDS)
-    elsewhere = ELSEWHERE.get(name.lower())
-    if elsewhere is not None:
-        return f"weft {name}: no such command: {elsewhere}."
+    commands = ", ".join(COMMANDS)
+    advice = OTHER_COMMANDS.get(name.lower())
+    if advice is not None:
+        return f"weft {name}: no such command: {advice}."
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     if close:
         return f"weft {name}: no such command; did you mean weft {close[0]}?"
     if "=" in name or Path(name).suffix in (".yaml", ".yml"):
-        return f"weft {name}: a command is missing, as in `weft sft {name}`; the commands are {known}."
-    return f"weft {name}: no such command; the commands are {known}."
+        return f"weft {name}: a command is missing, as in `weft sft {name}`; the commands are {commands}."
+    return f"weft {name}: no such command; the commands are {commands}."

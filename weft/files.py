@@ -25,31 +25,31 @@ _KINDS = {
 _DEEPEST = 100  # levels of JSON
 
 
-def regular_file(path: Path, what: str) -> Path:
+def regular_file(path: Path, purpose: str) -> Path:
     """The path, if it leads to a regular file. Raises UserError otherwise: opening a FIFO or a device may block, or
-    read without end. what: the kind of file that it should be, with its article."""
+    read without end. purpose: the kind of file that it should be, with its article."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _is_not(path, "a loop of symbolic links", what) from error
+            raise _is_not(path, "a loop of symbolic links", purpose) from error
         raise UserError(f"{path}: cannot be opened: {error.strerror}.") from error
     except ValueError as error:  # a NUL, or half of a surrogate pair
-        raise UserError(f"{str(path)!r} is no name that a file can have ({error}); it should be {what}.") from error
+        raise UserError(f"{str(path)!r} is no name that a file can have ({error}); it should be {purpose}.") from error
     if kind != stat.S_IFREG:
-        raise _is_not(path, _KINDS.get(kind, "no regular file"), what)
+        raise _is_not(path, _KINDS.get(kind, "no regular file"), purpose)
     return path
 
 
-def _is_not(path: Path, kind: str, what: str) -> UserError:
-    return UserError(f"{path}: is {kind}, not {what}: put {what} in its place.")
+def _is_not(path: Path, kind: str, purpose: str) -> UserError:
+    return UserError(f"{path}: is {kind}, not {purpose}: put {purpose} in its place.")
 
 
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file. what: as in `regular_file`. Raises UserError if there is none."""
+def read_object(path: Path, purpose: str) -> dict[str, Any]:
+    """The JSON object in a file. purpose: as in `regular_file`. Raises UserError if there is none."""
     try:
-        found = json.loads(regular_file(path, what).read_text(encoding="utf-8"))
-        if is_deeper(found, _DEEPEST - 1):  # values are a level, too
+        content = json.loads(regular_file(path, purpose).read_text(encoding="utf-8"))
+        if is_deeper(content, _DEEPEST - 1):  # values are a level, too
             raise RecursionError
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -59,9 +59,9 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise UserError(f"{path}: is not JSON: {first_line(error)}. Fetch or write it again.") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: is {type(found).__name__}, not an object, in JSON. Fetch or write it again.")
-    return found
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: is {type(content).__name__}, not an object, in JSON. Fetch or write it again.")
+    return content
 
 
 def sha256(path: Path) -> str:
@@ -110,10 +110,10 @@ def check_counts(config: Mapping[str, Any], path: str) -> None:
     for name, value in config.items():
         if isinstance(value, Mapping):
             check_counts(value, path)
-        most = next((most for names, most in _COUNTS.items() if names.search(str(name))), None)
-        if most is not None and type(value) is int and value > most:
+        limit = next((limit for names, limit in _COUNTS.items() if names.search(str(name))), None)
+        if limit is not None and type(value) is int and value > limit:
             raise UserError(
-                f"model.path: {path}: config.json: {name} is {value}, and no model has over {most:,}. Fetch it again."
+                f"model.path: {path}: config.json: {name} is {value}, and no model has over {limit:,}. Fetch it again."
             )
 
 

@@ -19,8 +19,8 @@ _TELLING = ("config.json", "adapter_config.json", "tokenizer_config.json", "toke
 def _cached_config(path: str) -> object:
     """A cached file that tells that a hub id was fetched; None if there is none."""
     try:
-        found = (try_to_load_from_cache(path, name) for name in _TELLING)
-        return next((file for file in found if isinstance(file, str)), None)
+        cached = (try_to_load_from_cache(path, name) for name in _TELLING)
+        return next((file for file in cached if isinstance(file, str)), None)
     except ValueError:  # no hub id
         return None
 

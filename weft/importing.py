@@ -43,10 +43,10 @@ def import_module(path: str, key: str, module_name: str | None = None) -> Any:
         return importlib.import_module(module_name)
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        what = f"there is no module {error.name} for {path}, which" if absent else path
+        subject = f"there is no module {error.name} for {path}, which" if absent else path
         raise UserError(
-            f"{key}: {what} cannot be imported: {error}. It is looked for among the installed packages, in PYTHONPATH "
-            f"and in {os.getcwd()}: install it, or mend the path."
+            f"{key}: {subject} cannot be imported: {error}. It is looked for among the installed packages, in "
+            f"PYTHONPATH and in {os.getcwd()}: install it, or mend the path."
         ) from error
 
 
@@ -56,18 +56,18 @@ def import_named(path: str, key: str) -> Any:
     module_name, colon, name = path.partition(":")
     if not colon:
         module_name, _, name = path.rpartition(".")
-    found = import_module(path, key, module_name)
+    value = import_module(path, key, module_name)
     for part in name.split("."):
-        if not hasattr(found, part) and module_name == "__main__":
+        if not hasattr(value, part) and module_name == "__main__":
             raise UserError(
                 f"{key}: {path} belongs to the program that started the run, and this is another process: put it into "
                 f"a module, and set {key} to its import path. A run that began with it goes on from a program that has "
                 "it, too: weft.rl(resume=RUN, reward=...)."
             )
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise UserError(f"{key}: {module_name} has no {name}.")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def module_file(name: str) -> Path | None:
@@ -75,13 +75,13 @@ def module_file(name: str) -> Path | None:
     there is none."""
     search_working_directory()
     places: Any = None
-    found = None
+    spec = None
     for part in name.split("."):
-        found = PathFinder.find_spec(part, places)  # by its full name, Python would look for its imported parent
-        if found is None:
+        spec = PathFinder.find_spec(part, places)  # by its full name, Python would look for its imported parent
+        if spec is None:
             return None
-        places = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
-    origin = None if found is None else found.origin or next(iter(places or ()), None)
+        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    origin = None if spec is None else spec.origin or next(iter(places or ()), None)
     return None if origin is None else Path(origin)
 
 
@@ -93,24 +93,24 @@ def named_problem(path: str, key: str) -> str:
     search_working_directory()
     names: set[str] | None = set(sys.modules) | set(sys.builtin_module_names)
     places: Any = None
-    own, parts = name.partition(".")[0], module_name.split(".")
+    top_level, parts = name.partition(".")[0], module_name.split(".")
     for number, part in enumerate(parts):
         if number and names is not None and places is None and ".".join(parts[: number + 1]) not in sys.modules:
             hint = f": write {':'.join(filter(None, ('.'.join(parts[:-1]), name)))}" if parts[-1] == "py" else ""
             return f"{key}: {path} names something in {'.'.join(parts[:number])}, which is no package{hint}."
-        found = PathFinder.find_spec(part, places)  # by its full name, Python would look for its imported parent
-        if found is None and (names is None or part in names):
+        spec = PathFinder.find_spec(part, places)  # by its full name, Python would look for its imported parent
+        if spec is None and (names is None or part in names):
             return ""  # may be made by other means than a file
-        if found is None:
+        if spec is None:
             return (
                 f"{key}: there is no module {'.'.join(parts[: number + 1])} for {path}, which is looked for among the "
                 f"installed packages, in PYTHONPATH and in {os.getcwd()}: install it, or mend the path."
             )
-        names, locations = _names(found.origin), found.submodule_search_locations
+        names, locations = _names(spec.origin), spec.submodule_search_locations
         places = None if locations is None else list(locations)
-    if names is None or own in names or not own:
+    if names is None or top_level in names or not top_level:
         return ""
-    close = difflib.get_close_matches(own, names, n=1)
+    close = difflib.get_close_matches(top_level, names, n=1)
     return f"{key}: {module_name} has no {name}." + (f" Did you mean {module_name}:{close[0]}?" if close else "")
 
 

@@ -33,7 +33,7 @@ SUMMARIES = {
 
 
 _ADAPTERS = "adapters are keys of the config: weft sft ... lora.rank=16"
-_ELSEWHERE = (
+_WORDS = (
     ("train finetune fine-tune fine_tune tune fit run", "`weft sft` fine-tunes, and `weft rl` trains on rewards"),
     ("pretrain pt cpt", "use `weft sft` with rows of `text`; model.init=random starts from random weights"),
     (
@@ -89,7 +89,7 @@ _ELSEWHERE = (
     ("bench", "docs/benchmarks has the command of each measurement"),
 )
 # What users of other tools try as a command -> what to do here.
-ELSEWHERE = {word: answer for words, answer in _ELSEWHERE for word in words.split()}
+OTHER_COMMANDS = {word: answer for words, answer in _WORDS for word in words.split()}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,12 +121,12 @@ def _foreign_options(message: str) -> list[str]:
         return []
     options = [word.lstrip("-").partition("=")[0] for word in message.split() if word.startswith("--")]
     advice = {name: advice_for(name) for name in options if name not in schema_keys(SftConfig)}
-    found = [
+    matches = [
         Unknown(name, "command line", f"is not an option of weft: {text}", foreign=True)
         for name, text in advice.items()
         if text
     ]
-    lines, first, last = foreign_config(found, {key.name: True for key in found}, SftConfig)
+    lines, first, last = foreign_config(matches, {key.name: True for key in matches}, SftConfig)
     return [line for line in (first, *lines, last) if line]
 
 
@@ -325,9 +325,11 @@ def push_parser() -> argparse.ArgumentParser:
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument("--revision", metavar="BRANCH", help="created if it does not exist (default: main)")
     parser.add_argument("--message", metavar="TEXT", help="commit message (default: Upload step-N)")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=_count, metavar="N", help="with a run folder: use the checkpoint of this step")
-    which.add_argument(
+    checkpoint_choice = parser.add_mutually_exclusive_group()
+    checkpoint_choice.add_argument(
+        "--step", type=_count, metavar="N", help="with a run folder: use the checkpoint of this step"
+    )
+    checkpoint_choice.add_argument(
         "--best", action="store_true", help="with a run folder: use the best checkpoint (checkpoint.keep_best)"
     )
     return parser

@@ -30,13 +30,13 @@ def parse(text: str | bytes) -> Any:
     return checked(decoded, value)
 
 
-def item(text: str, at: int) -> tuple[Any, int]:
-    """(the value that begins at `at`, the index after it). Raises JsonError, and json.JSONDecodeError."""
+def item(text: str, start: int) -> tuple[Any, int]:
+    """(the value that begins at `start`, the index after it). Raises JsonError, and json.JSONDecodeError."""
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, start)
     except RecursionError:
         raise JsonError(_TOO_DEEP) from None
-    return checked(text, value, at, end), end
+    return checked(text, value, start, end), end
 
 
 def named(error: json.JSONDecodeError) -> str:
@@ -54,25 +54,27 @@ def checked(text: str, value: Any, begin: int = 0, end: int = sys.maxsize) -> An
     return value
 
 
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested more than `most` levels deep; recursion over them may fail."""
+def is_deeper(value: Any, limit: int) -> bool:
+    """Whether lists and objects are nested more than `limit` levels deep; recursion over them may fail."""
     level = [value]
-    for _ in range(most + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
+    for _ in range(limit + 1):
+        level = [container for container in level if isinstance(container, dict | list)]
         if not level:
             return False
-        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            child for container in level for child in (container.values() if isinstance(container, dict) else container)
+        ]
     return True
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs. Raises JsonError for duplicate keys: readers differ in which of them they take."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise JsonError(f"an object has the key `{twice[:80]}` twice; keep one")
-    return found
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise JsonError(f"an object has the key `{repeated[:80]}` twice; keep one")
+    return mapping
 
 
 def _integer(digits: str) -> int:
@@ -96,11 +98,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def check_unicode(where: str, value: Any) -> None:
+def check_unicode(location: str, value: Any) -> None:
     """Raises UserError for half of a surrogate pair: JSON can write it, but tokenizers fail on it without naming the
     line."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start]
-        raise UserError(f"{where}: holds {bad!r}, half of a surrogate pair and no character. Remove it.") from None
+        raise UserError(f"{location}: holds {bad!r}, half of a surrogate pair and no character. Remove it.") from None

@@ -20,7 +20,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.errors import UserError
 from weft.launch.options import SftOptions, VerifyOptions
-from weft.parsers import ELSEWHERE
+from weft.parsers import OTHER_COMMANDS
 
 CONFIG = """\
 model: {path: m}
@@ -217,7 +217,7 @@ def test_words_of_other_tools_are_answered_with_what_does_it_here(
 
 def test_answers_to_words_of_other_tools_name_commands_and_keys_that_there_are() -> None:
     algorithms = get_args(schema_keys(RlConfig)["rl.algorithm"].type)
-    for word, answer in ELSEWHERE.items():
+    for word, answer in OTHER_COMMANDS.items():
         assert word not in cli.COMMANDS and word == word.lower()
         assert set(re.findall(r"weft ([a-z]+)\b(?! rl)", answer.replace("-m weft", "weft"))) <= {
             *cli.COMMANDS,

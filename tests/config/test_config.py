@@ -712,4 +712,4 @@ def test_a_section_of_weft_rl_is_unknown_to_weft_sft_alone() -> None:
     (rollout,) = unknown_keys("rollout.engin", node, SftConfig)
     assert rollout.name == "rollout.engin" and rollout.answer.startswith("belongs to `weft rl`")
     (engine,) = unknown_keys("rollout.engin", node, RlConfig)
-    assert engine.where == "a.yaml:2" and "did you mean rollout.engine" in engine.answer
+    assert engine.location == "a.yaml:2" and "did you mean rollout.engine" in engine.answer

@@ -206,9 +206,9 @@ NOT_NEGATIVE: tuple[Test, str] = (lambda v: v >= 0, "0 or more")
 AT_LEAST_1: tuple[Test, str] = (lambda v: v >= 1, "1 or more")
 
 
-def _up_to(most: int) -> tuple[Test, str]:
+def _up_to(maximum: int) -> tuple[Test, str]:
     """A bound above what any run has: beyond it, a start would compute for minutes or fill the memory, in silence."""
-    return (lambda v: 1 <= v <= most, f"1 to {most:,}")
+    return (lambda v: 1 <= v <= maximum, f"1 to {maximum:,}")
 
 
 MOST_DOCUMENTS = 1_000_000  # of a step; a plan of as many takes ten seconds
@@ -309,11 +309,11 @@ def _in_order(limits: Mapping[str, int]) -> bool:
 
 
 def _is_of_videos(limits: Mapping[str, float]) -> bool:
-    names = [f"{edge}_{what}" for what in ("frames", "pixels") for edge in ("min", "max")]
-    whole = all(limits[name] == int(limits[name]) >= 1 for name in names if name in limits)
+    names = [f"{edge}_{unit}" for unit in ("frames", "pixels") for edge in ("min", "max")]
+    are_integers = all(limits[name] == int(limits[name]) >= 1 for name in names if name in limits)
     pairs = zip(names[::2], names[1::2], strict=True)
-    ordered = all(limits.get(least, 0) <= limits.get(most, float("inf")) for least, most in pairs)
-    return set(limits) <= {"fps", *names} and 0 < limits.get("fps", 1) <= 1000 and whole and ordered
+    ordered = all(limits.get(lower, 0) <= limits.get(upper, float("inf")) for lower, upper in pairs)
+    return set(limits) <= {"fps", *names} and 0 < limits.get("fps", 1) <= 1000 and are_integers and ordered
 
 
 def _paths_of_data(config: Any) -> list[str]:
@@ -366,8 +366,8 @@ def pipeline_combinations(config: Any, axis: str, stages: int) -> Iterator[tuple
         ("fsdp.overrides", bool(fsdp.overrides), f"it {names}", {}),
         ("fsdp.cast_forward_inputs", bool(fsdp.cast_forward_inputs), f"it {names}", []),
     )  # fmt: skip
-    for key, found, why, instead in refused:
-        if found:
+    for key, is_refused, why, instead in refused:
+        if is_refused:
             text = f"{key} does not go together with {axis} = {stages}: {why}. "
             yield key, f"{text}Set {override(key, instead)}, or {axis}=1."
     if config.mesh.pp_schedule.endswith("ZeroBubble"):
@@ -382,8 +382,8 @@ def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
         ("model.compile", config.model.compile is True,
          "a compiled layer computes the gradients of its weights and of hidden states at once", False),
     )  # fmt: skip
-    for key, found, why, instead in refused:
-        if found:
+    for key, is_refused, why, instead in refused:
+        if is_refused:
             text = f"{key} does not go together with mesh.pp_schedule = {config.mesh.pp_schedule}: {why}. "
             yield key, f"{text}Set {override(key, instead)}, or mesh.pp_schedule=Interleaved1F1B."
 
@@ -393,8 +393,10 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
     the data may have columns of any name."""
     for name in config.model.imports:
         if not _MODULE.fullmatch(name):
-            known = "my_model for my_model.py in the working directory or in PYTHONPATH, package.module for one inside"
-            yield "model.imports", f"model.imports: {name!r} is no name of a module: write {known}."
+            examples = (
+                "my_model for my_model.py in the working directory or in PYTHONPATH, package.module for one inside"
+            )
+            yield "model.imports", f"model.imports: {name!r} is no name of a module: write {examples}."
     cp, ulysses = config.mesh.cp, config.mesh.ulysses
     if ulysses and cp % ulysses:
         yield (
@@ -424,12 +426,12 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
     if config.mesh.pp > 1:
         yield from pipeline_combinations(config, "mesh.pp", config.mesh.pp)
     yield from _schedule_combinations(config.schedule, config.train.steps)
-    every, kept = config.checkpoint.every, config.checkpoint.keep_every
-    if kept is not None and every and kept % every:
+    interval, keep_interval = config.checkpoint.every, config.checkpoint.keep_every
+    if keep_interval is not None and interval and keep_interval % interval:
         yield (
             "checkpoint.keep_every",
-            f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
-            f"set checkpoint.keep_every={max(1, kept // every) * every}.",
+            f"checkpoint.keep_every is {keep_interval}, but checkpoints are made at multiples of checkpoint.every = "
+            f"{interval}: set checkpoint.keep_every={max(1, keep_interval // interval) * interval}.",
         )
 
 
@@ -487,8 +489,8 @@ def held_out_problems(evaluation: Any, free_columns: bool = False) -> Iterator[t
     if evaluation.path is not None and sources is not None:
         yield "eval.sources", "eval.path and eval.sources are both set: keep one, and set the other to null."
     if getattr(evaluation, "share", None) is not None and (evaluation.path is not None or sources is not None):
-        other = "eval.path" if sources is None else "eval.sources"
-        yield "eval.share", f"eval.share and {other} are both set: keep one, and set the other to null."
+        path_key = "eval.path" if sources is None else "eval.sources"
+        yield "eval.share", f"eval.share and {path_key} are both set: keep one, and set the other to null."
     if sources is not None:
         texts = [*source_problems(sources, "eval.path", free_columns)]
         texts += [
@@ -507,10 +509,10 @@ def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
             "change of less than 1/256 is lost in rounding, so the average would stand still. Set a second beta of at "
             "most 0.99, or optimizer.state_dtype=fp32.",
         )
-    own = [name for name in ("params", "lr", "weight_decay") if name in optimizer.options]
-    if own and optimizer.name not in BUILT_IN:
-        advice = "leave it out" if own[0] == "params" else f"set optimizer.{own[0]} instead"
-        yield "optimizer.options", f"optimizer.options holds `{own[0]}`, which weft passes itself: {advice}."
+    reserved = [name for name in ("params", "lr", "weight_decay") if name in optimizer.options]
+    if reserved and optimizer.name not in BUILT_IN:
+        advice = "leave it out" if reserved[0] == "params" else f"set optimizer.{reserved[0]} instead"
+        yield "optimizer.options", f"optimizer.options holds `{reserved[0]}`, which weft passes itself: {advice}."
     for number, group in enumerate(optimizer.groups):
         yield from (("optimizer.groups", f"optimizer.groups[{number}] {text}") for text in _group_problems(group))
 
@@ -519,9 +521,9 @@ def _no_such_optimizer(name: str) -> str:
     if ("optimizer.name", name) in NOT_YET_VALUES:
         return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
     spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
-    torchs, ours = spelt.get(name.lower()), weft_value("optimizer.name", name)
-    if ours is not None:
-        return f"optimizer.name is {show_value(name)}: write {ours}{f', or {torchs}' if torchs else ''}."
+    torchs, equivalent = spelt.get(name.lower()), weft_value("optimizer.name", name)
+    if equivalent is not None:
+        return f"optimizer.name is {show_value(name)}: write {equivalent}{f', or {torchs}' if torchs else ''}."
     return (
         f"optimizer.name is {show_value(name)}; it must be adamw, sgd, or the import path of a class, as in "
         f"optimizer.name={torchs or 'torch.optim.Adagrad'}."

@@ -88,13 +88,13 @@ def _coerce_literal(node: Node, choices: tuple[Any, ...]) -> Any:
 
 def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(node.value, list):
-        several = members[-1] is ... and isinstance(node.value, str | int)
-        raise MismatchError(f"write {_as_list(str(node.value))}" if several else "")
+        is_list_of_any_length = members[-1] is ... and isinstance(node.value, str | int)
+        raise MismatchError(f"write {_as_list(str(node.value))}" if is_list_of_any_length else "")
     if members[-1] is ...:
-        return tuple(coerce(Node(value, node.where), members[0]) for value in node.value)
+        return tuple(coerce(Node(value, node.location), members[0]) for value in node.value)
     if len(node.value) != len(members):
         raise MismatchError(f"it has {len(node.value)} values")
-    return tuple(coerce(Node(value, node.where), hint) for value, hint in zip(node.value, members, strict=True))
+    return tuple(coerce(Node(value, node.location), hint) for value, hint in zip(node.value, members, strict=True))
 
 
 def _as_list(text: str) -> str:
@@ -107,7 +107,7 @@ def _as_list(text: str) -> str:
 def _coerce_mapping(node: Node, members: tuple[Any, ...]) -> dict[str, Any]:
     if not isinstance(node.value, dict):
         raise MismatchError("")
-    return {name: coerce(Node(value, node.where), members[1]) for name, value in node.value.items()}
+    return {name: coerce(Node(value, node.location), members[1]) for name, value in node.value.items()}
 
 
 def _coerce_record(node: Node, hint: Any) -> Any:
@@ -125,7 +125,7 @@ def _coerce_record(node: Node, hint: Any) -> Any:
     values = {}
     for name, value in node.value.items():
         try:
-            values[name] = coerce(Node(value, node.where), hints[name])
+            values[name] = coerce(Node(value, node.location), hints[name])
         except MismatchError as error:
             advice = f": {error}" if str(error) else ""
             raise MismatchError(f"`{name}` must be {describe(hints[name])}, not {show(value)}{advice}") from error

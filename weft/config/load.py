@@ -60,13 +60,13 @@ def load_config(
 
 def load_values(
     values: Mapping[str, Any],
-    where: str,
+    location: str,
     schema: type[Schema],
     files: Sequence[str] = (),
 ) -> Schema:
-    """The config of a program. values: section -> key -> value, which override those of `files`. where: the name of
+    """The config of a program. values: section -> key -> value, which override those of `files`. location: the name of
     the program's call, for messages. Raises UserError, as load_config."""
-    tree = _merged([*map(read_config_file, files), node_of(values, where)], schema)
+    tree = _merged([*map(read_config_file, files), node_of(values, location)], schema)
     return _finish(tree, schema, weights=True)
 
 
@@ -75,8 +75,8 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
     UserError if there is no such file, or if it belongs to another command."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
-        what = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
-        raise UserError(f"--resume {run}: it {what}. Name the folder that run.dir named.")
+        problem = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
+        raise UserError(f"--resume {run}: it {problem}. Name the folder that run.dir named.")
     command = "rl" if "rl" in (read_config_file(str(path)).value or {}) else "sft"
     if (command == "rl") != ("rl" in sections(schema)):
         raise UserError(f"--resume {name or run}: it is a run of weft {command}: weft {command} --resume {name or run}")
@@ -87,7 +87,9 @@ def imports_of_run(path: str) -> tuple[str, ...]:
     """model.imports of the run that the path, a run folder or one of its checkpoints, belongs to; empty for others."""
     try:
         folder = Path(path).resolve()
-        file = next((own for own in (folder, *folder.parents[1:2]) if (own / "config.yaml").is_file()), None)
+        file = next(
+            (candidate for candidate in (folder, *folder.parents[1:2]) if (candidate / "config.yaml").is_file()), None
+        )
     except (OSError, RuntimeError, ValueError):  # no file has such a name: whoever opens it says so
         return ()
     if file is None:
@@ -160,12 +162,12 @@ def plain_sections(tree: Node) -> dict[str, dict[str, Any]]:
 
 def _expand_dotted(tree: Node) -> Node:
     """Read `optimizer.lr: 1` at the top of a file as on the command line: as a key in a section."""
-    expanded = Node({}, tree.where)
+    expanded = Node({}, tree.location)
     for name, child in tree.value.items():
         node = child
         for part in reversed(name.split(".")[1:]):
-            node = Node({part: node}, child.where)
-        _merge(expanded, Node({name.split(".")[0]: node}, child.where))
+            node = Node({part: node}, child.location)
+        _merge(expanded, Node({name.split(".")[0]: node}, child.location))
     return expanded
 
 
@@ -186,18 +188,18 @@ def _replace_former_names(tree: Node, schema: type) -> None:
             continue
         if current is not None:
             raise UserError(
-                f"{node.where}: {former} is the former name of {name}, which is set as well ({current.where}): "
+                f"{node.location}: {former} is the former name of {name}, which is set as well ({current.location}): "
                 f"keep {name}."
             )
         keys = tree.value[former.partition(".")[0]].value
         del keys[former.partition(".")[2]]
-        keys[name.partition(".")[2]] = Node(node.value, f"{node.where} ({former})", node.raw)
+        keys[name.partition(".")[2]] = Node(node.value, f"{node.location} ({former})", node.raw)
 
 
-def _merge(into: Node, other: Node, *, sections: bool = True) -> None:
+def _merge(into: Node, source: Node, *, sections: bool = True) -> None:
     """Merge a tree into another. sections: whether the children are sections of the config; else they are keys, which
     null unsets."""
-    for name, node in other.value.items():
+    for name, node in source.value.items():
         present = into.value.get(name)
         if present is not None and present.is_section and node.is_section:
             _merge(present, node, sections=False)
@@ -215,14 +217,14 @@ def _settle(tree: Node, schema: type) -> dict[str, str]:
             section, _, leaf = name.partition(".")
             del tree.value[section].value[leaf]
     for default_key, other_key in rules.exclusive:
-        other = _find(tree, other_key)
-        if other is not None and other.value is not None and _find(tree, default_key) is None:
+        partner = _find(tree, other_key)
+        if partner is not None and partner.value is not None and _find(tree, default_key) is None:
             section, _, leaf = default_key.partition(".")
             if _accepts_null(schema_keys(schema).get(default_key)):
-                tree.value[section].value[leaf] = Node(None, other.where)
+                tree.value[section].value[leaf] = Node(None, partner.location)
     names = (name for name in schema_keys(schema))
-    found = ((name, _find(tree, name)) for name in names)
-    return {name: node.where for name, node in found if node is not None and node.value is not None}
+    nodes = ((name, _find(tree, name)) for name in names)
+    return {name: node.location for name, node in nodes if node is not None and node.value is not None}
 
 
 def fill_presets(tree: Node, schema: type) -> None:
@@ -230,17 +232,17 @@ def fill_presets(tree: Node, schema: type) -> None:
 
     def value(name: str) -> Any:
         chosen = _find(tree, name)
-        found = schema_keys(schema)[name].default if chosen is None else chosen.value
-        return found if isinstance(found, str | int) else None
+        result = schema_keys(schema)[name].default if chosen is None else chosen.value
+        return result if isinstance(result, str | int) else None
 
     for name, presets in rules_of(schema).presets(value):
         chosen = _find(tree, name)
-        where = name if chosen is None else f"{chosen.where} ({name})"
+        location = name if chosen is None else f"{chosen.location} ({name})"
         for key, preset in presets.items():
             section, _, leaf = key.partition(".")
-            node = tree.value.setdefault(section, Node({}, where))
+            node = tree.value.setdefault(section, Node({}, location))
             if node.is_section:
-                node.value.setdefault(leaf, Node(preset, where))
+                node.value.setdefault(leaf, Node(preset, location))
 
 
 def _find(tree: Node, name: str) -> Node | None:
@@ -280,7 +282,7 @@ def _build_section(
     keys = {key.leaf: key for key in schema_keys(schema).values() if key.name.startswith(section + ".")}
     if not node.is_section and node.value is not None:
         names = " or ".join(f"{section}.{leaf}" for leaf in list(keys)[:2])
-        problems.append(f"{node.where}: {section} is a section, not a value ({show(node.value)}): set {names}.")
+        problems.append(f"{node.location}: {section} is a section, not a value ({show(node.value)}): set {names}.")
         return {}
     children: dict[str, Node] = node.value or {}
     values: dict[str, Any] = {}
@@ -302,19 +304,19 @@ def _plain(node: Node) -> Node:
     """The node, with a tree of Nodes as a plain dict, where a value is expected."""
     if not node.is_section:
         return node
-    return Node({name: _plain(child).value for name, child in node.value.items()}, node.where, node.raw)
+    return Node({name: _plain(child).value for name, child in node.value.items()}, node.location, node.raw)
 
 
 def _mismatch(key: Key, node: Node, hint: str) -> str:
     value = _plain(node).value
     if (key.name, value) in NOT_YET_VALUES if isinstance(value, str) else False:
-        return f"{node.where}: {key.name}: {value} is not in this version yet: set it to {describe(key.type)}."
-    ours = None if hint else weft_value(key.name, value)
-    if ours is not None:
-        hint = f"write {ours}"
+        return f"{node.location}: {key.name}: {value} is not in this version yet: set it to {describe(key.type)}."
+    equivalent = None if hint else weft_value(key.name, value)
+    if equivalent is not None:
+        hint = f"write {equivalent}"
     example = "" if hint or key.required else f" (default: {show_default(key)})"
     advice = f": {hint}" if hint else example
-    return f"{node.where}: {key.name} must be {describe(key.type)}, not {show(value)}{advice}."
+    return f"{node.location}: {key.name} must be {describe(key.type)}, not {show(value)}{advice}."
 
 
 def show_default(key: Key) -> str:

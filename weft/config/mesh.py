@@ -65,14 +65,14 @@ def resolve_mesh(mesh: MeshConfig, world: int, option: str = "--nproc") -> MeshS
         sizes[inferred[0]] = world // fixed
     elif fixed != world or inferred:
         raise UserError(_product_message(sizes, fixed, world, option))
-    found = MeshSizes(**sizes, ep=mesh.ep)
-    if found.shards % found.ep:
-        divisors = ", ".join(str(n) for n in range(1, found.shards + 1) if found.shards % n == 0)
+    resolved = MeshSizes(**sizes, ep=mesh.ep)
+    if resolved.shards % resolved.ep:
+        divisors = ", ".join(str(n) for n in range(1, resolved.shards + 1) if resolved.shards % n == 0)
         raise UserError(
-            f"mesh.ep={found.ep} does not divide mesh.dp_shard x mesh.cp = {found.shards}: set mesh.ep to one of "
+            f"mesh.ep={resolved.ep} does not divide mesh.dp_shard x mesh.cp = {resolved.shards}: set mesh.ep to one of "
             f"{divisors}."
         )
-    return found
+    return resolved
 
 
 def check_reshard(config: Any, sizes: MeshSizes) -> None:
@@ -83,13 +83,13 @@ def check_reshard(config: Any, sizes: MeshSizes) -> None:
         _check_group(f"fsdp.overrides: {pattern}", group, ("full", "replicate"), sizes)
 
 
-def _check_group(what: str, group: str | int, others: tuple[str, str], sizes: MeshSizes) -> None:
+def _check_group(key: str, group: str | int, alternatives: tuple[str, str], sizes: MeshSizes) -> None:
     if isinstance(group, bool | str) or (1 < group < sizes.shards and sizes.shards % group == 0):
         return
     divisors = [str(n) for n in range(2, sizes.shards) if sizes.shards % n == 0]
-    choices = ", ".join([*others, *divisors])
+    choices = ", ".join([*alternatives, *divisors])
     over = "mesh.dp_shard" if sizes.cp == 1 else "mesh.dp_shard x mesh.cp"
-    raise UserError(f"{what} is {group}, but with {over} = {sizes.shards} it must be one of {choices}.")
+    raise UserError(f"{key} is {group}, but with {over} = {sizes.shards} it must be one of {choices}.")
 
 
 def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig, list[str]]:
@@ -104,9 +104,9 @@ def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig
     shrunk: dict[str, Any] = {axis: min(size, 2) if size > machine else size for axis, size in sizes.items()}
     if not share and _product(shrunk) > machine:
         shrunk = {axis: min(size, 2) for axis, size in shrunk.items()}
-    left = max(2 if share else 1, machine // _product(shrunk))
+    remaining = max(2 if share else 1, machine // _product(shrunk))
     free = [axis for axis, size in sizes.items() if size == -1]
-    shrunk |= {axis: left if axis == free[-1] else 1 for axis in free}
+    shrunk |= {axis: remaining if axis == free[-1] else 1 for axis in free}
     notes = [
         f"mesh.{axis} = {sizes[axis]} is more than this machine has ({machine}); verified with {shrunk[axis]}"
         for axis in AXES
@@ -134,6 +134,6 @@ def _product_message(sizes: dict[str, int], fixed: int, world: int, option: str)
             f"{product} = {values}: {world} ranks are not a multiple of {axes} = {fixed}; "
             f"set it to a divisor of {world}, or take a multiple of {fixed} ranks ({option})."
         )
-    others = fixed // sizes["dp_shard"]
-    fits = f" or set mesh.dp_shard={world // others}" if world % others == 0 else ""
+    quotient = fixed // sizes["dp_shard"]
+    fits = f" or set mesh.dp_shard={world // quotient}" if world % quotient == 0 else ""
     return f"{product} = {values} = {fixed}, but there are {world} ranks: take {fixed} ranks ({option} {fixed}){fits}."

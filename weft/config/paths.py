@@ -23,28 +23,28 @@ from weft.importing import MAIN, named_problem
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
     """The problems of paths in a config, as messages. explicit: where each key that the user set was written. weights:
     whether model.path must hold weights already."""
-    where = explicit or {}
+    location = explicit or {}
     data, prompts = _data_paths(config), _prompts_path(config)
     named = [("model.path", config.model.path), ("lora.path", config.lora.path), ("run.dir", config.run.dir)]
     named += [("data.chat_template", config.data.chat_template), ("eval.prompts", prompts)]
     named += [("model.dcp_weights", config.model.dcp_weights)]
     written = [("run.dir", config.run.dir), ("data.cache", config.data.cache)]
-    found = [(key, problem) for key, path in written if (problem := _variable_problem(key, path))]
-    found += list(_unnameable([*data, *((key, path) for key, path in named if path is not None)]))
-    if not found:
-        found = [(key, data_problem(key, path)) for key, path in data if not is_url(path)]
+    problems = [(key, problem) for key, path in written if (problem := _variable_problem(key, path))]
+    problems += list(_unnameable([*data, *((key, path) for key, path in named if path is not None)]))
+    if not problems:
+        problems = [(key, data_problem(key, path)) for key, path in data if not is_url(path)]
         if prompts is not None and not is_url(prompts):
-            found.append(("eval.prompts", _prompts_problem(prompts)))
+            problems.append(("eval.prompts", _prompts_problem(prompts)))
         if not is_url(config.data.chat_template):
-            found.append(("data.chat_template", _template_problem(config.data.chat_template)))
+            problems.append(("data.chat_template", _template_problem(config.data.chat_template)))
         if not is_url(config.model.path):
-            found.append(("model.path", _model_problem(config, weights)))
-        found.append(("model.dcp_weights", _weights_problem(config.model.dcp_weights)))
+            problems.append(("model.path", _model_problem(config, weights)))
+        problems.append(("model.dcp_weights", _weights_problem(config.model.dcp_weights)))
         if not is_url(config.lora.path):
-            found.append(("lora.path", _adapter_problem(config.lora.path)))
-        found += [(key, named_problem(path, key)) for key, path in _import_paths(config)]
-        found.append(("rl.reward", _extra_problem(config)))
-    return [f"{where[key]}: {text}" if key in where else text for key, text in found if text]
+            problems.append(("lora.path", _adapter_problem(config.lora.path)))
+        problems += [(key, named_problem(path, key)) for key, path in _import_paths(config)]
+        problems.append(("rl.reward", _extra_problem(config)))
+    return [f"{location[key]}: {text}" if key in location else text for key, text in problems if text]
 
 
 def _data_paths(config: Any) -> list[tuple[str, str]]:
@@ -122,10 +122,10 @@ def near_names(file: Path, folders: bool = False) -> str:
     return f" Did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
 
 
-def _kind_problem(file: Path, what: str) -> str:
+def _kind_problem(file: Path, purpose: str) -> str:
     """The problem of a file that is not a regular one; else ""."""
     try:
-        regular_file(file, what)
+        regular_file(file, purpose)
     except UserError as error:
         return str(error)
     return ""
@@ -205,7 +205,9 @@ def _folder_problem(folder: Path, weights: bool) -> str:
     if not has_config:
         return f"model.path {folder} holds no config.json, so it is not a HuggingFace model directory."
     if weights and not holds_weights(folder):
-        if dcp := next((found for found in (folder, folder / "dcp") if os.path.lexists(found / ".metadata")), None):
+        if dcp := next(
+            (candidate for candidate in (folder, folder / "dcp") if os.path.lexists(candidate / ".metadata")), None
+        ):
             return (
                 f"model.path {folder} holds its weights as torch.distributed.checkpoint: set "
                 f"{override('model.dcp_weights', str(dcp))}, too."

@@ -82,8 +82,8 @@ _OPENRLHF: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _but(common: dict[str, Any], *without: str, **own: Any) -> dict[str, Any]:
-    return {name: value for name, value in common.items() if name not in without} | own
+def _but(common: dict[str, Any], *without: str, **changed: Any) -> dict[str, Any]:
+    return {name: value for name, value in common.items() if name not in without} | changed
 
 
 # trainer -> algorithm -> key of `rl` -> the trainer's default. TRL: GRPOConfig (loss_type dapo,

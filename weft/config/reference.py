@@ -47,16 +47,16 @@ def reference() -> str:
     """The page, as Markdown."""
     parts = [_INTRODUCTION, *_tables(SftConfig, sections(SftConfig), RANGES), _REINFORCEMENT]
     shared = sections(SftConfig).values()
-    own = {section: kind for section, kind in sections(RlConfig).items() if kind not in shared}
-    parts += _tables(RlConfig, own, RL_RANGES)
+    rl_sections = {section: kind for section, kind in sections(RlConfig).items() if kind not in shared}
+    parts += _tables(RlConfig, rl_sections, RL_RANGES)
     return "\n".join(parts)
 
 
-def _tables(config: type, own: Mapping[str, type], ranges: Mapping[str, tuple[Test, str]]) -> Iterator[str]:
+def _tables(config: type, section_types: Mapping[str, type], ranges: Mapping[str, tuple[Test, str]]) -> Iterator[str]:
     """One table for each of these sections of a config. Of a section that `weft sft` has with other defaults, only the
     keys whose defaults differ."""
     command = "rl" if config is RlConfig else "sft"
-    for section, kind in own.items():
+    for section, kind in section_types.items():
         keys = [key for key in schema_keys(config).values() if key.name.startswith(section + ".")]
         if kind.__base__ is not object:
             keys = [key for key in keys if key.leaf in kind.__annotations__]
@@ -87,29 +87,29 @@ def find_keys(words: Sequence[str]) -> list[str]:
     """The lines of `weft keys WORDS`: keys whose name holds every word, else those whose help does, and what other
     trainers' names with these words are here. Without words: every key and its default. Raises UserError for words
     that nothing has."""
-    wanted = [word.lower().lstrip("-").partition("=")[0] for word in words]
-    if not wanted:
+    search_words = [word.lower().lstrip("-").partition("=")[0] for word in words]
+    if not search_words:
         lines = [f"{key.name:<34} {_default(key)}" for key in _all_keys()]
         return [
             *lines,
             "\nweft keys WORD tells more of the keys that have it, by name, meaning or another trainer's name.",
         ]
-    named = [key for key in _all_keys() if all(word in key.name.lower() for word in wanted)]
-    exact = [key for key in named if key.name in wanted]
+    named = [key for key in _all_keys() if all(word in key.name.lower() for word in search_words)]
+    exact = [key for key in named if key.name in search_words]
     named = exact or named
-    told = [key for key in _all_keys() if all(word in f"{key.name} {key.help}".lower() for word in wanted)]
-    foreign = _foreign(wanted) if not exact else {}
-    if not named and not told and not foreign:
-        known = [key.name for key in _all_keys()] + [key.leaf for key in _all_keys()]
-        close = difflib.get_close_matches(".".join(wanted), known, n=3, cutoff=0.5)
+    matching = [key for key in _all_keys() if all(word in f"{key.name} {key.help}".lower() for word in search_words)]
+    foreign = _foreign(search_words) if not exact else {}
+    if not named and not matching and not foreign:
+        spellings = [key.name for key in _all_keys()] + [key.leaf for key in _all_keys()]
+        close = difflib.get_close_matches(".".join(search_words), spellings, n=3, cutoff=0.5)
         hint = f" Did you mean {' or '.join(dict.fromkeys(close))}?" if close else " `weft keys` lists all."
-        raise UserError(f"weft keys: no key has {' and '.join(wanted)} in its name or meaning.{hint}")
-    lines = [line for key in named or told for line in _described(key)]
-    if named and not exact and len(told) > len(named):
-        others = [key.name for key in told if key not in named]
+        raise UserError(f"weft keys: no key has {' and '.join(search_words)} in its name or meaning.{hint}")
+    lines = [line for key in named or matching for line in _described(key)]
+    if named and not exact and len(matching) > len(named):
+        mentioned = [key.name for key in matching if key not in named]
         lines += [
             "",
-            *textwrap.wrap(f"Named in what is said of: {', '.join(others)}", _WIDTH, subsequent_indent="    "),
+            *textwrap.wrap(f"Named in what is said of: {', '.join(mentioned)}", _WIDTH, subsequent_indent="    "),
         ]
     if foreign:
         lines += ["", "Names of other trainers:"]
@@ -128,37 +128,37 @@ def _all_keys() -> list[Key]:
 
 def _default(key: Key) -> str:
     """The default of a key, and those of other commands where they differ."""
-    found: dict[str, str] = {}
+    defaults: dict[str, str] = {}
     for command, schema in SCHEMAS.items():
-        own = schema_keys(schema).get(key.name)
-        if own is not None:
+        command_key = schema_keys(schema).get(key.name)
+        if command_key is not None:
             adapted = ADAPTER_DEFAULTS[command].get(key.name)
-            text = "required" if own.required else show_default(own)
-            found[f"weft {command}"] = text + ("" if adapted is None else f", with lora {show(adapted)}")
-    if len(set(found.values())) == 1:
-        only = "" if len(found) == len(SCHEMAS) else f"  ({next(iter(found))} alone)"
-        return f"{next(iter(found.values()))}{only}"
-    return "; ".join(f"{command}: {text}" for command, text in found.items())
+            text = "required" if command_key.required else show_default(command_key)
+            defaults[f"weft {command}"] = text + ("" if adapted is None else f", with lora {show(adapted)}")
+    if len(set(defaults.values())) == 1:
+        only = "" if len(defaults) == len(SCHEMAS) else f"  ({next(iter(defaults))} alone)"
+        return f"{next(iter(defaults.values()))}{only}"
+    return "; ".join(f"{command}: {text}" for command, text in defaults.items())
 
 
 def _described(key: Key) -> list[str]:
     """A key in full: its name, type, range and default, and its meaning below."""
     ranges = {**RL_RANGES, **RANGES}
     kind = describe(key.type) + (f"; {ranges[key.name][1]}" if key.name in ranges else "")
-    says = _default(key)
-    head = f"{key.name}  {kind}" + (", required" if key.required else f"; default {says}")
+    default = _default(key)
+    head = f"{key.name}  {kind}" + (", required" if key.required else f"; default {default}")
     return [
         *textwrap.wrap(head, _WIDTH, subsequent_indent="    ", break_on_hyphens=False),
         *textwrap.wrap(key.help, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),
     ]
 
 
-def _foreign(wanted: Sequence[str]) -> dict[str, str]:
+def _foreign(search_words: Sequence[str]) -> dict[str, str]:
     """Names of other trainers that hold every word -> the answer to them."""
     by_answer: dict[str, list[str]] = {}
     for table in (TABLES.names, TABLES.rl_names):
         for name, answer in table.items():
-            if all(word.replace("-", "_") in name for word in wanted):
+            if all(word.replace("-", "_") in name for word in search_words):
                 names = by_answer.setdefault(answer, [])
                 names += [] if name in names else [name]
     return {", ".join(names): answer for answer, names in by_answer.items()}
@@ -233,12 +233,12 @@ def starter(command: Command, chosen: Mapping[str, Any]) -> str:
     ]
     for section in sections(SCHEMAS[command]):
         set_here = {name: value for name, value in active.items() if name.startswith(f"{section}.")}
-        beside = {name: value for name, value in shown.items() if name.startswith(f"{section}.")}
-        if not set_here and not beside:
+        examples_here = {name: value for name, value in shown.items() if name.startswith(f"{section}.")}
+        if not set_here and not examples_here:
             continue
         lines += ["", f"{section}:" if set_here else f"# {section}:"]
         lines += [_line(keys[name], value, "  ") for name, value in set_here.items()]
-        lines += [_line(keys[name], value, "  # " if set_here else "#   ") for name, value in beside.items()]
+        lines += [_line(keys[name], value, "  # " if set_here else "#   ") for name, value in examples_here.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -31,8 +31,8 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, str):
         return named(value)
     if is_dataclass(value):
-        given = {spec: getattr(value, spec.name) for spec in fields(value)}
-        return {spec.name: plain_value(item) for spec, item in given.items() if item != default_of(spec)}
+        values = {spec: getattr(value, spec.name) for spec in fields(value)}
+        return {spec.name: plain_value(item) for spec, item in values.items() if item != default_of(spec)}
     if isinstance(value, tuple | list):
         return [plain_value(item) for item in value]
     return {name: plain_value(item) for name, item in value.items()} if isinstance(value, dict) else value

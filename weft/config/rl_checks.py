@@ -100,10 +100,10 @@ _SYNC_KEYS = ("transport", "bucket_mb", "verify_every")
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
 # Sections and keys for which `weft rl` has rules of its own; the other rules of `weft sft` apply to both.
-_OWN = ("eval.", "profile.", "checkpoint.keep_best")
+_RL_RULES = ("eval.", "profile.", "checkpoint.keep_best")
 
 INERT = (
-    *(rule for rule in SFT_INERT if not rule.key.startswith(_OWN)),
+    *(rule for rule in SFT_INERT if not rule.key.startswith(_RL_RULES)),
     *(
         Inert(
             f"step.{leaf}",
@@ -218,7 +218,7 @@ INERT = (
 )
 
 RANGES: dict[str, tuple[Test, str]] = {
-    **{name: rule for name, rule in SFT_RANGES.items() if not name.startswith(_OWN)},
+    **{name: rule for name, rule in SFT_RANGES.items() if not name.startswith(_RL_RULES)},
     "rl.prompts_per_step": AT_LEAST_1,
     "rl.group_size": AT_LEAST_1,
     "rl.minibatches": AT_LEAST_1,
@@ -297,9 +297,9 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _exact_combinations(config)
     yield from _truncated_combinations(config)
     for section in ("reference", "critic"):
-        own = getattr(config, section)
-        if (own.pp or 1) > 1 and (config.mesh.pp == 1 or own.ranks is not None):  # else its stages are the policy's
-            yield from pipeline_combinations(config, f"{section}.pp", own.pp)
+        role = getattr(config, section)
+        if (role.pp or 1) > 1 and (config.mesh.pp == 1 or role.ranks is not None):  # else its stages are the policy's
+            yield from pipeline_combinations(config, f"{section}.pp", role.pp)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
         row = getattr(config, section).max_tokens_per_device
@@ -436,8 +436,8 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
                 "in my_rewards:is_right for the function is_right in my_rewards.py."
                 + (f" Did you mean {close[0]}?" if close else ""),
             )
-    if twice := [path for path in dict.fromkeys(rl.reward) if rl.reward.count(path) > 1]:
-        yield "rl.reward", f"rl.reward names {twice[0]} twice: name it once, and set rl.reward_weights."
+    if repeated := [path for path in dict.fromkeys(rl.reward) if rl.reward.count(path) > 1]:
+        yield "rl.reward", f"rl.reward names {repeated[0]} twice: name it once, and set rl.reward_weights."
     if rl.reward_weights is not None and len(rl.reward_weights) != len(rl.reward):
         yield (
             "rl.reward_weights",
@@ -469,30 +469,30 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
 
 def _eval_combinations(evaluation: RlEvalConfig) -> Iterator[tuple[str, str]]:
     yield from held_out_problems(evaluation, free_columns=True)
-    most = max(evaluation.pass_at or (0,))
-    if evaluation.samples and most > evaluation.samples:
+    largest = max(evaluation.pass_at or (0,))
+    if evaluation.samples and largest > evaluation.samples:
         yield (
             "eval.pass_at",
-            f"eval.pass_at asks for pass@{most}, but eval.samples draws {evaluation.samples} answers for each prompt: "
-            f"set eval.samples={most} or more (twice as many estimate it better).",
+            f"eval.pass_at asks for pass@{largest}, but eval.samples draws {evaluation.samples} answers for each "
+            f"prompt: set eval.samples={largest} or more (twice as many estimate it better).",
         )
 
 
 def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:
     if rl.preset is not None and rl.algorithm not in LIKE[rl.preset]:
-        known = ", ".join(LIKE[rl.preset])
+        algorithms = ", ".join(LIKE[rl.preset])
         yield (
             "rl.preset",
             f"rl.preset is {rl.preset}, whose defaults of {rl.algorithm} weft does not know: set rl.algorithm to one "
-            f"of {known}, or rl.preset=null.",
+            f"of {algorithms}, or rl.preset=null.",
         )
-    for leaf, own in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
+    for leaf, built_in in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
         named = getattr(rl, leaf)
-        if named not in own and not IMPORT_PATH.fullmatch(named):
+        if named not in built_in and not IMPORT_PATH.fullmatch(named):
             yield (
                 f"rl.{leaf}",
-                f"rl.{leaf} is {named}: it must be one of {', '.join(own)}, or the import path of a function of your "
-                f"own, as in my_rl:{leaf}.",
+                f"rl.{leaf} is {named}: it must be one of {', '.join(built_in)}, or the import path of a function of "
+                f"your own, as in my_rl:{leaf}.",
             )
     if rl.prompts_per_step * rl.group_size > MOST_DOCUMENTS:
         yield (

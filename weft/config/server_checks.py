@@ -41,13 +41,13 @@ def server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
             "rollout.python is not set: weft installs no SGLang. Set it to the Python, or the folder of the "
             "environment, that has it.",
         )
-    for name, whole in KEEPS_ALL.items():
+    for name, neutral in KEEPS_ALL.items():
         value = getattr(rollout, name)
-        if rollout.engine in SERVERS and value != whole and not rollout.allow_truncated:
+        if rollout.engine in SERVERS and value != neutral and not rollout.allow_truncated:
             yield (
                 f"rollout.{name}",
                 f"rollout.{name} is {value:g}, but {rollout.engine} does not say how much of the distribution the kept "
-                f"tokens have, so that samples are not of the policy that is trained: set rollout.{name}={whole} "
+                f"tokens have, so that samples are not of the policy that is trained: set rollout.{name}={neutral} "
                 "(evaluation has eval.top_p and eval.top_k of its own), or rollout.engine=embedded or hf, which say "
                 "it, or accept the bias, which is measured: rollout.allow_truncated=true.",
             )

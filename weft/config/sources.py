@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.config.yaml12 import show
 
-# The columns of each format; BESIDE: those that go with any format.
+# The columns of each format; COLUMNS_BESIDE: those that go with any format.
 FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
@@ -20,8 +20,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "instruction": ("instruction", "input", "output"),
     "input_ids": ("input_ids", "labels", "loss_mask"),
 }
-BESIDE = ("system", "tools", "chat_template_kwargs", "history", "images", "videos")
-COLUMNS = (*(name for names in FORMATS.values() for name in names), *BESIDE)
+COLUMNS_BESIDE = ("system", "tools", "chat_template_kwargs", "history", "images", "videos")
+COLUMNS = (*(name for names in FORMATS.values() for name in names), *COLUMNS_BESIDE)
 
 # Roles of messages in chat templates. Only answers of the assistant are trained.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -85,24 +85,24 @@ def column_problems(columns: Mapping[str, str], free: bool = False) -> Iterator[
 
 def role_problems(roles: Mapping[str, str]) -> Iterator[str]:
     """The problems of data.roles: targets that are neither weft's roles nor the data's role itself."""
-    for theirs, ours in roles.items():
-        if ours not in ROLES and ours != theirs:
-            turned = f" Their word comes first: {{{ours}: {theirs}}}." if theirs in ROLES else ""
-            yield f"{theirs}: {show(ours)} is none of {', '.join(ROLES)}, nor {theirs} itself.{turned}"
+    for foreign, role in roles.items():
+        if role not in ROLES and role != foreign:
+            turned = f" Their word comes first: {{{role}: {foreign}}}." if foreign in ROLES else ""
+            yield f"{foreign}: {show(role)} is none of {', '.join(ROLES)}, nor {foreign} itself.{turned}"
 
 
 MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
 
 
 def key_problems(keys: Mapping[str, str]) -> Iterator[str]:
-    """The problems of data.message_keys, weft's key -> theirs: keys of messages that weft does not know, or two that
+    """The problems of data.message_keys, weft's key -> foreign: keys of messages that weft does not know, or two that
     are to come from one."""
-    for ours, theirs in keys.items():
-        if ours not in MESSAGE_KEYS:
-            turned = f" Weft's name comes first: {{{theirs}: {ours}}}." if theirs in MESSAGE_KEYS else ""
-            yield f"{ours} is no key of a message of weft; it has {', '.join(MESSAGE_KEYS)}.{turned}"
-        elif not theirs:
-            yield f"{ours}: {show(theirs)} names no key."
+    for key, foreign in keys.items():
+        if key not in MESSAGE_KEYS:
+            turned = f" Weft's name comes first: {{{foreign}: {key}}}." if foreign in MESSAGE_KEYS else ""
+            yield f"{key} is no key of a message of weft; it has {', '.join(MESSAGE_KEYS)}.{turned}"
+        elif not foreign:
+            yield f"{key}: {show(foreign)} names no key."
     for name in sorted({name for name in keys.values() if list(keys.values()).count(name) > 1}):
         yield f"{show(dict(keys))} reads {name} twice: keep one."
 

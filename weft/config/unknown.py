@@ -24,11 +24,11 @@ _PLURALS = (
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """An unknown key or section. name: dotted. where: the place in which it was written. answer: the advice. foreign:
-    whether it is a name of another trainer."""
+    """An unknown key or section. name: dotted. location: the place in which it was written. answer: the advice.
+    foreign: whether it is a name of another trainer."""
 
     name: str
-    where: str
+    location: str
     answer: str
     foreign: bool = False
 
@@ -36,14 +36,14 @@ class Unknown:
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     """The unknown keys in `name`, a key or section that the schema does not have."""
     if name.partition(".")[0] in _of_rl_alone() - set(sections(schema)):
-        return [Unknown(name, node.where, "belongs to `weft rl`: leave it out of supervised fine-tuning.")]
+        return [Unknown(name, node.location, "belongs to `weft rl`: leave it out of supervised fine-tuning.")]
     advice = advice_for(name, reinforcement="rl" in sections(schema))
-    own = f"is not a key of weft: {advice or _nearest(name, schema)}"
+    message = f"is not a key of weft: {advice or _nearest(name, schema)}"
     if node.is_section and node.value and not _is_typo(name, node, schema):
         inside = [key for leaf, child in node.value.items() for key in unknown_keys(f"{name}.{leaf}", child, schema)]
-        if advice is None or any(key.foreign and key.answer != own for key in inside):
+        if advice is None or any(key.foreign and key.answer != message for key in inside):
             return inside
-    return [Unknown(name, node.where, own, advice is not None)]
+    return [Unknown(name, node.location, message, advice is not None)]
 
 
 def _of_rl_alone() -> set[str]:
@@ -59,15 +59,15 @@ def messages(unknown: Sequence[Unknown]) -> list[str]:
     return [_line(keys, answer) for answer, keys in by_answer.items()]
 
 
-def foreign_config(unknown: Sequence[Unknown], found: Mapping[str, Any], schema: type) -> tuple[list[str], str, str]:
+def foreign_config(unknown: Sequence[Unknown], settings: Mapping[str, Any], schema: type) -> tuple[list[str], str, str]:
     """(The lines on unknown keys, what to say before them, what to say after them). If the keys are those of another
     trainer, the config may be of a kind that weft does not have, or not in this command: then that is all there is to
-    say. found: all names of the config with their values."""
+    say. settings: all names of the config with their values."""
     trainer = likely_trainer(key.name for key in unknown if key.foreign)
     if trainer is None:
         return messages(unknown), "", ""
-    task = task_of(trainer, found)
-    places = unknown[0].where.rpartition(":")[0] or unknown[0].where
+    task = task_of(trainer, settings)
+    places = unknown[0].location.rpartition(":")[0] or unknown[0].location
     page = f"docs/coming-from/{trainer.name}.md has all of them side by side."
     drafted = (
         f"These look like keys of {trainer.title}: weft migrate FILE makes a draft of a weft config from them, and "
@@ -82,18 +82,18 @@ def foreign_config(unknown: Sequence[Unknown], found: Mapping[str, Any], schema:
 def _line(keys: list[Unknown], answer: str) -> str:
     names = list(dict.fromkeys(key.name for key in keys))
     if len(names) > 1:
-        for one, several in _PLURALS:
-            answer = answer.replace(one, several)
-    return f"{_places(key.where for key in keys)}: {_all_of(names)} {answer}"
+        for singular, plural in _PLURALS:
+            answer = answer.replace(singular, plural)
+    return f"{_places(key.location for key in keys)}: {_all_of(names)} {answer}"
 
 
 def _places(places: Iterable[str]) -> str:
     """`a.yaml:3, 7; command line`."""
     lines: dict[str, list[str]] = {}
-    for place in dict.fromkeys(places):
-        file, colon, line = place.rpartition(":")
-        lines.setdefault(file if colon else place, []).append(line if colon else "")
-    return "; ".join(file + (f":{', '.join(found)}" if found != [""] else "") for file, found in lines.items())
+    for location in dict.fromkeys(places):
+        file, colon, line = location.rpartition(":")
+        lines.setdefault(file if colon else location, []).append(line if colon else "")
+    return "; ".join(file + (f":{', '.join(numbers)}" if numbers != [""] else "") for file, numbers in lines.items())
 
 
 def _all_of(names: list[str]) -> str:
@@ -126,6 +126,6 @@ def _nearest(name: str, schema: type) -> str:
     if candidates:
         return f"did you mean {' or '.join(candidates)}?"
     if section in sections(schema):
-        own = [key.leaf for key in keys.values() if key.name.startswith(section + ".")]
-        return f"{section} has {', '.join(own)}."
+        leaves = [key.leaf for key in keys.values() if key.name.startswith(section + ".")]
+        return f"{section} has {', '.join(leaves)}."
     return f"the sections are {', '.join(sections(schema))} (docs/reference/config.md lists their keys)."

@@ -46,9 +46,9 @@ def is_url(path: str | None) -> bool:
 
 def url_problem(key: str, url: str) -> str:
     """The problem of a URL: no such protocol, or a package that is not installed; "" if there is none."""
-    found = _URL.match(url)
-    assert found is not None
-    protocol = found[1].lower()
+    match = _URL.match(url)
+    assert match is not None
+    protocol = match[1].lower()
     package = _PACKAGES.get(protocol)
     if package is not None:
         if find_spec(package) is not None:

@@ -16,15 +16,15 @@ _OF_ANY_SIZE = ("train.seed", "data.max_row_bytes")  # the latter has a limit of
 
 def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
     """The problems of a typed config, as messages. explicit: where each key that the user set was written."""
-    where, rules = explicit or {}, rules_of(type(config))
-    problems = _ranges(config, where, rules)
-    problems += _exclusive(config, where, rules)
+    location, rules = explicit or {}, rules_of(type(config))
+    problems = _ranges(config, location, rules)
+    problems += _exclusive(config, location, rules)
     problems += [
-        f"{where[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
+        f"{location[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
         for rule in rules.inert
-        if rule.key in where and rule.when(config) and not _pair_is_reported(rule.key, where, rules)
+        if rule.key in location and rule.when(config) and not _pair_is_reported(rule.key, location, rules)
     ]
-    return problems + [_at(where, key) + text for key, text in rules.combinations(config)]
+    return problems + [_prefix(location, key) + text for key, text in rules.combinations(config)]
 
 
 def rules_of(schema: type) -> Rules:
@@ -37,33 +37,33 @@ def inert_keys(config: Any) -> set[str]:
     return {rule.key for rule in rules_of(type(config)).inert if rule.when(config)}
 
 
-def _ranges(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
+def _ranges(config: Any, location: Mapping[str, str], rules: Rules) -> list[str]:
     problems = []
     for name, (holds, requirement) in rules.ranges.items():
         value = get(config, name)
         if value is not None and not holds(value):
             default = schema_keys(type(config))[name].default
             requirement += f" (default: {show_value(default)})"
-            problems.append(f"{_at(where, name)}{name} is {show_value(value)}; it must be {requirement}.")
-    return problems or list(_beyond_all(config, where))
+            problems.append(f"{_prefix(location, name)}{name} is {show_value(value)}; it must be {requirement}.")
+    return problems or list(_beyond_all(config, location))
 
 
-def _beyond_all(config: Any, where: Mapping[str, str]) -> Iterator[str]:
+def _beyond_all(config: Any, location: Mapping[str, str]) -> Iterator[str]:
     """Problems of numbers that are too large for libraries: counts and sizes, and timeouts."""
     for name in schema_keys(type(config)):
         value = get(config, name)
         numbers = value if isinstance(value, tuple) else (value,)
         kinds = (int, float) if name.endswith("timeout") else (int,)
         if name not in _OF_ANY_SIZE and any(type(number) in kinds and number > _LARGEST for number in numbers):
-            yield f"{_at(where, name)}{name} is {show_value(value)}; it must be at most {_LARGEST}."
+            yield f"{_prefix(location, name)}{name} is {show_value(value)}; it must be at most {_LARGEST}."
 
 
-def _exclusive(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
+def _exclusive(config: Any, location: Mapping[str, str], rules: Rules) -> list[str]:
     problems = []
     for key, partner in rules.exclusive:
-        if key in where and partner in where:
+        if key in location and partner in location:
             problems.append(
-                f"{key} ({where[key]}) and {partner} ({where[partner]}) are both set: "
+                f"{key} ({location[key]}) and {partner} ({location[partner]}) are both set: "
                 f"{partner} replaces {key}; keep one, and set the other to null."
             )
             continue
@@ -73,13 +73,13 @@ def _exclusive(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]
     return problems
 
 
-def _pair_is_reported(key: str, where: Mapping[str, str], rules: Rules) -> bool:
-    return any(key == default and partner in where for default, partner in rules.exclusive)
+def _pair_is_reported(key: str, location: Mapping[str, str], rules: Rules) -> bool:
+    return any(key == default and partner in location for default, partner in rules.exclusive)
 
 
 def _nullable(config: Any, name: str) -> bool:
     return type(None) in getattr(schema_keys(type(config))[name].type, "__args__", ())
 
 
-def _at(where: Mapping[str, str], name: str) -> str:
-    return f"{where[name]}: " if name in where else ""
+def _prefix(location: Mapping[str, str], name: str) -> str:
+    return f"{location[name]}: " if name in location else ""

@@ -30,11 +30,11 @@ _MARKED = tuple("'\"|>!&")
 
 @dataclass(slots=True)
 class Node:
-    """A value with its place. value: a scalar, a list, or dict[str, Node] for a section. where: "sft.yaml:12" or
+    """A value with its place. value: a scalar, a list, or dict[str, Node] for a section. location: "sft.yaml:12" or
     "command line". raw: the text as typed, for values from the command line."""
 
     value: Any
-    where: str
+    location: str
     raw: str | None = None
 
     @property
@@ -120,7 +120,7 @@ def read_file(path: str) -> Node:
     if node is None or node.value is None:
         return Node({}, path)
     if not node.is_section:
-        raise UserError(f"{node.where}: expected sections such as `model:` and `data:`, found {show(node.value)}.")
+        raise UserError(f"{node.location}: expected sections such as `model:` and `data:`, found {show(node.value)}.")
     return node
 
 
@@ -142,13 +142,13 @@ def _text(path: str) -> str:
         raise UserError(f"{path}: cannot be read as a config file: {error}") from error
 
 
-def node_of(value: Any, where: str) -> Node:
+def node_of(value: Any, location: str) -> Node:
     """A tree of Nodes from a value that does not come from YAML (a program, TOML)."""
     if isinstance(value, Mapping):
-        return Node({str(name): node_of(child, where) for name, child in value.items()}, where)
+        return Node({str(name): node_of(child, location) for name, child in value.items()}, location)
     if isinstance(value, list | tuple):
-        return Node([_plain(child) for child in value], where)
-    return Node(_plain(value), where)
+        return Node([_plain(child) for child in value], location)
+    return Node(_plain(value), location)
 
 
 def _plain(value: Any) -> Any:
@@ -162,18 +162,18 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_value(text: str, where: str) -> Node:
+def read_value(text: str, location: str) -> Node:
     """The value of a command-line override. Text that is not YAML is taken as a string. Raises UserError if it is too
     deep, or a number that cannot be read."""
     try:
-        node = _parse(text, where, lines=False)
+        node = _parse(text, location, lines=False)
     except yaml.YAMLError:
-        return Node(text, where, raw=text)
+        return Node(text, location, raw=text)
     except (RecursionError, ValueError) as error:
-        said = "is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
-        raise UserError(f"{where}: {text[:40]}... cannot be read as a value: {said}.") from None
+        problem = "is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        raise UserError(f"{location}: {text[:40]}... cannot be read as a value: {problem}.") from None
     if node is None:
-        return Node(None, where, raw=text)
+        return Node(None, location, raw=text)
     if isinstance(node.value, str) and node.value != text.strip() and text.strip()[:1] not in _MARKED:
         node.value = text  # YAML would fold its lines and drop text after a #
     node.raw = text
@@ -199,14 +199,14 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _parse(text: str, where: str, lines: bool = True) -> Node | None:
+def _parse(text: str, location: str, lines: bool = True) -> Node | None:
     loader = Loader(text)
     try:
         root = loader.get_single_node()
         if root is None:
             return None
         _check_size(root)
-        return _convert(loader, root, where, lines)
+        return _convert(loader, root, location, lines)
     finally:
         loader.dispose()
 
@@ -214,11 +214,11 @@ def _parse(text: str, where: str, lines: bool = True) -> Node | None:
 def _check_size(root: yaml.Node) -> None:
     """Raise a YAML error for a tree that is too deep or too large. Aliases (`*name`) count expanded: a few lines of
     them can stand for more than memory holds."""
-    waiting, seen = [(root, 1)], 0
+    waiting, count = [(root, 1)], 0
     while waiting:
         node, depth = waiting.pop()
-        seen += 1
-        if depth > _DEEPEST or seen > _MOST_VALUES:
+        count += 1
+        if depth > _DEEPEST or count > _MOST_VALUES:
             problem = (
                 f"is nested more than {_DEEPEST} deep" if depth > _DEEPEST else f"has over {_MOST_VALUES:,} values"
             )
@@ -231,29 +231,29 @@ def _check_size(root: yaml.Node) -> None:
 
 
 def _convert(loader: Loader, node: yaml.Node, origin: str, lines: bool) -> Node:
-    where = f"{origin}:{node.start_mark.line + 1}" if lines else origin
+    location = f"{origin}:{node.start_mark.line + 1}" if lines else origin
     if not isinstance(node, yaml.MappingNode):
-        return Node(loader.construct_object(node, deep=True), where)
+        return Node(loader.construct_object(node, deep=True), location)
     children: dict[str, Node] = {}
     merged: dict[str, Node] = {}  # of `<<: *name`: keys that the mapping itself sets replace them
     for key_node, value_node in node.value:
         if isinstance(key_node, yaml.ScalarNode) and key_node.value == "<<":
-            for one in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
-                if not isinstance(one, yaml.MappingNode):
+            for merged_node in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                if not isinstance(merged_node, yaml.MappingNode):
                     problem = "`<<` merges mappings, as in `<<: *name`"
                     raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-                merged = {**_convert(loader, one, origin, lines).value, **merged}
+                merged = {**_convert(loader, merged_node, origin, lines).value, **merged}
             continue
         if not isinstance(key_node, yaml.ScalarNode):
             raise yaml.constructor.ConstructorError(None, None, "a key must be a plain name", key_node.start_mark)
         key = str(key_node.value)
         if key in children:
-            problem = f"`{key}` is set twice (first at {children[key].where}): keep one"
+            problem = f"`{key}` is set twice (first at {children[key].location}): keep one"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         children[key] = _convert(loader, value_node, origin, lines)
         if lines:  # a block's mark is the line of its first child, but the user looks for the key
-            children[key].where = f"{origin}:{key_node.start_mark.line + 1}"
-    return Node({**merged, **children}, where)
+            children[key].location = f"{origin}:{key_node.start_mark.line + 1}"
+    return Node({**merged, **children}, location)
 
 
 def _syntax_message(error: yaml.YAMLError, path: str) -> str:

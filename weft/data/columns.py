@@ -9,12 +9,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.config.sources import BESIDE, FORMATS
+from weft.config.sources import COLUMNS_BESIDE, FORMATS
 from weft.config.yaml12 import override
 from weft.data.messages import Message, describe_type, leave_out_key, parse_json_list
 from weft.errors import UserError
 
-_OPTIONAL = ("input", *BESIDE)
+_OPTIONAL = ("input", *COLUMNS_BESIDE)
 
 
 def rename_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def rename_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, 
     table may hold several. Raises UserError if a required path is not in the row.
     """
     formats = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
-    readable = {name for form in formats or FORMATS for name in FORMATS[form]} | {*BESIDE, *MEANT}
+    readable = {name for form in formats or FORMATS for name in FORMATS[form]} | {*COLUMNS_BESIDE, *MEANT}
     # An optional column that has another name in `columns` is not read under its own, too: {instruction: input}.
     moved = {*columns, *(path for path in columns.values() if path in _OPTIONAL)}
     out = {name: value for name, value in row.items() if name not in moved and (name in readable or not formats)}

@@ -17,23 +17,23 @@ _NAMED = re.compile(r"`([a-z_]+\.[\w.*]+)`")  # a key of weft in a sentence
 
 def check(tables: Tables) -> None:
     """Raise a TableError that lists all problems of the tables, if there are any."""
-    found = list(problems(tables))
-    if found:
-        raise TableError("\n".join(found))
+    messages = list(problems(tables))
+    if messages:
+        raise TableError("\n".join(messages))
 
 
 def problems(tables: Tables) -> Iterator[str]:
     """The problems of the tables; each names its file and the key in it."""
     yield from _of_files(tables)
-    yield from _of_sentences("sentences.yaml: sft", tables.sentences.sft, _known(SftConfig))
-    yield from _of_sentences("sentences.yaml: rl", tables.sentences.rl, _known(RlConfig))
-    yield from _of_names("shared.yaml: names", tables.others)
+    yield from _of_sentences("sentences.yaml: sft", tables.sentences.sft, _known_names(SftConfig))
+    yield from _of_sentences("sentences.yaml: rl", tables.sentences.rl, _known_names(RlConfig))
+    yield from _of_names("shared.yaml: names", tables.names_without_page)
     yield from _of_keys("shared.yaml: moves", tables.shared.moves)
     yield from _of_keys("shared.yaml: values", tables.shared.values)
     yield from _of_keys("shared.yaml: choices", tables.shared.choices)
     yield from _of_keys("shared.yaml: minutes", tables.shared.minutes)
-    known = {**tables.moves, **tables.choices, **tables.minutes, **tables.shared.means, **tables.shared.betas}
-    yield from _of_entries("shared.yaml", known, tables)
+    entries = {**tables.moves, **tables.choices, **tables.minutes, **tables.shared.means, **tables.shared.betas}
+    yield from _of_entries("shared.yaml", entries, tables)
     for trainer in tables.trainers:
         yield from _of_trainer(trainer, tables)
     yield from _disagreements(tables)
@@ -51,12 +51,12 @@ def _of_files(tables: Tables) -> Iterator[str]:
 def _of_trainer(trainer: Trainer, tables: Tables) -> Iterator[str]:
     file, table = f"{trainer.name}.yaml", trainer.table
     yield from _of_names(f"{file}: names", trainer.names)
-    yield from _of_sentences(f"{file}: names", trainer.names, _known(SftConfig))
-    yield from _of_sentences(f"{file}: rl", trainer.rl, _known(RlConfig))
+    yield from _of_sentences(f"{file}: names", trainer.names, _known_names(SftConfig))
+    yield from _of_sentences(f"{file}: rl", trainer.rl, _known_names(RlConfig))
     if len(table.lora) > 1:
         yield f"{file}: lora: {', '.join(table.lora)}: one name says whether there are adapters."
     for name in trainer.rl:
-        if not _NAME.fullmatch(name) or name in _known(RlConfig):
+        if not _NAME.fullmatch(name) or name in _known_names(RlConfig):
             yield f"{file}: rl: {name} is a key of weft, or no name in lower case."
     yield from _of_keys(f"{file}: moves", table.moves)
     yield from _of_entries(file, {*trainer.moves, *trainer.means, *table.per_device}, tables)
@@ -76,63 +76,63 @@ def _of_trainer(trainer: Trainer, tables: Tables) -> Iterator[str]:
 
 def _of_rl_draft(trainer: Trainer, tables: Tables) -> Iterator[str]:
     """Problems of a trainer's `rl_draft`: keys and names that do not exist."""
-    rl, where = trainer.table.rl_draft, f"{trainer.name}.yaml: rl_draft"
+    rl, location = trainer.table.rl_draft, f"{trainer.name}.yaml: rl_draft"
     if rl is None:
         return
     meant = [key for values in trainer.rl_means.values() for meaning in values.values() for key in meaning]
     for key in (*rl.moves, *rl.defaults, *rl.per_rollout, *meant):
         if key != NOTE and key not in schema_keys(RlConfig):
-            yield f"{where}: {key} is no key of `weft rl`."
+            yield f"{location}: {key} is no key of `weft rl`."
     for name in (*trainer.rl_moves, *trainer.rl_means, *trainer.rl_columns, *rl.longest):
         if name not in trainer.rl and name not in tables.names:
-            yield f"{where}: {name} stands neither under `rl` nor under `names` of any table."
+            yield f"{location}: {name} stands neither under `rl` nor under `names` of any table."
 
 
-def _of_names(where: str, names: Iterable[str]) -> Iterator[str]:
+def _of_names(location: str, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         if not _NAME.fullmatch(name):
-            yield f"{where}: {name} is no name: write it in lower case, with underscores, as in a.b or a.*"
+            yield f"{location}: {name} is no name: write it in lower case, with underscores, as in a.b or a.*"
         if name in schema_keys(SftConfig):
-            yield f"{where}: {name} is a key of weft, which is never looked up."
+            yield f"{location}: {name} is a key of weft, which is never looked up."
 
 
-def _of_entries(where: str, names: Iterable[str], tables: Tables) -> Iterator[str]:
+def _of_entries(location: str, names: Iterable[str], tables: Tables) -> Iterator[str]:
     """Problems of names that stand under no `names`: entries for them are never read."""
     for name in names:
         if name not in tables.names:
-            yield f"{where}: {name} stands under `names` of no table."
+            yield f"{location}: {name} stands under `names` of no table."
 
 
-def _of_keys(where: str, keys: Iterable[str]) -> Iterator[str]:
+def _of_keys(location: str, keys: Iterable[str]) -> Iterator[str]:
     for key in keys:
         if key not in schema_keys(SftConfig):
-            yield f"{where}: {key} is no key of weft."
+            yield f"{location}: {key} is no key of weft."
 
 
-def _of_sentences(where: str, sentences: Mapping[str, str], known: set[str]) -> Iterator[str]:
+def _of_sentences(location: str, sentences: Mapping[str, str], keys: set[str]) -> Iterator[str]:
     for name, text in sentences.items():
         if text[:1].isupper() or not text.endswith("."):
-            yield f"{where}: {name}: the sentence follows a colon: no capital, and a full stop at its end: {text}"
+            yield f"{location}: {name}: the sentence follows a colon: no capital, and a full stop at its end: {text}"
         yield from (
-            f"{where}: {name}: `{key}` in its sentence is no key of weft."
+            f"{location}: {name}: `{key}` in its sentence is no key of weft."
             for key in _NAMED.findall(text)
-            if key not in known
+            if key not in keys
         )
 
 
-def _known(schema: type) -> set[str]:
+def _known_names(schema: type) -> set[str]:
     """The keys, and `section.*`, that a sentence may name."""
     return {*schema_keys(schema), *(f"{section}.*" for section in sections(schema))}
 
 
 def _disagreements(tables: Tables) -> Iterator[str]:
     """A problem for each name that the tables of two trainers answer differently."""
-    for what in ("names", "rl"):
-        said: dict[str, tuple[str, str]] = {}
-        if what == "names":
-            said = {name: ("shared", text) for name, text in tables.others.items()}
+    for attribute in ("names", "rl"):
+        first_answers: dict[str, tuple[str, str]] = {}
+        if attribute == "names":
+            first_answers = {name: ("shared", text) for name, text in tables.names_without_page.items()}
         for trainer in tables.trainers:
-            for name, text in getattr(trainer, what).items():
-                other, before = said.setdefault(name, (trainer.name, text))
+            for name, text in getattr(trainer, attribute).items():
+                first_trainer, before = first_answers.setdefault(name, (trainer.name, text))
                 if before != text:
-                    yield f"{trainer.name}.yaml: {what}: {name}: {other}.yaml has another answer to it."
+                    yield f"{trainer.name}.yaml: {attribute}: {name}: {first_trainer}.yaml has another answer to it."

@@ -18,29 +18,34 @@ _SHAREGPT = {"role": "from", "content": "value"}
 _TYPE = "conversations, and columns of instructions, are rendered by the tokenizer's chat template and not as {type}."
 
 
-def take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any]) -> None:
-    """Set data.columns for columns that weft would not find by name. given: the trainer's key -> the column. found: all
-    names of the config with their values."""
-    columns = {TABLES.columns[str(entry_of(name))]: column for name, column in given.items()}
-    values = {entry_of(name): value for name, value in found.items()}
+def take_columns(draft: Draft, column_settings: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    """Set data.columns for columns that weft would not find by name. column_settings: the trainer's key -> the column.
+    settings: all names of the config with their values."""
+    columns = {TABLES.columns[str(entry_of(name))]: column for name, column in column_settings.items()}
+    values = {entry_of(name): value for name, value in settings.items()}
     if "messages" in columns and "instruction" in columns:  # verl has both, and a switch
         for unused in ("instruction", "output") if values.get("multiturn.enable") else ("messages",):
             columns.pop(unused, None)
-    for ours, inside in (("instruction", "prompt_dict_keys"), ("output", "response_dict_keys")):
+    for our_name, inside in (("instruction", "prompt_dict_keys"), ("output", "response_dict_keys")):
         path = values.get(inside)
-        if ours in columns and path:  # verl: the path of the text within the column
-            columns[ours] = ".".join([columns[ours], *map(str, path if isinstance(path, list) else [path])])
+        if our_name in columns and path:  # verl: the path of the text within the column
+            columns[our_name] = ".".join([columns[our_name], *map(str, path if isinstance(path, list) else [path])])
     if "output" not in columns:
         columns.pop("instruction", None)  # the prompts of reinforcement learning
-    if any(theirs != ours for ours, theirs in columns.items()):
-        draft.take("data.columns", columns, next(iter(given)), ", ".join(str(entry_of(name)) for name in given))
+    if any(foreign != our_name for our_name, foreign in columns.items()):
+        draft.take(
+            "data.columns",
+            columns,
+            next(iter(column_settings)),
+            ", ".join(str(entry_of(name)) for name in column_settings),
+        )
 
 
 def take_sources(draft: Draft, name: str, entries: Any) -> None:
     """Set data.path or data.sources, or the same keys of eval, from axolotl's list of data sets."""
-    named = [key for key, ours in TABLES.shared.sources.keys.items() if ours == "path"]
+    named = [key for key, key_of_source in TABLES.shared.sources.keys.items() if key_of_source == "path"]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and {*named} & {*entry} for entry in entries):
-        draft.left[name] = "it is no list of data sets with a path."
+        draft.notes[name] = "it is no list of data sets with a path."
         return
     section = TABLES.shared.sources.lists[name]
     sources = [_source(draft, name, entry) for entry in entries]
@@ -52,60 +57,65 @@ def take_sources(draft: Draft, name: str, entries: Any) -> None:
 
 
 def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """One entry of the list as a source of weft. Its other keys are noted in draft.left."""
-    known = TABLES.shared.sources
-    source: dict[str, Any] = {ours: entry[key] for key, ours in known.keys.items() if entry.get(key) is not None}
+    """One entry of the list as a source of weft. Its other keys are noted in draft.notes."""
+    table = TABLES.shared.sources
+    source: dict[str, Any] = {leaf: entry[key] for key, leaf in table.keys.items() if entry.get(key) is not None}
     files = entry.get("data_files")
-    given = source["path"]
+    path = source["path"]
     if isinstance(files, str | list) and len([files] if isinstance(files, str) else files) == 1:
         source["path"] = files if isinstance(files, str) else files[0]
-    columns = {ours: entry[key] for key, ours in known.columns.items() if entry.get(key) not in (None, ours)}
+    columns = {leaf: entry[key] for key, leaf in table.columns.items() if entry.get(key) not in (None, leaf)}
     if columns:
         source["columns"] = columns
     if isinstance(entry.get("roles"), dict):
-        roles = {str(one): ours for ours, theirs in entry["roles"].items() for one in theirs or () if one != ours}
+        roles = {
+            str(foreign_role): leaf
+            for leaf, foreign in entry["roles"].items()
+            for foreign_role in foreign or ()
+            if foreign_role != leaf
+        }
         if roles:
             draft.take("data.roles", {**draft.value("data.roles", {}), **roles}, f"{name}.roles")
     mapped = dict(entry.get(_MAPPINGS) or {}) if isinstance(entry.get(_MAPPINGS), dict) else {}
-    mapped |= {ours: entry[key] for key, ours in _KEYS.items() if entry.get(key) is not None}
-    keys = {ours: str(theirs) for ours, theirs in mapped.items() if ours in MESSAGE_KEYS and theirs != ours}
-    keys = {ours: theirs for ours, theirs in keys.items() if _SHAREGPT.get(ours) != theirs}
+    mapped |= {leaf: entry[key] for key, leaf in _KEYS.items() if entry.get(key) is not None}
+    keys = {leaf: str(foreign) for leaf, foreign in mapped.items() if leaf in MESSAGE_KEYS and foreign != leaf}
+    keys = {leaf: foreign for leaf, foreign in keys.items() if _SHAREGPT.get(leaf) != foreign}
     if keys:
         draft.take("data.message_keys", {**draft.value("data.message_keys", {}), **keys}, f"{name}.{_MAPPINGS}")
-    if unknown := [ours for ours in mapped if ours not in MESSAGE_KEYS]:
-        draft.left[f"{name}.{_MAPPINGS}"] = f"weft has no key of a message {unknown[0]}: data.message_keys."
-    taken = {
-        *known.keys,
-        *known.columns,
+    if unknown := [leaf for leaf in mapped if leaf not in MESSAGE_KEYS]:
+        draft.notes[f"{name}.{_MAPPINGS}"] = f"weft has no key of a message {unknown[0]}: data.message_keys."
+    handled = {
+        *table.keys,
+        *table.columns,
         "roles",
         _MAPPINGS,
         *_KEYS,
-        *(("data_files",) if source["path"] != given else ()),
+        *(("data_files",) if source["path"] != path else ()),
     }
     for key, value in entry.items():
-        if key not in taken and value is not None and value not in known.silent.get(key, (False,)):
+        if key not in handled and value is not None and value not in table.silent.get(key, (False,)):
             text = _TYPE.format(type=value) if key == "type" else f"weft has no such key of a source ({value})."
-            draft.left[f"{name}.{key}"] = text
+            draft.notes[f"{name}.{key}"] = text
     return source
 
 
 def columns_of_sources(draft: Draft) -> None:
     """Move data.columns into each source."""
-    if "data.sources" not in draft.taken or "data.columns" not in draft.taken:
+    if "data.sources" not in draft.values or "data.columns" not in draft.values:
         return
-    columns, _, _ = draft.taken.pop("data.columns")
-    if "eval.path" in draft.taken:
-        path, origin, name = draft.taken.pop("eval.path")
-        draft.taken["eval.sources"] = ([{"path": path}], origin, name)
+    columns, _, _ = draft.values.pop("data.columns")
+    if "eval.path" in draft.values:
+        path, origin, name = draft.values.pop("eval.path")
+        draft.values["eval.sources"] = ([{"path": path}], origin, name)
     for key in ("data.sources", "eval.sources"):
-        if key in draft.taken:
-            sources, origin, name = draft.taken[key]
-            draft.taken[key] = ([{**source, "columns": columns} for source in sources], origin, name)
+        if key in draft.values:
+            sources, origin, name = draft.values[key]
+            draft.values[key] = ([{**source, "columns": columns} for source in sources], origin, name)
 
 
-def take_adapted(draft: Draft, found: Mapping[str, Any]) -> None:
+def take_adapted(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Set lora.targets from torchtune's three keys."""
-    values = {name.rpartition(".")[2]: value for name, value in found.items()}
+    values = {name.rpartition(".")[2]: value for name, value in settings.items()}
     modules = values.get("lora_attn_modules")
     if not isinstance(modules, list):
         return
@@ -113,6 +123,6 @@ def take_adapted(draft: Draft, found: Mapping[str, Any]) -> None:
     targets += ["gate_proj", "up_proj", "down_proj"] if values.get("apply_lora_to_mlp") else []
     targets += ["lm_head"] if values.get("apply_lora_to_output") else []
     draft.take("lora.targets", targets, "lora_attn_modules")
-    for name in list(draft.left):
+    for name in list(draft.notes):
         if name.rpartition(".")[2] in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"):
-            del draft.left[name]
+            del draft.notes[name]

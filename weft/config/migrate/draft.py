@@ -27,21 +27,21 @@ class Quantity:
     computation."""
 
     name: str
-    theirs: str
-    yours: str
+    original: str
+    drafted: str
     same: bool
 
 
 @dataclass
 class Draft:
-    """A draft in the making. trainer: of the old config. schema: of weft's command. taken: key -> (value, origin in
-    words, the trainer's name). left: the trainer's name -> advice. unfit: keys for which the old value does not fit; no
-    default replaces it. images: whether the model is known to take images. quantities: what both compute."""
+    """A draft in the making. trainer: of the old config. schema: of weft's command. values: key -> (value, origin in
+    words, the trainer's name). notes: the trainer's name -> advice. unfit: keys for which the old value does not fit;
+    no default replaces it. images: whether the model is known to take images. quantities: what both compute."""
 
     trainer: Trainer
     schema: type = SftConfig
-    taken: dict[str, tuple[Any, str, str]] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    values: dict[str, tuple[Any, str, str]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     unfit: set[str] = field(default_factory=set)
     images: bool = False
     quantities: list[Quantity] = field(default_factory=list)
@@ -58,25 +58,25 @@ class Draft:
 
     def entry(self, name: str) -> str:
         """The entry of the tables for a dotted name; "" if there is none."""
-        own = entry_of(name, self.trainer.rl) if self.rl is not None else None
-        return own or entry_of(name) or ""
+        rl_entry = entry_of(name, self.trainer.rl) if self.rl is not None else None
+        return rl_entry or entry_of(name) or ""
 
     def meaning(self, entry: str, value: Any) -> Mapping[str, Any] | None:
         """The meaning of a value, as key of weft -> value; None if no table has it. Tables of companions count for any
         trainer."""
         words = (str(value).lower(), "on" if value else "off", ANY)
-        own = [self.trainer.means] if self.rl is None else [self.trainer.rl_means, self.trainer.means]
-        for means in (*own, *(companion.means for companion in TABLES.companions), TABLES.shared.means):
-            known = means.get(entry, {})
-            found = next((known[word] for word in words if word in known), None)
-            if found is not None:
-                return found
+        tables = [self.trainer.means] if self.rl is None else [self.trainer.rl_means, self.trainer.means]
+        for means in (*tables, *(companion.means for companion in TABLES.companions), TABLES.shared.means):
+            meanings = means.get(entry, {})
+            result = next((meanings[word] for word in words if word in meanings), None)
+            if result is not None:
+                return result
         return None
 
     def key_of(self, entry: str) -> str | None:
         """The key of weft that takes the value of an entry unchanged; None if there is none."""
-        own = [self.trainer.moves] if self.rl is None else [self.trainer.rl_moves, self.trainer.moves]
-        tables = (*own, *(companion.moves for companion in TABLES.companions), TABLES.moves)
+        move_tables = [self.trainer.moves] if self.rl is None else [self.trainer.rl_moves, self.trainer.moves]
+        tables = (*move_tables, *(companion.moves for companion in TABLES.companions), TABLES.moves)
         return next((moves[entry] for moves in tables if entry in moves), None)
 
     @property
@@ -84,21 +84,21 @@ class Draft:
         """The quantities that the draft computes otherwise than the old config."""
         return [quantity for quantity in self.quantities if not quantity.same]
 
-    def compare(self, name: str, theirs: str, yours: str, *, same: bool = True) -> None:
+    def compare(self, name: str, original: str, drafted: str, *, same: bool = True) -> None:
         """Note what both do about a quantity of the algorithm."""
-        self.quantities.append(Quantity(name, theirs, yours, same))
+        self.quantities.append(Quantity(name, original, drafted, same))
 
-    def fit_row(self, longest: int, what: str) -> None:
+    def fit_row(self, longest: int, unit: str) -> None:
         """Raise step.max_tokens_per_device so that a row holds `longest` tokens: over the ranks of mesh.cp, but on one
-        rank if there may be images, because not every model's documents with images can be cut. what: the word for a
+        rank if there may be images, because not every model's documents with images can be cut. unit: the word for a
         document."""
         cp = 1 if self.images else self.value("mesh.cp", 1)
         if longest > cp * self.value("step.max_tokens_per_device", 8192):
             shared = " over the ranks of mesh.cp" if cp > 1 else ""
-            apart = self.images and self.value("mesh.cp", 1) > 1
-            whole = " on one rank: with images not every model's are cut" if apart else ""
+            is_uncut = self.images and self.value("mesh.cp", 1) > 1
+            suffix = " on one rank: with images not every model's are cut" if is_uncut else ""
             self.take(
-                "step.max_tokens_per_device", -(-longest // cp), "", f"a row holds the longest {what}{shared}{whole}"
+                "step.max_tokens_per_device", -(-longest // cp), "", f"a row holds the longest {unit}{shared}{suffix}"
             )
 
     def advice(self, name: str) -> str | None:
@@ -107,7 +107,7 @@ class Draft:
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value that was taken for a key."""
-        return self.taken[key][0] if key in self.taken else default
+        return self.values[key][0] if key in self.values else default
 
     def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
         """Set a key, if the schema has it and the value fits; else note advice. name: the trainer's name. origin: in
@@ -115,28 +115,33 @@ class Draft:
         spec = self.keys.get(key)
         fitting = None if spec is None else _fitting(spec, value)
         if fitting is None:
-            self.left[name] = self._unfit(spec, value, self.advice(name)) if spec else f"weft has no {key}."
+            self.notes[name] = self._unfit(spec, value, self.advice(name)) if spec else f"weft has no {key}."
             self.unfit.add(key)
         else:
-            self.taken[key] = (fitting, origin or self._short(name), name)
+            self.values[key] = (fitting, origin or self._short(name), name)
 
-    def take_meaning(self, meaning: Mapping[str, Any], given: Any, name: str, origin: str = "") -> None:
+    def take_meaning(self, meaning: Mapping[str, Any], setting: Any, name: str, origin: str = "") -> None:
         """Set the keys of a meaning (see `meaning`). Values of several names for the same list or mapping are
         merged."""
         for key, value in meaning.items():
             if key == NOTE:
-                self.left[name] = value
+                self.notes[name] = value
                 continue
-            own, before, of = _said(value, given), self.value(key), origin or self._short(name)
-            if key in _LISTS and isinstance(own, str):
-                own = [part.strip() for part in own.split(",")]
+            taken_value, before, source = _substituted(value, setting), self.value(key), origin or self._short(name)
+            if key in _LISTS and isinstance(taken_value, str):
+                taken_value = [part.strip() for part in taken_value.split(",")]
             if isinstance(before, list) and key in _LISTS:
-                own = [*before, *(one for one in own if one not in before)]
+                taken_value = [*before, *(item for item in taken_value if item not in before)]
             elif isinstance(before, dict):
-                own = {**before, **own}
+                taken_value = {**before, **taken_value}
             else:
                 before = None
-            self.take(key, own, name, of if before is None else ", ".join(dict.fromkeys([self.taken[key][1], of])))
+            self.take(
+                key,
+                taken_value,
+                name,
+                source if before is None else ", ".join(dict.fromkeys([self.values[key][1], source])),
+            )
 
     def _short(self, name: str) -> str:
         """The part of a name by which the tables know it."""
@@ -154,28 +159,28 @@ class Draft:
 
     def drop(self, key: str, because: str) -> None:
         """Remove a key that was taken, with a reason."""
-        _, _, name = self.taken.pop(key)
+        _, _, name = self.values.pop(key)
         if name != key:
-            self.left[name] = because
+            self.notes[name] = because
 
 
-def _said(value: Any, given: Any) -> Any:
-    """A value of `means`, with `given` in place of ITSELF."""
+def _substituted(value: Any, setting: Any) -> Any:
+    """A value of `means`, with `setting` in place of ITSELF."""
     if isinstance(value, dict):
-        return {name: _said(one, given) for name, one in value.items()}
+        return {name: _substituted(part, setting) for name, part in value.items()}
     if isinstance(value, list):
-        return [_said(one, given) for one in value]
-    return given if value == ITSELF else value
+        return [_substituted(part, setting) for part in value]
+    return setting if value == ITSELF else value
 
 
 def _fitting(key: Key, value: Any) -> Any:
     """The value in a form that fits this key; None if there is none."""
-    ours = weft_value(key.name, value)
-    if key.name == "optimizer.name" and ours is None and not _is_optimizer(value):
+    equivalent = weft_value(key.name, value)
+    if key.name == "optimizer.name" and equivalent is None and not _is_optimizer(value):
         return None
     if isinstance(value, str) and "," in value and "tuple" in str(key.type) and not value.startswith("["):
         value = [part.strip() for part in value.split(",")]  # LLaMA-Factory's lists
-    for candidate in (None if ours is None else read_value(ours, "").value, value, *numbers_of(value)):
+    for candidate in (None if equivalent is None else read_value(equivalent, "").value, value, *numbers_of(value)):
         try:
             if candidate is not None:
                 coerce(Node(candidate, ""), key.type)

@@ -54,66 +54,66 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     of which those that did not share documents multiply a per-device batch; None: from the files. Raises UserError for
     files of an unknown trainer, of preference tuning, or of reinforcement learning with a trainer whose table has no
     `rl_draft`."""
-    found = {name: value for path in files for name, value in _opened(_read(path))}
-    found = {name: _filled(value, found) for name, value in found.items()}
-    trainer, signs, schema = _trainer_of(found, files)
+    settings = {name: value for path in files for name, value in _opened(_read(path))}
+    settings = {name: _filled(value, settings) for name, value in settings.items()}
+    trainer, signs, schema = _trainer_of(settings, files)
     draft = Draft(trainer, schema)
-    _take_names(draft, found)
-    _add_defaults(draft, found)
-    _add_balancing(draft, found)
-    add_vision(draft, found)
-    gpus = ranks or gpus_of(found, trainer)
-    data_ranks = gpus and max(1, gpus // shared_by(found))
+    _take_names(draft, settings)
+    _add_defaults(draft, settings)
+    _add_balancing(draft, settings)
+    add_vision(draft, settings)
+    gpus = ranks or gpus_of(settings, trainer)
+    data_ranks = gpus and max(1, gpus // shared_by(settings))
     if draft.rl is None:
-        _take_batch(draft, found, data_ranks)
+        _take_batch(draft, settings, data_ranks)
     else:
-        settle_algorithm(draft, found, settle_rollouts(draft, draft.rl, found, gpus, data_ranks))
-    settle_mesh(draft, found, gpus)
+        settle_algorithm(draft, settings, settle_rollouts(draft, draft.rl, settings, gpus, data_ranks))
+    settle_mesh(draft, settings, gpus)
     if draft.rl is not None:
-        settle_roles(draft, found, gpus)
-    _settle(draft, found)
+        settle_roles(draft, settings, gpus)
+    _settle(draft, settings)
     _drop_idle(draft)
     _mark_defaults(draft)
     if draft.differs:
         nearest = draft.value("rl.algorithm")
         confirm = f"CONFIRM: write {nearest}, the nearest, once you have read what DIFFERS above"
-        draft.taken["rl.algorithm"] = (None, confirm, "rl.algorithm")
-    more = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
-    known = f"Recognised as a config of {trainer.title} by {', '.join(signs[:_SIGNS])}{more}."
+        draft.values["rl.algorithm"] = (None, confirm, "rl.algorithm")
+    omitted = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
+    recognition = f"Recognised as a config of {trainer.title} by {', '.join(signs[:_SIGNS])}{omitted}."
     head = _HEAD.format(
         files=", ".join(files),
-        known="\n# ".join(textwrap.wrap(known, 116)),
+        known="\n# ".join(textwrap.wrap(recognition, 116)),
         command="sft" if draft.rl is None else "rl",
     )
     text = head + _differences(draft) + _render(draft) + _comparison(draft)
     return text, [quantity.name for quantity in draft.differs]
 
 
-def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
+def _trainer_of(settings: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
     """(Trainer of these files, the names that are its signs, schema of weft's command for them). Raises UserError for
     files of no known trainer, and for kinds of training without drafts."""
-    what = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
-    if found and set(found) <= set(schema_keys(SftConfig)):
-        raise UserError(f"{what} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")
-    by_signs = recognised(found)
+    subject = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
+    if settings and set(settings) <= set(schema_keys(SftConfig)):
+        raise UserError(f"{subject} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")
+    by_signs = recognised(settings)
     if by_signs is None:
-        known = ", ".join(trainer.title for trainer in TABLES.trainers)
+        titles = ", ".join(trainer.title for trainer in TABLES.trainers)
         raise UserError(
-            f"{what} of no trainer that `weft migrate` knows, which are {known}. Write a config for `weft sft` with "
-            "the keys of docs/reference/config.md."
+            f"{subject} of no trainer that `weft migrate` knows, which are {titles}. Write a config for `weft sft` "
+            "with the keys of docs/reference/config.md."
         )
     trainer, signs = by_signs
-    task = task_of(trainer, found)
+    task = task_of(trainer, settings)
     if task is not None and not task.is_drafted:
-        raise UserError(f"{what} {task}")
+        raise UserError(f"{subject} {task}")
     return trainer, signs, SftConfig if task is None else RlConfig
 
 
-def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
+def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Take over the names one by one, then columns and adapters."""
     columns: dict[str, str] = {}
     settled = {*TABLES.shared.column_switches, *_per_device(draft.trainer)}  # together with other names
-    for name, value in found.items():
+    for name, value in settings.items():
         entry = draft.entry(name)
         if name in draft.keys:
             draft.take(name, value, name)
@@ -128,26 +128,26 @@ def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
         elif entry in TABLES.shared.sources.lists and isinstance(value, list):
             take_sources(draft, entry, value)
         elif not _take_value(draft, entry, value, name):
-            draft.left[name] = draft.advice(name) or "weft does not know it."
+            draft.notes[name] = draft.advice(name) or "weft does not know it."
     if draft.rl is None:
-        take_columns(draft, columns, found)
+        take_columns(draft, columns, settings)
     else:
         take_rl_columns(draft, columns)
-        take_rewards(draft, draft.rl, found)
-    take_adapted(draft, found)
-    _take_push(draft, found)
-    _settle_adapters(draft, found)
+        take_rewards(draft, draft.rl, settings)
+    take_adapted(draft, settings)
+    _take_push(draft, settings)
+    _settle_adapters(draft, settings)
 
 
 def _take_null(draft: Draft, name: str) -> None:
     """Take over null, if weft's key accepts it: the trainer's default does not apply then."""
     key = draft.key_of(draft.entry(name))
-    pairs = (one for pair in rules_of(draft.schema).exclusive for one in pair)
+    pairs = (exclusive_key for pair in rules_of(draft.schema).exclusive for exclusive_key in pair)
     if key is None or key in pairs or type(None) not in get_args(draft.keys[key].type):
         return
     draft.unfit |= {key, "data.long_documents"} if key == "data.max_length" else {key}
     if draft.keys[key].default is not None:
-        draft.taken[key] = (None, draft.entry(name), name)
+        draft.values[key] = (None, draft.entry(name), name)
 
 
 def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
@@ -157,8 +157,8 @@ def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
     elif key := draft.key_of(entry):
         _take_same(draft, key, value, name)
     elif key := TABLES.choices.get(entry):
-        known = get_args(get_args(draft.keys[key].type)[0])
-        chosen = [choice for choice in (value if isinstance(value, list) else [value]) if choice in known]
+        choices = get_args(get_args(draft.keys[key].type)[0])
+        chosen = [choice for choice in (value if isinstance(value, list) else [value]) if choice in choices]
         if chosen:
             draft.take(key, chosen, name)
     elif key := TABLES.minutes.get(entry):
@@ -176,51 +176,55 @@ def _take_beta(draft: Draft, pair: Sequence[Any], value: Any, name: str) -> None
     in place of the given beta."""
     before = draft.value("optimizer.betas", pair)
     number = next(numbers_of(value), value)
-    both = [number if own == ITSELF else beta for own, beta in zip(pair, before, strict=True)]
-    draft.take("optimizer.betas", both, name)
+    betas = [number if entry == ITSELF else beta for entry, beta in zip(pair, before, strict=True)]
+    draft.take("optimizer.betas", betas, name)
 
 
 def _per_device(trainer: Trainer) -> Collection[str]:
     return trainer.table.per_device or TABLES.shared.per_device
 
 
-def _take_batch(draft: Draft, found: Mapping[str, Any], ranks: int | None) -> None:
+def _take_batch(draft: Draft, settings: Mapping[str, Any], ranks: int | None) -> None:
     """Set step.documents (step.tokens, if the trainer packs rows) from the batch of one device."""
     advice, trainer = TABLES.sentences.sft["BATCH"], draft.trainer
-    given = {name: value for name, value in found.items() if entry_of(name) in _per_device(trainer)}
-    own = {name.rpartition(".")[2]: next(numbers_of(value), None) for name, value in given.items() if value is not None}
-    factors: dict[str, Any] = {**trainer.table.per_device, **own}
-    if "step.documents" in draft.taken or "step.documents" in draft.unfit or not factors:
-        draft.left |= dict.fromkeys(given, advice)
+    batch_settings = {name: value for name, value in settings.items() if entry_of(name) in _per_device(trainer)}
+    batch_factors = {
+        name.rpartition(".")[2]: next(numbers_of(value), None)
+        for name, value in batch_settings.items()
+        if value is not None
+    }
+    factors: dict[str, Any] = {**trainer.table.per_device, **batch_factors}
+    if "step.documents" in draft.values or "step.documents" in draft.unfit or not factors:
+        draft.notes |= dict.fromkeys(batch_settings, advice)
         return
-    filled = any(found.get(name) is True for name in trainer.table.packing)
+    filled = any(settings.get(name) is True for name in trainer.table.packing)
     if filled:
         factors["length"] = draft.value("data.max_length")
     if None in factors.values():
-        draft.left |= dict.fromkeys(given, advice)
+        draft.notes |= dict.fromkeys(batch_settings, advice)
         return
     gpus = "the number of GPUs: multiply by it, or say --nproc"
     if ranks:
-        gpus = f"{ranks} data rank(s), each of several GPUs" if shared_by(found) > 1 else f"{ranks} GPUs"
+        gpus = f"{ranks} data rank(s), each of several GPUs" if shared_by(settings) > 1 else f"{ranks} GPUs"
     origin = f"{' x '.join(str(value) for value in factors.values())} x {gpus}"
-    name = next(iter(given), "step.documents")
+    name = next(iter(batch_settings), "step.documents")
     draft.take("step.tokens" if filled else "step.documents", math.prod(factors.values()) * (ranks or 1), name, origin)
 
 
-def _settle_adapters(draft: Draft, found: Mapping[str, Any]) -> None:
+def _settle_adapters(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Drop the keys of lora if the old config makes no adapters."""
     trainer = draft.trainer
-    if _has_adapters(trainer, found):
+    if _has_adapters(trainer, settings):
         return
-    for key in [key for key in draft.taken if key.startswith("lora.")]:
+    for key in [key for key in draft.values if key.startswith("lora.")]:
         draft.drop(key, f"{trainer.title} trains all weights unless {trainer.lora[0]} says otherwise.")
 
 
-def _has_adapters(trainer: Trainer, found: Mapping[str, Any]) -> bool:
+def _has_adapters(trainer: Trainer, settings: Mapping[str, Any]) -> bool:
     """Whether the trainer would make adapters, or has no switch for them."""
     switch, on = trainer.lora
-    given = (value for name, value in found.items() if name.rpartition(".")[2] == switch and value is not None)
-    return not switch or str(next(given, "")).lower() in on
+    switches = (value for name, value in settings.items() if name.rpartition(".")[2] == switch and value is not None)
+    return not switch or str(next(switches, "")).lower() in on
 
 
 def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
@@ -232,127 +236,133 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
         draft.unfit.add(key)  # no limit, which no default replaces
         return
     if amount is not None and amount <= 0 and key == "checkpoint.keep":
-        draft.taken[key] = (None, f"{draft.entry(name)} {value}: all", name)
+        draft.values[key] = (None, f"{draft.entry(name)} {value}: all", name)
         return
     if key == "eval.share" and amount is not None and not 0 < amount < 1:
         if amount:
-            draft.left[name] = TABLES.sentences.sft["HELD_OUT"]
+            draft.notes[name] = TABLES.sentences.sft["HELD_OUT"]
             draft.unfit.add(key)
         return
     if key == "train.timeout" and amount is not None and amount > _LONGEST_TIMEOUT:
-        draft.left[name] = TABLES.sentences.sft["TIMEOUT_LONG"]
+        draft.notes[name] = TABLES.sentences.sft["TIMEOUT_LONG"]
         return
     if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
-        several = len(value) > 1
-        key = key.replace("path", "sources") if several else key
-        value = [{"path": path} for path in value] if several else "".join(map(str, value))
+        is_several = len(value) > 1
+        key = key.replace("path", "sources") if is_several else key
+        value = [{"path": path} for path in value] if is_several else "".join(map(str, value))
     never = key in ("checkpoint.every", "eval.every") and amount is not None and amount < 0  # only the last step
     draft.take(key, 0 if never else value, name)
 
 
-def _take_part(draft: Draft, most: Any, name: str) -> None:
-    """Set data.split to the first rows of what it was. most: their number; 0 or less: all."""
-    number = next(numbers_of(most), None)
+def _take_part(draft: Draft, limit: Any, name: str) -> None:
+    """Set data.split to the first rows of what it was. limit: their number; 0 or less: all."""
+    number = next(numbers_of(limit), None)
     if number is None or number != int(number):
-        draft.left[name] = draft.advice(name) or ""
+        draft.notes[name] = draft.advice(name) or ""
     elif number > 0:
-        whole = str(draft.value("data.split") or "").partition("[")[0]
-        draft.take("data.split", f"{whole}[:{int(number)}]", name, f"{draft.entry(name)}: the first")
+        split = str(draft.value("data.split") or "").partition("[")[0]
+        draft.take("data.split", f"{split}[:{int(number)}]", name, f"{draft.entry(name)}: the first")
 
 
-def _take_push(draft: Draft, found: Mapping[str, Any]) -> None:
+def _take_push(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Set checkpoint.push from push_to_hub and hub_model_id; drop what belongs to it if nothing is pushed."""
-    by_entry = {draft.entry(name): (name, value) for name, value in found.items()}
+    by_entry = {draft.entry(name): (name, value) for name, value in settings.items()}
     name, repository = by_entry.get("hub_model_id", ("hub_model_id", None))
-    alone = draft.trainer.name == "axolotl" and repository is not None  # where the name is the switch, too
-    switch, on = by_entry.get("push_to_hub", ("push_to_hub", alone))
+    is_switch = draft.trainer.name == "axolotl" and repository is not None  # where the name is the switch, too
+    switch, on = by_entry.get("push_to_hub", ("push_to_hub", is_switch))
     if on is True and isinstance(repository, str) and "/" in repository:
-        draft.left.pop(switch, None), draft.left.pop(name, None)
+        draft.notes.pop(switch, None), draft.notes.pop(name, None)
         draft.take("checkpoint.push", repository, name)
-        if "checkpoint.push_at" not in draft.taken:
+        if "checkpoint.push_at" not in draft.values:
             draft.take("checkpoint.push_at", "save", "hub_strategy", "hub_strategy: every_save by default")
     elif on is True:
-        draft.left[switch] = "say `checkpoint.push`: OWNER/NAME, where nobody has to guess the owner."
+        draft.notes[switch] = "say `checkpoint.push`: OWNER/NAME, where nobody has to guess the owner."
 
 
-def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
+def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Settle keys that depend on one another."""
     lowest_rates = ("min_lr", "lr_scheduler_kwargs.min_lr", "lr_scheduler_kwargs.lr_end")
-    min_lr = next((name for name in found if entry_of(name) in lowest_rates), None)
-    lowest = next(numbers_of(found.get(min_lr or "")), None)
+    min_lr = next((name for name in settings if entry_of(name) in lowest_rates), None)
+    lowest = next(numbers_of(settings.get(min_lr or "")), None)
     peak = next(numbers_of(draft.value("optimizer.lr")), None)
     lowest_key = "schedule.min_lr_ratio"
-    of_default = draft.taken.get(lowest_key, (None, "", lowest_key))[2] == lowest_key
+    of_default = draft.values.get(lowest_key, (None, "", lowest_key))[2] == lowest_key
     if min_lr is not None and lowest is not None and peak:
-        draft.left.pop(min_lr, None)
+        draft.notes.pop(min_lr, None)
         draft.take("schedule.min_lr_ratio", float(f"{lowest / peak:.6g}"), min_lr, "min_lr / lr")
     elif draft.value("schedule.name") == "polynomial" and peak and of_default:
         draft.take(
             "schedule.min_lr_ratio", float(f"{_LR_END / peak:.6g}"), lowest_key, f"transformers' lr_end {_LR_END} / lr"
         )
-    shape, origin, name = draft.taken.get("schedule.name", (None, "", ""))
+    shape, origin, name = draft.values.get("schedule.name", (None, "", ""))
     warmed = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_ratio")
     if shape == "inverse_sqrt" and origin == "lr_decay_style" and not warmed:
         draft.drop(
             "schedule.name", "Megatron's falls by the number of samples if there is no warm-up: weft has no such."
         )
-    if found.get("rollout_batch_size") == draft.value("step.documents"):
-        draft.left.pop("rollout_batch_size", None)
+    if settings.get("rollout_batch_size") == draft.value("step.documents"):
+        draft.notes.pop("rollout_batch_size", None)
     for loser, winner in rules_of(draft.schema).exclusive:
-        if winner in draft.taken and loser in draft.taken:
+        if winner in draft.values and loser in draft.values:
             draft.drop(loser, f"{winner} replaces it.")
     wrapped = draft.value("fsdp.wrap")
     if isinstance(wrapped, list) and {*wrapped} <= {"embedding", "head"}:
-        draft.taken["fsdp.wrap"] = (["layers", *wrapped], *draft.taken["fsdp.wrap"][1:])  # the layers are units anyway
+        draft.values["fsdp.wrap"] = (
+            ["layers", *wrapped],
+            *draft.values["fsdp.wrap"][1:],
+        )  # the layers are units anyway
     if (
-        "schedule.decay_ratio" in draft.taken and draft.value("schedule.name") == "wsd"
+        "schedule.decay_ratio" in draft.values and draft.value("schedule.name") == "wsd"
     ):  # verl's, of what follows warm-up
-        share, origin, name = draft.taken["schedule.decay_ratio"]
-        rest = 1 - (draft.value("schedule.warmup_ratio") or 0)
+        share, origin, name = draft.values["schedule.decay_ratio"]
+        remaining = 1 - (draft.value("schedule.warmup_ratio") or 0)
         draft.take(
-            "schedule.decay_ratio", float(f"{share * rest:.6g}"), name, f"{origin}: {share} of the steps after warm-up"
+            "schedule.decay_ratio",
+            float(f"{share * remaining:.6g}"),
+            name,
+            f"{origin}: {share} of the steps after warm-up",
         )
-    elif "schedule.decay_ratio" in draft.taken:
+    elif "schedule.decay_ratio" in draft.values:
         draft.take("schedule.name", "wsd", "decay_ratio", "constant, then the decay of decay_ratio")
-    elif "schedule.decay" in draft.taken:  # decay right after warm-up: the schedule of that name
-        shape, _, name = draft.taken.pop("schedule.decay")
+    elif "schedule.decay" in draft.values:  # decay right after warm-up: the schedule of that name
+        shape, _, name = draft.values.pop("schedule.decay")
         draft.take("schedule.name", shape, name)
     columns_of_sources(draft)
     if draft.rl is None:
         draft.fit_row(draft.value("data.max_length") or 0, "document")
 
 
-def _add_defaults(draft: Draft, found: Mapping[str, Any]) -> None:
+def _add_defaults(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Set the keys whose default in the other trainer differs from weft's, if the old config does not set them."""
     trainer = draft.trainer
     older = trainer.table.older
-    former = older is not None and any(entry_of(name) in older.names for name in found)
+    former = older is not None and any(entry_of(name) in older.names for name in settings)
     defaults = older.defaults if older is not None and former else trainer.table.defaults
     if draft.rl is not None:
         defaults = {**defaults, **draft.rl.defaults}
-    adapters = draft.value("lora.rank") or ("lora.rank" in defaults and _has_adapters(trainer, found))
+    adapters = draft.value("lora.rank") or ("lora.rank" in defaults and _has_adapters(trainer, settings))
     if draft.rl is not None or adapters:
         # A table leaves out what is weft's default for whole weights, too. Other defaults apply here.
-        own = schema_keys(SftConfig)
-        defaults = {key: own[key].default for key in (*ADAPTER_DEFAULTS["sft"], "schedule.name")} | defaults
+        sft_keys = schema_keys(SftConfig)
+        defaults = {key: sft_keys[key].default for key in (*ADAPTER_DEFAULTS["sft"], "schedule.name")} | defaults
     for key, value in defaults.items():
-        replaced = any(key == loser and winner in draft.taken for loser, winner in rules_of(draft.schema).exclusive)
-        idle = key == "lora.rank" and not _has_adapters(trainer, found)
-        if key not in draft.keys or key in draft.taken or key in draft.unfit or replaced or idle:
+        replaced = any(key == loser and winner in draft.values for loser, winner in rules_of(draft.schema).exclusive)
+        idle = key == "lora.rank" and not _has_adapters(trainer, settings)
+        if key not in draft.keys or key in draft.values or key in draft.unfit or replaced or idle:
             continue
         origin = f"{trainer.short}'s default"
         if value is None:
-            draft.taken[key] = (None, origin, key)
+            draft.values[key] = (None, origin, key)
         else:
             draft.take(key, value, key, origin)
 
 
-def _add_balancing(draft: Draft, found: Mapping[str, Any]) -> None:
+def _add_balancing(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Set the auxiliary loss that a trainer adds for every mixture of experts; note it if the model's config is not
     on this machine."""
     trainer = draft.trainer
     balancing = trainer.table.balancing
-    if balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
+    if balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in settings):
         return
     experts = config_has(str(draft.value("model.path")), _ROUTED)
     if experts:
@@ -360,7 +370,7 @@ def _add_balancing(draft: Draft, found: Mapping[str, Any]) -> None:
         draft.take("model.router_aux_loss", "document", "router_aux_loss_coef", origin)
         draft.take("model.router_aux_loss_coef", balancing, "router_aux_loss_coef", origin)
     elif experts is None:
-        draft.left["router_aux_loss_coef"] = (
+        draft.notes["router_aux_loss_coef"] = (
             f"if the model is a mixture of experts, its auxiliary loss was added, times {balancing}: set "
             f"`model.router_aux_loss: document` and `model.router_aux_loss_coef: {balancing}`."
         )
@@ -369,7 +379,7 @@ def _add_balancing(draft: Draft, found: Mapping[str, Any]) -> None:
 def _drop_idle(draft: Draft) -> None:
     """Drop keys that would be refused because they have no effect."""
     tree: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"path": "d"}} | ({"rl": {}} if draft.rl else {})
-    for key, (value, _, _) in draft.taken.items():
+    for key, (value, _, _) in draft.values.items():
         section, _, leaf = key.partition(".")
         if value is not None or type(None) in get_args(draft.keys[key].type):
             tree.setdefault(section, {})[leaf] = value
@@ -377,24 +387,24 @@ def _drop_idle(draft: Draft) -> None:
     fill_presets(nodes, draft.schema)
     config: Any = build(nodes, draft.schema)
     for rule in rules_of(draft.schema).inert:
-        if rule.key in draft.taken and rule.when(config):
+        if rule.key in draft.values and rule.when(config):
             draft.drop(rule.key, f"{rule.key} would have no effect: {rule.because}.")
 
 
 def _mark_defaults(draft: Draft) -> None:
     """Name, beside each default of the trainer, a value of the old config that says the same and was not taken over."""
-    for name, advice in draft.left.items():
+    for name, advice in draft.notes.items():
         for key in _KEY.findall(advice):
-            if key in draft.taken and draft.taken[key][1] == f"{draft.trainer.short}'s default":
-                value, origin, of = draft.taken[key]
-                draft.taken[key] = (value, f"{origin}; but see {name} below", of)
+            if key in draft.values and draft.values[key][1] == f"{draft.trainer.short}'s default":
+                value, origin, origin_name = draft.values[key]
+                draft.values[key] = (value, f"{origin}; but see {name} below", origin_name)
 
 
 def _opened(node: Node) -> Iterator[tuple[str, Any]]:
     """(Dotted name, value) of a file. Text that is JSON of a mapping, as arguments may be written, is one."""
     for name, value in leaves_of(node):
         if isinstance(value, str) and value[:1] == "{" and value[-1:] == "}":
-            inside = read_value(value, node.where)
+            inside = read_value(value, node.location)
             if inside.is_section:
                 yield from leaves_of(inside, name)
                 continue
@@ -412,13 +422,13 @@ def _read(path: str) -> Node:
     return read_script(path) if path.endswith(".sh") else read_config_file(path)
 
 
-def _filled(value: Any, found: Mapping[str, Any]) -> Any:
+def _filled(value: Any, settings: Mapping[str, Any]) -> Any:
     """A value with OmegaConf's references replaced: ${oc.env:NAME,default} by the environment variable or the default,
     and ${other.name} by another value of the files."""
     if not isinstance(value, str):
         return value
     value = _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)
-    return _NAMED.sub(lambda match: str(found.get(match[1], match[0])), value)
+    return _NAMED.sub(lambda match: str(settings.get(match[1], match[0])), value)
 
 
 def _differences(draft: Draft) -> str:
@@ -427,9 +437,12 @@ def _differences(draft: Draft) -> str:
         return ""
     title = f"DIFFERS: weft does not compute these as this config of {draft.trainer.short} does (theirs -> yours):"
     lines = ["#", f"# {title}"]
-    for one in draft.differs:
+    for quantity in draft.differs:
         lines += textwrap.wrap(
-            f"{one.name}: {one.theirs} -> {one.yours}", 116, initial_indent="#   ", subsequent_indent="#     "
+            f"{quantity.name}: {quantity.original} -> {quantity.drafted}",
+            116,
+            initial_indent="#   ",
+            subsequent_indent="#     ",
         )
     return "\n".join([*lines, "# The draft is refused until `rl.algorithm` is written in place of null.", ""])
 
@@ -438,31 +451,31 @@ def _comparison(draft: Draft) -> str:
     """All quantities of the algorithm, theirs and yours, as a table in comments; "" if nothing was compared."""
     if not draft.quantities:
         return ""
-    widths = [max(len(getattr(one, part)) for one in draft.quantities) for part in ("name", "theirs")]
-    name, theirs = min(widths[0], 34), min(widths[1], 44)
+    widths = [max(len(getattr(quantity, part)) for quantity in draft.quantities) for part in ("name", "original")]
+    name, width = min(widths[0], 34), min(widths[1], 44)
     lines = ["", f"# Theirs -> yours, of what defines the algorithm ({draft.trainer.short} -> weft):"]
-    for one in draft.quantities:
-        mark = " " if one.same else "!"
-        lines.append(f"# {mark} {one.name:<{name}}  {one.theirs:<{theirs}} -> {one.yours}")
+    for quantity in draft.quantities:
+        mark = " " if quantity.same else "!"
+        lines.append(f"# {mark} {quantity.name:<{name}}  {quantity.original:<{width}} -> {quantity.drafted}")
     return "\n".join(lines) + "\n"
 
 
 def _render(draft: Draft) -> str:
     lines: list[str] = []
     for required in ("model.path", "data.path", *(["rl.reward"] if draft.rl else [])):
-        if required not in draft.taken and required.replace("path", "sources") not in draft.taken:
-            draft.taken[required] = (None, "set it", "")
+        if required not in draft.values and required.replace("path", "sources") not in draft.values:
+            draft.values[required] = (None, "set it", "")
     for section in dict.fromkeys(name.partition(".")[0] for name in draft.keys):
-        keys = [name for name in draft.keys if name.startswith(f"{section}.") and name in draft.taken]
+        keys = [name for name in draft.keys if name.startswith(f"{section}.") and name in draft.values]
         lines += [f"\n{section}:"] if keys else []
         for name in keys:
-            value, origin, _ = draft.taken[name]
+            value, origin, _ = draft.values[name]
             leaf = name.partition(".")[2]
             if isinstance(value, str) and "$" in value:
                 origin += ": write it out, weft knows no variables"
             lines.append(f"  {leaf}: {written(value)}" + (f"  # {origin}" if origin != leaf else ""))
     by_advice: dict[str, list[str]] = {}
-    for name, advice in draft.left.items():
+    for name, advice in draft.notes.items():
         by_advice.setdefault(advice, []).append(name)
     lines += ["\n# Not taken over:"] if by_advice else []
     for advice, names in by_advice.items():

@@ -22,22 +22,22 @@ _FOREIGN = 4
 def advice_for(name: str, *, reinforcement: bool = False) -> str | None:
     """Advice on a dotted name of another trainer; None if the name is unknown. reinforcement: for a config of
     `weft rl`, which has advice of its own."""
-    own = entry_of(name, TABLES.rl_names) if reinforcement else None
-    if own is not None:
-        return TABLES.rl_names[own]
-    found = entry_of(name)
-    if found is None:
+    rl_entry = entry_of(name, TABLES.rl_names) if reinforcement else None
+    if rl_entry is not None:
+        return TABLES.rl_names[rl_entry]
+    entry = entry_of(name)
+    if entry is None:
         return None
     say = TABLES.sentences
-    if reinforcement and TABLES.names[found] in (say.sft["RL"], say.sft["REWARD"]):
+    if reinforcement and TABLES.names[entry] in (say.sft["RL"], say.sft["REWARD"]):
         return say.rl["ELSEWHERE"]
-    return TABLES.names[found]
+    return TABLES.names[entry]
 
 
 def trainers_of(name: str) -> list[Trainer]:
     """The trainers that have this dotted name."""
-    found = entry_of(name)
-    return [trainer for trainer in TABLES.trainers if found in trainer.names]
+    entry = entry_of(name)
+    return [trainer for trainer in TABLES.trainers if entry in trainer.names]
 
 
 def entry_of(name: str, table: Mapping[str, Any] | None = None) -> str | None:
@@ -45,27 +45,27 @@ def entry_of(name: str, table: Mapping[str, Any] | None = None) -> str | None:
     table = TABLES.names if table is None else table
     parts = name.lower().replace("-", "_").split(".")
     for start in range(len(parts)):
-        own = parts[start:]
-        above = (f"{'.'.join(own[:end])}.*" for end in range(len(own), 0, -1))
-        found = next((entry for entry in (".".join(own), *above) if entry in table), None)
-        if found is not None:
-            return found
+        suffix = parts[start:]
+        above = (f"{'.'.join(suffix[:end])}.*" for end in range(len(suffix), 0, -1))
+        result = next((entry for entry in (".".join(suffix), *above) if entry in table), None)
+        if result is not None:
+            return result
     return None
 
 
 def weft_value(key: str, value: Any) -> str | None:
     """weft's equivalent of another trainer's value of a key, or None."""
     word = str(value).lower()
-    known = TABLES.values.get(key, {})
-    return known.get(word) or (word if word in known.values() and word != value else None)
+    equivalents = TABLES.values.get(key, {})
+    return equivalents.get(word) or (word if word in equivalents.values() and word != value else None)
 
 
 def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
     """(The trainer with most signs among these dotted names, the names that are signs); None without any. A companion
     (accelerate), whose file accompanies another trainer's, is chosen only if there is no other."""
     names = list(names)
-    found = [(trainer, trainer.signs_in(names)) for trainer in TABLES.trainers]
-    best = max(found, key=lambda pair: (bool(pair[1]) and not pair[0].table.companion, len(pair[1])))
+    signs_of = [(trainer, trainer.signs_in(names)) for trainer in TABLES.trainers]
+    best = max(signs_of, key=lambda pair: (bool(pair[1]) and not pair[0].table.companion, len(pair[1])))
     return best if best[1] else None
 
 
@@ -87,11 +87,11 @@ class Task:
     def __str__(self) -> str:
         """What the config is, and what weft can do with it, as the end of a sentence on the file."""
         article = "an" if self.algorithm[0] in "RIO" and self.algorithm.isupper() and self.algorithm != "RLOO" else "a"
-        what = f"{article} {self.algorithm} config of {self.trainer.title} ({self.sign})"
+        description = f"{article} {self.algorithm} config of {self.trainer.title} ({self.sign})"
         if self.kind == REINFORCEMENT:
-            return f"{what}. {TABLES.drafts}"
+            return f"{description}. {TABLES.drafts}"
         missing = "distillation" if self.kind == DISTILLATION else "preference tuning"
-        return f"{what}; weft has no {missing} yet."
+        return f"{description}; weft has no {missing} yet."
 
 
 _ALGORITHMS = re.compile(r"grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
@@ -103,27 +103,32 @@ _OF_NAMES = {
 _OF_VALUES = {"gae": "PPO", "rm": "reward-model"}
 
 
-def task_of(trainer: Trainer, found: Mapping[str, Any]) -> Task | None:
-    """What a config of this trainer asks for; None for supervised fine-tuning. found: all names with their values."""
-    kinds = [(trainer.task(entry_of(name, trainer.tasks) or "", value), name, value) for name, value in found.items()]
+def task_of(trainer: Trainer, settings: Mapping[str, Any]) -> Task | None:
+    """What a config of this trainer asks for; None for supervised fine-tuning. settings: all names with their
+    values."""
+    kinds = [
+        (trainer.task(entry_of(name, trainer.tasks) or "", value), name, value) for name, value in settings.items()
+    ]
     for kind in KINDS:
-        for own, name, value in kinds:
-            if own == kind:
-                return Task(trainer, kind, f"{name}: {show(value)}", _algorithm(kind, name, value, found))
+        for task_kind, name, value in kinds:
+            if task_kind == kind:
+                return Task(trainer, kind, f"{name}: {show(value)}", _algorithm(kind, name, value, settings))
     return None
 
 
-def _algorithm(kind: str, name: str, value: Any, found: Mapping[str, Any]) -> str:
+def _algorithm(kind: str, name: str, value: Any, settings: Mapping[str, Any]) -> str:
     if kind == DISTILLATION:
         return "distillation"
     leaf = name.rpartition(".")[2]
-    estimator = next((given for one, given in found.items() if one.rpartition(".")[2] in _ESTIMATORS), None)
+    estimator = next(
+        (algorithm for setting, algorithm in settings.items() if setting.rpartition(".")[2] in _ESTIMATORS), None
+    )
     if kind == REINFORCEMENT and estimator is not None:
         value = estimator
     word = str(value).lower()
-    known = _ALGORITHMS.search(word) or _ALGORITHMS.search(leaf)
-    if known is not None:
-        return known[0].upper()
+    match = _ALGORITHMS.search(word) or _ALGORITHMS.search(leaf)
+    if match is not None:
+        return match[0].upper()
     return _OF_VALUES.get(word) or _OF_NAMES.get(leaf) or ("GRPO" if kind == REINFORCEMENT else "DPO")
 
 

@@ -90,9 +90,9 @@ def _like(trainer: Trainer) -> str:
         for leaf, value in keys.items():
             schema = schema_keys(RlConfig)[f"rl.{leaf}"]
             default = list(schema.default) if isinstance(schema.default, tuple) else schema.default
-            ours = PRESETS[algorithm].get(leaf, default)
-            if value != ours:
-                rows.append(f"| `{algorithm}` | `{leaf}` | {show(value)} | {show(ours)} |")
+            preset = PRESETS[algorithm].get(leaf, default)
+            if value != preset:
+                rows.append(f"| `{algorithm}` | `{leaf}` | {show(value)} | {show(preset)} |")
     return _LIKE.format(title=trainer.short, name=trainer.name) + "\n".join(rows) + "\n"
 
 

@@ -15,64 +15,67 @@ _LIST = re.compile(r"\[ *\d+( *, *\d+)* *\]")
 _RANGE = re.compile(r"list\(range\((?:(\d+), *)?(\d+)\)\)")
 
 
-def gpus_of(found: Mapping[str, Any], trainer: Trainer) -> int | None:
+def gpus_of(settings: Mapping[str, Any], trainer: Trainer) -> int | None:
     """The number of GPUs that trained; None if the config does not say."""
-    for name, value in found.items():
+    for name, value in settings.items():
         if entry_of(name, dict.fromkeys(trainer.table.devices)) is not None and (devices := devices_of(value)):
             return len(devices)
-    by_entry = {entry_of(name): value for name, value in found.items() if isinstance(value, int)}
+    by_entry = {entry_of(name): value for name, value in settings.items() if isinstance(value, int)}
     names = TABLES.shared.ranks
     for name in names.all:
         if name in by_entry:
             return int(by_entry[name])
     machines = next((by_entry[name] for name in names.machines if by_entry.get(name)), 1)
-    each = next((by_entry[name] for name in names.gpus if by_entry.get(name)), None)
-    return None if each is None else int(machines) * int(each)
+    per_machine = next((by_entry[name] for name in names.gpus if by_entry.get(name)), None)
+    return None if per_machine is None else int(machines) * int(per_machine)
 
 
 def devices_of(value: Any) -> list[int]:
     """ROLL's list of devices, as in [0, 1], "[0, 1]" and "list(range(0, 8))"; empty for anything else."""
     if isinstance(value, list) or _LIST.fullmatch(str(value)):
         return [int(device) for device in re.findall(r"\d+", str(value))]
-    ranges = [_RANGE.fullmatch(part.strip()) for part in str(value).split("+")]
-    found = [range(int(one[1] or 0), int(one[2])) for one in ranges if one is not None]
-    return [device for one in found for device in one] if len(found) == len(ranges) else []
+    matches = [_RANGE.fullmatch(part.strip()) for part in str(value).split("+")]
+    if any(match is None for match in matches):
+        return []
+    return [device for match in matches if match for device in range(int(match[1] or 0), int(match[2]))]
 
 
-def shared_by(found: Mapping[str, Any]) -> int:
+def shared_by(settings: Mapping[str, Any]) -> int:
     """The number of GPUs of the old run that worked on the same documents."""
-    sizes = (value for name, value in found.items() if entry_of(name) in TABLES.shared.ranks.sharing)
+    sizes = (value for name, value in settings.items() if entry_of(name) in TABLES.shared.ranks.sharing)
     return math.prod(value for value in sizes if isinstance(value, int) and value > 0)
 
 
-def settle_mesh(draft: Draft, found: Mapping[str, Any], gpus: int | None) -> None:
+def settle_mesh(draft: Draft, settings: Mapping[str, Any], gpus: int | None) -> None:
     """Convert shards and rows that count all ranks that share documents to mesh.dp_shard (without mesh.cp) and to
     the tokens of one rank."""
     names, cp = TABLES.shared.ranks, draft.value("mesh.cp", 1)
     if entry_of(_name(draft, "mesh.dp_shard")) in names.shards:
-        _settle_shards(draft, found, gpus, cp)
+        _settle_shards(draft, settings, gpus, cp)
     row = "step.max_tokens_per_device"
     if cp > 1 and entry_of(_name(draft, row)) in names.rows:
         tokens = draft.value(row)
         draft.take(row, -(-tokens // cp), _name(draft, row), f"{tokens} / mesh.cp: a rank's")
 
 
-def _settle_shards(draft: Draft, found: Mapping[str, Any], gpus: int | None, cp: int) -> None:
+def _settle_shards(draft: Draft, settings: Mapping[str, Any], gpus: int | None, cp: int) -> None:
     size, name = draft.value("mesh.dp_shard"), _name(draft, "mesh.dp_shard")
-    over = None if gpus is None else max(1, gpus * cp // shared_by(found))  # ranks that hold parts of the same tensors
+    over = (
+        None if gpus is None else max(1, gpus * cp // shared_by(settings))
+    )  # ranks that hold parts of the same tensors
     if over is not None and size >= over:  # all of these ranks, however large the number
         if size > over:
-            draft.taken.pop("mesh.dp_shard")
+            draft.values.pop("mesh.dp_shard")
             return
     elif over is not None and over % size == 0:
         draft.take("mesh.dp_replicate", over // size, name, f"{over} ranks / {entry_of(name)} {size}")
     if size % cp:
         draft.drop("mesh.dp_shard", f"{size} ranks are not shared evenly by groups of mesh.cp = {cp}.")
-        draft.taken.pop("mesh.dp_replicate", None)
+        draft.values.pop("mesh.dp_replicate", None)
     elif cp > 1:
         draft.take("mesh.dp_shard", size // cp, name, f"{entry_of(name)} {size} / mesh.cp, which shards as well")
 
 
 def _name(draft: Draft, key: str) -> str:
     """The trainer's name of the value that was taken for a key; "" if none was."""
-    return draft.taken[key][2] if key in draft.taken else ""
+    return draft.values[key][2] if key in draft.values else ""

@@ -107,31 +107,31 @@ _WITHIN_1 = ("math",)  # weft's rewards that are ROLL's, between 0 and 1
 _SCALES = {None: "none", "group": "group", "batch": "batch"}
 
 
-def settle_algorithm(draft: Draft, found: Mapping[str, Any], samples: int | None) -> None:
-    """Set every key that defines the algorithm, and note each quantity in draft.quantities. found: all names of the
+def settle_algorithm(draft: Draft, settings: Mapping[str, Any], samples: int | None) -> None:
+    """Set every key that defines the algorithm, and note each quantity in draft.quantities. settings: all names of the
     config with their values. samples: of an optimizer step; None if that is not known."""
-    _Algorithm(draft, found, samples).settle()
+    _Algorithm(draft, settings, samples).settle()
 
 
 class _Algorithm:
     """One config's algorithm. nearest: value of rl.algorithm that is like it, or most like it."""
 
-    def __init__(self, draft: Draft, found: Mapping[str, Any], samples: int | None) -> None:
-        self.draft, self.found, self.samples = draft, found, samples
+    def __init__(self, draft: Draft, settings: Mapping[str, Any], samples: int | None) -> None:
+        self.draft, self.settings, self.samples = draft, settings, samples
         self.group = int(self.number("num_return_sequences_in_group"))
 
     def settle(self) -> None:
-        for name in self.found:
+        for name in self.settings:
             if name in DEFAULTS or name in UNREAD:
-                self.draft.left.pop(name, None)
-            if name in UNREAD and self.found[name]:
-                self.draft.left[name] = "no code of ROLL reads it: leave it out."
+                self.draft.notes.pop(name, None)
+            if name in UNREAD and self.settings[name]:
+                self.draft.notes[name] = "no code of ROLL reads it: leave it out."
         self.take("rl.epochs", int(self.number("ppo_epochs")), "ppo_epochs")
         self.take("rl.group_size", self.group, "num_return_sequences_in_group")
-        said = (
+        text = (
             "ROLL's pipeline for images renders prompts" if self.draft.images else "ROLL continues a text as it stands"
         )
-        self.take("rl.chat", self.draft.images, "rl.chat", said)
+        self.take("rl.chat", self.draft.images, "rl.chat", text)
         self.rewards()
         estimator = self.advantage()
         self.clips()
@@ -151,7 +151,7 @@ class _Algorithm:
 
     def value(self, name: str) -> Any:
         """The value of a name; ROLL's default if the config does not have it."""
-        return self.found.get(name, DEFAULTS[name])
+        return self.settings.get(name, DEFAULTS[name])
 
     def number(self, name: str) -> float:
         """The value of a name as a number; 0 for null and for what is no number."""
@@ -163,47 +163,49 @@ class _Algorithm:
         return value.lower() == "true" if isinstance(value, str) else bool(value)
 
     def origin(self, name: str) -> str:
-        return name if name in self.found else f"ROLL's default of {name}"
+        return name if name in self.settings else f"ROLL's default of {name}"
 
     def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
         """Write a key. name: the name that decides it, unless `origin` says more."""
         if value is None or key not in self.draft.keys:
-            self.draft.taken[key] = (value, origin or self.origin(name), name)
+            self.draft.values[key] = (value, origin or self.origin(name), name)
         else:
             self.draft.take(key, value, name, origin or self.origin(name))
 
-    def same(self, name: str, theirs: str, yours: str) -> None:
-        self.draft.compare(name, theirs, yours)
+    def same(self, name: str, original: str, drafted: str) -> None:
+        self.draft.compare(name, original, drafted)
 
-    def differs(self, name: str, theirs: str, yours: str) -> None:
-        self.draft.compare(name, theirs, yours, same=False)
+    def differs(self, name: str, original: str, drafted: str) -> None:
+        self.draft.compare(name, original, drafted, same=False)
 
     # ------------------------------------------------------------ rewards and advantages
 
     def rewards(self) -> None:
         """Rewards of several kinds, between which ROLL chooses by each row's tag."""
         of_domain: dict[str, list[str]] = {}
-        for name, value in self.found.items():
+        for name, value in self.settings.items():
             if fnmatchcase(name, "rewards.*.tag_included"):
                 of_domain[name.split(".")[1]] = [str(tag) for tag in value or ()]
         names = self.draft.value("rl.reward") or []
-        classes = (value for name, value in self.found.items() if fnmatchcase(name, "rewards.*.worker_cls"))
-        theirs = ", ".join(str(value).rpartition(".")[2] for value in classes)
-        yours = ", ".join(names) or "none yet"
-        self.same("reward", theirs or "none", yours)
+        classes = (value for name, value in self.settings.items() if fnmatchcase(name, "rewards.*.worker_cls"))
+        class_names = ", ".join(str(value).rpartition(".")[2] for value in classes)
+        drafted = ", ".join(names) or "none yet"
+        self.same("reward", class_names or "none", drafted)
         self.domains = max(len(names), len(of_domain))
         if len(names) > 1:
-            tags = "; ".join(f"{domain}: {', '.join(own) or 'no tag'}" for domain, own in of_domain.items())
+            tags = "; ".join(
+                f"{domain}: {', '.join(tags_of_domain) or 'no tag'}" for domain, tags_of_domain in of_domain.items()
+            )
             self.take("rl.reward_column", "domain", "rewards", "set it: the column that holds a row's reward")
             self.same("reward of a row", f"by its tag ({tags})", "by rl.reward_column, which holds a name of rl.reward")
-        probabilities = {name: value for name, value in self.found.items() if ".domain_interleave_probs." in name}
+        probabilities = {name: value for name, value in self.settings.items() if ".domain_interleave_probs." in name}
         if len(probabilities) > 1:
             shares = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in probabilities.items())
             self.differs("prompts of a step", shares, "as they come in the data: split them into `data.sources`")
-        for name, value in self.found.items():
+        for name, value in self.settings.items():
             if fnmatchcase(name, "rewards.*.*_filter_config.type") and value not in (None, "no_filter"):
                 self.differs("filter of groups", f"{name}: {value}", "none; `rl.dynamic_sampling` is the nearest")
-        if any(name.split(".")[0] in ("custom_envs", "train_env_manager") for name in self.found):
+        if any(name.split(".")[0] in ("custom_envs", "train_env_manager") for name in self.settings):
             self.differs("pipeline", "agents: rewards of a trajectory, normalised by reward_normalization",
                          "`rl.environment`; rewards as below")  # fmt: skip
 
@@ -216,50 +218,54 @@ class _Algorithm:
         whitened, gamma = self.on("whiten_advantages"), self.number("gamma")
         penalised = self.on("add_token_level_kl")
         affine = mean in (None, "batch", "running") and std in (None, "batch", "running")
-        known = estimator in ("gae", "grpo", "reinforce")
+        is_known = estimator in ("gae", "grpo", "reinforce")
         parts = [f"{estimator}: reward"]
         if mean:
             parts.append(f"- mean of the {mean}")
         if std:
             parts.append(f"/ standard deviation of the {std}")
-        theirs = " ".join(parts) + (", whitened over all tokens" if whitened else "")
+        description = " ".join(parts) + (", whitened over all tokens" if whitened else "")
         origin = self.origin("adv_estimator")
         if whitened:
             origin += ", whiten_advantages"
         if estimator == "gae":
-            algorithm, own = "ppo", "gae"
+            algorithm, estimator_name = "ppo", "gae"
             scale = "batch" if whitened else "none"
             exact = mean is None and std is None
-            yours = "gae: reward, " + ("whitened over all tokens" if whitened else "not whitened")
+            drafted = "gae: reward, " + ("whitened over all tokens" if whitened else "not whitened")
         elif mean == "group" and not whitened and std in _SCALES:
-            algorithm, own, scale = "grpo", "grpo", _SCALES[std]
+            algorithm, estimator_name, scale = "grpo", "grpo", _SCALES[std]
             exact = gamma == 1 and not penalised
             over = "" if scale == "none" else f" / standard deviation of the {scale}"
-            yours = f"grpo: reward - mean of the group{over}"
+            drafted = f"grpo: reward - mean of the group{over}"
         elif mean == "group" and whitened and std != "group":
-            algorithm, own, scale = "reinforce++_baseline", "reinforce++_baseline", None
+            algorithm, estimator_name, scale = "reinforce++_baseline", "reinforce++_baseline", None
             exact = gamma == 1 and not penalised
-            yours = "reinforce++_baseline: reward - mean of the group, whitened over all tokens"
+            drafted = "reinforce++_baseline: reward - mean of the group, whitened over all tokens"
         elif mean == "group":
-            algorithm, own, scale, exact = "grpo", "grpo", "group", False
-            yours = "grpo: reward - mean of the group / standard deviation of the group, not whitened"
+            algorithm, estimator_name, scale, exact = "grpo", "grpo", "group", False
+            drafted = "grpo: reward - mean of the group / standard deviation of the group, not whitened"
         else:
-            algorithm, own, scale = "reinforce++", "reinforce++", None
+            algorithm, estimator_name, scale = "reinforce++", "reinforce++", None
             constant = (mean is None or gamma == 1) and (not penalised or (mean is None and std is None))
             exact = whitened and affine and constant  # whitening takes off what is added or multiplied everywhere
-            yours = "reinforce++: reward, whitened over all tokens"
-        if not known:
-            theirs = f"{estimator}, which weft does not have"
+            drafted = "reinforce++: reward, whitened over all tokens"
+        if not is_known:
+            description = f"{estimator}, which weft does not have"
         self.algorithm = algorithm
         self.take("rl.algorithm", algorithm, "adv_estimator", origin)
-        self.take("rl.advantage", own, "adv_estimator", origin)
+        self.take("rl.advantage", estimator_name, "adv_estimator", origin)
         if scale is not None:
-            self.take("rl.advantage_norm", scale, "whiten_advantages" if own == "gae" else "norm_std_type", origin)
-        (self.same if known and exact else self.differs)("advantage", theirs, yours)
-        if own in ("gae", "reinforce++"):
+            self.take(
+                "rl.advantage_norm", scale, "whiten_advantages" if estimator_name == "gae" else "norm_std_type", origin
+            )
+        (self.same if is_known and exact else self.differs)("advantage", description, drafted)
+        if estimator_name in ("gae", "reinforce++"):
             self.take("rl.gamma", gamma, "gamma")
-        self.same("gamma", show(gamma), show(gamma) if own in ("gae", "reinforce++") or gamma == 1 else "not read")
-        if own == "gae":
+        self.same(
+            "gamma", show(gamma), show(gamma) if estimator_name in ("gae", "reinforce++") or gamma == 1 else "not read"
+        )
+        if estimator_name == "gae":
             self.take("rl.gae_lambda", self.number("lambd"), "lambd")
             self.same("lambda", show(self.number("lambd")), show(self.number("lambd")))
         if self.on("whiten_rewards"):
@@ -285,17 +291,17 @@ class _Algorithm:
             largest = 1.0
         if self.on("add_token_level_kl"):
             largest = math.inf
-        for name, what, bound in (
+        for name, quantity, bound in (
             ("reward_clip", "clip of rewards", largest),
             ("advantage_clip", "clip of advantages", largest if mean == "group" and not whitened else math.inf),
         ):
             value = self.value(name)
             if value is None or (name == "reward_clip" and not value):
-                self.same(what, "none", "none")
+                self.same(quantity, "none", "none")
             elif self.number(name) >= bound and self.number("gamma") == 1:
-                self.same(what, f"{show(value)}, never reached", "none")
+                self.same(quantity, f"{show(value)}, never reached", "none")
             else:
-                self.differs(what, f"at most {show(value)} from 0", "none")
+                self.differs(quantity, f"at most {show(value)} from 0", "none")
 
     # ------------------------------------------------------------ the loss
 
@@ -307,8 +313,8 @@ class _Algorithm:
             low, high, name = self.number("pg_clip_low"), self.number("pg_clip_high"), "pg_clip_low"
         else:
             for unused in ("pg_clip_low", "pg_clip_high"):
-                if unused in self.found:
-                    self.draft.left[unused] = "without use_pg_clip_range it has no effect."
+                if unused in self.settings:
+                    self.draft.notes[unused] = "without use_pg_clip_range it has no effect."
         origin = "pg_clip_low, pg_clip_high" if name == "pg_clip_low" else self.origin(name)
         self.take("rl.clip", [low, high], name, origin)
         self.same("clip of the ratio", f"1 - {low:g} to 1 + {high:g}", f"1 - {low:g} to 1 + {high:g}")
@@ -325,20 +331,20 @@ class _Algorithm:
             self.variant(str(variant or "vanilla"))
         else:
             if variant:
-                self.draft.left["actor_train.pg_variant"] = f"only {_PG_WORKER} reads it: leave it out."
+                self.draft.notes["actor_train.pg_variant"] = f"only {_PG_WORKER} reads it: leave it out."
             level = str(self.value("importance_sampling"))
-            own = "gspo" if level == "seq" else "ppo"
-            self.take("rl.policy_loss", own, "importance_sampling")
-            text = "clipped ratio of " + ("whole samples" if own == "gspo" else "each token")
-            constant = own == "ppo" or (self.number("gamma") == 1 and self.algorithm != "ppo")
-            (self.same if constant else self.differs)("policy loss", text, f"{own}: {text}")
+            equivalent = "gspo" if level == "seq" else "ppo"
+            self.take("rl.policy_loss", equivalent, "importance_sampling")
+            text = "clipped ratio of " + ("whole samples" if equivalent == "gspo" else "each token")
+            constant = equivalent == "ppo" or (self.number("gamma") == 1 and self.algorithm != "ppo")
+            (self.same if constant else self.differs)("policy loss", text, f"{equivalent}: {text}")
         mode = str(self.value("loss_agg_mode"))
-        own = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}.get(mode, "sequence_sum")
-        self.take("rl.loss_aggregation", own, "loss_agg_mode")
+        equivalent = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}.get(mode, "sequence_sum")
+        self.take("rl.loss_aggregation", equivalent, "loss_agg_mode")
         longest = self.draft.value("rollout.max_new_tokens")
         norm = self.value("max_grad_norm")
-        if own != "sequence_sum":
-            self.same("aggregation of the loss", mode, own)
+        if equivalent != "sequence_sum":
+            self.same("aggregation of the loss", mode, equivalent)
         elif mode == "seq-mean-token-sum" and isinstance(longest, int):
             # weft's loss is theirs / the longest completion. AdamW does not see a factor once eps and the norm have it.
             self.same("aggregation of the loss", mode, f"sequence_sum: the same / {longest}, as max_grad_norm and eps")
@@ -369,10 +375,10 @@ class _Algorithm:
             low = 1 - self.number("actor_train.tis_lower_bound")
             high = self.number("actor_train.tis_upper_bound") - 1
         if variant in ("vanilla", "ppo"):
-            own = {"vanilla": "reinforce", "ppo": "ppo"}[variant]
-            self.take("rl.policy_loss", own, origin)
-            self.same("policy loss", variant, own)
-            if own == "reinforce":
+            equivalent = {"vanilla": "reinforce", "ppo": "ppo"}[variant]
+            self.take("rl.policy_loss", equivalent, origin)
+            self.same("policy loss", variant, equivalent)
+            if equivalent == "reinforce":
                 self.without("rl.clip", "rl.dual_clip")
         elif variant in ("cispo", "tis") and 0 < low <= 1 and high > 0:
             self.take("rl.policy_loss", "cispo", origin)
@@ -390,24 +396,24 @@ class _Algorithm:
     def without(self, *keys: str) -> None:
         """Take keys of ppo's clips off the draft, for a policy loss that does not read them."""
         for key in keys:
-            self.draft.taken.pop(key)
+            self.draft.values.pop(key)
         self.draft.quantities = [
-            one for one in self.draft.quantities if one.name not in ("clip of the ratio", "dual clip")
+            quantity for quantity in self.draft.quantities if quantity.name not in ("clip of the ratio", "dual clip")
         ]
 
     def kl(self) -> None:
         """Set rl.kl_coef and what belongs to it."""
         in_loss = self.on("use_kl_loss") and self.number("kl_loss_coef") > 0
         in_reward = self.on("add_token_level_kl") and self.number("init_kl_coef") > 0
-        theirs = []
+        terms = []
         if in_loss:
-            theirs.append(f"{self.number('kl_loss_coef'):g} in the loss, k3 cut at 10")
+            terms.append(f"{self.number('kl_loss_coef'):g} in the loss, k3 cut at 10")
         if in_reward:
-            theirs.append(f"{self.number('init_kl_coef'):g} in the reward, {self.value('kl_penalty')}")
-        if not theirs:
+            terms.append(f"{self.number('init_kl_coef'):g} in the reward, {self.value('kl_penalty')}")
+        if not terms:
             for switch, weight in (("use_kl_loss", "kl_loss_coef"), ("add_token_level_kl", "init_kl_coef")):
-                if weight in self.found and self.number(weight) and not self.on(switch):
-                    self.draft.left[weight] = f"without {switch} it says nothing."
+                if weight in self.settings and self.number(weight) and not self.on(switch):
+                    self.draft.notes[weight] = f"without {switch} it says nothing."
             self.take("rl.kl_coef", 0.0, "use_kl_loss")
             self.same("KL", "none", "none")
             return
@@ -422,12 +428,12 @@ class _Algorithm:
         if in_loss:
             self.take("rl.kl_unbiased", False, "use_kl_loss", "ROLL's KL in the loss")
         adaptive = in_reward and self.value("target_kl") is not None
-        exact = len(theirs) == 1 and (in_loss or penalty in ("kl", "mse", "k3")) and not adaptive
-        said = " and ".join(theirs) + (f", adapted to target_kl {self.value('target_kl')}" if adaptive else "")
-        where = "loss" if in_loss else "reward"
+        exact = len(terms) == 1 and (in_loss or penalty in ("kl", "mse", "k3")) and not adaptive
+        description = " and ".join(terms) + (f", adapted to target_kl {self.value('target_kl')}" if adaptive else "")
+        used_in = "loss" if in_loss else "reward"
         limit = " cut at 10" if estimator == "k3" else ""
-        yours = f"{self.number(name):g} in the {where}, {estimator}{limit}"
-        (self.same if exact else self.differs)("KL", said, yours)
+        drafted = f"{self.number(name):g} in the {used_in}, {estimator}{limit}"
+        (self.same if exact else self.differs)("KL", description, drafted)
 
     def corrections(self) -> None:
         """Set rl.old_logprobs and rl.correction."""
@@ -438,23 +444,24 @@ class _Algorithm:
         if enabled:
             level, bound = str(self.value(f"{prefix}.weight_type")), self.value(f"{prefix}.upper_bound")
             # A sample without an environment is one segment, whose ratio is the geometric mean of its tokens'.
-            own = {"segment": "geometric"}.get(level, level)
-            self.take("rl.correction_level", own, f"{prefix}.weight_type")
+            equivalent = {"segment": "geometric"}.get(level, level)
+            self.take("rl.correction_level", equivalent, f"{prefix}.weight_type")
             limit = 1e30 if bound is None else self.number(f"{prefix}.upper_bound")
             self.take("rl.correction_limits", [0.0, limit], f"{prefix}.upper_bound")
-            theirs = f"ratio of each {level}, at most {'any' if bound is None else f'{limit:g}'}"
+            description = f"ratio of each {level}, at most {'any' if bound is None else f'{limit:g}'}"
             exact = self.on(f"{prefix}.detach") and limit >= 1
-            (self.same if exact else self.differs)("correction", theirs, f"tis: {own}, 0 to {limit:g}")
+            (self.same if exact else self.differs)("correction", description, f"tis: {equivalent}, 0 to {limit:g}")
         else:
             self.same("correction", "none", "none")
         filters = self.value("train_infer_correction.filters") or ()
-        active = [one for one in filters if isinstance(one, dict) and one.get("enabled")]
+        active = [correction for correction in filters if isinstance(correction, dict) and correction.get("enabled")]
         if active:
-            said = "; ".join(
-                f"{one.get('agg_type', 'token')} ratio {one.get('ratio_low', 0.8):g} to {one.get('ratio_high', 1.2):g}"
-                for one in active
+            filters_text = "; ".join(
+                f"{correction.get('agg_type', 'token')} ratio {correction.get('ratio_low', 0.8):g} to "
+                f"{correction.get('ratio_high', 1.2):g}"
+                for correction in active
             )
-            self.differs("filter of tokens", said, "none; `rl.correction: icepop` is the nearest")
+            self.differs("filter of tokens", filters_text, "none; `rl.correction: icepop` is the nearest")
 
     def masks(self) -> None:
         """Set rl.mask_truncated, rl.count_masked and rl.dynamic_sampling."""
@@ -480,8 +487,8 @@ class _Algorithm:
     def critic(self) -> None:
         """Set critic.lr, critic.clip and critic.path."""
         draft, lr = self.draft, "critic.training_args.learning_rate"
-        rate = next(numbers_of(self.found.get(lr, 5e-5)), 5e-5)
-        self.take("critic.lr", rate, lr, lr if lr in self.found else "ROLL's default of a learning rate")
+        rate = next(numbers_of(self.settings.get(lr, 5e-5)), 5e-5)
+        self.take("critic.lr", rate, lr, lr if lr in self.settings else "ROLL's default of a learning rate")
         self.same("critic's learning rate", f"{rate:g}", f"{rate:g}")
         clip = self.value("value_clip")
         self.take("critic.clip", clip, "value_clip")
@@ -495,21 +502,21 @@ class _Algorithm:
             warmup = self.number("critic_warmup")
             self.differs("warm-up of the critic", f"{warmup:g} steps without the policy", "none")
         for leaf, (key, default) in _CRITIC.items():
-            policy = self.found.get(f"actor_train.training_args.{leaf}", default)
-            critic = self.found.get(f"critic.training_args.{leaf}", default)
+            policy = self.settings.get(f"actor_train.training_args.{leaf}", default)
+            critic = self.settings.get(f"critic.training_args.{leaf}", default)
             if policy != critic:
-                said = f"critic {show(critic)}, policy {show(policy)}"
-                self.differs(f"{leaf} of the critic", said, f"as the policy ({key})")
+                values = f"critic {show(critic)}, policy {show(policy)}"
+                self.differs(f"{leaf} of the critic", values, f"as the policy ({key})")
         batches = [
             math.prod(
-                self.found.get(f"{role}.training_args.{leaf}", default)
+                self.settings.get(f"{role}.training_args.{leaf}", default)
                 for leaf, default in draft.trainer.table.per_device.items()
             )
             for role in ("actor_train", "critic")
         ]
         if batches[0] != batches[1]:
-            said = f"critic {batches[1]} of each rank, policy {batches[0]}"
-            self.differs("samples of an optimizer step of the critic", said, "as the policy (rl.minibatches)")
+            values = f"critic {batches[1]} of each rank, policy {batches[0]}"
+            self.differs("samples of an optimizer step of the critic", values, "as the policy (rl.minibatches)")
         if draft.value("optimizer.max_grad_norm") != self.value("max_grad_norm"):
             self.differs("gradient norm of the critic", show(self.value("max_grad_norm")), "as the policy's")
 
@@ -524,17 +531,17 @@ class _Algorithm:
                          f"{temperature:g}: logits are divided by it in training, too")  # fmt: skip
         engine = draft.value("rollout.engine")
         top_k = max(0, int(self.number(f"{prefix}.top_k")))
-        kept = {"top_p": self.number(f"{prefix}.top_p"), "top_k": top_k}
-        cut = {leaf: value for leaf, value in kept.items() if value != KEEPS_ALL[leaf]}
+        limits = {"top_p": self.number(f"{prefix}.top_p"), "top_k": top_k}
+        cut = {leaf: value for leaf, value in limits.items() if value != KEEPS_ALL[leaf]}
         allowed = "rollout.allow_truncated" in draft.keys  # samples whose kept share the engine does not say
-        for leaf, value in kept.items():
-            name, theirs = f"{prefix}.{leaf}", f"{value:g}"
+        for leaf, value in limits.items():
+            name, text = f"{prefix}.{leaf}", f"{value:g}"
             if leaf in cut and engine in SERVERS and not allowed:
                 self.take(f"rollout.{leaf}", KEEPS_ALL[leaf], name, f"{engine} does not say what {leaf} keeps")
-                self.differs(leaf, theirs, f"{KEEPS_ALL[leaf]}: all tokens; `rollout.engine: hf` has {leaf}")
+                self.differs(leaf, text, f"{KEEPS_ALL[leaf]}: all tokens; `rollout.engine: hf` has {leaf}")
             else:
                 self.take(f"rollout.{leaf}", value, name)
-                self.same(leaf, theirs, theirs)
+                self.same(leaf, text, text)
         if cut and engine in SERVERS and allowed:
             self.take(
                 "rollout.allow_truncated", True, prefix, "ROLL trains such samples as if all tokens were drawn from"
@@ -549,7 +556,7 @@ class _Algorithm:
 
     def evaluation(self) -> None:
         """Set how answers to held-out prompts are drawn."""
-        if "eval.path" not in self.draft.taken and "eval.sources" not in self.draft.taken:
+        if "eval.path" not in self.draft.values and "eval.sources" not in self.draft.values:
             return
         prefix = "validation.generating_args"
         self.take("eval.samples", max(1, int(self.number(f"{prefix}.num_return_sequences"))),
@@ -561,23 +568,26 @@ class _Algorithm:
     def steps(self) -> None:
         """Note prompts, samples, updates, lengths and learning rate."""
         draft = self.draft
-        for what, key in (
+        for quantity, key in (
             ("prompts of a rollout step", "rl.prompts_per_step"),
             ("samples of a prompt", "rl.group_size"),
             ("epochs", "rl.epochs"),
             ("longest prompt", "rollout.max_prompt_tokens"),
             ("longest completion", "rollout.max_new_tokens"),
             ("learning rate", "optimizer.lr"),
-            ("warm-up", "schedule.warmup_steps" if "schedule.warmup_steps" in draft.taken else "schedule.warmup_ratio"),
+            (
+                "warm-up",
+                "schedule.warmup_steps" if "schedule.warmup_steps" in draft.values else "schedule.warmup_ratio",
+            ),
         ):
-            if key in draft.taken:
-                self.same(what, show(draft.value(key)), show(draft.value(key)))
+            if key in draft.values:
+                self.same(quantity, show(draft.value(key)), show(draft.value(key)))
         samples = draft.value("rl.prompts_per_step", 0) * self.group
-        if "rl.minibatches" in draft.taken:
+        if "rl.minibatches" in draft.values:
             text = f"{draft.value('rl.minibatches')} x {self.samples} samples"
             self.same("optimizer steps of a rollout step", text, text)
         else:
-            draft.taken["rl.minibatches"] = (
+            draft.values["rl.minibatches"] = (
                 None,
                 f"set it: {samples} samples / those of an optimizer step (per device x accumulation x data ranks)",
                 "rl.minibatches",

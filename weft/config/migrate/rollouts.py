@@ -15,160 +15,170 @@ from weft.config.migrate.trainer import TABLES, RlDraft
 from weft.config.server_checks import SERVERS
 
 
-def take_rl_columns(draft: Draft, given: Mapping[str, str]) -> None:
-    """Set data.columns. given: the trainer's key -> the column."""
-    columns = {draft.trainer.rl_columns[draft.entry(name)]: column for name, column in given.items()}
-    others = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    if others:
-        draft.take("data.columns", others, next(iter(given)), ", ".join(map(draft.entry, given)))
+def take_rl_columns(draft: Draft, column_settings: Mapping[str, str]) -> None:
+    """Set data.columns. column_settings: the trainer's key -> the column."""
+    columns = {draft.trainer.rl_columns[draft.entry(name)]: column for name, column in column_settings.items()}
+    renamed = {our_name: foreign for our_name, foreign in columns.items() if our_name != foreign}
+    if renamed:
+        draft.take("data.columns", renamed, next(iter(column_settings)), ", ".join(map(draft.entry, column_settings)))
 
 
-def take_rewards(draft: Draft, rl: RlDraft, found: Mapping[str, Any]) -> None:
+def take_rewards(draft: Draft, rl: RlDraft, settings: Mapping[str, Any]) -> None:
     """Set rl.reward from the classes of the rewards: weft's own for those that do the same, and functions that are to
     be written for the others, without which the draft does not load."""
-    known: dict[str, str] = {}
-    for name, value in found.items():
+    names: dict[str, str] = {}
+    for name, value in settings.items():
         if not fnmatchcase(name, rl.reward):
             continue
-        own = next((reward for end, reward in rl.rewards.items() if str(value).endswith(end)), None)
-        if own is None:
-            own = f"my_rewards:{name.split('.')[-2]}"
-            draft.left[name] = f"{value}: write it as a function (docs/how-to/write-a-reward.md), {own} in `rl.reward`."
+        reward_name = next((reward for end, reward in rl.rewards.items() if str(value).endswith(end)), None)
+        if reward_name is None:
+            reward_name = f"my_rewards:{name.split('.')[-2]}"
+            draft.notes[name] = (
+                f"{value}: write it as a function (docs/how-to/write-a-reward.md), {reward_name} in `rl.reward`."
+            )
         else:
-            draft.left.pop(name, None)
-        known[own] = name
-    if known:
-        draft.take("rl.reward", [*known], next(iter(known.values())), ", ".join(known.values()))
+            draft.notes.pop(name, None)
+        names[reward_name] = name
+    if names:
+        draft.take("rl.reward", [*names], next(iter(names.values())), ", ".join(names.values()))
 
 
 def settle_rollouts(
-    draft: Draft, rl: RlDraft, found: Mapping[str, Any], gpus: int | None, data_ranks: int | None
+    draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus: int | None, data_ranks: int | None
 ) -> int | None:
     """Set the keys that follow from sizes: lengths, devices, and the optimizer steps of a rollout step. gpus,
     data_ranks: of the old run, if known. Returns the samples of an optimizer step; None if they are not known."""
-    _settle_lengths(draft, rl, found)
-    _settle_devices(draft, rl, found, gpus)
-    samples = _settle_updates(draft, found, data_ranks)
-    per_rollout = draft.value("rl.minibatches", 1) * int(next(numbers_of(found.get("ppo_epochs", 1)), 1))
+    _settle_lengths(draft, rl, settings)
+    _settle_devices(draft, rl, settings, gpus)
+    samples = _settle_updates(draft, settings, data_ranks)
+    per_rollout = draft.value("rl.minibatches", 1) * int(next(numbers_of(settings.get("ppo_epochs", 1)), 1))
     for key in rl.per_rollout:
         count = draft.value(key)
         if isinstance(count, int) and count > 0:
-            origin, name = draft.taken[key][1:]
+            origin, name = draft.values[key][1:]
             if samples is None:
-                draft.taken[key] = (None, f"set it: {count} rollout steps x rl.minibatches x rl.epochs", name)
+                draft.values[key] = (None, f"set it: {count} rollout steps x rl.minibatches x rl.epochs", name)
             elif per_rollout > 1:
                 draft.take(key, count * per_rollout, name, f"{origin}: {count} rollout steps of {per_rollout} updates")
     return samples
 
 
-def _settle_lengths(draft: Draft, rl: RlDraft, found: Mapping[str, Any]) -> None:
+def _settle_lengths(draft: Draft, rl: RlDraft, settings: Mapping[str, Any]) -> None:
     """Set the longest completion from the longest sample, which decides where it is given, and a row that holds a
     sample."""
-    by_entry = {draft.entry(name): value for name, value in found.items()}
-    whole, prompt = (by_entry.get(name) for name in rl.longest)
+    by_entry = {draft.entry(name): value for name, value in settings.items()}
+    longest, prompt = (by_entry.get(name) for name in rl.longest)
     prompt = prompt or draft.value("rollout.max_prompt_tokens")
-    if isinstance(whole, int) and isinstance(prompt, int):
-        draft.take("rollout.max_new_tokens", whole - prompt, rl.longest[0], " - ".join(rl.longest))
-    draft.left.pop(next((name for name in found if draft.entry(name) == rl.longest[0]), ""), None)
+    if isinstance(longest, int) and isinstance(prompt, int):
+        draft.take("rollout.max_new_tokens", longest - prompt, rl.longest[0], " - ".join(rl.longest))
+    draft.notes.pop(next((name for name in settings if draft.entry(name) == rl.longest[0]), ""), None)
     draft.fit_row(
         draft.value("rollout.max_prompt_tokens", 1024) + draft.value("rollout.max_new_tokens", 1024), "sample"
     )
 
 
-def _settle_devices(draft: Draft, rl: RlDraft, found: Mapping[str, Any], gpus: int | None) -> None:
+def _settle_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus: int | None) -> None:
     """Set cluster.trainer_ranks, rollout.num_engines and cluster.placement."""
-    train, engines = _devices(draft.trainer.table.devices, found), _devices((rl.engines,), found)
+    train, engines = _devices(draft.trainer.table.devices, settings), _devices((rl.engines,), settings)
     ranks = (*TABLES.shared.ranks.machines, *TABLES.shared.ranks.gpus)
     if gpus:
         draft.take("cluster.trainer_ranks", gpus, draft.trainer.table.devices[0], f"{gpus} GPUs")
-    for name, value in found.items():
+    for name, value in settings.items():
         if draft.entry(name) in ranks or (train and set(devices_of(value)) == train):
-            draft.left.pop(name, None)  # covered by cluster.trainer_ranks; roles on the trainers' devices need nothing
-    _compare_roles(draft, found, train, engines)
+            draft.notes.pop(name, None)  # covered by cluster.trainer_ranks; roles on the trainers' devices need nothing
+    _compare_roles(draft, settings, train, engines)
     engine = draft.value("rollout.engine", "embedded")
     if not engines or engine == "embedded":
         return
-    each = draft.value("rollout.tp", 1) if engine in SERVERS else 1
-    draft.take("rollout.num_engines", len(engines) // each, rl.engines, f"{len(engines)} GPUs / {each}")
+    per_engine = draft.value("rollout.tp", 1) if engine in SERVERS else 1
+    draft.take("rollout.num_engines", len(engines) // per_engine, rl.engines, f"{len(engines)} GPUs / {per_engine}")
     if engines <= train or not engines & train:
         shared = "colocated" if engines <= train else "disaggregated"
         draft.take("cluster.placement", shared, rl.engines, f"GPUs of trainers and engines: {shared}")
         return
-    theirs = (
+    sharing = (
         f"trainers on {_ranges(train)}, engines on {_ranges(engines)}: {len(train | engines)} in all, of which both "
         f"want {_ranges(train & engines)}"
     )
-    draft.compare("devices", theirs, "engines on the trainers' devices, or none of them", same=False)
-    draft.taken["cluster.placement"] = (
+    draft.compare("devices", sharing, "engines on the trainers' devices, or none of them", same=False)
+    draft.values["cluster.placement"] = (
         None,
         "set it: disaggregated (and devices that no trainer has), or colocated (and at most as many engines)",
         rl.engines,
     )
 
 
-def _compare_roles(draft: Draft, found: Mapping[str, Any], train: set[int], engines: set[int]) -> None:
+def _compare_roles(draft: Draft, settings: Mapping[str, Any], train: set[int], engines: set[int]) -> None:
     """Note which devices several of reference, critic and engines want while the trainers want none of them: weft gives
     each devices of its own, so that the run needs more."""
-    apart = {"engines": engines} | {
-        role: _devices((f"{role}.device_mapping",), found) for role in ("reference", "critic")
+    devices_by_role = {"engines": engines} | {
+        role: _devices((f"{role}.device_mapping",), settings) for role in ("reference", "critic")
     }
-    owners = {who: devices for who, devices in apart.items() if devices and not devices & train}
-    for (one, first), (other, second) in combinations(owners.items(), 2):
-        if both := first & second:
+    owners = {owner: devices for owner, devices in devices_by_role.items() if devices and not devices & train}
+    for (first_role, first), (second_role, second) in combinations(owners.items(), 2):
+        if shared := first & second:
             draft.compare(
-                f"devices of {one} and {other}",
-                f"both on {_ranges(both)}",
-                f"{len(first)} for {one} and {len(second)} others for {other}",
+                f"devices of {first_role} and {second_role}",
+                f"both on {_ranges(shared)}",
+                f"{len(first)} for {first_role} and {len(second)} others for {second_role}",
                 same=False,
             )
 
 
-def settle_roles(draft: Draft, found: Mapping[str, Any], gpus: int | None) -> None:
+def settle_roles(draft: Draft, settings: Mapping[str, Any], gpus: int | None) -> None:
     """Set how reference and critic are sharded, where their strategies are not the policy's. gpus: trainer ranks."""
-    train = _devices(draft.trainer.table.devices, found)
+    train = _devices(draft.trainer.table.devices, settings)
     for role in ("reference", "critic"):
         strategy = f"{role}.strategy_args.strategy_config"
-        devices = _devices((f"{role}.device_mapping",), found)
-        apart = bool(devices) and bool(train) and not devices & train
-        if apart:
+        devices = _devices((f"{role}.device_mapping",), settings)
+        has_own_devices = bool(devices) and bool(train) and not devices & train
+        if has_own_devices:
             draft.take(f"{role}.ranks", len(devices), f"{role}.device_mapping", f"{len(devices)} GPUs of its own")
         elif devices and train and devices != train:
-            draft.left[f"{role}.device_mapping"] = (
+            draft.notes[f"{role}.device_mapping"] = (
                 f"{_ranges(devices)} of the trainers' {_ranges(train)}: the {role} is on all of them, or on devices of "
                 f"its own (`{role}.ranks`)."
             )
         for leaf, key in (("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp")):
-            size = found.get(f"{strategy}.{leaf}")
-            inherited = 1 if apart else draft.value(f"mesh.{key}", 1)
+            size = settings.get(f"{strategy}.{leaf}")
+            inherited = 1 if has_own_devices else draft.value(f"mesh.{key}", 1)
             if isinstance(size, int) and size != inherited:
                 draft.take(f"{role}.{key}", size, f"{strategy}.{leaf}", f"{role}: {leaf}")
-            draft.left.pop(f"{strategy}.{leaf}", None)
+            draft.notes.pop(f"{strategy}.{leaf}", None)
         dtype = next(
-            (name for name in (f"{strategy}.param_dtype", f"{role}.model_args.dtype") if found.get(name)), None
+            (name for name in (f"{strategy}.param_dtype", f"{role}.model_args.dtype") if settings.get(name)), None
         )
         if dtype is not None and f"{role}.param_dtype" in draft.keys:
-            draft.left.pop(dtype, None)
-            own = weft_value("fsdp.param_dtype", found[dtype]) or found[dtype]
-            draft.take(f"{role}.param_dtype", own, dtype, dtype)
-        if f"{strategy}.offload_policy" in found:
-            draft.left.pop(f"{strategy}.offload_policy", None)
-            draft.take(f"{role}.cpu_offload", bool(found[f"{strategy}.offload_policy"]), f"{strategy}.offload_policy")
-        _settle_shards(draft, found, role, len(devices) if apart else gpus, 1 if apart else draft.value("mesh.cp", 1))
+            draft.notes.pop(dtype, None)
+            dtype_value = weft_value("fsdp.param_dtype", settings[dtype]) or settings[dtype]
+            draft.take(f"{role}.param_dtype", dtype_value, dtype, dtype)
+        if f"{strategy}.offload_policy" in settings:
+            draft.notes.pop(f"{strategy}.offload_policy", None)
+            draft.take(
+                f"{role}.cpu_offload", bool(settings[f"{strategy}.offload_policy"]), f"{strategy}.offload_policy"
+            )
+        _settle_shards(
+            draft,
+            settings,
+            role,
+            len(devices) if has_own_devices else gpus,
+            1 if has_own_devices else draft.value("mesh.cp", 1),
+        )
 
 
-def _settle_shards(draft: Draft, found: Mapping[str, Any], role: str, ranks: int | None, cp: int) -> None:
+def _settle_shards(draft: Draft, settings: Mapping[str, Any], role: str, ranks: int | None, cp: int) -> None:
     """Set dp_shard and dp_replicate of a role from its fsdp_size, which counts the ranks of cp. ranks: of the role."""
     name = f"{role}.strategy_args.strategy_config.fsdp_size"
-    size = found.get(name)
+    size = settings.get(name)
     if not isinstance(size, int) or ranks is None:
         return
     inside = math.prod(draft.value(f"{role}.{key}") or draft.value(f"mesh.{key}", 1) for key in ("tp", "pp"))
     over = max(1, ranks // inside)
     size = over if size <= 1 or size > over else size
     if over % size or size % cp:
-        draft.left[name] = f"{over} ranks are not shared evenly by groups of {size}."
+        draft.notes[name] = f"{over} ranks are not shared evenly by groups of {size}."
         return
-    draft.left.pop(name, None)
+    draft.notes.pop(name, None)
     draft.take(f"{role}.dp_replicate", over // size, name, f"{over} ranks / fsdp_size {size}")
     draft.take(f"{role}.dp_shard", size // cp, name, f"fsdp_size {size}" + (" / mesh.cp" if cp > 1 else ""))
 
@@ -184,24 +194,27 @@ def _ranges(devices: Collection[int]) -> str:
     return ", ".join(str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows)
 
 
-def _devices(names: tuple[str, ...], found: Mapping[str, Any]) -> set[int]:
-    return {device for name, value in found.items() if name in names for device in devices_of(value)}
+def _devices(names: tuple[str, ...], settings: Mapping[str, Any]) -> set[int]:
+    return {device for name, value in settings.items() if name in names for device in devices_of(value)}
 
 
-def _settle_updates(draft: Draft, found: Mapping[str, Any], data_ranks: int | None) -> int | None:
+def _settle_updates(draft: Draft, settings: Mapping[str, Any], data_ranks: int | None) -> int | None:
     """Set rl.minibatches from the samples of an optimizer step. Returns these; None if they are not known, or do not
     divide the samples of a rollout step."""
     sizes = draft.trainer.table.per_device
-    given = {name: value for name, value in found.items() if draft.entry(name) in sizes}
-    factors = {**sizes, **{draft.entry(name): next(numbers_of(value), 0) for name, value in given.items()}}
+    batch_settings = {name: value for name, value in settings.items() if draft.entry(name) in sizes}
+    factors = {**sizes, **{draft.entry(name): next(numbers_of(value), 0) for name, value in batch_settings.items()}}
     samples = draft.value("rl.prompts_per_step", 0) * draft.value("rl.group_size", 1)
     batch = int(math.prod(factors.values())) * (data_ranks or 0)
     updates = samples // batch if batch and samples % batch == 0 else 0
     if not updates or draft.value("rl.prompts_per_step", 0) % updates:
-        draft.left |= {name: draft.advice(name) or "" for name in given}
+        draft.notes |= {name: draft.advice(name) or "" for name in batch_settings}
         return None
     terms = " x ".join(str(value) for value in factors.values())
     draft.take(
-        "rl.minibatches", updates, next(iter(given), ""), f"{samples} samples / ({terms} x {data_ranks} data ranks)"
+        "rl.minibatches",
+        updates,
+        next(iter(batch_settings), ""),
+        f"{samples} samples / ({terms} x {data_ranks} data ranks)",
     )
     return batch

@@ -17,7 +17,7 @@ from weft.files import regular_file
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
-_MOST = 100_000  # characters of a word: variables that hold variables can grow exponentially
+_MAX_WORD = 100_000  # characters of a word: variables that hold variables can grow exponentially
 # A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
 _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|\S+\.py)")
 
@@ -27,22 +27,22 @@ def read_script(path: str) -> Node:
     substituted, others by their defaults (`${NAME:-default}`); unknown ones stay. Raises UserError if the script cannot
     be read."""
     try:
-        found = _found(regular_file(Path(path), "a shell script").read_text(encoding="utf-8"))
+        words_by_name = _read_words(regular_file(Path(path), "a shell script").read_text(encoding="utf-8"))
     except UserError:
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as a shell script: {error}") from error
-    values = {name: [read_value(word, path).value for word in given] for name, given in found.items()}
-    return node_of({name: given[0] if len(given) == 1 else given or True for name, given in values.items()}, path)
+    values = {name: [read_value(word, path).value for word in words] for name, words in words_by_name.items()}
+    return node_of({name: words[0] if len(words) == 1 else words or True for name, words in values.items()}, path)
 
 
-def _found(text: str) -> dict[str, list[str]]:
+def _read_words(text: str) -> dict[str, list[str]]:
     """The last values of each option and override. Raises ValueError for text that no shell would read."""
     variables, branches = {"HOME": os.path.expanduser("~")}, _Branches()
-    found: dict[str, list[str]] = {}
+    words_by_name: dict[str, list[str]] = {}
     for words in _lines(text):
-        found |= _values(_arguments(branches.rest(words, variables), variables))
-    return found
+        words_by_name |= _values(_arguments(branches.command_in_branch(words, variables), variables))
+    return words_by_name
 
 
 class _Branches:
@@ -52,32 +52,32 @@ class _Branches:
     def __init__(self) -> None:
         self.blocks: list[tuple[str | None, bool, bool]] = []
 
-    def rest(self, words: Sequence[str], variables: dict[str, str]) -> Sequence[str]:
+    def command_in_branch(self, words: Sequence[str], variables: dict[str, str]) -> Sequence[str]:
         """The words of a line that are a command in a branch that is taken; [] for others."""
         if not words:
             return []
-        first, rest = words[0], words[1:]
+        first, tail = words[0], words[1:]
         block, done, _ = self.blocks[-1] if self.blocks else (None, False, True)
         if first == "if":
-            self.blocks.append((None, holds := _holds(rest, variables), holds))
+            self.blocks.append((None, holds := _holds(tail, variables), holds))
         elif first == "case":
-            self.blocks.append((_without(rest[0], variables) if rest else "", False, False))
+            self.blocks.append((_without(tail[0], variables) if tail else "", False, False))
         elif first in ("fi", "esac") and self.blocks:
             self.blocks.pop()
         elif first == "elif" and self.blocks:
-            holds = not done and _holds(rest, variables)
+            holds = not done and _holds(tail, variables)
             self.blocks[-1] = (block, done or holds, holds)
         elif first == "else" and self.blocks:
             self.blocks[-1] = (block, True, not done)
-            return self.rest(rest, variables)
+            return self.command_in_branch(tail, variables)
         elif block is not None and first.endswith(")") and "(" not in first:
             holds = not done and fnmatchcase(block, first[:-1])
             self.blocks[-1] = (block, done or holds, holds)
-            return self.rest(rest, variables)
+            return self.command_in_branch(tail, variables)
         elif first == "then":
-            return self.rest(rest, variables)
+            return self.command_in_branch(tail, variables)
         else:
-            return words if all(taken for _, _, taken in self.blocks) else []
+            return words if all(is_taken for _, _, is_taken in self.blocks) else []
         return []
 
 
@@ -92,11 +92,11 @@ def _holds(words: Sequence[str], variables: dict[str, str]) -> bool:
     return len(inside) == 3 and _compares(*inside) != negated
 
 
-def _compares(left: str, operator: str, right: str) -> bool:
+def _compares(first: str, operator: str, second: str) -> bool:
     if operator in ("=", "=="):
-        return fnmatchcase(left, right)
+        return fnmatchcase(first, second)
     if operator == "!=":
-        return not fnmatchcase(left, right)
+        return not fnmatchcase(first, second)
     number = {
         "-eq": int.__eq__,
         "-ne": int.__ne__,
@@ -105,8 +105,8 @@ def _compares(left: str, operator: str, right: str) -> bool:
         "-lt": int.__lt__,
         "-le": int.__le__,
     }
-    if operator in number and left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
-        return bool(number[operator](int(left), int(right)))
+    if operator in number and first.lstrip("-").isdigit() and second.lstrip("-").isdigit():
+        return bool(number[operator](int(first), int(second)))
     return False
 
 
@@ -134,18 +134,18 @@ def _lines(text: str) -> Iterator[list[str]]:
 def _arguments(words: Sequence[str], variables: dict[str, str]) -> list[str]:
     """The words of a line that runs a program or fills an array; [] for others. Assignments are put into
     `variables`."""
-    rest = [word for word in words if word != "export"]
-    if rest and (array := re.match(r"\w+\+?=\((.*)", rest[0], re.DOTALL)):
-        rest[0] = array[1]
-        words = rest = [*rest[:-1], rest[-1].removesuffix(")")]
-    elif any("$(" in word or "`" in word for word in rest):
+    remaining = [word for word in words if word != "export"]
+    if remaining and (array := re.match(r"\w+\+?=\((.*)", remaining[0], re.DOTALL)):
+        remaining[0] = array[1]
+        words = remaining = [*remaining[:-1], remaining[-1].removesuffix(")")]
+    elif any("$(" in word or "`" in word for word in remaining):
         return []  # the output of a command is not known here
-    while rest and (assignment := _ASSIGNMENT.fullmatch(rest[0])):
+    while remaining and (assignment := _ASSIGNMENT.fullmatch(remaining[0])):
         variables[assignment[1]] = _expanded(assignment[2], variables)
-        rest = rest[1:]
-    if "--" in rest:  # ray job submit ... -- python3 train.py ...
-        rest = rest[rest.index("--") + 1 :]
-    expanded = [part for word in rest for part in _parts(word, variables)]
+        remaining = remaining[1:]
+    if "--" in remaining:  # ray job submit ... -- python3 train.py ...
+        remaining = remaining[remaining.index("--") + 1 :]
+    expanded = [part for word in remaining for part in _parts(word, variables)]
     options = bool(expanded) and expanded[0].startswith("--")
     return expanded if options or any(_COMMAND.fullmatch(word) for word in expanded) else []
 
@@ -164,27 +164,27 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
 
     for _ in range(4):  # a default may name another variable
         word = _VARIABLE.sub(value, word)
-        if len(word) > _MOST:
-            raise ValueError(f"with its variables put in, a word has over {_MOST:,} characters")
+        if len(word) > _MAX_WORD:
+            raise ValueError(f"with its variables put in, a word has over {_MAX_WORD:,} characters")
     return word
 
 
 def _values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(name, values) of `--name value ...`, `--name=value`, `name.name=value` and `+name=value`."""
-    name, given = "", list[str]()
+    name, arguments = "", list[str]()
     for word in words:
         if word.startswith("--"):
             if name:
-                yield name, given
+                yield name, arguments
             name, _, value = word[2:].partition("=")
-            name, given = name.replace("-", "_"), [value] if value else []
+            name, arguments = name.replace("-", "_"), [value] if value else []
         elif override := _OVERRIDE.fullmatch(word):
             yield override[1], [override[2]]
         elif word == "-m" or _COMMAND.fullmatch(word):
             if name:
-                yield name, given
+                yield name, arguments
             name = ""  # the options of a launcher end
         elif name:
-            given.append(word)
+            arguments.append(word)
     if name:
-        yield name, given
+        yield name, arguments

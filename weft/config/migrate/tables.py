@@ -32,12 +32,12 @@ class _Loader(_Base):
     yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found = super().construct_mapping(node, deep=deep)
-        if len(found) < len(node.value):
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) < len(node.value):
             keys = [str(key.value) for key, _ in node.value]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.constructor.ConstructorError(None, None, f"`{twice}` stands twice", node.start_mark)
-        return found
+            repeated = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(None, None, f"`{repeated}` stands twice", node.start_mark)
+        return mapping
 
 
 def read_table(path: Path, kind: type[Record]) -> Record:
@@ -49,31 +49,31 @@ def read_table(path: Path, kind: type[Record]) -> Record:
     return _fitted(content, kind, f"{path.name}:")
 
 
-def _fitted(value: Any, kind: Any, where: str) -> Any:
+def _fitted(value: Any, kind: Any, location: str) -> Any:
     """A value converted to the type `kind`, mappings and dataclasses key by key."""
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     record = next((member for member in members if is_dataclass(member)), None)
     if record is not None and isinstance(value, dict):
-        return _record(value, record, where)
+        return _record(value, record, location)
     if get_origin(kind) is dict and isinstance(value, dict):
-        return {word(key): _fitted(child, get_args(kind)[1], f"{where} {key}:") for key, child in value.items()}
+        return {word(key): _fitted(child, get_args(kind)[1], f"{location} {key}:") for key, child in value.items()}
     try:
         return coerce(Node(value, ""), kind)
     except MismatchError:
-        raise TableError(f"{where} must be {describe(kind)}, not {show(value)}.") from None
+        raise TableError(f"{location} must be {describe(kind)}, not {show(value)}.") from None
 
 
-def _record(value: Mapping[str, Any], kind: Any, where: str) -> Any:
-    known = {field.name: field for field in fields(kind)}
+def _record(value: Mapping[str, Any], kind: Any, location: str) -> Any:
+    known_fields = {field.name: field for field in fields(kind)}
     for name in value:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1) or list(known)
-            raise TableError(f"{where} `{name}` is no key of a table: did you mean {' or '.join(near)}?")
-    for name, field in known.items():
+        if name not in known_fields:
+            near = difflib.get_close_matches(str(name), known_fields, n=1) or list(known_fields)
+            raise TableError(f"{location} `{name}` is no key of a table: did you mean {' or '.join(near)}?")
+    for name, field in known_fields.items():
         if name not in value and field.default is MISSING and field.default_factory is MISSING:
-            raise TableError(f"{where} `{name}` is missing.")
+            raise TableError(f"{location} `{name}` is missing.")
     hints = get_type_hints(kind)
-    return kind(**{name: _fitted(child, hints[name], f"{where} {name}:") for name, child in value.items()})
+    return kind(**{name: _fitted(child, hints[name], f"{location} {name}:") for name, child in value.items()})
 
 
 def word(value: Any) -> str:
@@ -82,12 +82,12 @@ def word(value: Any) -> str:
     return value if isinstance(value, str) else str(value).lower()
 
 
-def inverse(groups: Mapping[str, Iterable[Any]], where: str) -> dict[str, str]:
+def inverse(groups: Mapping[str, Iterable[Any]], location: str) -> dict[str, str]:
     """name -> the group that contains it. Raises TableError for a name in two groups."""
-    found: dict[str, str] = {}
+    group_of: dict[str, str] = {}
     for group, names in groups.items():
         for name in map(word, names):
-            if name in found:
-                raise TableError(f"{where} {name} stands under {found[name]} and under {group}: keep one.")
-            found[name] = group
-    return found
+            if name in group_of:
+                raise TableError(f"{location} {name} stands under {group_of[name]} and under {group}: keep one.")
+            group_of[name] = group
+    return group_of

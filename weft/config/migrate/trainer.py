@@ -174,13 +174,13 @@ class Trainer:
         self.moves = inverse(table.moves, f"{file} moves:")
         self.tasks = _tasks(table.tasks, f"{file} tasks:")
         self.means = _meanings(table.means, table.silent, say.sft, f"{file} means:", f"{file} silent:")
-        rl, where = table.rl_draft, f"{file} rl_draft:"
-        self.rl_moves = {} if rl is None else inverse(rl.moves, f"{where} moves:")
-        self.rl_columns = {} if rl is None else inverse(rl.columns, f"{where} columns:")
+        rl, location = table.rl_draft, f"{file} rl_draft:"
+        self.rl_moves = {} if rl is None else inverse(rl.moves, f"{location} moves:")
+        self.rl_columns = {} if rl is None else inverse(rl.columns, f"{location} columns:")
         self.rl_means: Meanings = {}
         if rl is not None:
-            both = {**say.sft, **say.rl}
-            self.rl_means = _meanings(rl.means, rl.silent, both, f"{where} means:", f"{where} silent:")
+            sentences = {**say.sft, **say.rl}
+            self.rl_means = _meanings(rl.means, rl.silent, sentences, f"{location} means:", f"{location} silent:")
 
     def signs_in(self, names: Iterable[str]) -> list[str]:
         """The dotted names among these that are signs of this trainer."""
@@ -190,8 +190,8 @@ class Trainer:
         """The kind of training that a value asks for; None for supervised fine-tuning. name: a key of `tasks`."""
         if value is None or value is False:
             return None
-        given = str(value).lower()
-        return next((kind for pattern, kind in self.tasks.get(name, ()) if fnmatchcase(given, pattern)), None)
+        text = str(value).lower()
+        return next((kind for pattern, kind in self.tasks.get(name, ()) if fnmatchcase(text, pattern)), None)
 
 
 class Tables:
@@ -216,7 +216,10 @@ class Tables:
     @cached_property
     def names(self) -> dict[str, str]:
         """name -> advice, for the names of all trainers."""
-        return {**self.others, **{name: text for trainer in self.trainers for name, text in trainer.names.items()}}
+        return {
+            **self.names_without_page,
+            **{name: text for trainer in self.trainers for name, text in trainer.names.items()},
+        }
 
     @cached_property
     def rl_names(self) -> dict[str, str]:
@@ -224,7 +227,7 @@ class Tables:
         return {name: text for trainer in self.trainers for name, text in trainer.rl.items()}
 
     @cached_property
-    def others(self) -> dict[str, str]:
+    def names_without_page(self) -> dict[str, str]:
         """name -> advice, for names of trainers that have no page."""
         return advice_by_name(self.shared.names, self.sentences.sft, "shared.yaml: names:")
 
@@ -251,7 +254,7 @@ class Tables:
     @cached_property
     def values(self) -> dict[str, dict[str, str]]:
         """key of weft -> value of other trainers, in lower case -> weft's value."""
-        return {key: inverse(ours, f"shared.yaml: values: {key}:") for key, ours in self.shared.values.items()}
+        return {key: inverse(groups, f"shared.yaml: values: {key}:") for key, groups in self.shared.values.items()}
 
     @cached_property
     def companions(self) -> tuple[Trainer, ...]:
@@ -273,49 +276,49 @@ class Tables:
         return (self.folder / f"{trainer.name}.md").read_text(encoding="utf-8")
 
 
-def advice_by_name(groups: Mapping[str, Iterable[str]], sentences: Mapping[str, str], where: str) -> dict[str, str]:
+def advice_by_name(groups: Mapping[str, Iterable[str]], sentences: Mapping[str, str], location: str) -> dict[str, str]:
     """name -> advice. groups: SENTENCE -> names."""
-    return {name: _sentence(key, sentences, where) for name, key in inverse(groups, where).items()}
+    return {name: _sentence(key, sentences, location) for name, key in inverse(groups, location).items()}
 
 
-def _sentence(key: str, sentences: Mapping[str, str], where: str) -> str:
+def _sentence(key: str, sentences: Mapping[str, str], location: str) -> str:
     if key not in sentences and _SENTENCE.fullmatch(key):
-        raise TableError(f"{where} {key} is no sentence of sentences.yaml.")
+        raise TableError(f"{location} {key} is no sentence of sentences.yaml.")
     return sentences.get(key, key)
 
 
-def _tasks(kinds: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, list[tuple[str, str]]]:
+def _tasks(kinds: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, list[tuple[str, str]]]:
     """name -> (pattern of values, kind of training); the first pattern that matches decides."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_name: dict[str, list[tuple[str, str]]] = {}
     for kind, names in kinds.items():
         if kind not in KINDS:
-            raise TableError(f"{where} {kind} is none of {', '.join(KINDS)}.")
+            raise TableError(f"{location} {kind} is none of {', '.join(KINDS)}.")
         for name, values in names.items():
             patterns = [ANY] if values is None else _words(values)
-            found.setdefault(name, []).extend((pattern, kind) for pattern in patterns)
-    return found
+            by_name.setdefault(name, []).extend((pattern, kind) for pattern in patterns)
+    return by_name
 
 
 def _meanings(
-    means: Meanings, silent: Mapping[str, Any], sentences: Mapping[str, str], where: str, of_silent: str
+    means: Meanings, silent: Mapping[str, Any], sentences: Mapping[str, str], location: str, of_silent: str
 ) -> Meanings:
     """`means` with sentences in place of their names, and `silent` values with an empty meaning. where, of_silent:
     places in the table, for errors."""
-    found: Meanings = {}
+    meanings: Meanings = {}
     for name, values in means.items():
-        found[name] = {
+        meanings[name] = {
             value: {
-                key: _sentence(given, sentences, f"{where} {name}:") if key == NOTE else given
-                for key, given in meaning.items()
+                key: _sentence(meant, sentences, f"{location} {name}:") if key == NOTE else meant
+                for key, meant in meaning.items()
             }
             for value, meaning in values.items()
         }
     for name, values in silent.items():
         for value in _words(values):
-            if value in found.setdefault(name, {}):
+            if value in meanings.setdefault(name, {}):
                 raise TableError(f"{of_silent} {name}: {value} stands under means, too: keep one.")
-            found[name][value] = {}
-    return found
+            meanings[name][value] = {}
+    return meanings
 
 
 def _words(values: Any) -> list[str]:

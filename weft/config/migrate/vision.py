@@ -21,10 +21,10 @@ _ADAPTED = (
 )
 
 
-def add_vision(draft: Draft, found: Mapping[str, Any]) -> None:
+def add_vision(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Set the trainer's defaults for models with images, if the model takes images; note them if that is unknown."""
-    given = {draft.entry(name) for name in found}
-    unsaid = {name: value for name, value in draft.trainer.table.vision.items() if name not in given}
+    entries = {draft.entry(name) for name in settings}
+    unsaid = {name: value for name, value in draft.trainer.table.vision.items() if name not in entries}
     path = str(draft.value("model.path"))
     certain = bool(_CALLED.search(path)) or len(unsaid) < len(draft.trainer.table.vision)
     takes_images = certain or config_has(path, _TOWER)
@@ -34,8 +34,8 @@ def add_vision(draft: Draft, found: Mapping[str, Any]) -> None:
     elif takes_images is None and unsaid:
         imagined = Draft(draft.trainer, draft.schema)
         _take(imagined, unsaid)
-        said = " and ".join(f"`{key}: {written(value)}`" for key, (value, _, _) in imagined.taken.items())
-        draft.left["(images)"] = f"if the model takes any, {draft.trainer.short} had other defaults: set {said}."
+        advice = " and ".join(f"`{key}: {written(value)}`" for key, (value, _, _) in imagined.values.items())
+        draft.notes["(images)"] = f"if the model takes any, {draft.trainer.short} had other defaults: set {advice}."
     _settle_adapters(draft)
 
 
@@ -49,9 +49,9 @@ def _settle_adapters(draft: Draft) -> None:
     """If the old config has adapters, advise on lora.targets in place of freezing the vision tower."""
     if draft.value("lora.rank") is None or "vision" not in draft.value("model.freeze", ()):
         return
-    names = draft.taken.pop("model.freeze")[2]
+    names = draft.values.pop("model.freeze")[2]
     if draft.value("lora.targets", "all-linear") == "all-linear":
-        draft.left[names] = _ADAPTED
+        draft.notes[names] = _ADAPTED
 
 
 def config_has(path: str, keys: Iterable[str]) -> bool | None:
