@@ -119,5 +119,5 @@ MUTANTS = (
     Mutant("verify/harness.py", "_training_figures", "relative(ours[1], theirs[1])", "relative(ours[0], theirs[0])", "tests/verify/test_figures.py"),
     Mutant("verify/harness.py", "Figure.passed", "self.value <= self.tolerance", "not self.value > self.tolerance", "tests/verify/test_figures.py"),
     Mutant("verify/harness.py", "_distance", "(error / moved) ** 0.5", "error / moved", "tests/verify/test_figures.py"),
-    Mutant("verify/expected.py", "_other_gradients", "if trainer.pads:\n        others", "if True:\n        others", "tests/verify/test_figures.py"),
+    Mutant("verify/expected.py", "_noise_gradients", "if trainer.pads:\n        noise_samples", "if True:\n        noise_samples", "tests/verify/test_figures.py"),
 )  # fmt: skip

@@ -36,7 +36,7 @@ def parity(
         assert vision is not None and not engine.built.support.images
         assert not (videos and engine.built.support.videos)
         documents, images, behind = shown(engine, awkward_steps(100), plain.model, bare, videos)
-        return harness.verify(engine, path, documents[:steps], [1e-3] * steps, images, behind=behind)
+        return harness.verify(engine, path, documents[:steps], [1e-3] * steps, images, image_step=behind)
 
 
 def check(

@@ -215,7 +215,7 @@ def references_once() -> Iterator[None]:
         def kept(*args: Any) -> Expected:
             args = tuple(replace(arg, device="cpu") if isinstance(arg, Trainer) else arg for arg in args)
             (trainer,) = (arg for arg in args if isinstance(arg, Trainer))
-            before = [len(arg.others) for arg in args if isinstance(arg, Expected)]
+            before = [len(arg.noise_samples) for arg in args if isinstance(arg, Expected)]
             key = repr((compute.__name__, before, *(arg for arg in args if not isinstance(arg, Expected))))
             if trainer.adapter is not None or key not in _expected:
                 _expected[key] = compute(*args)

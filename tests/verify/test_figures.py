@@ -46,7 +46,7 @@ def longest(seen: Observed) -> int:
 
 def of_readouts(name: str, both: bool) -> Callable[[Observed], None]:
     def change(seen: Observed) -> None:
-        for of in (seen.readouts, seen.alone) if both else (seen.alone,):
+        for of in (seen.readouts, seen.separate) if both else (seen.separate,):
             of[longest(seen)][name][5] += 0.01
 
     return change
@@ -86,7 +86,7 @@ CHANGES: dict[str, Callable[[Observed], None]] = {
     "loss along 3 steps": at("trained", 2, lambda pair: (pair[0] * 1.01, pair[1])),
     "gradient norm along 3 steps": at("trained", 2, lambda pair: (pair[0], pair[1] * 1.01)),
     "weights after 3 steps": at("weights", None, first_parameter),
-    "ranks that hold the same agree": at("apart", None, lambda _: "model.norm.weight: 1 on rank 0; 2 on rank 1"),
+    "ranks that hold the same agree": at("disagreement", None, lambda _: "model.norm.weight: 1 on rank 0; 2 on rank 1"),
     "routes that differ without a tie": at("routing", None, lambda _: Differences(choices=10, differing=1, wrong=1)),
 }
 
@@ -130,8 +130,10 @@ def of_experts(path: str) -> list[float]:
     trainer = Trainer(path, [1e-3] * 3, OptimizerConfig(eps=1e-5), "cpu", "model.layers")
     steps, facts = awkward_steps(128), FlopFacts(1, expert=1, experts=5, experts_per_token=2)
     found = with_rounding(with_noise(expect(trainer, steps, facts), trainer, steps), trainer, steps, facts)
-    in_double = [harness.compare_gradients(step.others[-1], step.gradients, {}) for step in found.steps]
-    weights = harness.compare_weights("w", found.others[-1], found.weights, found.start, found.others[:1], "sgd")
+    in_double = [harness.compare_gradients(step.noise_samples[-1], step.gradients, {}) for step in found.steps]
+    weights = harness.compare_weights(
+        "w", found.noise_samples[-1], found.weights, found.start, found.noise_samples[:1], "sgd"
+    )
     return [harness.worst_of("g", figures).value for figures in in_double] + [weights.value]
 
 
@@ -174,7 +176,7 @@ def test_padding_is_noise_only_where_it_changes_rounding_alone(pads: bool) -> No
     trainer = Trainer(saved_model("llama"), [1e-3], OptimizerConfig(lr=1e-3), "cpu", "model.layers", pads=pads)
     steps, facts = [awkward_steps(128)[0][:2]], FlopFacts(dense=1)
     expected = with_noise(expect(trainer, steps, facts), trainer, steps)
-    assert len(expected.steps[0].others) == len(expected.others) == 1 + pads
+    assert len(expected.steps[0].noise_samples) == len(expected.noise_samples) == 1 + pads
 
 
 def test_documents_have_the_borders_of_each_shard_of_the_vocabulary() -> None:

@@ -43,8 +43,8 @@ def saved_adapter(engine: Engine) -> Iterator[str | None]:
     if engine.lora is None:
         yield None
         return
-    with scratch_folder("adapter-") as own:
-        shared = [str(own)]
+    with scratch_folder("adapter-") as scratch:
+        shared = [str(scratch)]
         dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
         folder = f"{shared[0]}/adapter"
         save_adapter(engine, folder)
@@ -56,8 +56,8 @@ def _names(engine: Engine) -> dict[str, str]:
     """Name of a trained tensor -> its name in the reference, which is the name in the adapter's file without prefix."""
     if engine.lora is None:
         return {}
-    trained = (name for name in engine.whole_parameters() if engine.lora.trains(name))
-    return {ours: stored.removeprefix(PREFIX) for ours, stored in file_names(trained).items()}
+    trained = (tensor for tensor in engine.whole_parameters() if engine.lora.trains(tensor))
+    return {name: stored.removeprefix(PREFIX) for name, stored in file_names(trained).items()}
 
 
 def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
@@ -72,7 +72,9 @@ def optimizer_by_files(engine: Engine) -> OptimizerConfig:
     if engine.lora is None:
         return config
     groups = [
-        replace(group, match=tuple(theirs for ours, theirs in _names(engine).items() if _is_named(group.match, ours)))
+        replace(
+            group, match=tuple(file_name for name, file_name in _names(engine).items() if _is_named(group.match, name))
+        )
         for group in config.groups
     ]
     return replace(config, groups=tuple(groups))
@@ -82,12 +84,14 @@ def _is_named(patterns: Iterable[str], name: str) -> bool:
     return any(matches(pattern, name) for pattern in patterns)
 
 
-def renamed(engine: Engine, seen: Observed) -> Observed:
+def renamed(engine: Engine, observed: Observed) -> Observed:
     """The observations under the reference's names."""
     return replace(
-        seen,
-        gradients=[as_in_files(engine, gradients) for gradients in seen.gradients],
-        micro_gradients=as_in_files(engine, seen.micro_gradients),
-        behind=None if seen.behind is None else (seen.behind[0], as_in_files(engine, seen.behind[1])),
-        weights=as_in_files(engine, seen.weights),
+        observed,
+        gradients=[as_in_files(engine, gradients) for gradients in observed.gradients],
+        micro_gradients=as_in_files(engine, observed.micro_gradients),
+        image_step=None
+        if observed.image_step is None
+        else (observed.image_step[0], as_in_files(engine, observed.image_step[1])),
+        weights=as_in_files(engine, observed.weights),
     )

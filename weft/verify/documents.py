@@ -26,27 +26,27 @@ def awkward_steps(
     first step, each as an input and as a trained target, never as the first token, as many as there is room for.
     """
     source = random.Random(seed)
-    many = [_document(source, vocabulary, max(1, round(n * scale))) for n in LENGTHS]
-    ids, mask = many[3]
-    many[3] = (ids, [0.0] * len(mask))
-    left = list(dict.fromkeys(special))
-    for ids, mask in many:
-        count = min(len(left), (len(ids) - 1) // 2 if any(mask) else 0)
+    documents = [_document(source, vocabulary, max(1, round(n * scale))) for n in LENGTHS]
+    ids, mask = documents[3]
+    documents[3] = (ids, [0.0] * len(mask))
+    remaining = list(dict.fromkeys(special))
+    for ids, mask in documents:
+        count = min(len(remaining), (len(ids) - 1) // 2 if any(mask) else 0)
         first = len(ids) - 1 - count  # the last token is the input of no prediction
-        ids[first : first + count], left = left[:count], left[count:]
+        ids[first : first + count], remaining = remaining[:count], remaining[count:]
     single = [_document(source, vocabulary, max(2, round(29 * scale)))]
     three = [_document(source, vocabulary, max(2, round(n * scale))) for n in (53, 7, 19)]
-    return [many, single, three]
+    return [documents, single, three]
 
 
 def boundary_ids(vocabulary: int, ranks: int) -> list[int]:
     """The first and the last id of each shard of a vocabulary that 1 to `ranks` ranks divide, the shards of `ranks`
     first. Random documents have hardly any of them, and an error at the border of a shard shows in no other token."""
-    found = list[int]()
+    ids = list[int]()
     for shards in range(ranks, 0, -1):
         ends = [vocabulary * shard // shards for shard in range(shards + 1)]
-        found += [token for start, end in pairwise(ends) for token in (start, end - 1)]
-    return list(dict.fromkeys(found))
+        ids += [token for start, end in pairwise(ends) for token in (start, end - 1)]
+    return list(dict.fromkeys(ids))
 
 
 def special_ids(engine: Engine, path: str) -> tuple[list[int], str]:
@@ -61,18 +61,20 @@ def special_ids(engine: Engine, path: str) -> tuple[list[int], str]:
     pad, vocabulary = getattr(config, "pad_token_id", None), config.vocab_size
     borders = boundary_ids(vocabulary, engine.mesh.tp_size)
     padding = [pad] if isinstance(pad, int) and 0 <= pad < vocabulary else []
-    known = list(dict.fromkeys([*padding, *borders]))
-    chosen = [known]
+    candidates = list(dict.fromkeys([*padding, *borders]))
+    chosen = [candidates]
     if engine.ranks.is_first:
-        plain, other = Reference(path, str(engine.device)), vocabulary // 3
-        for special in (known, [token for token in borders if token not in padding], []):
+        plain, step = Reference(path, str(engine.device)), vocabulary // 3
+        for special in (candidates, [token for token in borders if token not in padding], []):
             chosen = [special]
-            loss, gradients = plain.gradients([([other, *special, other], [1.0] * (len(special) + 2))])
+            loss, gradients = plain.gradients([([step, *special, step], [1.0] * (len(special) + 2))])
             if isfinite(loss) and all(bool(g.isfinite().all()) for g in gradients.values()):
                 break
     dist.broadcast_object_list(chosen, src=0, group=engine.ranks.group)
-    left = ", ".join(str(token) for token in known if token not in chosen[0])
-    remark = f"tokens   no document has {left}: plain transformers' gradients are not finite there" if left else ""
+    remaining = ", ".join(str(token) for token in candidates if token not in chosen[0])
+    remark = (
+        f"tokens   no document has {remaining}: plain transformers' gradients are not finite there" if remaining else ""
+    )
     return chosen[0], remark
 
 
@@ -81,4 +83,4 @@ def _document(source: random.Random, vocabulary: int, length: int) -> Document:
     ids = [source.randrange(3, vocabulary) for _ in range(length)]
     trained = source.randrange(0, max(1, length // 2))
     weight = source.choice([1.0, 1.0, 0.5])
-    return ids, [0.0 if place < trained else weight for place in range(length)]
+    return ids, [0.0 if index < trained else weight for index in range(length)]

@@ -25,21 +25,21 @@ _TIE = 1e-4  # of logits, relative: closer ones may change places by rounding
 
 @dataclass(frozen=True)
 class ExpectedGradient:
-    """The gradient of one step at the initial weights. others: the gradients by other orders of summation, and in fp64
-    if rounding counts, to measure noise; empty if it was not measured."""
+    """The gradient of one step at the initial weights. noise_samples: the gradients by other orders of summation, and
+    in fp64 if rounding counts, to measure noise; empty if it was not measured."""
 
     loss: float
     norm: float
     gradients: Tensors
-    others: Sequence[Tensors] = ()
+    noise_samples: Sequence[Tensors] = ()
 
 
 @dataclass
 class Expected:
     """The reference's results. readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient
-    norm) of each step. start, weights: the weights before and after training. others: the weights after training by
-    other orders of summation, or in fp64; empty if noise was not measured. routes: chosen experts, if there are any.
-    held_out: documents to evaluate, with their accuracy and the share of exact ones. behind: logprobs and the
+    norm) of each step. start, weights: the weights before and after training. noise_samples: the weights after training
+    by other orders of summation, or in fp64; empty if noise was not measured. routes: chosen experts, if there are any.
+    held_out: documents to evaluate, with their accuracy and the share of exact ones. image_step: logprobs and the
     gradient of documents_behind."""
 
     readouts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -47,12 +47,12 @@ class Expected:
     curve: list[tuple[float, float]] = field(default_factory=list)
     start: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
-    others: Sequence[Tensors] = ()
+    noise_samples: Sequence[Tensors] = ()
     routes: Routes = field(default_factory=dict)
     held_out: Sequence[reference.Document] = ()
     accuracy: float = 0.0
     exact: float = 0.0
-    behind: tuple[Sequence[Tensor], ExpectedGradient] | None = None
+    image_step: tuple[Sequence[Tensor], ExpectedGradient] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Trainer:
         return start, on_cpu(plain.weights()), curve
 
 
-def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts, behind: Step = ()) -> Expected:
-    """Compute all values that an engine will be compared with, without their noise. behind: documents of which
+def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts, image_step: Step = ()) -> Expected:
+    """Compute all values that an engine will be compared with, without their noise. image_step: documents of which
     logprobs and the gradient are compared by themselves."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
@@ -115,13 +115,14 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts, behind: St
     with recording(recorder, plain, trainer.layers):
         out.held_out, out.accuracy, out.exact = _evaluated(plain, documents)
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
-        logprobs = [plain.logprobs(ids)[0] for ids, _ in behind]
-        found = [
-            (loss, on_cpu(gradients)) for loss, gradients in map(plain.gradients, [*steps, *[behind] * bool(behind)])
+        logprobs = [plain.logprobs(ids)[0] for ids, _ in image_step]
+        results = [
+            (loss, on_cpu(gradients))
+            for loss, gradients in map(plain.gradients, [*steps, *[image_step] * bool(image_step)])
         ]
-    out.steps = [ExpectedGradient(loss, norm_of(gradients), gradients) for loss, gradients in found]
-    if behind:
-        out.behind = logprobs, out.steps.pop()
+    out.steps = [ExpectedGradient(loss, norm_of(gradients), gradients) for loss, gradients in results]
+    if image_step:
+        out.image_step = logprobs, out.steps.pop()
     del plain  # frees its memory for the reference that trains
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
     out.routes = recorder.routes if recorder is not None else {}
@@ -134,13 +135,13 @@ def _likeliest(plain: reference.Reference, first: int, second: bool) -> list[int
     likeliest of the half of the vocabulary that does not have the likeliest, so that it is the likeliest of most shards
     of a divided vocabulary, too."""
     ids = [first]
-    for place in range(_HELD_OUT):
+    for index in range(_HELD_OUT):
         logits = plain.logits(ids)[-1]
         for name in ("image_token_id", "video_token_id"):  # not without an image
             if isinstance(placeholder := getattr(plain.plain.config, name, None), int):
                 logits[placeholder] = float("-inf")
         half = len(logits) // 2
-        if second and place % 2:
+        if second and index % 2:
             (logits[:half] if int(logits.argmax()) < half else logits[half:]).fill_(float("-inf"))
         ids.append(int(logits.argmax()))
     return ids
@@ -152,29 +153,29 @@ def _evaluated(
 ) -> tuple[list[reference.Document], float, float]:
     """(Documents in which every token counts for which the likeliest token is no matter of rounding, the share of these
     that are the likeliest, the share of documents of such tokens alone)."""
-    found, hits = list[reference.Document](), list[list[bool]]()
+    results, hits = list[reference.Document](), list[list[bool]]()
     for ids in documents:
         logits = plain.logits(ids)[:-1]
         best = logits.topk(2, dim=-1)[0]
         chosen = logits.gather(1, torch.tensor(ids[1:], device=logits.device)[:, None])[:, 0]
         second = torch.where(chosen == best[:, 0], best[:, 1], chosen)
         clear = (best[:, 0] - second) > _TIE * best[:, 0].abs().clamp_min(1.0)
-        found.append((ids, [0.0, *clear.float().tolist()]))
+        results.append((ids, [0.0, *clear.float().tolist()]))
         hits.append((chosen == best[:, 0])[clear].tolist())
-    counted = [of for of in hits if of]
-    every = [hit for of in counted for hit in of]
-    return found, sum(every) / max(1, len(every)), sum(map(all, counted)) / max(1, len(counted))
+    counted = [hits_of_document for hits_of_document in hits if hits_of_document]
+    all_hits = [hit for hits_of_document in counted for hit in hits_of_document]
+    return results, sum(all_hits) / max(1, len(all_hits)), sum(map(all, counted)) / max(1, len(counted))
 
 
 def with_noise(expected: Expected, trainer: Trainer, steps: Sequence[Step]) -> Expected:
     """The same values with the reference's noise by other orders of summation."""
     plain = trainer.reference()
-    gradients = [_other_gradients(trainer, plain, step) for step in steps]
+    gradients = [_noise_gradients(trainer, plain, step) for step in steps]
     del plain
     weights = [trainer.train([list(step)[::-1] for step in steps])[1]]
     if trainer.pads:
         weights.append(trainer.train(steps, padded=True)[1])
-    return _with_others(expected, gradients, weights)
+    return _with_noise(expected, gradients, weights)
 
 
 def with_rounding(expected: Expected, trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
@@ -184,20 +185,20 @@ def with_rounding(expected: Expected, trainer: Trainer, steps: Sequence[Step], f
     with recording(recorder, plain, trainer.layers, follow=True):
         gradients = [[_in_double(plain, step)] for step in steps]
     del plain
-    return _with_others(expected, gradients, [trainer.train(steps, double=True, recorder=recorder)[1]])
+    return _with_noise(expected, gradients, [trainer.train(steps, double=True, recorder=recorder)[1]])
 
 
-def _other_gradients(trainer: Trainer, plain: reference.Reference, step: Step) -> list[Tensors]:
-    others = [on_cpu(plain.gradients(list(step)[::-1])[1])]
+def _noise_gradients(trainer: Trainer, plain: reference.Reference, step: Step) -> list[Tensors]:
+    noise_samples = [on_cpu(plain.gradients(list(step)[::-1])[1])]
     if trainer.pads:
-        others.append(on_cpu(plain.padded_gradients(step)))
-    return others
+        noise_samples.append(on_cpu(plain.padded_gradients(step)))
+    return noise_samples
 
 
-def _with_others(expected: Expected, gradients: Sequence[Sequence[Tensors]], weights: Sequence[Tensors]) -> Expected:
+def _with_noise(expected: Expected, gradients: Sequence[Sequence[Tensors]], weights: Sequence[Tensors]) -> Expected:
     pairs = zip(expected.steps, gradients, strict=True)
-    steps = [replace(step, others=[*step.others, *others]) for step, others in pairs]
-    return replace(expected, steps=steps, others=[*expected.others, *weights])
+    steps = [replace(step, noise_samples=[*step.noise_samples, *noise_samples]) for step, noise_samples in pairs]
+    return replace(expected, steps=steps, noise_samples=[*expected.noise_samples, *weights])
 
 
 def plain_optimizer(config: OptimizerConfig) -> Optimizer:
@@ -211,8 +212,8 @@ def _in_double(plain: reference.Reference, step: Step) -> Tensors:
     """Gradients computed in fp64."""
     widen(plain.model)
     with hf.in_double():
-        found = plain.gradients(step)[1]
-    gradients = {name: g.float().cpu() for name, g in found.items()}
+        results = plain.gradients(step)[1]
+    gradients = {name: g.float().cpu() for name, g in results.items()}
     plain.model.float()  # exact: the weights came from fp32
     return gradients
 

@@ -28,7 +28,7 @@ from weft.models.freeze import resolved
 from weft.verify.adapter import optimizer_by_files, randomize_adapters, renamed, saved_adapter
 from weft.verify.expected import Expected, ExpectedGradient, Trainer, expect, norm_of, with_noise, with_rounding
 from weft.verify.image_reference import Images
-from weft.verify.objective_check import Seen, divisor, expect_objective, observe_objective
+from weft.verify.objective_check import LossAndGradients, divisor, expect_objective, observe_objective
 from weft.verify.observed import (
     Observed,
     Step,
@@ -87,13 +87,13 @@ class Verdict:
 
 def verify(
     engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float], images: Images | None = None,
-    objective: Loss | None = None, behind: Step = (),
+    objective: Loss | None = None, image_step: Step = (),
 ) -> Verdict | None:  # fmt: skip
     """Compare the engine, which has the weights at `path`, with the reference. Returns the verdict on rank 0, None on
     others. Trains the engine; collective.
 
     steps: documents of each optimizer step. lrs: learning rate of each step. images: by the token ids of their
-    documents. objective: also compared, on the documents of the first step; training is by cross entropy. behind:
+    documents. objective: also compared, on the documents of the first step; training is by cross entropy. image_step:
     documents with images to lay behind one that is cut (image_documents.documents_behind). The reference runs first,
     because the engine follows its routes through experts. Raises UserError for settings under which the engine cannot
     follow them.
@@ -121,44 +121,46 @@ def verify(
     with saved_adapter(engine) as adapter:
         if engine.ranks.is_first:
             trainer = trainer_of(engine, path, lrs, adapter, images)
-            expected = expect(trainer, steps, engine.built.flops, behind)
+            expected = expect(trainer, steps, engine.built.flops, image_step)
         shared: list[Any] = [expected.routes, expected.held_out] if expected is not None else [{}, ()]
         dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
         figures: list[Figure] = []
         if objective is not None:
-            by = divisor(engine, objective, steps[0], images)
-            own = observe_objective(engine, objective, steps[0], shared[0], images)
+            divisor_of_loss = divisor(engine, objective, steps[0], images)
+            loss_results = observe_objective(engine, objective, steps[0], shared[0], images)
             if engine.ranks.is_first:
-                figures = _objective_figures(own, expect_objective(trainer, objective, steps[0], by))
-        seen = renamed(engine, observe(engine, steps, lrs, shared[0], images, shared[1], behind))
+                figures = _objective_figures(
+                    loss_results, expect_objective(trainer, objective, steps[0], divisor_of_loss)
+                )
+        observed = renamed(engine, observe(engine, steps, lrs, shared[0], images, shared[1], image_step))
         if expected is None:
             return None
-        verdict = _judge_with_noise(engine, seen, expected, trainer, steps)
+        verdict = _judge_with_noise(engine, observed, expected, trainer, steps)
     remarks = [*verdict.remarks, *_context_remarks(engine, steps)]
     return replace(verdict, figures=[*verdict.figures, *figures], remarks=remarks)
 
 
 def _judge_with_noise(
-    engine: Engine, seen: Observed, expected: Expected, trainer: Trainer, steps: Sequence[Step]
+    engine: Engine, observed: Observed, expected: Expected, trainer: Trainer, steps: Sequence[Step]
 ) -> Verdict:
     """All comparisons; the reference's noise is measured if something is beyond its tolerance."""
     optimizer, facts, at_once = engine.config.optimizer.name, engine.built.flops, rounds(engine)
     state = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    verdict = judge(seen, expected, optimizer, state)
+    verdict = judge(observed, expected, optimizer, state)
     if not verdict.passed:
         expected = with_noise(expected, trainer, steps)
         if at_once:
             expected = with_rounding(expected, trainer, steps, facts)
-        verdict = judge(seen, expected, optimizer, state)
+        verdict = judge(observed, expected, optimizer, state)
     if may_be_rounding(verdict) and not at_once:
-        verdict = judge(seen, with_rounding(expected, trainer, steps, facts), optimizer, state)
+        verdict = judge(observed, with_rounding(expected, trainer, steps, facts), optimizer, state)
     return verdict
 
 
-def _objective_figures(seen: Seen, expected: ExpectedGradient) -> list[Figure]:
+def _objective_figures(observed: LossAndGradients, expected: ExpectedGradient) -> list[Figure]:
     """Figures of train.loss."""
-    noise, figures = gradient_noise(expected.gradients, expected.others), []
-    for (loss, gradients), rows in zip(seen, ("", ", many micro-batches"), strict=True):
+    noise, figures = gradient_noise(expected.gradients, expected.noise_samples), []
+    for (loss, gradients), rows in zip(observed, ("", ", many micro-batches"), strict=True):
         figures.append(Figure(f"train.loss: loss{rows}", relative(loss, expected.loss), SCALAR))
         parameters = compare_gradients(gradients, expected.gradients, noise)
         figures.append(worst_of(f"train.loss: gradients{rows}", parameters))
@@ -217,14 +219,18 @@ def rounds(engine: Engine) -> bool:
     return (engine.mesh.tp_size > 1 or bool(engine.module.mixers)) and not engine.built.flops.expert
 
 
-def judge(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype = torch.float32) -> Verdict:
+def judge(observed: Observed, expected: Expected, optimizer: str, state: torch.dtype = torch.float32) -> Verdict:
     """All comparisons of a run. state: the narrowest dtype of the optimizer's state."""
-    figures, worst = _gradient_figures(seen, expected.steps)
-    figures = [*_readout_figures(seen, expected), *figures, *_training_figures(seen, expected, optimizer, state)]
-    if seen.routing is None:
+    figures, worst = _gradient_figures(observed, expected.steps)
+    figures = [
+        *_readout_figures(observed, expected),
+        *figures,
+        *_training_figures(observed, expected, optimizer, state),
+    ]
+    if observed.routing is None:
         return Verdict(figures, worst)
-    figures.append(Figure("routes that differ without a tie", seen.routing.wrong, 0.0))
-    return Verdict(figures, worst, [_routing_remark(seen.routing)])
+    figures.append(Figure("routes that differ without a tie", observed.routing.wrong, 0.0))
+    return Verdict(figures, worst, [_routing_remark(observed.routing)])
 
 
 def _routing_remark(routing: Differences) -> str:
@@ -234,52 +240,57 @@ def _routing_remark(routing: Differences) -> str:
     )
 
 
-def _readout_figures(seen: Observed, expected: Expected) -> list[Figure]:
+def _readout_figures(observed: Observed, expected: Expected) -> list[Figure]:
     worst = {"logprob": 0.0, "entropy": 0.0}
     for index, pair in enumerate(expected.readouts):
         for name, values in zip(worst, pair, strict=True):
-            worst[name] = largest([worst[name], readout_distance(seen.readouts[index][name], values)])
-    moves = [readout_distance(seen.alone[i]["logprob"], values["logprob"]) for i, values in seen.readouts.items()]
-    accuracy, exact = seen.evaluated
+            worst[name] = largest([worst[name], readout_distance(observed.readouts[index][name], values)])
+    moves = [
+        readout_distance(observed.separate[i]["logprob"], values["logprob"]) for i, values in observed.readouts.items()
+    ]
+    accuracy, exact = observed.evaluated
     return [
         Figure("readout: logprob", worst["logprob"], SCALAR),
         Figure("readout: entropy", worst["entropy"], SCALAR),
         Figure("packed against alone", largest(moves), SCALAR),
-        Figure("neighbours do not move", seen.neighbours, SCALAR / 10),
+        Figure("neighbours do not move", observed.neighbours, SCALAR / 10),
         Figure("evaluation: accuracy", abs(accuracy - expected.accuracy), SCALAR),
         Figure("evaluation: exact", abs(exact - expected.exact), SCALAR),
-        *_behind_figures(seen, expected),
+        *_behind_figures(observed, expected),
     ]
 
 
-def _behind_figures(seen: Observed, expected: Expected) -> list[Figure]:
+def _behind_figures(observed: Observed, expected: Expected) -> list[Figure]:
     """Figures of documents with images in rows behind a cut document."""
-    if seen.behind is None:
+    if observed.image_step is None:
         return []
-    readouts, gradients = seen.behind
-    assert expected.behind is not None
-    logprobs, step = expected.behind
+    readouts, gradients = observed.image_step
+    assert expected.image_step is not None
+    logprobs, step = expected.image_step
     moves = [readout_distance(readouts[index]["logprob"], logprob) for index, logprob in enumerate(logprobs)]
-    parameters = compare_gradients(gradients, step.gradients, gradient_noise(step.gradients, step.others))
+    parameters = compare_gradients(gradients, step.gradients, gradient_noise(step.gradients, step.noise_samples))
     return [
         Figure("images behind a cut document: logprob", largest(moves), SCALAR),
         worst_of("images behind a cut document: gradients", parameters),
     ]
 
 
-def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tuple[list[Figure], list[Figure]]:
+def _gradient_figures(observed: Observed, steps: Sequence[ExpectedGradient]) -> tuple[list[Figure], list[Figure]]:
     """(Figures of loss, norm and gradients for each step's documents, the five parameters that differ most)."""
     figures, parameters, micro = [], [], []
     for number, step in enumerate(steps):
-        noise = gradient_noise(step.gradients, step.others)
-        figures.append(Figure(f"loss, documents {number + 1}", relative(seen.losses[number], step.loss), SCALAR))
-        norm, own = relative(seen.norms[number], step.norm), [relative(norm_of(o), step.norm) for o in step.others]
-        moved = max(own, default=None)
+        noise = gradient_noise(step.gradients, step.noise_samples)
+        figures.append(Figure(f"loss, documents {number + 1}", relative(observed.losses[number], step.loss), SCALAR))
+        norm, errors = (
+            relative(observed.norms[number], step.norm),
+            [relative(norm_of(o), step.norm) for o in step.noise_samples],
+        )
+        moved = max(errors, default=None)
         figures.append(Figure(f"gradient norm, documents {number + 1}", norm, widened(SCALAR, moved), moved))
-        parameters += compare_gradients(seen.gradients[number], step.gradients, noise)
+        parameters += compare_gradients(observed.gradients[number], step.gradients, noise)
         if number == 0:
-            figures.append(Figure("loss, many micro-batches", relative(seen.micro_loss, step.loss), SCALAR))
-            micro = compare_gradients(seen.micro_gradients, step.gradients, noise)
+            figures.append(Figure("loss, many micro-batches", relative(observed.micro_loss, step.loss), SCALAR))
+            micro = compare_gradients(observed.micro_gradients, step.gradients, noise)
     figures.append(worst_of("gradients, every parameter", parameters))
     figures.append(worst_of("gradients, many micro-batches", micro))
     return figures, worst_five(parameters)
@@ -293,14 +304,14 @@ def worst_five(parameters: Sequence[Figure]) -> list[Figure]:
     return sorted(by_name.values(), key=_excess, reverse=True)[:5]
 
 
-def gradient_noise(gradients: Tensors, others: Sequence[Tensors]) -> dict[str, float]:
+def gradient_noise(gradients: Tensors, noise_samples: Sequence[Tensors]) -> dict[str, float]:
     """The noise of each parameter's gradient: the reference compared with itself by other orders of summation, and in
     fp64. Empty if there are no others."""
-    found: dict[str, float] = {}
-    for other in others:
-        for figure in compare_gradients(other, gradients, {}):
-            found[figure.name] = max(found.get(figure.name, 0.0), figure.value)
-    return found
+    figures: dict[str, float] = {}
+    for noise in noise_samples:
+        for figure in compare_gradients(noise, gradients, {}):
+            figures[figure.name] = max(figures.get(figure.name, 0.0), figure.value)
+    return figures
 
 
 def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, float]) -> list[Figure]:
@@ -309,60 +320,67 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
     largest = max(float(g.abs().max()) for g in expected.values())
     out = []
     for name in sorted(gradients.keys() | expected.keys()):
-        ours, theirs = gradients.get(name), expected.get(name)
-        if ours is None or theirs is None:
-            present = ours if ours is not None else theirs
+        actual, reference = gradients.get(name), expected.get(name)
+        if actual is None or reference is None:
+            present = actual if actual is not None else reference
             assert present is not None
-            value = float("inf") if float(present.abs().max()) > 0 or ours is None else 0.0
+            value = float("inf") if float(present.abs().max()) > 0 or actual is None else 0.0
         else:
-            value = gradient_difference(ours, theirs, largest)
-        own = noise.get(name)
-        out.append(Figure(name, value, widened(GRADIENT, own), own))
+            value = gradient_difference(actual, reference, largest)
+        errors = noise.get(name)
+        out.append(Figure(name, value, widened(GRADIENT, errors), errors))
     return out
 
 
-def _training_figures(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype) -> list[Figure]:
+def _training_figures(observed: Observed, expected: Expected, optimizer: str, state: torch.dtype) -> list[Figure]:
     """Figures of losses and norms along the steps, of the weights after them, and of whether copies on several ranks
     stayed equal."""
-    agree = Figure("ranks that hold the same agree", float("inf") if seen.apart else 0.0, 0.0, note=seen.apart)
-    if seen.apart:
+    agree = Figure(
+        "ranks that hold the same agree",
+        float("inf") if observed.disagreement else 0.0,
+        0.0,
+        note=observed.disagreement,
+    )
+    if observed.disagreement:
         return [agree]
-    pairs = list(zip(seen.trained, expected.curve, strict=True))
-    losses = largest(relative(ours[0], theirs[0]) for ours, theirs in pairs)
-    norms = largest(relative(ours[1], theirs[1]) for ours, theirs in pairs)
+    pairs = list(zip(observed.trained, expected.curve, strict=True))
+    losses = largest(relative(actual[0], reference[0]) for actual, reference in pairs)
+    norms = largest(relative(actual[1], reference[1]) for actual, reference in pairs)
     name = f"weights after {len(pairs)} steps"
     return [
         agree,
         Figure(f"loss along {len(pairs)} steps", losses, 10 * SCALAR),
         Figure(f"gradient norm along {len(pairs)} steps", norms, 10 * SCALAR),
-        compare_weights(name, seen.weights, expected.weights, expected.start, expected.others, optimizer, state),
+        compare_weights(
+            name, observed.weights, expected.weights, expected.start, expected.noise_samples, optimizer, state
+        ),
     ]
 
 
 def compare_weights(
-    name: str, weights: Tensors, after: Tensors, start: Tensors, others: Sequence[Tensors], optimizer: str,
+    name: str, weights: Tensors, after: Tensors, start: Tensors, noise_samples: Sequence[Tensors], optimizer: str,
     state: torch.dtype = torch.float32,
 ) -> Figure:  # fmt: skip
-    """A figure for the engine's weights against the reference's, `after`, which began at `start`. others: the
+    """A figure for the engine's weights against the reference's, `after`, which began at `start`. noise_samples: the
     reference's weights by other orders of summation. state: dtype of the optimizer's state. In a narrow dtype one
     element may round differently, which in a small parameter is a large share of all movement."""
     if optimizer == "sgd":
-        value, *noises = (_distance(w, after, start, None) for w in (weights, *others))
+        value, *noises = (_distance(w, after, start, None) for w in (weights, *noise_samples))
         measured = max(noises, default=None)
         return Figure(name, value, widened(SGD, measured), measured, "all together")
     step = torch.finfo(state).eps if state.itemsize < 4 else 0.0
 
-    def own(parameter: Tensor) -> float:
+    def rounding(parameter: Tensor) -> float:
         return step / 2 / float(parameter.numel() ** 0.5)
 
-    noise_of = {n: max((_distance(other, after, start, n) for other in others), default=None) for n in after}
-    each = [
-        Figure(n, _distance(weights, after, start, n), widened(ADAMW + own(after[n]), noise), noise)
+    noise_of = {n: max((_distance(other, after, start, n) for other in noise_samples), default=None) for n in after}
+    figures = [
+        Figure(n, _distance(weights, after, start, n), widened(ADAMW + rounding(after[n]), noise), noise)
         if noise is None or noise < _ROUNDING
         else Figure(n, float(_moved(weights, start, n) > 10 * _moved(after, start, n)), 0.5, noise)
         for n, noise in noise_of.items()
     ]
-    return worst_of(name, each)
+    return worst_of(name, figures)
 
 
 def _moved(weights: Tensors, start: Tensors, name: str) -> float:

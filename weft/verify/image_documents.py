@@ -38,17 +38,17 @@ def steps_with_images(
     images: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
     for number, step in enumerate(steps):
         out.append([])
-        for place, (ids, mask) in enumerate(step):
+        for index, (ids, mask) in enumerate(step):
             text = [words[0] if i in (vision.image, vision.video) else i for i in ids]
-            count = 0 if (bare and number == len(steps) - 1) or len(ids) < 3 else (place + 1) % 3
-            found = [vision.sample(generator, source.randrange(1, 4)) for _ in range(count)]
-            if found and videos and place % 4 < 2:
-                found = [*found[1:], vision.sample_video(generator, source.randrange(1, 3))]
+            count = 0 if (bare and number == len(steps) - 1) or len(ids) < 3 else (index + 1) % 3
+            samples = [vision.sample(generator, source.randrange(1, 4)) for _ in range(count)]
+            if samples and videos and index % 4 < 2:
+                samples = [*samples[1:], vision.sample_video(generator, source.randrange(1, 3))]
             document = text, list(mask)
-            for inputs in found:
+            for inputs in samples:
                 document = _inserted(document, placeholders(vision, base, inputs), vision, source)
-            if found:
-                images[tuple(document[0])] = joined(found)
+            if samples:
+                images[tuple(document[0])] = joined(samples)
             out[-1].append(document)
     return out, images
 
@@ -67,13 +67,13 @@ def documents_behind(engine: Engine, base: Any, step: Sequence[Document]) -> tup
     text = [i for ids, _ in step for i in ids if i not in (vision.image, vision.video)]
 
     def document(first: int, length: int, count: int) -> Document:
-        made: Document = [text[(first + n) % len(text)] for n in range(length)], [1.0] * length
+        document: Document = [text[(first + n) % len(text)] for n in range(length)], [1.0] * length
         inputs = [vision.sample(generator, 2) for _ in range(count)]
-        for own in inputs:
-            made = _inserted(made, placeholders(vision, base, own), vision, source)
+        for payload in inputs:
+            document = _inserted(document, placeholders(vision, base, payload), vision, source)
         if inputs:
-            images[tuple(made[0])] = joined(inputs)
-        return made
+            images[tuple(document[0])] = joined(inputs)
+        return document
 
     short = [document(9 * n, 4 + n, 1) for n in range(engine.context.size)]
     room = max(meta.room for meta in to_documents(engine, short, images)[1])
@@ -95,10 +95,10 @@ def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Visio
         first = max((n + 1 for n, i in enumerate(ids) if i in (vision.image, vision.video)), default=0) + 1
         if first >= len(ids):  # text between two of them
             ids, mask = [*ids, *text_ids(vision)[1:]], [*mask, 1.0, 1.0]
-        at = source.randrange(first, len(ids))
+        position = source.randrange(first, len(ids))
         ids, mask = (
-            [*ids[:at], *[placeholder] * count, *ids[at:]],
-            [*mask[:at], *[0.0] * count, *mask[at:]],
+            [*ids[:position], *[placeholder] * count, *ids[position:]],
+            [*mask[:position], *[0.0] * count, *mask[position:]],
         )
     return ids, mask
 
@@ -114,13 +114,13 @@ def steps_for(
     vision = engine.built.vision
     if vision is None or engine.built.support.images:
         return [list(step) for step in steps], {}, []
-    made: list[Any] = [None]
+    document: list[Any] = [None]
     if engine.ranks.is_first:
         plain = Reference(path, str(engine.device)).plain.get_submodule(engine.module.facts.base)
-        made = [shown(engine, steps, plain, videos=not engine.built.support.videos)]
-    dist.broadcast_object_list(made, src=0, group=engine.ranks.group)
-    found: tuple[list[list[Document]], Images, list[Document]] = made[0]
-    return found
+        document = [shown(engine, steps, plain, videos=not engine.built.support.videos)]
+    dist.broadcast_object_list(document, src=0, group=engine.ranks.group)
+    samples: tuple[list[list[Document]], Images, list[Document]] = document[0]
+    return samples
 
 
 @torch.no_grad()
@@ -131,5 +131,5 @@ def shown(
     vision = engine.built.vision
     assert vision is not None
     with_images, images = steps_with_images(steps, vision, base, bare=bare, videos=videos)
-    behind, more = documents_behind(engine, base, with_images[0])
-    return with_images, {**images, **more}, behind
+    document, media = documents_behind(engine, base, with_images[0])
+    return with_images, {**images, **media}, document

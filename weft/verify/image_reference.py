@@ -25,16 +25,23 @@ class ImageReference(Reference):
     def __init__(self, images: Images, *options: Any) -> None:
         """images: by the token ids of their documents. options: arguments of Reference."""
         super().__init__(*options)
-        self.given = images
+        self.inputs_by_ids = images
 
     def images(self, ids: list[list[int]]) -> dict[str, Any]:
-        found = [own for one in ids for known, own in self.given.items() if tuple(one[: len(known)]) == known]
-        if not found:
+        images = [
+            payload
+            for ids_of_document in ids
+            for prefix, payload in self.inputs_by_ids.items()
+            if tuple(ids_of_document[: len(prefix)]) == prefix
+        ]
+        if not images:
             return {}
         arguments: dict[str, Any] = {
-            name: torch.cat([own[name] for own in found if name in own], _images(value, one)).to(self.device)
-            for one in found
-            for name, value in one.items()
+            name: torch.cat(
+                [payload[name] for payload in images if name in payload], _images(value, ids_of_document)
+            ).to(self.device)
+            for ids_of_document in images
+            for name, value in ids_of_document.items()
         }
         config: Any = self.plain.config
         named = inspect.signature(self.plain.forward).parameters

@@ -81,7 +81,7 @@ def _compare(engine: Engine, trainer: Trainer, step: Step) -> tuple[list[Figure]
     if exact is None:
         return [moved], ""
     logprobs = [readouts[index]["logprob"] for index in range(len(step))]
-    seen = NarrowResults(logprobs, loss, as_in_files(engine, gradients), as_in_files(engine, balance))
+    observed = NarrowResults(logprobs, loss, as_in_files(engine, gradients), as_in_files(engine, balance))
     figures, why = [moved], "no verdict"
     if dtype is not None:
         plain = _finite_reference(trainer, step, dtype, recorder, engine)
@@ -90,8 +90,8 @@ def _compare(engine: Engine, trainer: Trainer, step: Step) -> tuple[list[Figure]
             why = f"verdict: at most {FACTOR:g} times as far off as plain transformers in it"
             head = f"{engine.module.facts.head}.weight"
             head = head if head in exact.gradients else f"{engine.module.facts.embedding}.weight"
-            figures += judge_narrow(seen, plain, exact, dtype, head)
-    worst = max(compare_gradients(seen.gradients, exact.gradients, {}), key=lambda figure: figure.value)
+            figures += judge_narrow(observed, plain, exact, dtype, head)
+    worst = max(compare_gradients(observed.gradients, exact.gradients, {}), key=lambda figure: figure.value)
     transforms = "".join(f", {name}" for name in engine.config.model.transforms)
     words = (
         f"as configured ({engine.precision.compute}, reduced in {engine.precision.reduce}{transforms}; {why}): loss "
@@ -101,68 +101,70 @@ def _compare(engine: Engine, trainer: Trainer, step: Step) -> tuple[list[Figure]
 
 
 def judge_narrow(
-    seen: NarrowResults, plain: NarrowResults, exact: NarrowResults, dtype: torch.dtype, head: str
+    observed: NarrowResults, plain: NarrowResults, exact: NarrowResults, dtype: torch.dtype, head: str
 ) -> list[Figure]:
     """Figures of an engine (seen) and of plain transformers (plain) in `dtype`, both against fp32 (exact). head: name
     of the weight of which each row is a token's."""
     name, floor = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
 
-    def bounded(what: str, ours: float, theirs: float, note: str = "") -> Figure:
-        return Figure(what, ours, FACTOR * theirs + floor, theirs, note)
+    def bounded(figure_name: str, actual: float, reference: float, note: str = "") -> Figure:
+        return Figure(figure_name, actual, FACTOR * reference + floor, reference, note)
 
-    def figure(what: str, ours: float, theirs: float, note: str = "") -> Figure:
-        return bounded(f"{what}, {name}", ours, theirs, note)
+    def figure(figure_name: str, actual: float, reference: float, note: str = "") -> Figure:
+        return bounded(f"{figure_name}, {name}", actual, reference, note)
 
-    def gradients(what: str, ours: Tensors, theirs: Tensors, true: Tensors) -> Figure:
-        off, noise = gradient_errors(ours, true), gradient_errors(theirs, true)
+    def gradients(figure_name: str, actual: Tensors, reference: Tensors, true: Tensors) -> Figure:
+        off, noise = gradient_errors(actual, true), gradient_errors(reference, true)
         usual = median(noise.values())
-        return worst_of(f"{what}, {name}", [bounded(n, off[n], max(noise[n], usual)) for n in true])
+        return worst_of(f"{figure_name}, {name}", [bounded(n, off[n], max(noise[n], usual)) for n in true])
 
-    distance, noise = (_rms(side.logprobs, exact.logprobs) for side in (seen, plain))
-    found = [
+    distance, noise = (_rms(side.logprobs, exact.logprobs) for side in (observed, plain))
+    figures = [
         figure("readout: logprob", distance, noise),
-        figure("loss", abs(seen.loss - exact.loss), max(noise, abs(plain.loss - exact.loss))),
-        gradients("gradients, every parameter", seen.gradients, plain.gradients, exact.gradients),
+        figure("loss", abs(observed.loss - exact.loss), max(noise, abs(plain.loss - exact.loss))),
+        gradients("gradients, every parameter", observed.gradients, plain.gradients, exact.gradients),
     ]
     if head in exact.gradients:
-        ours, theirs = (row_errors(side.gradients[head], exact.gradients[head]) for side in (seen, plain))
-        found.append(figure("gradients of each token's row", ours, theirs, head))
+        actual, reference = (row_errors(side.gradients[head], exact.gradients[head]) for side in (observed, plain))
+        figures.append(figure("gradients of each token's row", actual, reference, head))
     if exact.balance:
-        ours, theirs = (abs(share_along(side.balance, exact.balance) - 1.0) for side in (seen, plain))
-        scale = figure("scale of the auxiliary loss", ours, theirs)
-        found.append(replace(scale, tolerance=max(scale.tolerance, _BALANCE)))
-    return found
+        actual, reference = (abs(share_along(side.balance, exact.balance) - 1.0) for side in (observed, plain))
+        scale = figure("scale of the auxiliary loss", actual, reference)
+        figures.append(replace(scale, tolerance=max(scale.tolerance, _BALANCE)))
+    return figures
 
 
-def gradient_errors(found: Tensors, exact: Tensors) -> dict[str, float]:
+def gradient_errors(actual: Tensors, exact: Tensors) -> dict[str, float]:
     """||g - g_exact|| / ||g_exact|| of each parameter; infinite where a gradient is missing."""
-    least = _SMALL * max(float(g.norm()) for g in exact.values())
+    threshold = _SMALL * max(float(g.norm()) for g in exact.values())
     return {
-        name: float((found[name].float() - g).norm()) / (max(float(g.norm()), least) or 1.0)
-        if name in found
+        name: float((actual[name].float() - g).norm()) / (max(float(g.norm()), threshold) or 1.0)
+        if name in actual
         else float("inf") * bool(g.any())
         for name, g in exact.items()
     }
 
 
-def share_along(found: Tensors, exact: Tensors) -> float:
+def share_along(actual: Tensors, exact: Tensors) -> float:
     """<g, g_exact> / <g_exact, g_exact>, over all parameters together: 1 if g is g_exact but for what is at right
     angles to it, 0 if it is lost."""
     square = sum(float(g.double().square().sum()) for g in exact.values())
-    return sum(float((found[n].double() * g.double()).sum()) for n, g in exact.items() if n in found) / (square or 1.0)
+    return sum(float((actual[n].double() * g.double()).sum()) for n, g in exact.items() if n in actual) / (
+        square or 1.0
+    )
 
 
-def row_errors(found: Tensor, exact: Tensor) -> float:
+def row_errors(actual: Tensor, exact: Tensor) -> float:
     """The mean over rows of a matrix of ||row - row_exact|| / ||row_exact||, of each row at most 1. So rows count that
     are small beside others, as those of unlikely tokens are."""
     size = exact.norm(dim=1)
     rows = size > 0
-    off = (found.float() - exact).norm(dim=1)[rows] / size[rows]
+    off = (actual.float() - exact).norm(dim=1)[rows] / size[rows]
     return float(off.clamp(max=1.0).mean()) if bool(rows.any()) else 0.0
 
 
-def _rms(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    return float((torch.cat(list(found)) - torch.cat(list(exact))).square().mean().sqrt())
+def _rms(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    return float((torch.cat(list(actual)) - torch.cat(list(exact))).square().mean().sqrt())
 
 
 def _silent(step: Step) -> Step:
@@ -200,9 +202,9 @@ def _finite_reference(
     """_of_reference at the largest loss scale, up to the engine's, at which it is finite; None if it is at none."""
     scale = 1.0 if engine.loss_scale is None else engine.loss_scale.scale
     for _ in range(_MOST_HALVINGS):
-        found = _of_reference(trainer, step, dtype, recorder, scale)
-        if all(bool(g.isfinite().all()) for g in (*found.gradients.values(), *found.balance.values())):
-            return found
+        results = _of_reference(trainer, step, dtype, recorder, scale)
+        if all(bool(g.isfinite().all()) for g in (*results.gradients.values(), *results.balance.values())):
+            return results
         if dtype != torch.float16 or scale <= 1.0:
             return None
         scale /= 2

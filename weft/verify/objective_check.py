@@ -18,17 +18,17 @@ from weft.verify.observed import Step, Tensors, following, one_gradient, short_b
 from weft.verify.reference import Document, Reference
 from weft.verify.routing import Routes
 
-Seen = list[tuple[float, Tensors]]  # the loss and the gradients: of rows as configured, and of short rows
+LossAndGradients = list[tuple[float, Tensors]]  # the loss and the gradients: of rows as configured, and of short rows
 
 
-def observe_objective(engine: Engine, objective: Loss, step: Step, routes: Routes, images: Images) -> Seen:
+def observe_objective(engine: Engine, objective: Loss, step: Step, routes: Routes, images: Images) -> LossAndGradients:
     """The engine's loss and gradients of `objective`, in rows as configured and in rows of about one document;
     collective."""
     engine.check_sums(objective)
     budgets = (None, short_budget(engine, step, images))
     with following(engine, routes):
-        found = [one_gradient(engine, step, budget, images, objective)[:2] for budget in budgets]
-    return [(loss, as_in_files(engine, gradients)) for loss, gradients in found]
+        results = [one_gradient(engine, step, budget, images, objective)[:2] for budget in budgets]
+    return [(loss, as_in_files(engine, gradients)) for loss, gradients in results]
 
 
 def divisor(engine: Engine, objective: Loss, step: Step, images: Images) -> float:
@@ -44,16 +44,16 @@ def expect_objective(trainer: Trainer, objective: Loss, step: Step, divided_by: 
     return ExpectedGradient(loss, norm_of(gradients), gradients, [reverse])
 
 
-def _gradients(plain: Reference, objective: Loss, step: Sequence[Document], by: float) -> tuple[float, Tensors]:
+def _gradients(plain: Reference, objective: Loss, step: Sequence[Document], divisor: float) -> tuple[float, Tensors]:
     """(The metric `loss`, the gradients), with those of the experts' auxiliary loss."""
     plain.gradients([(ids, [0.0] * len(ids)) for ids, _ in step])  # leaves those of the auxiliary loss, if there is one
     total = weight = 0.0
     for document in step:
         terms = check_terms(objective(_batch(plain, objective, document)), objective)
         if terms.loss_sum.requires_grad:
-            (terms.loss_sum / by).backward()
-        ours = terms.metrics.get("loss", (0.0, 0.0))
-        total, weight = total + float(torch.as_tensor(ours[0]).detach()), weight + float(ours[1])
+            (terms.loss_sum / divisor).backward()
+        loss_metric = terms.metrics.get("loss", (0.0, 0.0))
+        total, weight = total + float(torch.as_tensor(loss_metric[0]).detach()), weight + float(loss_metric[1])
     return total / (weight or 1.0), on_cpu(plain.current_gradients())
 
 

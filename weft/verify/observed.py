@@ -38,14 +38,14 @@ class Observed:
     micro_loss: float = 0.0
     micro_gradients: Tensors = field(default_factory=dict)
     readouts: dict[int, Tensors] = field(default_factory=dict)
-    alone: dict[int, Tensors] = field(default_factory=dict)
-    behind: tuple[dict[int, Tensors], Tensors] | None = None
+    separate: dict[int, Tensors] = field(default_factory=dict)
+    image_step: tuple[dict[int, Tensors], Tensors] | None = None
     evaluated: tuple[float, float] = (0.0, 0.0)
     neighbours: float = 0.0
     trained: list[tuple[float, float]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
     routing: Differences | None = None
-    apart: str = ""
+    disagreement: str = ""
 
 
 def observe(
@@ -55,25 +55,25 @@ def observe(
     routes: Routes,
     images: Images = _NONE,
     held_out: Step = (),
-    behind: Step = (),
+    image_step: Step = (),
 ) -> Observed:
     """Run the engine's side of every check, following the reference's routes if there are any; collective.
 
-    held_out: documents to evaluate. behind: see documents_behind.
+    held_out: documents to evaluate. image_step: see documents_behind.
     """
-    seen = Observed()
+    observed = Observed()
     with following(engine, routes) as replay:
         if held_out:
-            seen.evaluated = _evaluated(engine, held_out)
-        if behind:
-            budget = budget_behind(engine, behind, images)
+            observed.evaluated = _evaluated(engine, held_out)
+        if image_step:
+            budget = budget_behind(engine, image_step, images)
             if budget is not None:
-                readouts = gather_readouts(engine, behind, budget, images)
-                seen.behind = readouts, one_gradient(engine, behind, budget, images)[1]
-        _observe(engine, steps, lrs, seen, replay, images)
+                readouts = gather_readouts(engine, image_step, budget, images)
+                observed.image_step = readouts, one_gradient(engine, image_step, budget, images)[1]
+        _observe(engine, steps, lrs, observed, replay, images)
     if replay is not None:
-        seen.routing = replay.differences.summed()
-    return seen
+        observed.routing = replay.differences.summed()
+    return observed
 
 
 @contextmanager
@@ -91,38 +91,38 @@ def _observe(
     engine: Engine,
     steps: Sequence[Step],
     lrs: Sequence[float],
-    seen: Observed,
+    observed: Observed,
     replay: Replay | None,
     images: Images,
 ) -> None:
     longest = short_budget(engine, steps[0], images)
-    seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest, images)
-    seen.readouts = gather_readouts(engine, steps[0], None, images)
-    seen.alone = gather_readouts(engine, steps[0], longest, images)
-    seen.neighbours = neighbours(engine, steps[0], seen.readouts, images)
+    observed.micro_loss, observed.micro_gradients, _ = one_gradient(engine, steps[0], longest, images)
+    observed.readouts = gather_readouts(engine, steps[0], None, images)
+    observed.separate = gather_readouts(engine, steps[0], longest, images)
+    observed.neighbours = neighbours(engine, steps[0], observed.readouts, images)
     later = [one_gradient(engine, step, None, images) for step in steps[1:]]
     first = one_gradient(engine, steps[0], None, images, keep=True)  # and the first step of training
     for loss, gradients, norm in (first, *later):
-        seen.losses.append(loss)
-        seen.gradients.append(gradients)
-        seen.norms.append(norm)
+        observed.losses.append(loss)
+        observed.gradients.append(gradients)
+        observed.norms.append(norm)
     try:
         for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
             if replay is not None:
                 replay.stage = number
             loss = first[0] if number == 0 else _accumulate(engine, step, None, images, CrossEntropy())
-            seen.trained.append((loss, engine.apply(lr).grad_norm))
+            observed.trained.append((loss, engine.apply(lr).grad_norm))
     except RanksDisagreeError as error:  # the same on all ranks
-        seen.apart = " ".join(str(error).split())
-    seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
+        observed.disagreement = " ".join(str(error).split())
+    observed.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
 
 
 def _evaluated(engine: Engine, step: Step) -> tuple[float, float]:
     """(Accuracy, share of exact documents), as a run's evaluation gives them."""
     documents, metas = to_documents(engine, step)
     sums = engine.evaluate(engine.plan(metas), documents, HeldOutLoss())
-    found = sums.reduce(engine.mesh.world_group)
-    return found["accuracy"] or 0.0, found["exact"] or 0.0
+    result = sums.reduce(engine.mesh.world_group)
+    return result["accuracy"] or 0.0, result["exact"] or 0.0
 
 
 def short_budget(engine: Engine, step: Step, images: Images = _NONE) -> int:
@@ -137,12 +137,12 @@ def budget_behind(engine: Engine, documents: Step, images: Images) -> int | None
     rooms = [meta.room for meta in metas]
     ranks = 1 if engine.context is None else engine.context.size
     budgets = range(-(-rooms[-1] // ranks) + max(rooms[:-1]), rooms[-1])
-    found = {budget: _behind(engine.plan(metas, budget=budget)) for budget in budgets}
-    best = max(found, key=lambda budget: found[budget], default=None)
-    return best if best is not None and found[best] else None
+    result = {budget: _documents_after_cut(engine.plan(metas, budget=budget)) for budget in budgets}
+    best = max(result, key=lambda budget: result[budget], default=None)
+    return best if best is not None and result[best] else None
 
 
-def _behind(plan: StepPlan) -> int:
+def _documents_after_cut(plan: StepPlan) -> int:
     """The largest number of whole documents in a row behind a part of a cut document."""
     rows = [(micro, rank, row) for micro, ranks in enumerate(plan.rows) for rank, row in enumerate(ranks)]
     cut = [set(row) & set(plan.shared_documents(micro, rank)) for micro, rank, row in rows]
@@ -188,9 +188,9 @@ def gather_readouts(
 ) -> dict[int, Tensors]:
     """Readouts of all documents, from all ranks, on every rank."""
     documents, metas = to_documents(engine, step, images)
-    mine = engine.readout(engine.plan(metas, budget=budget), documents, ("logprob", "entropy"))
+    readouts = engine.readout(engine.plan(metas, budget=budget), documents, ("logprob", "entropy"))
     gathered: list[dict[int, Tensors]] = [{} for _ in range(engine.ranks.world)]
-    dist.all_gather_object(gathered, mine, group=engine.ranks.group)
+    dist.all_gather_object(gathered, readouts, group=engine.ranks.group)
     return {index: values for part in gathered for index, values in part.items()}
 
 
@@ -213,6 +213,6 @@ def largest(values: Iterable[float]) -> float:
     return next((value for value in values if value != value), max(values, default=0.0))
 
 
-def readout_distance(ours: Tensor, expected: Tensor) -> float:
+def readout_distance(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest value if that is above 1."""
-    return float((ours - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    return float((actual - expected).abs().max()) / max(1.0, float(expected.abs().max()))

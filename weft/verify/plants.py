@@ -95,11 +95,11 @@ def table() -> str:
 
 
 def _line(bug: Bug) -> str:
-    repository, number = bug.seen.split("#")
+    repository, number = bug.issue.split("#")
     needs = "; ".join([f"{bug.ranks} ranks"] * (bug.ranks > 1) + [bug.needs] * bool(bug.needs))
     summary = f"{bug.summary} (takes {needs})" if needs else bug.summary
-    seen = f"[{repository.split('/')[1]}#{number}](https://github.com/{repository}/issues/{number})"
-    return f"| {bug.id} | {bug.name} | {summary} | {seen} | `{bug.target.replace(':', '.')}` | {bug.caught_by} |\n"
+    link = f"[{repository.split('/')[1]}#{number}](https://github.com/{repository}/issues/{number})"
+    return f"| {bug.id} | {bug.name} | {summary} | {link} | `{bug.target.replace(':', '.')}` | {bug.caught_by} |\n"
 
 
 def owner_of(target: str) -> tuple[Any, str]:

@@ -76,8 +76,8 @@ class Reference:
             longest = max(2, *(len(ids) for ids, _ in batch))
             ids = [i + [0] * (longest - len(i)) for i, _ in batch]
             masks = [m + [0.0] * (longest - len(m)) for _, m in batch]
-            seen = torch.tensor([[1] * len(i) + [0] * (longest - len(i)) for i, _ in batch], device=self.device)
-            batches.append((ids, masks, seen))
+            mask_BT = torch.tensor([[1] * len(i) + [0] * (longest - len(i)) for i, _ in batch], device=self.device)
+            batches.append((ids, masks, mask_BT))
         self._backward(batches, documents)
         return self.current_gradients()
 
@@ -87,31 +87,34 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
         tokens = sum(len(ids) for ids, _ in documents)
-        loss, kept = 0.0, list[list[Tensor]]()
+        loss, routed_documents = 0.0, list[list[Tensor]]()
         for batch in batches:
             ce_sum, routed = self._forward(*batch)
-            own = 0.0 if self.whole_step else sum(len(x[0]) * self._balance(x) for x in routed) / tokens
-            part = ce_sum / total + self.balance * own
+            auxiliary = 0.0 if self.whole_step else sum(len(x[0]) * self._balance(x) for x in routed) / tokens
+            part = ce_sum / total + self.balance * auxiliary
             if part.requires_grad:  # false for text if only a vision tower is trained
                 (part * self.scale).backward(retain_graph=self.whole_step)
-            loss, kept = loss + float(ce_sum.detach() / total), kept + routed if self.whole_step else []
+            loss, routed_documents = (
+                loss + float(ce_sum.detach() / total),
+                routed_documents + routed if self.whole_step else [],
+            )
         if self.whole_step:
-            balance = self._balance([torch.cat(layer) for layer in zip(*kept, strict=True)])
+            balance = self._balance([torch.cat(layer) for layer in zip(*routed_documents, strict=True)])
             (self.balance * balance * self.scale).backward()
         return loss
 
     def _forward(
-        self, ids: list[list[int]], masks: list[list[float]], seen: Tensor | None
+        self, ids: list[list[int]], masks: list[list[float]], mask_BT: Tensor | None
     ) -> tuple[Tensor, list[list[Tensor]]]:
         """(Sum of w ce, for each document the routers' logits of each layer, [T, experts]; [] without `balance`)."""
         tensor = torch.tensor(ids, device=self.device)
         extra = self.images(ids) | ({"output_router_logits": True} if self.balance else {})
-        out = self.model(input_ids=tensor, attention_mask=seen, use_cache=False, **extra)
+        out = self.model(input_ids=tensor, attention_mask=mask_BT, use_cache=False, **extra)
         weights = torch.tensor(masks, device=self.device)[:, 1:]
         ce = -out.logits.float()[:, :-1].log_softmax(-1).gather(2, tensor[:, 1:, None])[:, :, 0]
         if not self.balance:
             return (ce * weights).sum(), []
-        lengths = [len(i) for i in ids] if seen is None else seen.sum(1).tolist()
+        lengths = [len(i) for i in ids] if mask_BT is None else mask_BT.sum(1).tolist()
         layers = [layer.reshape(len(lengths), -1, layer.shape[-1]) for layer in out.router_logits]
         return (ce * weights).sum(), [[layer[i, :n] for layer in layers] for i, n in enumerate(lengths)]
 

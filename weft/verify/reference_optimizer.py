@@ -32,7 +32,7 @@ class Optimizer:
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in named:
             names.setdefault(parameter, []).append(name)
-        groups = [self._group(parameter, several) for parameter, several in names.items()]
+        groups = [self._group(parameter, tensor_names) for parameter, tensor_names in names.items()]
         if self.name == "sgd":
             return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
         if self.name == "adamw":
@@ -43,9 +43,9 @@ class Optimizer:
 
     def _group(self, parameter: nn.Parameter, names: Sequence[str]) -> dict[str, Any]:
         decay = self.weight_decay if decays(names[0], parameter) else 0.0
-        for patterns, factor, own in self.groups:
+        for patterns, factor, options in self.groups:
             if any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns for name in names):
-                return {"params": [parameter], "factor": factor, "weight_decay": decay if own is None else own}
+                return {"params": [parameter], "factor": factor, "weight_decay": decay if options is None else options}
         return {"params": [parameter], "factor": 1.0, "weight_decay": decay}
 
 

@@ -101,25 +101,25 @@ def verify_rl(trainer: TrainerRank, lr: float, rollouts: Rollouts | None = None)
         if engine is not None:
             cut_documents(engine, max(len(sample) for groups in rollouts for sample in samples_of(groups)))
     plain: RunResults | None = None
-    others: list[RunResults] = []
+    noise_runs: list[RunResults] = []
     start = _weights(trainer)
     at_once = rounds(trainer.engine)
     with saved_adapter(trainer.engine) as adapter:
         if trainer.ranks.is_first:
             plain = _Plain(trainer, start, adapter).run(rollouts, lr)
-        seen = _observe(trainer, rollouts, lr)
+        observed = _observe(trainer, rollouts, lr)
         if plain is None:
             return None
-        figures += _read_figures(seen, plain)
-        verdict = _judge(seen, plain, others, start, config, figures)
+        figures += _read_figures(observed, plain)
+        verdict = _judge(observed, plain, noise_runs, start, config, figures)
         if not verdict.passed:
-            others.append(_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True))
+            noise_runs.append(_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True))
             if at_once:
-                others.append(_in_double(trainer, start, adapter, rollouts, lr))
-            verdict = _judge(seen, plain, others, start, config, figures)
+                noise_runs.append(_in_double(trainer, start, adapter, rollouts, lr))
+            verdict = _judge(observed, plain, noise_runs, start, config, figures)
         if may_be_rounding(verdict) and not at_once and _routes_are_known(trainer.engine, rollouts):
-            others.append(_in_double(trainer, start, adapter, rollouts, lr))
-            verdict = _judge(seen, plain, others, start, config, figures)
+            noise_runs.append(_in_double(trainer, start, adapter, rollouts, lr))
+            verdict = _judge(observed, plain, noise_runs, start, config, figures)
     return verdict
 
 
@@ -130,44 +130,46 @@ def _routes_are_known(engine: Engine, rollouts: Rollouts) -> bool:
 
 
 def _judge(
-    seen: RunResults,
+    observed: RunResults,
     plain: RunResults,
-    others: Sequence[RunResults],
+    noise_runs: Sequence[RunResults],
     start: tuple[Tensors, Tensors | None],
     config: RlConfig,
     figures: list[Figure],
 ) -> Verdict:
-    """All comparisons, after those in `figures`. others: the plain side by other orders of summation."""
+    """All comparisons, after those in `figures`. noise_runs: the plain side by other orders of summation."""
     figures, worst = _learner_figures(
-        seen.policy, plain.policy, [other.policy for other in others], start[0], config, "", figures
+        observed.policy, plain.policy, [run.policy for run in noise_runs], start[0], config, "", figures
     )
-    if seen.critic is not None:
+    if observed.critic is not None:
         assert plain.critic is not None and start[1] is not None
-        noisy = [other.critic for other in others if other.critic is not None]
-        figures, more = _learner_figures(seen.critic, plain.critic, noisy, start[1], config, CRITIC, figures)
-        worst = worst_five([*worst, *more])
+        noisy = [run.critic for run in noise_runs if run.critic is not None]
+        figures, figures_of_learner = _learner_figures(
+            observed.critic, plain.critic, noisy, start[1], config, CRITIC, figures
+        )
+        worst = worst_five([*worst, *figures_of_learner])
     return Verdict(figures, worst)
 
 
 def _require_known(config: RlConfig) -> None:
-    for key, named, own in (
+    for key, named, local in (
         ("advantage", config.rl.advantage, ADVANTAGES),
         ("policy_loss", config.rl.policy_loss, POLICY_LOSSES),
     ):
-        if named not in own:
+        if named not in local:
             raise UserError(
                 f"weft verify has no plain implementation of rl.{key}={named} to compare with: set it to one of "
-                f"{', '.join(own)}, which go through the same mesh."
+                f"{', '.join(local)}, which go through the same mesh."
             )
 
 
 def _weights(trainer: TrainerRank) -> tuple[Tensors, Tensors | None]:
     """(Whole weights of the policy, those of the critic or None), by the names of the plain side; collective."""
-    policy = as_in_files(trainer.engine, _whole(trainer.engine))
-    return policy, None if trainer.critic is None else _whole(trainer.critic)
+    policy = as_in_files(trainer.engine, _full_tensors(trainer.engine))
+    return policy, None if trainer.critic is None else _full_tensors(trainer.critic)
 
 
-def _whole(engine: Engine) -> Tensors:
+def _full_tensors(engine: Engine) -> Tensors:
     return {name: tensor.detach().cpu().float().clone() for name, tensor in engine.tensors()}
 
 
@@ -177,8 +179,12 @@ def _whole(engine: Engine) -> Tensors:
 def _read(trainer: TrainerRank, samples: Sequence[Sample]) -> None:
     """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
     rl = trainer.config.rl
-    wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.has_reference, "critic": rl.advantage == "gae"}
-    roles: list[Role] = [role for role in READS if wanted[role]]
+    required = {
+        "policy": rl.old_logprobs == "recompute",
+        "reference": rl.has_reference,
+        "critic": rl.advantage == "gae",
+    }
+    roles: list[Role] = [role for role in READS if required[role]]
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)
     flight.enter(flight.ENDLESS)
@@ -195,20 +201,20 @@ def _mismatch(trainer: TrainerRank, rollouts: Rollouts) -> Figure:
     return Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)
 
 
-def _difference(ours: Floats, theirs: Floats) -> float:
+def _difference(actual: Floats, expected: Floats) -> float:
     """The largest difference, relative to the largest value if that is above 1."""
-    return float(np.abs(ours - theirs).max(initial=0.0)) / max(1.0, float(np.abs(theirs).max(initial=0.0)))
+    return float(np.abs(actual - expected).max(initial=0.0)) / max(1.0, float(np.abs(expected).max(initial=0.0)))
 
 
 def _observe(trainer: TrainerRank, rollouts: Rollouts, lr: float) -> RunResults:
     config, number = trainer.config, 0
-    seen = RunResults(critic=None if trainer.critic is None else ModelResults())
+    observed = RunResults(critic=None if trainer.critic is None else ModelResults())
     fused = old_is_current(config)
     for groups in rollouts:
         samples = samples_of(groups)
         _read(trainer, samples)
         names = [name for name in READS.values() if getattr(samples[0], name) is not None]
-        seen.reads.append({name: [getattr(s, name)[s.sampled] for s in samples] for name in names})
+        observed.reads.append({name: [getattr(s, name)[s.sampled] for s in samples] for name in names})
         olds = [sample.old_logprobs for sample in samples]
         if not fused:
             for sample in samples:
@@ -222,43 +228,43 @@ def _observe(trainer: TrainerRank, rollouts: Rollouts, lr: float) -> RunResults:
             for sample in samples:
                 sample.old_logprobs = None
         if not number:
-            _observe_gradients(trainer, samples, seen)
+            _observe_gradients(trainer, samples, observed)
         for _ in range(PASSES):
             number += 1
             line = trainer.update(samples, number, PASSES * len(rollouts), 1, lr).line
             flight.enter(flight.ENDLESS)
-            seen.policy.curve.append((_number(line["loss"]), 1.0, _number(line["grad_norm"])))
-            if seen.critic is not None:
+            observed.policy.curve.append((_number(line["loss"]), 1.0, _number(line["grad_norm"])))
+            if observed.critic is not None:
                 norm = _number(line.get("critic/grad_norm", 0.0))
-                seen.critic.curve.append((_number(line.get("loss/value_avg", 0.0)), 1.0, norm))
+                observed.critic.curve.append((_number(line.get("loss/value_avg", 0.0)), 1.0, norm))
             for sample, old in zip(samples, olds, strict=True):
                 sample.old_logprobs = old if fused else sample.old_logprobs
-    seen.policy.weights, critic = _weights(trainer)
-    if seen.critic is not None and critic is not None:
-        seen.critic.weights = critic
-    return seen
+    observed.policy.weights, critic = _weights(trainer)
+    if observed.critic is not None and critic is not None:
+        observed.critic.weights = critic
+    return observed
 
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _observe_gradients(trainer: TrainerRank, samples: Sequence[Sample], seen: RunResults) -> None:
+def _observe_gradients(trainer: TrainerRank, samples: Sequence[Sample], observed: RunResults) -> None:
     """Observe gradients of the first update, in one cut and in many micro-batches."""
     documents = dict(enumerate(build_documents(samples, trainer.config)))
     masked = TrainedSamples(samples, trainer.config).masked
     longest = max((len(document) for document in documents.values()), default=1)
     fused = "old_logprobs" not in documents[0].arrays if documents else False
     pairs: list[tuple[Engine, Any, ModelResults]] = [
-        (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused, masked=masked), seen.policy)
+        (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused, masked=masked), observed.policy)
     ]
-    if trainer.critic is not None and seen.critic is not None:
-        pairs.append((trainer.critic, lambda: ValueLoss(trainer.config.critic.clip), seen.critic))
+    if trainer.critic is not None and observed.critic is not None:
+        pairs.append((trainer.critic, lambda: ValueLoss(trainer.config.critic.clip), observed.critic))
     for engine, objective, learner in pairs:
         for budget in (None, longest):
             plan = engine.plan(engine.planner.metadata(documents.values()), budget=budget)
-            own = {index: documents[index] for index in engine.planner.local_documents(plan)}
-            metrics = engine.accumulate(plan, own, objective())
+            local = {index: documents[index] for index in engine.planner.local_documents(plan)}
+            metrics = engine.accumulate(plan, local, objective())
             gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
             gradients = as_in_files(engine, gradients)
             loss = metrics.get("loss") if engine is trainer.engine else metrics.get("loss/value_avg")
@@ -364,30 +370,30 @@ class _Plain:
     def _rows(self, groups: Sequence[SampleGroup]) -> list[PlainSample]:
         return [
             PlainSample(
-                ids=sample.tokens.tolist(), drawn=np.flatnonzero(sample.sampled).tolist(), group=place,
+                ids=sample.tokens.tolist(), drawn=np.flatnonzero(sample.sampled).tolist(), group=index,
                 reward=sample.reward if sample.trained else None, trained=is_trained(sample, self.config),
                 rollout_logprobs=torch.from_numpy(comparable(sample)[sample.sampled]), routes=sample.routes,
             )
-            for place, group in enumerate(groups)
+            for index, group in enumerate(groups)
             for sample in group.samples
         ]  # fmt: skip
 
     def _read(self, rows: Sequence[PlainSample]) -> dict[str, list[Floats]]:
         """Set old and reference logprobs and values of the rows. Returns them as name -> one array per row."""
-        rl, found = self.config.rl, dict[str, list[torch.Tensor]]()
+        rl, readouts = self.config.rl, dict[str, list[torch.Tensor]]()
         if rl.old_logprobs == "recompute":
-            found["old_logprobs"] = self.policy.look(rows)
+            readouts["old_logprobs"] = self.policy.look(rows)
         if rl.has_reference and isinstance(self.policy, PeftPolicy):
             with self.policy.base():
-                found["ref_logprobs"] = self.policy.look(rows, follow=False)
+                readouts["ref_logprobs"] = self.policy.look(rows, follow=False)
         elif self.reference is not None:
-            found["ref_logprobs"] = self.reference.look(rows, follow=False)
+            readouts["ref_logprobs"] = self.reference.look(rows, follow=False)
         if self.critic is not None:
-            found["values"] = self.critic.look(rows)
-        for name, values in found.items():
+            readouts["values"] = self.critic.look(rows)
+        for name, values in readouts.items():
             for row, value in zip(rows, values, strict=True):
                 setattr(row, name, value)
-        return {name: [value.numpy() for value in values] for name, values in found.items()}
+        return {name: [value.numpy() for value in values] for name, values in readouts.items()}
 
 
 def _in_double(
@@ -401,13 +407,13 @@ def _in_double(
 # ---------------------------------------------------------------- figures
 
 
-def _read_figures(seen: RunResults, plain: RunResults) -> list[Figure]:
+def _read_figures(observed: RunResults, plain: RunResults) -> list[Figure]:
     names = {
         "old_logprobs": "readout: old logprob", "ref_logprobs": "readout: reference logprob", "values": "readout: value"
     }  # fmt: skip
     figures = []
     for name in plain.reads[0]:
-        pairs = zip(seen.reads[0][name], plain.reads[0][name], strict=True)
+        pairs = zip(observed.reads[0][name], plain.reads[0][name], strict=True)
         figures.append(Figure(names[name], max(_difference(*pair) for pair in pairs), SCALAR))
     return figures
 
@@ -415,40 +421,40 @@ def _read_figures(seen: RunResults, plain: RunResults) -> list[Figure]:
 def _along(side: ModelResults, plain: ModelResults) -> tuple[float, float]:
     """The largest differences of the losses and of the gradient norms of all updates from those of the plain side."""
     pairs = list(zip(side.curve, plain.curve, strict=True))
-    losses = [abs(ours[0] - loss) / max(size, 1e-6) for ours, (loss, size, _) in pairs]
-    norms = [abs(ours[2] - norm) / max(norm, 1e-6) for ours, (_, _, norm) in pairs]
+    losses = [abs(actual[0] - loss) / max(size, 1e-6) for actual, (loss, size, _) in pairs]
+    norms = [abs(actual[2] - norm) / max(norm, 1e-6) for actual, (_, _, norm) in pairs]
     return max(losses), max(norms)
 
 
 def _learner_figures(
-    seen: ModelResults,
+    observed: ModelResults,
     plain: ModelResults,
-    others: Sequence[ModelResults],
+    noise_runs: Sequence[ModelResults],
     start: Tensors,
     config: RlConfig,
     prefix: str,
     before: list[Figure],
 ) -> tuple[list[Figure], list[Figure]]:
-    """(The figures `before` and those of a policy or critic, its five parameters that differ most). others: the plain
-    side's results by other orders of summation, and in fp64. prefix: of the figures' names."""
-    own = gradient_noise(plain.first[3], [other.first[3] for other in others])
-    parameters = compare_gradients(seen.first[3], plain.first[3], own)
-    micro = compare_gradients(seen.micro, plain.first[3], own)
-    updates, along = len(plain.curve), _along(seen, plain)
-    moved = [_along(other, plain) for other in others]
-    noises = [max((pair[which] for pair in moved), default=None) for which in range(2)]
+    """(The figures `before` and those of a policy or critic, its five parameters that differ most). noise_runs: the
+    plain side's results by other orders of summation, and in fp64. prefix: of the figures' names."""
+    noise_of_gradients = gradient_noise(plain.first[3], [run.first[3] for run in noise_runs])
+    parameters = compare_gradients(observed.first[3], plain.first[3], noise_of_gradients)
+    micro = compare_gradients(observed.micro, plain.first[3], noise_of_gradients)
+    updates, along = len(plain.curve), _along(observed, plain)
+    moved = [_along(run, plain) for run in noise_runs]
+    noises = [max((pair[position] for pair in moved), default=None) for position in range(2)]
     loss, size, norm, _ = plain.first
-    weights, optimizer = [other.weights for other in others], config.optimizer.name
+    weights, optimizer = [run.weights for run in noise_runs], config.optimizer.name
     figures = [
-        Figure("loss", abs(seen.first[0] - loss) / max(size, 1e-6), SCALAR),
-        Figure("gradient norm", abs(seen.first[2] - norm) / max(norm, 1e-6), SCALAR),
+        Figure("loss", abs(observed.first[0] - loss) / max(size, 1e-6), SCALAR),
+        Figure("gradient norm", abs(observed.first[2] - norm) / max(norm, 1e-6), SCALAR),
         worst_of("gradients, every parameter", parameters),
         worst_of("gradients, many micro-batches", micro),
         *(
             Figure(f"{name} along {updates} updates", value, widened(10 * SCALAR, noise), noise)
             for name, value, noise in zip(("loss", "gradient norm"), along, noises, strict=True)
         ),
-        compare_weights(f"weights after {updates} updates", seen.weights, plain.weights, start, weights, optimizer),
+        compare_weights(f"weights after {updates} updates", observed.weights, plain.weights, start, weights, optimizer),
     ]
     named = [Figure(prefix + f.name, f.value, f.tolerance, f.noise, f.note) for f in figures]
     return [*before, *named], [Figure(prefix + f.name, f.value, f.tolerance, f.noise) for f in worst_five(parameters)]

@@ -66,14 +66,14 @@ class UpdateSettings:
 def read(model: Any, row: PlainSample, temperature: float) -> tuple[Tensor, Tensor]:
     """(Logprobs of the drawn tokens, entropies of their distributions), [G] each."""
     logits = model(input_ids=torch.tensor([row.ids], device=_device(model)), use_cache=False).logits[0].float()
-    everything = (logits / temperature).log_softmax(-1)[[place - 1 for place in row.drawn]]
-    chosen = everything[torch.arange(len(row.drawn)), [row.ids[place] for place in row.drawn]]
-    return chosen, -(everything.exp() * everything).sum(-1)
+    all_scores = (logits / temperature).log_softmax(-1)[[position - 1 for position in row.drawn]]
+    chosen = all_scores[torch.arange(len(row.drawn)), [row.ids[position] for position in row.drawn]]
+    return chosen, -(all_scores.exp() * all_scores).sum(-1)
 
 
 def _device(model: Any) -> torch.device:
-    found: torch.device = next(model.parameters()).device
-    return found
+    advantages: torch.device = next(model.parameters()).device
+    return advantages
 
 
 # ---------------------------------------------------------------- before the update
@@ -99,35 +99,35 @@ def correct(rows: Sequence[PlainSample], rl: Any) -> None:
 
 def compare(rows: Sequence[PlainSample], rl: Any) -> None:
     """Set the advantages of the rows that have a reward, and with gae their returns."""
-    known = [row for row in rows if row.reward is not None]
+    scored = [row for row in rows if row.reward is not None]
     if rl.advantage == "gae":
-        found = [_generalised(row, rl) for row in known]
-        for row, advantage in zip(known, found, strict=True):
+        advantages = [_generalised(row, rl) for row in scored]
+        for row, advantage in zip(scored, advantages, strict=True):
             row.returns = advantage + row.values.double()
-        found = _whitened(found) if rl.advantage_norm == "batch" else found
+        advantages = _whitened(advantages) if rl.advantage_norm == "batch" else advantages
     elif rl.advantage == "reinforce++":
-        found = _whitened([_to_go(_token_rewards(row, rl), rl.gamma) for row in known])
+        advantages = _whitened([_to_go(_token_rewards(row, rl), rl.gamma) for row in scored])
     else:
-        found = [torch.full((len(row.drawn),), value, dtype=torch.float64) for row, value in _compared(known, rl)]
-        found = _whitened(found) if rl.advantage == "reinforce++_baseline" else found
-    for row, advantage in zip(known, found, strict=True):
+        advantages = [torch.full((len(row.drawn),), value, dtype=torch.float64) for row, value in _compared(scored, rl)]
+        advantages = _whitened(advantages) if rl.advantage == "reinforce++_baseline" else advantages
+    for row, advantage in zip(scored, advantages, strict=True):
         row.advantage = advantage
 
 
 def _compared(rows: Sequence[PlainSample], rl: Any) -> Iterator[tuple[PlainSample, float]]:
     """(Row, its score relative to those of its group), for each row."""
     scores = {id(row): float(_token_rewards(row, rl).sum()) for row in rows}
-    everything = torch.tensor(list(scores.values()), dtype=torch.float64)
+    all_scores = torch.tensor(list(scores.values()), dtype=torch.float64)
     for row in rows:
-        group = torch.tensor([scores[id(other)] for other in rows if other.group == row.group], dtype=torch.float64)
-        own, alike = scores[id(row)], bool((group == group[0]).all())
-        value = 0.0 if alike else own - float(group.mean())
-        if rl.advantage == "rloo" and not alike:
-            value = own - float((group.sum() - own) / (len(group) - 1))
-        if rl.advantage == "grpo" and rl.advantage_norm == "group" and not alike:
+        group = torch.tensor([scores[id(member)] for member in rows if member.group == row.group], dtype=torch.float64)
+        score, is_tied = scores[id(row)], bool((group == group[0]).all())
+        value = 0.0 if is_tied else score - float(group.mean())
+        if rl.advantage == "rloo" and not is_tied:
+            value = score - float((group.sum() - score) / (len(group) - 1))
+        if rl.advantage == "grpo" and rl.advantage_norm == "group" and not is_tied:
             value /= float(group.std()) + 1e-4
-        if rl.advantage == "grpo" and rl.advantage_norm == "batch" and not alike:
-            value /= float(everything.std()) + 1e-4
+        if rl.advantage == "grpo" and rl.advantage_norm == "batch" and not is_tied:
+            value /= float(all_scores.std()) + 1e-4
         yield row, value
 
 
@@ -141,14 +141,14 @@ def _token_rewards(row: PlainSample, rl: Any) -> Tensor:
 
 
 def _kl(d: Tensor, rl: Any) -> Tensor:
-    found = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[rl.kl_estimator]
-    return found if rl.kl_clamp is None else found.clip(-rl.kl_clamp, rl.kl_clamp)
+    advantages = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[rl.kl_estimator]
+    return advantages if rl.kl_clamp is None else advantages.clip(-rl.kl_clamp, rl.kl_clamp)
 
 
 def _to_go(values: Tensor, factor: float) -> Tensor:
     out = values.clone()
-    for place in range(len(out) - 2, -1, -1):
-        out[place] += factor * out[place + 1]
+    for position in range(len(out) - 2, -1, -1):
+        out[position] += factor * out[position + 1]
     return out
 
 
@@ -158,11 +158,11 @@ def _generalised(row: PlainSample, rl: Any) -> Tensor:
     return _to_go(_token_rewards(row, rl) + rl.gamma * following - values, rl.gamma * rl.gae_lambda)
 
 
-def _whitened(found: list[Tensor]) -> list[Tensor]:
-    tokens = torch.cat(found)
+def _whitened(advantages: list[Tensor]) -> list[Tensor]:
+    tokens = torch.cat(advantages)
     if len(tokens) < 2 or bool((tokens == tokens[0]).all()):
-        return [torch.zeros_like(values) for values in found]
-    return [(values - tokens.mean()) / (tokens.var() + 1e-8).sqrt() for values in found]
+        return [torch.zeros_like(values) for values in advantages]
+    return [(values - tokens.mean()) / (tokens.var() + 1e-8).sqrt() for values in advantages]
 
 
 # ---------------------------------------------------------------- the update
@@ -218,8 +218,8 @@ class _Policy(_Update):
         tokens, samples = sum(len(r.drawn) for r in self.trained), len(self.trained)
         if self.rule.rl.entropy_aggregation is None:
             return 1.0
-        wanted = 1 / tokens if self.rule.rl.entropy_aggregation == "token_mean" else 1 / (len(row.drawn) * samples)
-        return wanted * self.divisor / self.rule.weights(row)
+        weight = 1 / tokens if self.rule.rl.entropy_aggregation == "token_mean" else 1 / (len(row.drawn) * samples)
+        return weight * self.divisor / self.rule.weights(row)
 
     def total(self, rows: Sequence[PlainSample]) -> float:
         rl, self.trained = self.rule.rl, [row for row in rows if row.trained]
@@ -232,11 +232,11 @@ class _Policy(_Update):
     def look(self, rows: Sequence[PlainSample], follow: bool = True) -> list[Tensor]:
         """Logprobs of the drawn tokens of each row under the current policy. follow: whether experts follow the rows'
         routes."""
-        found = []
+        advantages = []
         for row in rows:
             with self.rule.follow(row) if follow else nullcontext():
-                found.append(read(self.model, row, self.rule.temperature)[0].cpu())
-        return found
+                advantages.append(read(self.model, row, self.rule.temperature)[0].cpu())
+        return advantages
 
 
 def _policy_loss(logprob: Tensor, row: PlainSample, rl: Any) -> Tensor:
@@ -283,8 +283,8 @@ class PlainCritic(_Update):
 
     def values(self, row: PlainSample) -> Tensor:
         hidden = self.plain.base_model(input_ids=torch.tensor([row.ids], device=self.device)).last_hidden_state
-        found: Tensor = self.plain.score(hidden)[0, [place - 1 for place in row.drawn], 0].float()
-        return found
+        advantages: Tensor = self.plain.score(hidden)[0, [position - 1 for position in row.drawn], 0].float()
+        return advantages
 
     @torch.no_grad()
     def look(self, rows: Sequence[PlainSample]) -> list[Tensor]:

@@ -48,13 +48,13 @@ def _sampled(
         sampling = SamplingParams(
             min(longest, rollout.max_new_tokens), rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
         )
-        (found,) = trainer.embedded.generate([Request(prompt.id, tokens, tuple(range(len(rewards))), sampling)])
+        (completions,) = trainer.embedded.generate([Request(prompt.id, tokens, tuple(range(len(rewards))), sampling)])
         samples = []
-        for place, (completion, reward) in enumerate(zip(found, rewards, strict=True)):
+        for number_of_sample, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
             transcript = TrajectoryBuilder(prompt)
             transcript.add_completion(completion)
-            samples.append(transcript.sample(place))
-            samples[-1].reward, samples[-1].finish = reward, "length" if place == 1 else "end"
+            samples.append(transcript.sample(number_of_sample))
+            samples[-1].reward, samples[-1].finish = reward, "length" if number_of_sample == 1 else "end"
         yield SampleGroup(prompt, samples)
 
 

@@ -43,13 +43,13 @@ class Differences:
 
 
 @dataclass
-class _Place:
+class _RowDocuments:
     """The documents of a forward, one entry per piece of the row. documents: tokens of the whole document; None for
-    padding. held: number of the document's tokens in the piece. firsts: index of the first of them. lengths: tokens of
-    the piece, with padding."""
+    padding. counts: number of the document's tokens in the piece. firsts: index of the first of them. lengths: tokens
+    of the piece, with padding."""
 
     documents: list[Tokens | None] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
@@ -89,16 +89,16 @@ class Recorder:
         self, model: nn.Module, layers: Sequence[nn.Module], visit: Callable[[Tokens, int, Tensor, Any], Any]
     ) -> Iterator[None]:
         """Inside, visit(document, layer, scores, result of topk) gives the choices of forwards of single documents."""
-        place = _Place()
+        state = _RowDocuments()
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            place.documents = [tuple(kwargs["input_ids"][0].tolist())] if len(kwargs["input_ids"]) == 1 else []
+            state.documents = [tuple(kwargs["input_ids"][0].tolist())] if len(kwargs["input_ids"]) == 1 else []
 
         def choose(layer: int, scores: Tensor, out: Any) -> Any:
-            if not place.documents:
+            if not state.documents:
                 return out
-            assert place.documents[0] is not None
-            return visit(place.documents[0], layer, scores, out)
+            assert state.documents[0] is not None
+            return visit(state.documents[0], layer, scores, out)
 
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         try:
@@ -108,7 +108,7 @@ class Recorder:
             handle.remove()
 
 
-def _held(piece: tuple[int, ...], document: tuple[int, ...], first: int | None) -> int:
+def _tokens_of(piece: tuple[int, ...], document: tuple[int, ...], first: int | None) -> int:
     """The number of a document's tokens with which a piece of a row begins: all, or all but the last, which a forward
     may leave out; 0 if the piece is of another document. Padding may follow. first: for a part of a cut document, the
     index of its first token."""
@@ -127,15 +127,15 @@ def _parts(pieces: list[tuple[int, ...]], bounds: Any) -> list[list[tuple[tuple[
     if context is None:
         return [[(piece, None)] for piece in pieces]
     shared = [document for document, _, _ in context.ranges_by_rank[context.axis.rank]]
-    found: list[list[tuple[tuple[int, ...], int | None]]] = []
-    for place, piece in enumerate(pieces):
-        if place >= len(shared):
-            found.append([(piece, None)])
-        elif place and shared[place] == shared[place - 1]:
-            found[-1].append((piece, bounds.firsts[place]))
+    parts: list[list[tuple[tuple[int, ...], int | None]]] = []
+    for index, piece in enumerate(pieces):
+        if index >= len(shared):
+            parts.append([(piece, None)])
+        elif index and shared[index] == shared[index - 1]:
+            parts[-1].append((piece, bounds.firsts[index]))
         else:
-            found.append([(piece, bounds.firsts[place])])
-    return found
+            parts.append([(piece, bounds.firsts[index])])
+    return parts
 
 
 class Replay:
@@ -144,18 +144,18 @@ class Replay:
     def __init__(self, routes: Routes, experts: int, chosen: int) -> None:
         self.routes, self.experts, self.chosen, self.stage = routes, experts, chosen, 0
         self.differences = Differences()
-        self._known = sorted({tokens for _, tokens in routes}, key=len, reverse=True)
+        self._documents = sorted({tokens for _, tokens in routes}, key=len, reverse=True)
 
     @contextmanager
     def replaying(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Inside, every forward follows the routes, recomputed ones too."""
-        place = _Place()
+        state = _RowDocuments()
 
         def begin(module: nn.Module, args: Any) -> None:
-            self._locate(place, args[0], args[2])
+            self._locate(state, args[0], args[2])
 
         def choose(layer: int, scores: Tensor, out: Any) -> Any:
-            return self._steer(place, layer, scores, out)
+            return self._steer(state, layer, scores, out)
 
         handle = module.register_forward_pre_hook(begin)
         try:
@@ -164,31 +164,31 @@ class Replay:
         finally:
             handle.remove()
 
-    def _locate(self, place: _Place, input_ids_BT: Tensor, bounds: Any) -> None:
-        """Set `place` to the known documents in a row, in the order of its tokens; None for padding."""
+    def _locate(self, state: _RowDocuments, input_ids_BT: Tensor, bounds: Any) -> None:
+        """Set `state` to the known documents in a row, in the order of its tokens; None for padding."""
         rows = input_ids_BT.cpu()
         if len(rows) == 1 and not bounds.padded:
             pieces = [tuple(piece.tolist()) for piece in rows[0].split(list(bounds.lengths))]
         else:
             pieces = [tuple(row.tolist()) for row in rows]
-        place.lengths = [len(piece) for piece in pieces]
-        place.documents, place.held, place.firsts = [], [], []
+        state.lengths = [len(piece) for piece in pieces]
+        state.documents, state.counts, state.firsts = [], [], []
         for same in _parts(pieces, bounds):
-            document, held = next(
-                ((k, h) for k in self._known if all(h := [_held(piece, k, first) for piece, first in same])),
+            document, counts = next(
+                ((k, h) for k in self._documents if all(h := [_tokens_of(piece, k, first) for piece, first in same])),
                 (None, [0] * len(same)),
             )
-            place.documents += [document] * len(same)
-            place.held += held
-            place.firsts += [first or 0 for _, first in same]
+            state.documents += [document] * len(same)
+            state.counts += counts
+            state.firsts += [first or 0 for _, first in same]
 
-    def _steer(self, place: _Place, layer: int, scores: Tensor, out: Any) -> Any:
+    def _steer(self, state: _RowDocuments, layer: int, scores: Tensor, out: Any) -> Any:
         indices, start = out[1].clone(), 0
-        parts = zip(place.documents, place.held, place.firsts, place.lengths, strict=True)
-        for tokens, held, first, length in parts:
+        parts = zip(state.documents, state.counts, state.firsts, state.lengths, strict=True)
+        for tokens, count, first, length in parts:
             recorded = self.routes.get((self.stage, tokens), {}).get(layer) if tokens is not None else None
             if recorded is not None:
-                recorded = recorded[first : first + held]
+                recorded = recorded[first : first + count]
                 rows = slice(start, start + len(recorded))
                 self._count(scores[rows].detach(), out[1][rows], recorded.to(indices.device))
                 indices[rows] = recorded.to(indices.device)

@@ -24,9 +24,11 @@ def print_verdict(
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.named.items() if axis != "ep")
     experts = f", experts over {sizes.ep}," if sizes.ep > 1 else ""
     console.print(f"mesh     {axes}{experts} on {ranks.device.type}")
-    what = "peft on transformers, random adapters" if config.lora.rank is not None else "transformers alone"
-    what = "peft on transformers, the adapter of lora.path" if config.lora.path is not None else what
-    console.print(f"against  {what}: one process, fp32, eager attention, one document at a time")
+    reference_name = "peft on transformers, random adapters" if config.lora.rank is not None else "transformers alone"
+    reference_name = (
+        "peft on transformers, the adapter of lora.path" if config.lora.path is not None else reference_name
+    )
+    console.print(f"against  {reference_name}: one process, fp32, eager attention, one document at a time")
     if isinstance(config, SftConfig) and config.train.loss is not None:
         console.print(f"loss     cross entropy; {config.train.loss} on the documents of the first step")
     if isinstance(config, RlConfig):

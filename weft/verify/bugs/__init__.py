@@ -53,7 +53,7 @@ class Bug:
     """A bug that can be planted.
 
     id: the kind of bug; several may share one. target: "module:name" of the function that it replaces. caught_by: the
-    check that catches it, a figure of `weft verify` or a test. seen: an issue of its kind, as
+    check that catches it, a figure of `weft verify` or a test. issue: one of its kind, as
     "owner/repository#number". ranks: the fewest ranks with which it makes a difference. needs: other conditions, in
     words.
     """
@@ -63,7 +63,7 @@ class Bug:
     summary: str
     target: str
     caught_by: str
-    seen: str
+    issue: str
     ranks: int
     needs: str
     replacement: Replacement
@@ -78,14 +78,14 @@ def rehearsing() -> bool:
 
 
 def bug(
-    id: str, target: str, summary: str, *, caught_by: str, seen: str, ranks: int = 1, needs: str = ""
+    id: str, target: str, summary: str, *, caught_by: str, issue: str, ranks: int = 1, needs: str = ""
 ) -> Callable[[Replacement], Replacement]:
     """Register the decorated function as a replacement of `target`, under its own name."""
 
     def register(replacement: Replacement) -> Replacement:
         name = replacement.__name__.replace("_", "-")
         assert name not in PLANTS, name
-        PLANTS[name] = Bug(id, name, summary, target, caught_by, seen, ranks, needs, replacement)
+        PLANTS[name] = Bug(id, name, summary, target, caught_by, issue, ranks, needs, replacement)
         return replacement
 
     return register

@@ -19,20 +19,20 @@ BASE = "tests/models/test_lora.py: without its adapter a model is its base"
 @bug(
     "B21", "weft.checkpoint.export:adapter_shards",
     "a saved adapter holds the first rank's slice, and zeros",
-    caught_by=LOGPROB, seen="huggingface/accelerate#4206", ranks=2, needs="adapters (lora.rank)",
+    caught_by=LOGPROB, issue="huggingface/accelerate#4206", ranks=2, needs="adapters (lora.rank)",
 )  # fmt: skip
 def first_slice_of_the_adapter(plant: Plant, original: Original, engine: Any) -> dict[str, list[Shard]]:
     shards: dict[str, list[Shard]] = original(engine)
     if dist.get_rank() == 0:
         return shards
     plant.hit()
-    return {name: [replace(s, values=torch.zeros_like(s.values)) for s in own] for name, own in shards.items()}
+    return {name: [replace(s, values=torch.zeros_like(s.values)) for s in local] for name, local in shards.items()}
 
 
 @bug(
     "B30", "weft.models.low_rank:AdapterSwitch.off",
     "the adapter stays on when the base model is asked for",
-    caught_by=BASE, seen="huggingface/trl#6527", needs="adapters (lora.rank)",
+    caught_by=BASE, issue="huggingface/trl#6527", needs="adapters (lora.rank)",
 )  # fmt: skip
 @contextmanager
 def adapter_stays_on(plant: Plant, original: Original, self: Any) -> Iterator[None]:
@@ -43,7 +43,7 @@ def adapter_stays_on(plant: Plant, original: Original, self: Any) -> Iterator[No
 @bug(
     "B33", "weft.models.lora:scaling",
     "adapters are scaled by alpha, not by alpha / rank",
-    caught_by=LOGPROB, seen="Blaizzy/mlx-vlm#841", needs="adapters (lora.rank)",
+    caught_by=LOGPROB, issue="Blaizzy/mlx-vlm#841", needs="adapters (lora.rank)",
 )  # fmt: skip
 def alpha_not_divided(plant: Plant, original: Original, alpha: float, rank: int, rslora: bool) -> float:
     plant.hit()
@@ -53,7 +53,7 @@ def alpha_not_divided(plant: Plant, original: Original, alpha: float, rank: int,
 @bug(
     "B33", "weft.models.lora:scaling",
     "lora.rslora is ignored: alpha / rank instead of alpha / sqrt(rank)",
-    caught_by=LOGPROB, seen="NVIDIA/TensorRT-LLM#1668", needs="adapters with lora.rslora",
+    caught_by=LOGPROB, issue="NVIDIA/TensorRT-LLM#1668", needs="adapters with lora.rslora",
 )  # fmt: skip
 def rslora_ignored(plant: Plant, original: Original, alpha: float, rank: int, rslora: bool) -> float:
     plant.hits += rslora

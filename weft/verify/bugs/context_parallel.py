@@ -20,7 +20,7 @@ from weft.ops.context import Piece, repeats
 from weft.verify.bugs import GRADIENTS, LOGPROB, LOSS, Original, Plant, bug, rehearsing
 from weft.verify.bugs.step import Altered
 
-BESIDE = "images behind a cut document: logprob"
+IMAGES_BEHIND_CUT = "images behind a cut document: logprob"
 SAMPLES = "tests/parallel/test_context_parallel.py: ratios of whole samples"
 HELD_OUT_CUT = "tests/recipes/test_eval.py: the held-out loss of documents that are cut"
 MEGATRON = "NVIDIA/Megatron-LM#7452"
@@ -33,7 +33,7 @@ NEEDS = "mesh.cp above 1"
 @bug(
     "B4", "weft.engine.engine:Engine.accumulate",
     "the step's tokens are counted once for each rank of cp",
-    caught_by=GRADIENTS, seen="PrimeIntellect-ai/prime-rl#2562", ranks=2, needs=NEEDS,
+    caught_by=GRADIENTS, issue="PrimeIntellect-ai/prime-rl#2562", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def tokens_per_cp_rank(
     plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Loss
@@ -48,12 +48,12 @@ def tokens_per_cp_rank(
 @bug(
     "B37", "weft.engine.losses.base:Batch.document_sum",
     "a document that is cut counts on every rank that has some of it",
-    caught_by=SAMPLES, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and an objective of whole documents, such as GSPO",
+    caught_by=SAMPLES, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and an objective of whole documents, such as GSPO",
 )  # fmt: skip
 def cut_document_counted_again(plant: Plant, original: Original, self: Batch, values_N: Tensor) -> Tensor:
     if self.shared is None:
-        found: Tensor = original(self, values_N)
-        return found
+        result: Tensor = original(self, values_N)
+        return result
     plant.hits += len(self.shared.counted_indices) < len(self.documents)
     return self._document_sums(values_N)
 
@@ -61,7 +61,7 @@ def cut_document_counted_again(plant: Plant, original: Original, self: Batch, va
 @bug(
     "B37", "weft.ops.shared_documents:SharedDocuments.complete",
     "sums over a document that is cut are of a rank's part",
-    caught_by=SAMPLES, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and an objective of whole documents, such as GSPO",
+    caught_by=SAMPLES, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and an objective of whole documents, such as GSPO",
 )  # fmt: skip
 def document_sums_of_parts(plant: Plant, original: Original, self: Any, values: Tensor) -> Tensor:
     plant.hit()
@@ -71,17 +71,17 @@ def document_sums_of_parts(plant: Plant, original: Original, self: Any, values: 
 @bug(
     "B24", "weft.engine.engine:Engine.evaluate",
     "of a held-out document that is cut, the rank with its first token evaluates its part, and the others nothing",
-    caught_by=HELD_OUT_CUT, seen="areal-project/AReaL#1096", ranks=2, needs=f"{NEEDS} and held-out documents",
+    caught_by=HELD_OUT_CUT, issue="areal-project/AReaL#1096", ranks=2, needs=f"{NEEDS} and held-out documents",
 )  # fmt: skip
-def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: Any, documents: Any, of: Any) -> Any:
+def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: Any, documents: Any, args: Any) -> Any:
     def change(batch: Batch, terms: LossOutput) -> LossOutput:
         if batch.shared is None:
             return terms
         counted = torch.isin(batch.document_N, batch.shared.counted_indices)
         plant.hits += not bool(counted.all())
-        return of(replace(batch, weights_N=batch.weights_N * counted))
+        return args(replace(batch, weights_N=batch.weights_N * counted))
 
-    return original(self, plan, documents, Altered(of, change=change))
+    return original(self, plan, documents, Altered(args, change=change))
 
 
 # ---------------------------------------------------------------- where a document is cut
@@ -90,7 +90,7 @@ def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: An
 @bug(
     "B8", "weft.engine.batch.rows:local_predictions",
     "labels are shifted after the cut: the last token of a piece predicts nothing",
-    caught_by=LOSS, seen="huggingface/transformers#48570", ranks=2, needs=NEEDS,
+    caught_by=LOSS, issue="huggingface/transformers#48570", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def labels_lost_at_the_cut(plant: Plant, original: Original, selected_N: Tensor, kept_M: Tensor, tokens: int) -> Any:
     chosen, places = original(selected_N, kept_M, tokens)
@@ -104,13 +104,13 @@ def labels_lost_at_the_cut(plant: Plant, original: Original, selected_N: Tensor,
 @bug(
     "B7", "weft.engine.batch.rows:cut_row",
     "positions begin again with each piece of a document that is cut",
-    caught_by=LOGPROB, seen="verl-project/verl#1947", ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue="verl-project/verl#1947", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def positions_begin_at_the_cut(plant: Plant, original: Original, *arguments: Any) -> Any:
     row = original(*arguments)
-    again = torch.cat([torch.arange(n) for n in row.bounds.lengths]).expand_as(row.position_ids_BT)
-    plant.hits += not torch.equal(again, row.position_ids_BT)
-    return replace(row, position_ids_BT=again)
+    repeated = torch.cat([torch.arange(n) for n in row.bounds.lengths]).expand_as(row.position_ids_BT)
+    plant.hits += not torch.equal(repeated, row.position_ids_BT)
+    return replace(row, position_ids_BT=repeated)
 
 
 # ---------------------------------------------------------------- keys and values in the ring
@@ -119,83 +119,83 @@ def positions_begin_at_the_cut(plant: Plant, original: Original, *arguments: Any
 @bug(
     "B37", "weft.ops.context:visible_keys",
     "a piece of a document does not see the pieces before it",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
 def earlier_pieces_missing(plant: Plant, original: Original, runs: list[Piece], window: int | None) -> list[Piece]:
-    found: list[Piece] = original(runs, window)
+    result: list[Piece] = original(runs, window)
     if rehearsing() or window is not None:
-        return found
-    plant.hits += found != list(runs)
+        return result
+    plant.hits += result != list(runs)
     return list(runs)
 
 
 @bug(
     "B37", "weft.ops.context:visible_keys",
     "sliding windows end where a rank's tokens begin",
-    caught_by=LOGPROB, seen="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
+    caught_by=LOGPROB, issue="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
 )  # fmt: skip
 def windows_end_at_the_cut(plant: Plant, original: Original, runs: list[Piece], window: int | None) -> list[Piece]:
-    found: list[Piece] = original(runs, window)
+    result: list[Piece] = original(runs, window)
     if rehearsing() or window is None:
-        return found
-    plant.hits += found != list(runs)
+        return result
+    plant.hits += result != list(runs)
     return list(runs)
 
 
 @bug(
     "B37", "weft.ops.context:ring_attention",
     "sliding windows become full attention",
-    caught_by=LOGPROB, seen="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
+    caught_by=LOGPROB, issue="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
 )  # fmt: skip
 def windows_forgotten(plant: Plant, original: Original, call: Any, context: Any, run: Any) -> Tensor:
     if not rehearsing():
         plant.hits += call.window is not None
         call = replace(call, window=None)
-    found: Tensor = original(call, context, run)
-    return found
+    result: Tensor = original(call, context, run)
+    return result
 
 
 @bug(
     "B37", "weft.ops.context:ContextRow.build_keys",
     "keys that came from others lie behind the own ones, not in the order of the document",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
-def keys_as_they_come(plant: Plant, original: Original, self: Any, *rest: Any) -> Any:
-    found = original(self, *rest)
+def keys_as_they_come(plant: Plant, original: Original, self: Any, *args: Any) -> Any:
+    result = original(self, *args)
     if rehearsing():
-        return found
-    sorted_run = found.run.sort()[0]
-    plant.hits += not torch.equal(sorted_run, found.run)
-    return replace(found, run=sorted_run)
+        return result
+    sorted_run = result.run.sort()[0]
+    plant.hits += not torch.equal(sorted_run, result.run)
+    return replace(result, run=sorted_run)
 
 
 @bug(
     "B37", "weft.ops.communicator:_Exchange.backward",
     "gradients of keys and values that were sent do not come back",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def gradients_stay_away(plant: Plant, original: Original, ctx: Any, grad: Tensor) -> Any:
-    own, *rest = original(ctx, grad)
+    local, *args = original(ctx, grad)
     if not isinstance(ctx.rest[0], GroupCommunicator):
-        return own, *rest
-    plant.hits += own.numel() > 0
-    return own * 0, *rest
+        return local, *args
+    plant.hits += local.numel() > 0
+    return local * 0, *args
 
 
 @bug(
     "B37", "weft.ops.per_document:block_spans",
     "of a document that is cut, all blocks of queries but the last see later tokens",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def blocks_see_later_tokens(
     plant: Plant, original: Original, call: Any, queries: int, keys: int
 ) -> Iterator[tuple[slice, slice]]:
-    for block, seen in original(call, queries, keys):
+    for block, items in original(call, queries, keys):
         if rehearsing():
-            yield block, seen
+            yield block, items
             continue
-        plant.hits += seen.stop < keys
-        yield block, slice(seen.start, keys)
+        plant.hits += items.stop < keys
+        yield block, slice(items.start, keys)
 
 
 # ---------------------------------------------------------------- images beside a document that is cut
@@ -204,20 +204,22 @@ def blocks_see_later_tokens(
 @bug(
     "B37", "weft.ops.attention:attend_in_context",
     "images behind a document that is cut see as many later tokens as this rank has of it",
-    caught_by=BESIDE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
+    caught_by=IMAGES_BEHIND_CUT, issue=MEGATRON, ranks=2,
+    needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
 )  # fmt: skip
 def images_see_beyond_themselves(plant: Plant, original: Original, call: Any, context: Any, run: Any) -> Tensor:
     if call.bounds.last_seen is not None and context.whole_lengths and not rehearsing():
         plant.hits += context.tokens > 0
         call = replace(call, bounds=replace(call.bounds, last_seen=call.bounds.last_seen + context.tokens))
-    found: Tensor = original(call, context, run)
-    return found
+    result: Tensor = original(call, context, run)
+    return result
 
 
 @bug(
     "B37", "weft.engine.batch.rows:local_last_seen",
     "the later tokens that an image sees are read at another token's place in a row with a document that is cut",
-    caught_by=BESIDE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
+    caught_by=IMAGES_BEHIND_CUT, issue=MEGATRON, ranks=2,
+    needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
 )  # fmt: skip
 def images_see_by_another_place(
     plant: Plant, original: Original, last_seen_T: Tensor, kept_M: Tensor, tail: int
@@ -225,23 +227,23 @@ def images_see_by_another_place(
     moved = last_seen_T.clone()
     moved[kept_M] = last_seen_T[: len(kept_M)]
     plant.hits += not torch.equal(moved, last_seen_T)
-    found: Tensor = original(moved, kept_M, tail)
-    return found
+    result: Tensor = original(moved, kept_M, tail)
+    return result
 
 
 @bug(
     "B37", "weft.engine.batch.assigned_images:plan_exchange",
     "features of images leave in the order of the row, and are taken for sorted by document",
-    caught_by=BESIDE, seen=MEGATRON, ranks=2,
+    caught_by=IMAGES_BEHIND_CUT, issue=MEGATRON, ranks=2,
     needs=f"{NEEDS} and rows with a document with images that is cut and others with images",
 )  # fmt: skip
 def features_in_the_order_of_the_row(
-    plant: Plant, original: Original, seen: Sequence[Any], documents: Any, held: Any, axis: Any
+    plant: Plant, original: Original, items: Sequence[Any], documents: Any, shards: Any, axis: Any
 ) -> Any:
-    found = original(seen, documents, held, axis)
-    by_row = original([replace(one, index=place) for place, one in enumerate(seen)], (), held, axis)
-    plant.hits += not torch.equal(found.sent, by_row.sent)
-    return replace(found, sent=by_row.sent)
+    result = original(items, documents, shards, axis)
+    by_row = original([replace(single, index=index) for index, single in enumerate(items)], (), shards, axis)
+    plant.hits += not torch.equal(result.sent, by_row.sent)
+    return replace(result, sent=by_row.sent)
 
 
 # ---------------------------------------------------------------- heads in Ulysses
@@ -250,20 +252,20 @@ def features_in_the_order_of_the_row(
 @bug(
     "B37", "weft.ops.context:heads_for_tokens",
     "every rank of Ulysses has the sinks of the first heads",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs="mesh.ulysses above 1 and sinks, as in gpt_oss",
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs="mesh.ulysses above 1 and sinks, as in gpt_oss",
 )  # fmt: skip
 def sinks_of_the_first_heads(plant: Plant, original: Original, call: Any, context: Any, ranks: Any) -> Any:
-    found = original(call, context, ranks)
-    if found.sinks_H is None or not isinstance(ranks, GroupCommunicator):
-        return found
+    result = original(call, context, ranks)
+    if result.sinks_H is None or not isinstance(ranks, GroupCommunicator):
+        return result
     plant.hit()
-    return replace(found, sinks_H=call.sinks_H[: found.query_BHTD.shape[1]])
+    return replace(result, sinks_H=call.sinks_H[: result.query_BHTD.shape[1]])
 
 
 @bug(
     "B37", "weft.ops.context:heads_for_tokens",
     "gradients of a head of keys and values that several ranks of Ulysses have are multiplied by their number again",
-    caught_by=GRADIENTS, seen="ByteDance-Seed/VeOmni#338", ranks=2,
+    caught_by=GRADIENTS, issue="ByteDance-Seed/VeOmni#338", ranks=2,
     needs="mesh.ulysses above the heads of keys and values",
 )  # fmt: skip
 def repeated_keys_multiplied(plant: Plant, original: Original, call: Any, context: Any, ranks: Any) -> Any:
@@ -281,27 +283,27 @@ def repeated_keys_multiplied(plant: Plant, original: Original, call: Any, contex
 @bug(
     "B6", "weft.ops.context:ContextRow.shared_bounds",
     "states and convolutions run on from one document that is cut to the next",
-    caught_by=LOGPROB, seen="verl-project/verl#6660", ranks=4,
+    caught_by=LOGPROB, issue="verl-project/verl#6660", ranks=4,
     needs="mesh.ulysses above 2, layers that carry state, and rows with two documents that are cut",
 )  # fmt: skip
 def state_runs_into_the_next(plant: Plant, original: Original, self: Any, device: torch.device) -> Bounds:
-    found: Bounds = original(self, device)
+    result: Bounds = original(self, device)
     if rehearsing():
-        return found
-    plant.hits += len(found.lengths) > 1
-    return Bounds.packed((sum(found.lengths),), device)
+        return result
+    plant.hits += len(result.lengths) > 1
+    return Bounds.packed((sum(result.lengths),), device)
 
 
 @bug(
     "B37", "weft.ops.context:ContextRow.shared_bounds",
     "states and convolutions begin again where a rank's tokens of a document begin",
-    caught_by=LOGPROB, seen="PrimeIntellect-ai/prime-rl#2562", ranks=2,
+    caught_by=LOGPROB, issue="PrimeIntellect-ai/prime-rl#2562", ranks=2,
     needs="mesh.ulysses above 1 and layers that carry state",
 )  # fmt: skip
 def state_begins_at_the_cut(plant: Plant, original: Original, self: Any, device: torch.device) -> Bounds:
-    found: Bounds = original(self, device)
+    result: Bounds = original(self, device)
     if rehearsing():
-        return found
+        return result
     pieces = sorted(piece for ranges in self.ranges_by_rank for piece in ranges)
-    plant.hits += len(pieces) > len(found.lengths)
+    plant.hits += len(pieces) > len(result.lengths)
     return Bounds.packed(tuple(stop - start for _, start, stop in pieces), device)

@@ -36,7 +36,7 @@ def _scaled(plant: Plant, original: Original, engine: Any, factor: Callable[[Any
 @bug(
     "B14", "weft.engine.engine:Engine.complete_gradients",
     "gradients of experts, complete on the rank that holds them, are divided by the ranks of ep",
-    caught_by=GRADIENTS, seen="pytorch/pytorch#160285", ranks=2, needs=NEEDS,
+    caught_by=GRADIENTS, issue="pytorch/pytorch#160285", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def experts_averaged(plant: Plant, original: Original, engine: Any) -> None:
     _scaled(plant, original, engine, lambda engine: 1 / engine.mesh.ep.size)
@@ -45,7 +45,7 @@ def experts_averaged(plant: Plant, original: Original, engine: Any) -> None:
 @bug(
     "B14", "weft.engine.engine:Engine.complete_gradients",
     "gradients of experts are multiplied by the ranks of ep, as if each had seen a part of the tokens only",
-    caught_by=GRADIENTS, seen="NVIDIA/Megatron-LM#5956", ranks=2, needs=NEEDS,
+    caught_by=GRADIENTS, issue="NVIDIA/Megatron-LM#5956", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def experts_multiplied(plant: Plant, original: Original, engine: Any) -> None:
     _scaled(plant, original, engine, lambda engine: float(engine.mesh.ep.size))
@@ -54,7 +54,7 @@ def experts_multiplied(plant: Plant, original: Original, engine: Any) -> None:
 @bug(
     "B14", "weft.models.experts:experts_forward",
     "outputs of experts are weighted by scores without a gradient, so that routers do not learn",
-    caught_by=GRADIENTS, seen="NVIDIA-NeMo/Automodel#2995", ranks=2, needs=NEEDS,
+    caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#2995", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def router_detached(
     plant: Plant, original: Original, experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
@@ -68,11 +68,11 @@ def router_detached(
 @bug(
     "B14", "weft.engine.engine:global_norm",
     "the norm has the gradients of this rank's experts alone",
-    caught_by=NORM, seen="NVIDIA/Megatron-LM#7452", ranks=2, needs=NEEDS,
+    caught_by=NORM, issue="NVIDIA/Megatron-LM#7452", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: ShardSpecs, *rest: Any) -> float:
+def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: ShardSpecs, *args: Any) -> float:
     plant.hits += bool(cuts)
-    return float(original(named, {}, *rest))
+    return float(original(named, {}, *args))
 
 
 # ---------------------------------------------------------------- which rows an expert gets
@@ -81,26 +81,26 @@ def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Shard
 @bug(
     "B14", "weft.models.experts:dispatch",
     "rows that come from several ranks go through experts in the order of ranks",
-    caught_by=LOGPROB, seen="huggingface/transformers#45473", ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue="huggingface/transformers#45473", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def rows_unsorted(plant: Plant, original: Original, rows: Tensor, ends: Tensor, axis: ExpertPlacement) -> Dispatched:
-    there: Dispatched = original(rows, ends, axis)
-    if rehearsing() or not len(there.order_R):
-        return there
+    dispatched: Dispatched = original(rows, ends, axis)
+    if rehearsing() or not len(dispatched.order_R):
+        return dispatched
     plant.hit()
-    came = torch.empty_like(there.rows_RH).index_copy(0, there.order_R, there.rows_RH)
-    return replace(there, rows_RH=came, order_R=torch.arange(len(came), device=came.device))
+    came = torch.empty_like(dispatched.rows_RH).index_copy(0, dispatched.order_R, dispatched.rows_RH)
+    return replace(dispatched, rows_RH=came, order_R=torch.arange(len(came), device=came.device))
 
 
 @bug(
     "B14", "weft.models.experts:combine",
     "what experts made comes back to other tokens than it was made of",
-    caught_by=LOGPROB, seen="huggingface/transformers#45473", ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue="huggingface/transformers#45473", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def rows_back_elsewhere(
-    plant: Plant, original: Original, rows: Tensor, there: Dispatched, axis: ExpertPlacement
+    plant: Plant, original: Original, rows: Tensor, dispatched: Dispatched, axis: ExpertPlacement
 ) -> Tensor:
-    back: Tensor = original(rows, there, axis)
+    back: Tensor = original(rows, dispatched, axis)
     if rehearsing():
         return back
     plant.hit()
@@ -110,10 +110,10 @@ def rows_back_elsewhere(
 @bug(
     "B14", "weft.parallel.ep.experts:split_by_experts",
     "each rank computes with the experts of the next one",
-    caught_by=LOGPROB, seen="huggingface/transformers#48205", ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue="huggingface/transformers#48205", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def experts_of_the_next_rank(plant: Plant, original: Original, *of: Any) -> ShardSpec:
-    cut: ShardSpec = original(*of)
+def experts_of_the_next_rank(plant: Plant, original: Original, *args: Any) -> ShardSpec:
+    cut: ShardSpec = original(*args)
     if rehearsing():
         return cut
     plant.hit()

@@ -26,34 +26,34 @@ NEEDS = "mesh.pp above 1"
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.run_backward",
     "a stage forgets its gradients when it begins another micro-batch, so that the last one alone is trained",
-    caught_by=MICRO_BATCHES, seen="NVIDIA-NeMo/Automodel#3530", ranks=2, needs=NEEDS,
+    caught_by=MICRO_BATCHES, issue="NVIDIA-NeMo/Automodel#3530", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def last_micro_batch_only(plant: Plant, original: Original, self: Any, action: Action, *rest: Any, last: bool) -> Any:
+def last_micro_batch_only(plant: Plant, original: Original, self: Any, action: Action, *args: Any, last: bool) -> Any:
     if last and action.micro:
         plant.hit()
         for parameter in self.module.parameters():
             parameter.grad = None
-    return original(self, action, *rest, last=last)
+    return original(self, action, *args, last=last)
 
 
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.train",
     "stages divide gradients by the number of micro-batches, which the step's count has in it already",
-    caught_by=MICRO_BATCHES, seen="pytorch/torchtitan#1733", ranks=2, needs=NEEDS,
+    caught_by=MICRO_BATCHES, issue="pytorch/torchtitan#1733", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def scaled_by_micro_batches(
-    plant: Plant, original: Original, self: Any, rows: Any, objective: Any, factors: Any, *rest: Any, **options: Any
+    plant: Plant, original: Original, self: Any, rows: Any, objective: Any, factors: Any, *args: Any, **options: Any
 ) -> Any:
-    several = len(rows.sources)
-    plant.hits += several > 1
-    factors = replace(factors, normaliser=factors.normaliser * several)
-    return original(self, rows, objective, factors, *rest, **options)
+    count = len(rows.sources)
+    plant.hits += count > 1
+    factors = replace(factors, normaliser=factors.normaliser * count)
+    return original(self, rows, objective, factors, *args, **options)
 
 
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.compute_weight_gradients",
     "gradients of weights that wait for the end of a step are forgotten for its last micro-batch",
-    caught_by=GRADIENTS, seen="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
+    caught_by=GRADIENTS, issue="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
 )  # fmt: skip
 def last_weights_forgotten(
     plant: Plant, original: Original, self: Any, action: Action, delayed: Delayed, *, last: bool
@@ -66,7 +66,7 @@ def last_weights_forgotten(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.compute_weight_gradients",
     "gradients of norms and other weights, which a backward has left, are reduced before those of linear layers are "
     "there, and these never",
-    caught_by=GRADIENTS, seen="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
+    caught_by=GRADIENTS, issue="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
 )  # fmt: skip
 def weights_after_the_sum(
     plant: Plant, original: Original, self: Any, action: Action, delayed: Delayed, *, last: bool
@@ -83,7 +83,7 @@ def weights_after_the_sum(
 @bug(
     "B39", "weft.engine.builder:cut_layers",
     "of several stages per rank, the second one has the third one's layers, and the third the second's",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and several stages per rank",
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and several stages per rank",
 )  # fmt: skip
 def stages_in_another_order(plant: Plant, original: Original, *args: Any) -> list[Span]:
     spans: list[Span] = original(*args)
@@ -96,20 +96,20 @@ def stages_in_another_order(plant: Plant, original: Original, *args: Any) -> lis
 @bug(
     "B39", "weft.parallel.parallelize:keep_stages",
     "the first layer of a later stage is skipped, as by a cut that is off by one",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
-def layer_skipped(plant: Plant, original: Original, module: Any, pipeline: Pipeline, place: int, *rest: Any) -> None:
-    original(module, pipeline, place, *rest)
-    if place:
+def layer_skipped(plant: Plant, original: Original, module: Any, pipeline: Pipeline, index: int, *rest: Any) -> None:
+    original(module, pipeline, index, *rest)
+    if index:
         plant.hit()
-        layer = module.layers[pipeline.spans[pipeline.placement.stage_of(place, 0)][0]][1]
+        layer = module.layers[pipeline.spans[pipeline.placement.stage_of(index, 0)][0]][1]
         layer.register_forward_hook(lambda _, args, output: args[0] + 0.0 * output)
 
 
 @bug(
     "B39", "weft.engine.pipeline_executor:PipelineExecutor.sum_over_stages",
     "the balancing loss of experts is made of a rank's own layers, and not of all",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss",
 )  # fmt: skip
 def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any) -> None:
     plant.hit()
@@ -121,7 +121,7 @@ def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any
 @bug(
     "B39", "weft.engine.engine:sum_shared_gradients",
     "the gradient of a tied weight is that of each stage, not the sum of both",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
 def tied_weight_not_summed(
     plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PPAxis
@@ -132,7 +132,7 @@ def tied_weight_not_summed(
 @bug(
     "B39", "weft.engine.engine:sum_shared_gradients",
     "the gradient of a tied weight is summed over its ranks once for each stage of a rank",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2,
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2,
     needs=f"{NEEDS}, several stages per rank, and a model with a tied head",
 )  # fmt: skip
 def tied_weight_summed_per_stage(
@@ -146,7 +146,7 @@ def tied_weight_summed_per_stage(
 @bug(
     "B39", "weft.engine.engine:sum_shared_gradients",
     "the last stage steps a tied weight with its own part of the gradient",
-    caught_by=AGREE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
+    caught_by=AGREE, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
 def tied_weight_steps_apart(
     plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PPAxis
@@ -156,28 +156,28 @@ def tied_weight_steps_apart(
     with torch.no_grad():
         for name in pipeline.shared_params(axis.rank) & before.keys():
             plant.hit()
-            own = dict(module.named_parameters())[name]
-            assert own.grad is not None
-            own.grad.copy_(before[name])
+            local = dict(module.named_parameters())[name]
+            assert local.grad is not None
+            local.grad.copy_(before[name])
 
 
 @bug(
     "B39", "weft.engine.engine:OtherStages",
     "the gradient norm counts a tied weight once for each stage that has it",
-    caught_by=NORM, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
+    caught_by=NORM, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
 def tied_weight_counted_twice(plant: Plant, original: Original, group: Any, borrowed: frozenset[str]) -> OtherStages:
     plant.hits += bool(borrowed)
-    found: OtherStages = original(group, frozenset())
-    return found
+    result: OtherStages = original(group, frozenset())
+    return result
 
 
 @bug(
     "B39", "weft.engine.engine:global_norm",
     "the gradient norm of a stage is that of its own parameters",
-    caught_by=NORM, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=NORM, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def norm_of_one_stage(plant: Plant, original: Original, named: Any, tp: Any = None, pp: Any = None) -> float:
     plant.hits += pp is not None
-    found: float = original(named, tp)
-    return found
+    result: float = original(named, tp)
+    return result

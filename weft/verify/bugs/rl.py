@@ -16,7 +16,7 @@ UPDATE = "tests/parity/test_policy_parity.py: the update of grpo is that of plai
 @bug(
     "B23", "weft.models.train_module:chunked_readouts",
     "logprobs are recomputed without the temperature that tokens were sampled with",
-    caught_by=UPDATE, seen="huggingface/trl#3029", needs="rollout.temperature other than 1",
+    caught_by=UPDATE, issue="huggingface/trl#3029", needs="rollout.temperature other than 1",
 )  # fmt: skip
 def temperature_left_out(plant: Plant, original: Original, *args: Any, temperature: float, **kwargs: Any) -> Any:
     plant.hits += temperature != 1
@@ -26,16 +26,16 @@ def temperature_left_out(plant: Plant, original: Original, *args: Any, temperatu
 @bug(
     "B26", "weft.rl.advantages:advantages",
     "samples that only fill a batch count in the mean of their group",
-    caught_by=UPDATE, seen="verl-project/verl#5969", needs="samples without a reward",
+    caught_by=UPDATE, issue="verl-project/verl#5969", needs="samples without a reward",
 )  # fmt: skip
 def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[SampleGroup], config: Any) -> Any:
     fillers = [sample for group in groups for sample in group.samples if not sample.counts]
     plant.hits += len(fillers)
-    kept = [(sample.reward, sample.trained) for sample in fillers]
+    values = [(sample.reward, sample.trained) for sample in fillers]
     for sample in fillers:
         sample.reward, sample.trained = 0.0, True
     metrics = original(groups, config)
-    for sample, (reward, trained) in zip(fillers, kept, strict=True):
+    for sample, (reward, trained) in zip(fillers, values, strict=True):
         sample.reward, sample.trained = reward, trained
     return metrics
 
@@ -43,7 +43,7 @@ def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[Sampl
 @bug(
     "B9", "weft.rl.documents:trained_tokens",
     "what an environment wrote between two turns is trained like what the policy drew",
-    caught_by=UPDATE, seen="OpenRLHF/OpenRLHF#973", needs="samples of several turns",
+    caught_by=UPDATE, issue="OpenRLHF/OpenRLHF#973", needs="samples of several turns",
 )  # fmt: skip
 def environment_trained(plant: Plant, original: Original, sample: Sample) -> Flags:
     drawn: Flags = original(sample)

@@ -53,7 +53,7 @@ def _own_weight(plan: Any, documents: Mapping[int, Document]) -> float:
 @bug(
     "B1", "weft.engine.engine:Engine.accumulate",
     "micro-batches weigh the same, however many tokens they train",
-    caught_by="gradients, many micro-batches", seen="huggingface/transformers#34373",
+    caught_by="gradients, many micro-batches", issue="huggingface/transformers#34373",
 )  # fmt: skip
 def equal_micro_batches(
     plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Loss
@@ -73,7 +73,7 @@ def equal_micro_batches(
 @bug(
     "B2", "weft.engine.engine:Engine.accumulate",
     "each rank divides by the tokens it holds itself, and the ranks are averaged",
-    caught_by=GRADIENTS, seen="PrimeIntellect-ai/prime-rl#1957", ranks=2,
+    caught_by=GRADIENTS, issue="PrimeIntellect-ai/prime-rl#1957", ranks=2,
 )  # fmt: skip
 def rank_local_count(
     plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Loss
@@ -88,12 +88,12 @@ def rank_local_count(
 @bug(
     "B3", "weft.parallel.parallelize:shard",
     "FSDP averages over the data ranks what has been divided by the whole step's tokens already",
-    caught_by=GRADIENTS, seen="radixark/miles#3231", ranks=2,
+    caught_by=GRADIENTS, issue="radixark/miles#3231", ranks=2,
 )  # fmt: skip
-def averaged_again(plant: Plant, original: Original, module: Any, units: Any, mesh: Any, *rest: Any) -> None:
+def averaged_again(plant: Plant, original: Original, module: Any, units: Any, mesh: Any, *args: Any) -> None:
     from weft.parallel.fsdp import fsdp_modules
 
-    original(module, units, mesh, *rest)
+    original(module, units, mesh, *args)
     for child in fsdp_modules(module):
         child.set_gradient_divide_factor(float(mesh.loss_ranks))
         plant.hit()
@@ -102,22 +102,22 @@ def averaged_again(plant: Plant, original: Original, module: Any, units: Any, me
 @bug(
     "B3", "weft.parallel.parallelize:shard",
     "replicas of an HSDP mesh never sum their gradients",
-    caught_by=GRADIENTS, seen="ByteDance-Seed/VeOmni#1115", ranks=2, needs="mesh.dp_replicate above 1",
+    caught_by=GRADIENTS, issue="ByteDance-Seed/VeOmni#1115", ranks=2, needs="mesh.dp_replicate above 1",
 )  # fmt: skip
-def replicas_apart(plant: Plant, original: Original, module: Any, units: Any, mesh: Any, *rest: Any) -> None:
+def replicas_apart(plant: Plant, original: Original, module: Any, units: Any, mesh: Any, *args: Any) -> None:
     if mesh.dp_replicate > 1:
         plant.hit()
         mesh = replace(mesh, dp=mesh.dp["dp_shard"])
-    original(module, units, mesh, *rest)
+    original(module, units, mesh, *args)
 
 
 @bug(
     "B16", "weft.engine.executor:Executor.forward",
     "the last rank's loss is dropped; every collective still takes place",
-    caught_by=GRADIENTS, seen="pytorch/pytorch#174862", ranks=2,
+    caught_by=GRADIENTS, issue="pytorch/pytorch#174862", ranks=2,
 )  # fmt: skip
-def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: Any) -> Any:
-    result = original(self, row, *rest)
+def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *args: Any) -> Any:
+    result = original(self, row, *args)
     if dist.get_rank() == dist.get_world_size() - 1 and row.weights_N.count_nonzero():
         plant.hit()
         return replace(result, loss=result.loss * 0.0)
@@ -127,16 +127,16 @@ def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: 
 @bug(
     "B16", "weft.engine.engine:Engine.accumulate",
     "a step's last micro-batch adds nothing to the gradient",
-    caught_by="gradients, many micro-batches", seen="pytorch/pytorch#174862",
+    caught_by="gradients, many micro-batches", issue="pytorch/pytorch#174862",
 )  # fmt: skip
 def micro_batch_left_out(
     plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Loss
 ) -> Any:
-    seen: list[Batch] = []
+    items: list[Batch] = []
 
     def change(batch: Batch, terms: LossOutput) -> LossOutput:
-        seen.append(batch)
-        if plan.micro_batches == 1 or len(seen) < plan.micro_batches:
+        items.append(batch)
+        if plan.micro_batches == 1 or len(items) < plan.micro_batches:
             return terms
         plant.hit()
         return replace(terms, loss_sum=terms.loss_sum * 0.0)
@@ -147,12 +147,12 @@ def micro_batch_left_out(
 @bug(
     "B25", "weft.engine.losses.base:CrossEntropy.normaliser",
     "a short step is divided by the count of a full one",
-    caught_by=GRADIENTS, seen="huggingface/trl#7047",
+    caught_by=GRADIENTS, issue="huggingface/trl#7047",
 )  # fmt: skip
 def short_step_full_count(plant: Plant, original: Original, self: Any, plan: Any) -> float:
-    own = float(original(self, plan))
-    plant.memory["largest"] = max(own, plant.memory.get("largest", 0.0))
-    if own < plant.memory["largest"]:
+    local = float(original(self, plan))
+    plant.memory["largest"] = max(local, plant.memory.get("largest", 0.0))
+    if local < plant.memory["largest"]:
         plant.hit()
     return float(plant.memory["largest"])
 
@@ -167,7 +167,7 @@ def _one_document(bounds: Bounds, tokens: int, device: torch.device) -> Bounds:
 @bug(
     "B5", "weft.engine.batch.rows:build_row",
     "attention sees a row as one document",
-    caught_by=NEIGHBOURS, seen="areal-project/AReaL#1442",
+    caught_by=NEIGHBOURS, issue="areal-project/AReaL#1442",
 )  # fmt: skip
 def bounds_lost(plant: Plant, original: Original, *arguments: Any, **options: Any) -> Row:
     row: Row = original(*arguments, **options)
@@ -182,15 +182,15 @@ def bounds_lost(plant: Plant, original: Original, *arguments: Any, **options: An
     "B5", "weft.ops.attention:Call",
     "the attention kernel itself ignores the bounds it is given",
     caught_by="tests/verify/test_plants.py: llama passes the start-up check packed",
-    seen="huggingface/transformers#46634",
+    issue="huggingface/transformers#46634",
 )  # fmt: skip
 def kernel_leaks(
-    plant: Plant, original: Original, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, **rest: Any
+    plant: Plant, original: Original, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, **args: Any
 ) -> Any:
-    one = _one_document(bounds, query.shape[2], query.device)
-    if one is not bounds:
+    single = _one_document(bounds, query.shape[2], query.device)
+    if single is not bounds:
         plant.hit()
-    return original(query, key, value, one, **rest)
+    return original(query, key, value, single, **args)
 
 
 _STATEFUL = "a hybrid or recurrent family, such as lfm2"
@@ -199,7 +199,7 @@ _STATEFUL = "a hybrid or recurrent family, such as lfm2"
 @bug(
     "B6", "weft.models.state_mixers:by_document",
     "a layer that carries state sees a row as one document, though not in the rows of the start-up check",
-    caught_by=NEIGHBOURS, seen="verl-project/verl#6660", needs=_STATEFUL,
+    caught_by=NEIGHBOURS, issue="verl-project/verl#6660", needs=_STATEFUL,
 )  # fmt: skip
 def state_runs_on(
     plant: Plant, original: Original, function: Callable[..., Any], bounds: Bounds, *args: Any, **named: Any
@@ -213,7 +213,7 @@ def state_runs_on(
 @bug(
     "B6", "weft.models.state_mixers:by_document",
     "a layer that carries state sees every row as one document",
-    caught_by="tests/verify/test_plants.py: lfm2 passes the start-up check packed", seen="verl-project/verl#6660",
+    caught_by="tests/verify/test_plants.py: lfm2 passes the start-up check packed", issue="verl-project/verl#6660",
     needs=_STATEFUL,
 )  # fmt: skip
 def state_boundary_lost(
@@ -226,11 +226,11 @@ def state_boundary_lost(
 @bug(
     "B7", "weft.engine.batch.rows:build_positions",
     "positions count on along the row instead of restarting",
-    caught_by=LOGPROB, seen="hiyouga/LlamaFactory#7318", needs="a family with absolute positions, such as gpt2",
+    caught_by=LOGPROB, issue="hiyouga/LlamaFactory#7318", needs="a family with absolute positions, such as gpt2",
 )  # fmt: skip
-def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Document], *rest: Any) -> Tensor:
-    positions: Tensor = original(documents, *rest)
-    layout: Layout = rest[-1]
+def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Document], *args: Any) -> Tensor:
+    positions: Tensor = original(documents, *args)
+    layout: Layout = args[-1]
     if layout == "padded" or len(documents) < 2:
         return positions
     plant.hit()
@@ -243,25 +243,25 @@ def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Do
 @bug(
     "B8", "weft.engine.batch.rows:shift_labels",
     "labels are shifted after packing: a document's last token predicts the first of the next",
-    caught_by=LOSS, seen="huggingface/transformers#36607",
+    caught_by=LOSS, issue="huggingface/transformers#36607",
 )  # fmt: skip
 def shifted_after_packing(
-    plant: Plant, original: Original, documents: Sequence[Document], starts: Sequence[int], every: bool
+    plant: Plant, original: Original, documents: Sequence[Document], starts: Sequence[int], include_last: bool
 ) -> dict[str, Any]:
-    out: dict[str, Any] = original(documents, starts, every)
-    if every:
+    out: dict[str, Any] = original(documents, starts, include_last)
+    if include_last:
         return out
-    for place, (before, document) in enumerate(pairwise(documents), start=1):
-        packed = 0 <= starts[place - 1] + len(before) - starts[place] <= 1  # the last token is not read
+    for index, (before, document) in enumerate(pairwise(documents), start=1):
+        packed = 0 <= starts[index - 1] + len(before) - starts[index] <= 1  # the last token is not read
         if packed and float(document.weights[0]):
             plant.hit()
-            _append(out, starts[place] - 1, int(document.tokens[0]), float(document.weights[0]), place)
+            _append(out, starts[index] - 1, int(document.tokens[0]), float(document.weights[0]), index)
     return out
 
 
-def _append(predictions: dict[str, Any], position: int, target: int, weight: float, place: int) -> None:
+def _append(predictions: dict[str, Any], position: int, target: int, weight: float, index: int) -> None:
     """Append a prediction to those of a row."""
-    new = {"selected_N": position, "targets_N": target, "weights_N": weight, "document_N": place, "token_N": 0}
+    new = {"selected_N": position, "targets_N": target, "weights_N": weight, "document_N": index, "token_N": 0}
     for name, value in new.items():
         predictions[name] = torch.cat([predictions[name], predictions[name].new_tensor([value])])
 
@@ -269,18 +269,18 @@ def _append(predictions: dict[str, Any], position: int, target: int, weight: flo
 @bug(
     "B9", "weft.engine.batch.rows:shift_labels",
     "the loss mask is off by one: the first token of an answer is not trained",
-    caught_by=LOSS, seen="OpenRLHF/OpenRLHF#973",
+    caught_by=LOSS, issue="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip
-def first_token_lost(plant: Plant, original: Original, documents: Sequence[Document], *rest: Any) -> dict[str, Any]:
+def first_token_lost(plant: Plant, original: Original, documents: Sequence[Document], *args: Any) -> dict[str, Any]:
     late = [replace(d, weights=torch.cat([d.weights[:1] * 0.0, d.weights[:-1]])) for d in documents]
     plant.hits += sum(not torch.equal(a.weights, b.weights) for a, b in zip(late, documents, strict=True))
-    return original(late, *rest)
+    return original(late, *args)
 
 
 @bug(
     "B9", "weft.data.encode:Encoder.encode_prompts",
     "the first token of a completion counts as prompt",
-    caught_by="tests/data/test_documents.py: test_prompt_and_completion", seen="OpenRLHF/OpenRLHF#973",
+    caught_by="tests/data/test_documents.py: test_prompt_and_completion", issue="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip
 def completion_mask_late(plant: Plant, original: Original, self: Any, records: Any) -> Any:
     out = []
@@ -308,7 +308,7 @@ def _with_padding_trained(row: Row, covered: Tensor) -> Row:
 @bug(
     "B9", "weft.engine.batch.rows:build_row",
     "padding behind documents is trained",
-    caught_by=LOSS, seen="open-jarvis/OpenJarvis#521",
+    caught_by=LOSS, issue="open-jarvis/OpenJarvis#521",
     needs="rows with padding: a padded family such as falcon, or step.padding=fixed",
 )  # fmt: skip
 def padding_trained(
@@ -319,8 +319,8 @@ def padding_trained(
     row: Row = original(indices, documents, **options)
     covered = torch.zeros(row.input_ids_BT.numel(), dtype=torch.bool)
     read = options["read"]
-    for start, taken in zip(document_offsets(read, options["length"], options["layout"]), read, strict=True):
-        covered[start : start + taken] = True
+    for start, length in zip(document_offsets(read, options["length"], options["layout"]), read, strict=True):
+        covered[start : start + length] = True
     if options["every_token"] or not indices or covered.all():
         return row
     plant.hit()
@@ -330,10 +330,10 @@ def padding_trained(
 @bug(
     "B26", "weft.engine.batch.rows:build_row",
     "the row of padding of a rank without documents is trained",
-    caught_by="loss, documents 2", seen="verl-project/verl#5969", ranks=2,
+    caught_by="loss, documents 2", issue="verl-project/verl#5969", ranks=2,
 )  # fmt: skip
-def padding_row_trained(plant: Plant, original: Original, indices: Sequence[int], *rest: Any, **options: Any) -> Row:
-    row: Row = original(indices, *rest, **options)
+def padding_row_trained(plant: Plant, original: Original, indices: Sequence[int], *args: Any, **options: Any) -> Row:
+    row: Row = original(indices, *args, **options)
     if indices or options["every_token"]:
         return row
     plant.hit()
@@ -346,7 +346,7 @@ def padding_row_trained(plant: Plant, original: Original, indices: Sequence[int]
 @bug(
     "B15", "weft.models.train_module:balance_sum",
     "the experts' auxiliary loss is detached: it is shown, and never reaches the router",
-    caught_by=GRADIENTS, seen="NVIDIA-NeMo/Automodel#1408", needs="model.router_aux_loss=document",
+    caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#1408", needs="model.router_aux_loss=document",
 )  # fmt: skip
 def balance_detached(plant: Plant, original: Original, *args: Any) -> Tensor:
     plant.hit()
@@ -357,19 +357,19 @@ def balance_detached(plant: Plant, original: Original, *args: Any) -> Tensor:
 @bug(
     "B15", "weft.models.train_module:balance_sum",
     "the auxiliary loss takes all documents of a row as one: it depends on the cut",
-    caught_by=GRADIENTS, seen="huggingface/transformers#44586", needs="model.router_aux_loss=document",
+    caught_by=GRADIENTS, issue="huggingface/transformers#44586", needs="model.router_aux_loss=document",
 )  # fmt: skip
 def balance_over_the_row(plant: Plant, original: Original, logits: Any, balance: Balance) -> Tensor:
     plant.hit()
-    one = replace(balance, owner_M=balance.owner_M.clamp(max=0), documents=min(1, balance.documents))
-    total: Tensor = original(logits, one)
+    single = replace(balance, owner_M=balance.owner_M.clamp(max=0), documents=min(1, balance.documents))
+    total: Tensor = original(logits, single)
     return total
 
 
 @bug(
     "B15", "weft.models.train_module:balance_sum",
     "with model.router_aux_loss=step, experts are counted in each micro-batch by itself, not in the whole step",
-    caught_by=GRADIENTS, seen="huggingface/transformers#44586", needs="model.router_aux_loss=step",
+    caught_by=GRADIENTS, issue="huggingface/transformers#44586", needs="model.router_aux_loss=step",
 )  # fmt: skip
 def balance_of_the_micro_batch(plant: Plant, original: Original, logits: Any, balance: Balance) -> Tensor:
     plant.hit()

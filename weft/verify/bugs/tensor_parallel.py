@@ -23,7 +23,7 @@ from weft.parallel.tp.divide import TensorParallel, sum_partial_gradients
 from weft.verify.bugs import ACCURACY, AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
 
 WALKED = "tests/parallel/test_tensor_parallel_weights.py: the walker gives what the files have"
-ALIKE = "weft.engine.replicas.ReplicaCheck.check"
+REPLICA_CHECK = "weft.engine.replicas.ReplicaCheck.check"
 MEGATRON = "NVIDIA/Megatron-LM#7452"
 NEEDS = "mesh.tp above 1"
 
@@ -32,57 +32,57 @@ NEEDS = "mesh.tp above 1"
 
 
 def _left_out(
-    plant: Plant, original: Original, of: tuple[dict[str, ShardSpec], TPAxis, Any], wrong: Callable[[str], bool]
+    plant: Plant, original: Original, args: tuple[dict[str, ShardSpec], TPAxis, Any], wrong: Callable[[str], bool]
 ) -> Any:
-    found = original(*of)
-    if rehearsing() or not isinstance(of[1].ranks, GroupCommunicator):
-        return found
-    kept = {name: ranks for name, ranks in found.items() if not wrong(name)}
-    plant.hits += len(found) - len(kept)
-    return kept
+    result = original(*args)
+    if rehearsing() or not isinstance(args[1].ranks, GroupCommunicator):
+        return result
+    values = {name: ranks for name, ranks in result.items() if not wrong(name)}
+    plant.hits += len(result) - len(values)
+    return values
 
 
 @bug(
     "B35", "weft.parallel.tp.divide:find_partial_parameters",
     "gradients of norms of heads, which see a rank's heads alone, are not summed over tp",
-    caught_by=GRADIENTS, seen="NVIDIA-NeMo/RL#3716", ranks=2, needs=f"{NEEDS} and norms of heads, as in qwen3",
+    caught_by=GRADIENTS, issue="NVIDIA-NeMo/RL#3716", ranks=2, needs=f"{NEEDS} and norms of heads, as in qwen3",
 )  # fmt: skip
-def head_norms_apart(plant: Plant, original: Original, *of: Any) -> Any:
-    return _left_out(plant, original, of, lambda name: name.endswith(("q_norm.weight", "k_norm.weight")))
+def head_norms_apart(plant: Plant, original: Original, *args: Any) -> Any:
+    return _left_out(plant, original, args, lambda name: name.endswith(("q_norm.weight", "k_norm.weight")))
 
 
 @bug(
     "B14", "weft.parallel.tp.divide:find_partial_parameters",
     "gradients of routers, whose experts are divided inside, are not summed over tp",
-    caught_by=GRADIENTS, seen="huggingface/transformers#48205", ranks=2, needs=f"{NEEDS} and experts",
+    caught_by=GRADIENTS, issue="huggingface/transformers#48205", ranks=2, needs=f"{NEEDS} and experts",
 )  # fmt: skip
-def routers_apart(plant: Plant, original: Original, *of: Any) -> Any:
-    return _left_out(plant, original, of, lambda name: not {"gate", "router"}.isdisjoint(name.split(".")))
+def routers_apart(plant: Plant, original: Original, *args: Any) -> Any:
+    return _left_out(plant, original, args, lambda name: not {"gate", "router"}.isdisjoint(name.split(".")))
 
 
 @bug(
     "B35", "weft.parallel.tp.divide:find_partial_parameters",
     "with sequence parallelism, gradients of norms between blocks are of a rank's tokens alone",
-    caught_by=GRADIENTS, seen="NVIDIA-NeMo/Automodel#3822", ranks=2, needs=NEEDS,
+    caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#3822", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def block_norms_apart(plant: Plant, original: Original, *of: Any) -> Any:
-    return _left_out(plant, original, of, lambda name: "layernorm" in name)
+def block_norms_apart(plant: Plant, original: Original, *args: Any) -> Any:
+    return _left_out(plant, original, args, lambda name: "layernorm" in name)
 
 
 @bug(
     "B35", "weft.parallel.tp.divide:find_partial_parameters",
     "gradients of heads of keys and values that several ranks have are not summed",
-    caught_by=GRADIENTS, seen="huggingface/transformers#48307", ranks=4,
+    caught_by=GRADIENTS, issue="huggingface/transformers#48307", ranks=4,
     needs="mesh.tp above the heads of keys and values",
 )  # fmt: skip
-def repeated_heads_apart(plant: Plant, original: Original, *of: Any) -> Any:
-    return _left_out(plant, original, of, lambda name: of[0][name].divides)
+def repeated_heads_apart(plant: Plant, original: Original, *args: Any) -> Any:
+    return _left_out(plant, original, args, lambda name: args[0][name].divides)
 
 
 @bug(
     "B35", "weft.engine.engine:sum_partial_gradients",
     "gradients of heads of keys and values that several ranks have are summed twice",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=4, needs="mesh.tp above the heads of keys and values",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=4, needs="mesh.tp above the heads of keys and values",
 )  # fmt: skip
 def repeated_heads_twice(plant: Plant, original: Original, module: nn.Module, divided: TensorParallel) -> None:
     original(module, divided)
@@ -97,7 +97,7 @@ def repeated_heads_twice(plant: Plant, original: Original, module: nn.Module, di
 @bug(
     "B35", "weft.engine.engine:Engine.complete_gradients",
     "gradients that are sums over tp are summed again each time that something looks at them",
-    caught_by=NORM, seen="NVIDIA-NeMo/Automodel#3857", ranks=2, needs=NEEDS,
+    caught_by=NORM, issue="NVIDIA-NeMo/Automodel#3857", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def sums_made_again(plant: Plant, original: Original, engine: Any) -> None:
     original(engine)
@@ -108,9 +108,9 @@ def sums_made_again(plant: Plant, original: Original, engine: Any) -> None:
 @bug(
     "B35", "weft.engine.engine:Engine.accumulate",
     "what has been accumulated is summed over tp with every micro-batch, and what was summed before, again",
-    caught_by="gradients, many micro-batches", seen="huggingface/transformers#48307", ranks=2, needs=NEEDS,
+    caught_by="gradients, many micro-batches", issue="huggingface/transformers#48307", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def sums_of_every_micro_batch(plant: Plant, original: Original, self: Any, plan: Any, *rest: Any) -> Any:
+def sums_of_every_micro_batch(plant: Plant, original: Original, self: Any, plan: Any, *args: Any) -> Any:
     executor = self._executor
     run = executor.forward_backward
 
@@ -123,7 +123,7 @@ def sums_of_every_micro_batch(plant: Plant, original: Original, self: Any, plan:
 
     executor.forward_backward = forward_backward
     try:
-        return original(self, plan, *rest)
+        return original(self, plan, *args)
     finally:
         del executor.forward_backward
 
@@ -131,22 +131,22 @@ def sums_of_every_micro_batch(plant: Plant, original: Original, self: Any, plan:
 @bug(
     "B35", "weft.engine.engine:sum_partial_gradients",
     "the gradient of a tied head is added once for each of its names",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
 def tied_head_twice(plant: Plant, original: Original, module: nn.Module, divided: TensorParallel) -> None:
     original(module, divided)
-    seen: set[int] = set()
+    items: set[int] = set()
     for _, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen and parameter.grad is not None:
+        if id(parameter) in items and parameter.grad is not None:
             plant.hit()
             local_shard(parameter.grad).mul_(2)
-        seen.add(id(parameter))
+        items.add(id(parameter))
 
 
 @bug(
     "B17", "weft.engine.optim.optimizer:split",
     "the gradient norm counts what every rank of tp has once for each",
-    caught_by=NORM, seen="NVIDIA-NeMo/RL#3788", ranks=2, needs=NEEDS,
+    caught_by=NORM, issue="NVIDIA-NeMo/RL#3788", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def copies_in_the_norm(plant: Plant, original: Original, parameter: Tensor, values: Tensor, cut: ShardSpec) -> Any:
     plant.hits += max(cut.copies) > 1
@@ -156,14 +156,14 @@ def copies_in_the_norm(plant: Plant, original: Original, parameter: Tensor, valu
 @bug(
     "B15", "weft.engine.executor:Executor.forward_backward",
     "the experts' auxiliary loss counts once for each rank of tp",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss=document",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss=document",
 )  # fmt: skip
 def balance_per_tp_rank(
-    plant: Plant, original: Original, self: Any, row: Any, objective: Any, factors: Any, *rest: Any, **options: Any
+    plant: Plant, original: Original, self: Any, row: Any, objective: Any, factors: Any, *args: Any, **options: Any
 ) -> Any:
     plant.hits += bool(self.balance) and self.mesh.tp_size > 1
     factors = replace(factors, balance=factors.balance * self.mesh.tp_size)
-    return original(self, row, objective, factors, *rest, **options)
+    return original(self, row, objective, factors, *args, **options)
 
 
 # ---------------------------------------------------------------- inputs and outputs of blocks
@@ -178,7 +178,7 @@ def _own_tokens(x: Tensor, ranks: GroupCommunicator) -> Tensor:
 @bug(
     "B35", "weft.parallel.tp.sequence:GatherTokens.backward",
     "the gradient of a block's input is that of a rank's own heads and columns",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def block_inputs_apart(plant: Plant, original: Original, ctx: Any, grad: Tensor) -> Any:
     if not isinstance(ctx.ranks, GroupCommunicator):
@@ -190,7 +190,7 @@ def block_inputs_apart(plant: Plant, original: Original, ctx: Any, grad: Tensor)
 @bug(
     "B35", "weft.parallel.tp.sequence:ReduceScatterTokens.forward",
     "what leaves a block is not summed over tp",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def block_outputs_apart(plant: Plant, original: Original, ctx: Any, x: Tensor, ranks: Any) -> Any:
     if not isinstance(ranks, GroupCommunicator):
@@ -203,20 +203,20 @@ def block_outputs_apart(plant: Plant, original: Original, ctx: Any, x: Tensor, r
 @bug(
     "B35", "weft.parallel.tp.sequence:_JoinTokens.backward",
     "the gradient of the last hidden states, which every rank has whole, is summed over tp",
-    caught_by=GRADIENTS, seen="huggingface/transformers#48687", ranks=2, needs=NEEDS,
+    caught_by=GRADIENTS, issue="huggingface/transformers#48687", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def last_states_summed(plant: Plant, original: Original, ctx: Any, grad: Tensor) -> Any:
-    own, *rest = original(ctx, grad)
+    local, *args = original(ctx, grad)
     if rehearsing():
-        return own, *rest
+        return local, *args
     plant.hit()
-    return own * 2, *rest
+    return local * 2, *args
 
 
 @bug(
     "B35", "weft.ops.head:_Running.joined",
     "the loss takes a rank's part of the vocabulary for all of it",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def vocabulary_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any) -> Any:
     if not isinstance(ranks, GroupCommunicator):
@@ -228,21 +228,21 @@ def vocabulary_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any
 @bug(
     "B35", "weft.ops.head:_Running.joined",
     "held-out targets count as the likeliest tokens if they are the likeliest of a rank's part of the vocabulary",
-    caught_by=ACCURACY, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=ACCURACY, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def likeliest_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any) -> Any:
     if self.largest is None or not isinstance(ranks, GroupCommunicator):
         return original(self, ranks)
     of_a_part = self.largest.clone()
-    found = original(self, ranks)
-    plant.hits += not torch.equal(found.largest, of_a_part)
-    return found._replace(largest=of_a_part)
+    result = original(self, ranks)
+    plant.hits += not torch.equal(result.largest, of_a_part)
+    return result._replace(largest=of_a_part)
 
 
 @bug(
     "B35", "weft.parallel.tp.divide:divide_vocabulary",
     "the first token behind a rank's part of the vocabulary is embedded by that rank, too",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def border_embedded_twice(
     plant: Plant, original: Original, module: Any, cuts: dict[str, ShardSpec], axis: TPAxis, total: Any
@@ -251,27 +251,27 @@ def border_embedded_twice(
         original(module, cuts, axis, total)
         return
     embedding = module.get_submodule(module.facts.embedding)
-    cut, seen = cuts[f"{module.facts.embedding}.weight"], list[Tensor]()
+    cut, items = cuts[f"{module.facts.embedding}.weight"], list[Tensor]()
     ((first, count),) = cut.ranges[cut.rank]
 
-    class Total:
+    class VocabularySum:
         @staticmethod
         def apply(output: Tensor, ranks: Any) -> Tensor:
-            tokens = seen.pop()
+            tokens = items.pop()
             border = (tokens == first + count)[..., None]
             plant.hits += bool(border.any())
             last = type(embedding).forward(embedding, tokens.new_tensor([count - 1]))
-            found: Tensor = total.apply(output + border * last, ranks)
-            return found
+            result: Tensor = total.apply(output + border * last, ranks)
+            return result
 
-    embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    original(module, cuts, axis, Total)
+    embedding.register_forward_pre_hook(lambda _, args: items.append(args[0]))
+    original(module, cuts, axis, VocabularySum)
 
 
 @bug(
     "B35", "weft.parallel.tp.divide:divide_vocabulary",
     "each rank's part of the vocabulary has a row of padding, which has no gradient",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a row of padding",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a row of padding",
 )  # fmt: skip
 def padding_in_every_part(
     plant: Plant, original: Original, module: Any, cuts: dict[str, ShardSpec], axis: TPAxis, total: Any
@@ -294,7 +294,7 @@ def _of_every_rank(plant: Plant, original: Original, module: Any, ranks: int, ex
 @bug(
     "B35", "weft.parallel.tp.divide:share_bias",
     "every rank of tp adds the bias of a layer whose outputs are summed",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and such a bias, as in gpt2",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and such a bias, as in gpt2",
 )  # fmt: skip
 def bias_of_every_rank(plant: Plant, original: Original, module: Any, ranks: int) -> None:
     _of_every_rank(plant, original, module, ranks, experts=False)
@@ -303,7 +303,7 @@ def bias_of_every_rank(plant: Plant, original: Original, module: Any, ranks: int
 @bug(
     "B35", "weft.parallel.tp.divide:share_bias",
     "every rank of tp adds the biases of experts",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and experts with biases, as in gpt_oss",
+    caught_by=GRADIENTS, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and experts with biases, as in gpt_oss",
 )  # fmt: skip
 def expert_bias_of_every_rank(plant: Plant, original: Original, module: Any, ranks: int) -> None:
     _of_every_rank(plant, original, module, ranks, experts=True)
@@ -312,14 +312,14 @@ def expert_bias_of_every_rank(plant: Plant, original: Original, module: Any, ran
 @bug(
     "B35", "weft.models.mixer_shards:mean_square",
     "the output norm of a state mixer is of a rank's own heads, where it is of all of them",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and such a norm, as in bamba",
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and such a norm, as in bamba",
 )  # fmt: skip
 def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sums: Any) -> Tensor:
     if not rehearsing():
         plant.hits += len(sums)
         sums = ()
-    found: Tensor = original(parts, sums)
-    return found
+    result: Tensor = original(parts, sums)
+    return result
 
 
 # ---------------------------------------------------------------- the part of a rank
@@ -328,7 +328,7 @@ def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sum
 @bug(
     "B35", "weft.parallel.tp.divide:tp_shard_spec",
     "a fused projection is cut in pieces of equal size, not part by part",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and fused projections, as in phi3",
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and fused projections, as in phi3",
 )  # fmt: skip
 def fused_cut_as_one(
     plant: Plant, original: Original, name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis
@@ -336,42 +336,42 @@ def fused_cut_as_one(
     if not rehearsing() and len(style.parts) > 1:
         plant.hit()
         style = replace(style, parts=(DimSegment(sum(part.size for part in style.parts), 1),))
-    found: ShardSpec = original(name, shape, style, axis)
-    return found
+    result: ShardSpec = original(name, shape, style, axis)
+    return result
 
 
 @bug(
     "B35", "weft.parallel.tp.divide:tp_shard_spec",
     "ranks of tp have the sinks of another's heads",
-    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and sinks, as in gpt_oss",
+    caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and sinks, as in gpt_oss",
 )  # fmt: skip
-def sinks_of_another_rank(plant: Plant, original: Original, name: str, *rest: Any) -> ShardSpec:
-    found: ShardSpec = original(name, *rest)
+def sinks_of_another_rank(plant: Plant, original: Original, name: str, *args: Any) -> ShardSpec:
+    result: ShardSpec = original(name, *args)
     if rehearsing() or not name.endswith("sinks"):
-        return found
+        return result
     plant.hit()
-    return replace(found, ranges=found.ranges[::-1])
+    return replace(result, ranges=result.ranges[::-1])
 
 
 @bug(
     "B22", "weft.parallel.shards.cuts:ShardSpec.boxes",
     "engines, exports and checkpoints get the parts of two ranks of tp exchanged",
-    caught_by=WALKED, seen="THUDM/slime#1673", ranks=2, needs=NEEDS,
+    caught_by=WALKED, issue="THUDM/slime#1673", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def parts_exchanged(plant: Plant, original: Original, self: ShardSpec, held: Any) -> Any:
+def parts_exchanged(plant: Plant, original: Original, self: ShardSpec, shards: Any) -> Any:
     plant.hits += self.divides
-    return original(replace(self, rank=self.size - 1 - self.rank), held)
+    return original(replace(self, rank=self.size - 1 - self.rank), shards)
 
 
 @bug(
     "B22", "weft.parallel.shards.cuts:ShardSpec.boxes",
     "engines, exports and checkpoints get heads that several ranks have from each of them",
-    caught_by=WALKED, seen="THUDM/slime#1673", ranks=4, needs="mesh.tp above the heads of keys and values",
+    caught_by=WALKED, issue="THUDM/slime#1673", ranks=4, needs="mesh.tp above the heads of keys and values",
 )  # fmt: skip
-def repeated_heads_sent_twice(plant: Plant, original: Original, self: ShardSpec, held: Any) -> Any:
-    found = original(self, held)
-    plant.hits += any(1 < copies < self.size for _, _, copies in found)
-    return [(box, part, 1) for box, part, _ in found]
+def repeated_heads_sent_twice(plant: Plant, original: Original, self: ShardSpec, shards: Any) -> Any:
+    result = original(self, shards)
+    plant.hits += any(1 < copies < self.size for _, _, copies in result)
+    return [(box, part, 1) for box, part, _ in result]
 
 
 # ---------------------------------------------------------------- copies on several ranks
@@ -380,19 +380,19 @@ def repeated_heads_sent_twice(plant: Plant, original: Original, self: ShardSpec,
 @bug(
     "B36", "weft.engine.executor:Executor.forward_backward",
     "ranks of tp draw different dropout masks for activations that all of them have",
-    caught_by="weft.parallel.tp.divide.random_difference", seen=MEGATRON, ranks=2, needs=f"{NEEDS} and lora.dropout",
+    caught_by="weft.parallel.tp.tensor.random_difference", issue=MEGATRON, ranks=2, needs=f"{NEEDS} and lora.dropout",
 )  # fmt: skip
-def dropout_apart(plant: Plant, original: Original, self: Any, *rest: Any, **options: Any) -> Any:
+def dropout_apart(plant: Plant, original: Original, self: Any, *args: Any, **options: Any) -> Any:
     if self.mesh.tp is not None and self.mesh.tp.rank > 0 and self.config.lora.dropout:
         plant.hit()
         torch.rand(1, device=self.device)
-    return original(self, *rest, **options)
+    return original(self, *args, **options)
 
 
 @bug(
     "B36", "weft.engine.engine:Engine.apply",
     "a norm that every rank of tp has is updated otherwise on the last of them",
-    caught_by=AGREE, seen="NVIDIA-NeMo/Automodel#3822", ranks=2, needs=NEEDS,
+    caught_by=AGREE, issue="NVIDIA-NeMo/Automodel#3822", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def copy_drifts(plant: Plant, original: Original, self: Any, lr: float) -> Any:
     result = original(self, lr)
@@ -407,7 +407,7 @@ def copy_drifts(plant: Plant, original: Original, self: Any, lr: float) -> Any:
 @bug(
     "B36", "weft.engine.batch.rows:build_row",
     "the last rank of tp has another token than the others",
-    caught_by=ALIKE, seen="verl-project/verl#2857", ranks=2, needs=NEEDS,
+    caught_by=REPLICA_CHECK, issue="verl-project/verl#2857", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def other_token(
     plant: Plant, original: Original, indices: Any, documents: Mapping[int, Document], **options: Any

@@ -33,7 +33,7 @@ from weft.verify.bugs import (
 @bug(
     "B10", "weft.engine.builder:parallelize",
     "master weights, and with them the optimizer's state, are bf16",
-    caught_by="weft.engine.contract.check_contract", seen="areal-project/AReaL#1292",
+    caught_by="weft.engine.contract.check_contract", issue="areal-project/AReaL#1292",
 )  # fmt: skip
 def bf16_masters(
     plant: Plant,
@@ -44,20 +44,20 @@ def bf16_masters(
     model: Any,
     fsdp: Any,
     precision: Any,
-    *rest: Any,
+    *args: Any,
     **options: Any,
 ) -> Any:
     plant.hit()
-    return original(module, mesh, config, model, fsdp, replace(precision, master=torch.bfloat16), *rest, **options)
+    return original(module, mesh, config, model, fsdp, replace(precision, master=torch.bfloat16), *args, **options)
 
 
 @bug(
     "B11", "weft.engine.build:plan_load",
     "a head tied to the embedding is a copy of its own",
-    caught_by=GRADIENTS, seen="verl-project/verl#7834", needs="a model with a tied head",
+    caught_by=GRADIENTS, issue="verl-project/verl#7834", needs="a model with a tied head",
 )  # fmt: skip
-def head_untied(plant: Plant, original: Original, model: Any, source: Any, *rest: Any) -> Any:
-    pieces, plan = original(model, source, *rest)
+def head_untied(plant: Plant, original: Original, model: Any, source: Any, *args: Any) -> Any:
+    pieces, plan = original(model, source, *args)
     for name, owner in hf.tied_parameters(model).items():
         plant.hit()
         hf.untie(model, name)
@@ -68,18 +68,19 @@ def head_untied(plant: Plant, original: Original, model: Any, source: Any, *rest
 @bug(
     "B10", "weft.engine.executor:Executor.balance_loss",
     "the auxiliary loss of experts is not multiplied by the loss scale, and is divided by it",
-    caught_by=BALANCE_SCALE, seen="NVIDIA-NeMo/Automodel#1408", needs="fsdp.param_dtype=fp16 and model.router_aux_loss",
+    caught_by=BALANCE_SCALE, issue="NVIDIA-NeMo/Automodel#1408",
+    needs="fsdp.param_dtype=fp16 and model.router_aux_loss",
 )  # fmt: skip
 def balance_not_scaled(plant: Plant, original: Original, self: Any, balance_sum: Tensor, factors: Any) -> Tensor:
     plant.hits += factors.scale != 1.0
-    found: Tensor = original(self, balance_sum, replace(factors, scale=1.0))
-    return found
+    result: Tensor = original(self, balance_sum, replace(factors, scale=1.0))
+    return result
 
 
 @bug(
     "B10", "weft.ops.head:may_anticipate",
     "gradients of unlikely tokens underflow in fp16, because the head computes them before the loss is scaled",
-    caught_by=TOKEN_ROWS, seen="axolotl-ai-cloud/axolotl#1601",
+    caught_by=TOKEN_ROWS, issue="axolotl-ai-cloud/axolotl#1601",
     needs="fsdp.param_dtype=fp16, mesh.tp=1, and a model to which many tokens are less likely than 1e-8",
 )  # fmt: skip
 def unlikely_tokens_underflow(plant: Plant, original: Original, dtype: torch.dtype) -> bool:
@@ -101,7 +102,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @bug(
     "B12", "weft.models.hf:rebuild_buffers",
     "inv_freq and other buffers outside the checkpoint are garbage on every rank but the first",
-    caught_by=LOGPROB, seen="huggingface/transformers#45902", ranks=2, needs="a model with rotary embeddings",
+    caught_by=LOGPROB, issue="huggingface/transformers#45902", ranks=2, needs="a model with rotary embeddings",
 )  # fmt: skip
 def buffers_not_rebuilt(plant: Plant, original: Original, module: nn.Module) -> None:
     original(module)
@@ -113,7 +114,7 @@ def buffers_not_rebuilt(plant: Plant, original: Original, module: nn.Module) -> 
 @bug(
     "B13", "weft.models.hf:rebuild_buffers",
     "the rotary table is rounded to bf16",
-    caught_by=GRADIENTS, seen="pytorch/torchtitan#2881", needs="a model with rotary embeddings",
+    caught_by=GRADIENTS, issue="pytorch/torchtitan#2881", needs="a model with rotary embeddings",
 )  # fmt: skip
 def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module) -> None:
     original(module)
@@ -126,7 +127,7 @@ def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module) -> None:
     "B13", "weft.parallel.fsdp:fully_shard",
     "FSDP casts what enters a layer: a residual stream kept in fp32 is rounded to bf16",
     caught_by="tests/verify/test_plants.py: layer inputs have the dtypes of transformers' own forward",
-    seen="pytorch/torchtitan#2881", needs="fsdp.param_dtype=bf16",
+    issue="pytorch/torchtitan#2881", needs="fsdp.param_dtype=bf16",
 )  # fmt: skip
 def inputs_cast(plant: Plant, original: Original, target: Any, *, mp_policy: Any, **options: Any) -> Any:
     layer = not isinstance(target, list | TrainModule)
@@ -140,7 +141,7 @@ def inputs_cast(plant: Plant, original: Original, target: Any, *, mp_policy: Any
     "B20", "weft.models.hf:build_random",
     "every rank draws initial weights of its own",
     caught_by="tests/verify/test_plants.py: initial weights are those of one process",
-    seen="radixark/miles#3187", ranks=2, needs="model.init=random",
+    issue="radixark/miles#3187", ranks=2, needs="model.init=random",
 )  # fmt: skip
 def weights_by_rank(plant: Plant, original: Original, config: Any, *, seed: int, **options: Any) -> Any:
     if dist.get_rank() > 0:
@@ -154,7 +155,7 @@ def weights_by_rank(plant: Plant, original: Original, config: Any, *, seed: int,
 @bug(
     "B17", "weft.engine.optim.optimizer:sharding_groups",
     "the gradient norm counts every replica of an HSDP mesh",
-    caught_by=NORM, seen="pytorch/torchtitan#2318", ranks=2, needs="mesh.dp_replicate above 1",
+    caught_by=NORM, issue="pytorch/torchtitan#2318", ranks=2, needs="mesh.dp_replicate above 1",
 )  # fmt: skip
 def replicas_counted(plant: Plant, original: Original, parameter: Any) -> tuple[Any, ...]:
     mesh: DeviceMesh = parameter.device_mesh
@@ -167,7 +168,7 @@ def replicas_counted(plant: Plant, original: Original, parameter: Any) -> tuple[
 @bug(
     "B17", "weft.engine.optim.optimizer:sharding_groups",
     "each rank clips by the norm of its own shards",
-    caught_by=NORM, seen="NVIDIA/Megatron-LM#5916", ranks=2,
+    caught_by=NORM, issue="NVIDIA/Megatron-LM#5916", ranks=2,
 )  # fmt: skip
 def local_norm(plant: Plant, original: Original, parameter: Any) -> tuple[Any, ...]:
     if original(parameter):
@@ -178,7 +179,7 @@ def local_norm(plant: Plant, original: Original, parameter: Any) -> tuple[Any, .
 @bug(
     "B28", "weft.engine.optim.groups:decays",
     "norms and biases are decayed too",
-    caught_by="weights after 3 steps", seen="verl-project/verl#5070",
+    caught_by="weights after 3 steps", issue="verl-project/verl#5070",
 )  # fmt: skip
 def everything_decays(plant: Plant, original: Original, name: str, ndim: int) -> bool:
     if not original(name, ndim):
@@ -189,7 +190,7 @@ def everything_decays(plant: Plant, original: Original, name: str, ndim: int) ->
 @bug(
     "B29", "weft.engine.metrics:MetricSums.add",
     "the loss shown is the mean of the micro-batches' means",
-    caught_by="loss, many micro-batches", seen="verl-project/verl#4294",
+    caught_by="loss, many micro-batches", issue="verl-project/verl#4294",
 )  # fmt: skip
 def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total: Any, weight: Any) -> None:
     if float(weight) in (0.0, 1.0):
@@ -201,7 +202,7 @@ def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total:
 @bug(
     "B29", "weft.engine.metrics:MetricSums.reduced",
     "the loss shown is the first rank's",
-    caught_by=LOSS, seen="huggingface/trl#6380", ranks=2,
+    caught_by=LOSS, issue="huggingface/trl#6380", ranks=2,
 )  # fmt: skip
 def first_rank_only(plant: Plant, original: Original, self: Any, group: Any, equal: Any) -> Any:
     plant.hit()
@@ -211,7 +212,7 @@ def first_rank_only(plant: Plant, original: Original, self: Any, group: Any, equ
 @bug(
     "B27", "weft.engine.engine:Engine.apply",
     "a step whose loss is not finite updates the weights, and is reported as skipped",
-    caught_by=RUN_LOSSES, seen="verl-project/verl#870", needs="a loss that is not finite",
+    caught_by=RUN_LOSSES, issue="verl-project/verl#870", needs="a loss that is not finite",
 )  # fmt: skip
 def nonfinite_applied(plant: Plant, original: Original, self: Any, lr: float) -> Any:
     if self._nonfinite:
@@ -223,19 +224,19 @@ def nonfinite_applied(plant: Plant, original: Original, self: Any, lr: float) ->
 @bug(
     "B27", "weft.recipes.sft:learning_rate",
     "a skipped step advances the learning rate",
-    caught_by=RUN_RATES, seen="verl-project/verl#870", needs="a loss that is not finite",
+    caught_by=RUN_RATES, issue="verl-project/verl#870", needs="a loss that is not finite",
 )  # fmt: skip
-def nonfinite_advances_rate(plant: Plant, original: Original, step: int, *rest: Any) -> float:
+def nonfinite_advances_rate(plant: Plant, original: Original, step: int, *args: Any) -> float:
     plant.memory["calls"] = plant.memory.get("calls", 0) + 1
     if plant.memory["calls"] != step:
         plant.hit()
-    return float(original(plant.memory["calls"], *rest))
+    return float(original(plant.memory["calls"], *args))
 
 
 @bug(
     "B27", "weft.recipes.sft:RunRecorder.stop_if_diverged",
     "steps that are not finite are skipped for ever",
-    caught_by="tests/verify/test_plants.py: a diverged run ends", seen="verl-project/verl-omni#539",
+    caught_by="tests/verify/test_plants.py: a diverged run ends", issue="verl-project/verl-omni#539",
     needs="a loss that is not finite",
 )  # fmt: skip
 def skipped_for_ever(plant: Plant, original: Original, self: Any, line: Any, sources: Any) -> None:
@@ -249,17 +250,17 @@ def skipped_for_ever(plant: Plant, original: Original, self: Any, line: Any, sou
 @bug(
     "B18", "weft.recipes.sft:learning_rate",
     "the schedule is stepped once per rank",
-    caught_by=RUN_RATES, seen="huggingface/transformers#24088", ranks=2,
+    caught_by=RUN_RATES, issue="huggingface/transformers#24088", ranks=2,
 )  # fmt: skip
-def schedule_per_rank(plant: Plant, original: Original, step: int, *rest: Any) -> float:
+def schedule_per_rank(plant: Plant, original: Original, step: int, *args: Any) -> float:
     plant.hit()
-    return float(original(step * dist.get_world_size(), *rest))
+    return float(original(step * dist.get_world_size(), *args))
 
 
 @bug(
     "B18", "weft.engine.optim.schedule:warmup_steps",
     "the warm-up is twice as long",
-    caught_by="tests/engine/test_schedule.py: test_cosine_with_warmup", seen="THUDM/slime#1546",
+    caught_by="tests/engine/test_schedule.py: test_cosine_with_warmup", issue="THUDM/slime#1546",
 )  # fmt: skip
 def warmup_doubled(plant: Plant, original: Original, *arguments: Any) -> int:
     plant.hit()
@@ -270,7 +271,7 @@ def warmup_doubled(plant: Plant, original: Original, *arguments: Any) -> int:
     "B19", "weft.data.order:epoch_order",
     "every epoch has the same order",
     caught_by="tests/data/test_order.py: test_every_document_once_in_each_epoch",
-    seen="KempnerInstitute/KempnerForge#57",
+    issue="KempnerInstitute/KempnerForge#57",
 )  # fmt: skip
 def epochs_alike(plant: Plant, original: Original, n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     plant.hits += epoch > 1
@@ -281,12 +282,12 @@ def epochs_alike(plant: Plant, original: Original, n: int, seed: int, epoch: int
     "B19", "weft.data.order:StepSampler.starting_at",
     "a resumed run begins its epoch again",
     caught_by="tests/data/test_order.py: test_starting_at_a_step_equals_the_unbroken_run",
-    seen="huggingface/accelerate#4071",
+    issue="huggingface/accelerate#4071",
 )  # fmt: skip
 def place_in_epoch_lost(plant: Plant, original: Original, self: Any, number: int) -> Iterator[Any]:
     steps = list(original(self, 1))
-    again = [step for step in steps if number <= self.total and step.epoch >= steps[number - 1].epoch]
-    for offset, step in enumerate(again[: self.total - number + 1]):
+    repeated = [step for step in steps if number <= self.total and step.epoch >= steps[number - 1].epoch]
+    for offset, step in enumerate(repeated[: self.total - number + 1]):
         if step.number != number + offset:
             plant.hit()
         yield replace(step, number=number + offset)
@@ -295,18 +296,19 @@ def place_in_epoch_lost(plant: Plant, original: Original, self: Any, number: int
 @bug(
     "B20", "weft.data.order:epoch_order",
     "every rank deals the documents in an order of its own",
-    caught_by=RUN_LOSSES, seen="radixark/miles#3187", ranks=2,
+    caught_by=RUN_LOSSES, issue="radixark/miles#3187", ranks=2,
 )  # fmt: skip
-def order_by_rank(plant: Plant, original: Original, n: int, seed: int, *rest: Any) -> list[int]:
+def order_by_rank(plant: Plant, original: Original, n: int, seed: int, *args: Any) -> list[int]:
     if dist.get_rank() > 0:
         plant.hit()
-    return list(original(n, seed + dist.get_rank(), *rest))
+    return list(original(n, seed + dist.get_rank(), *args))
 
 
 @bug(
     "B25", "weft.data.order:StepSampler.cut_epoch",
     "the short last step of an epoch is dropped",
-    caught_by="tests/data/test_order.py: test_every_document_once_in_each_epoch", seen="huggingface/transformers#22143",
+    caught_by="tests/data/test_order.py: test_every_document_once_in_each_epoch",
+    issue="huggingface/transformers#22143",
 )  # fmt: skip
 def short_step_dropped(plant: Plant, original: Original, self: Any, epoch: int) -> Iterator[list[int]]:
     for documents in original(self, epoch):
@@ -320,20 +322,20 @@ def short_step_dropped(plant: Plant, original: Original, self: Any, epoch: int) 
     "B32", "weft.parallel.parallelize:shard",
     "fsdp.reshard_after_forward is accepted and ignored",
     caught_by="tests/verify/test_plants.py: weights stay gathered between forward and backward",
-    seen="pytorch/torchtitan#3123", needs="fsdp.reshard_after_forward=false",
+    issue="pytorch/torchtitan#3123", needs="fsdp.reshard_after_forward=false",
 )  # fmt: skip
 def reshard_ignored(
-    plant: Plant, original: Original, module: Any, units: Any, mesh: Any, fsdp: Any, *rest: Any
+    plant: Plant, original: Original, module: Any, units: Any, mesh: Any, fsdp: Any, *args: Any
 ) -> None:
     if fsdp.reshard_after_forward is not True:
         plant.hit()
-    original(module, units, mesh, replace(fsdp, reshard_after_forward=True), *rest)
+    original(module, units, mesh, replace(fsdp, reshard_after_forward=True), *args)
 
 
 @bug(
     "B32", "weft.models.hf:enable_recompute",
     "model.recompute is accepted and ignored",
-    caught_by="tests/verify/test_plants.py: recomputation runs each layer twice", seen="NVIDIA/cosmos-framework#161",
+    caught_by="tests/verify/test_plants.py: recomputation runs each layer twice", issue="NVIDIA/cosmos-framework#161",
     needs="model.recompute=full",
 )  # fmt: skip
 def recompute_ignored(plant: Plant, original: Original, model: Any) -> None:
