@@ -286,11 +286,11 @@ CASES = {
         Fault(do="other weight", rank=1), 2, 15, [r"disagree", "the plan of the step: .* on rank 1; .* on the other"]
     ),
     "a plan in another order": Case(
-        Fault(do="other order", rank=1), 2, 15, ["^ranks disagree about step 2: rank . made another plan"], QUICK,
+        Fault(do="other order", rank=1), 2, 15, ["^ranks disagree about step 2: the plans of rank . and"], QUICK,
         traceback=True,
     ),
     "a plan with fewer micro-batches": Case(
-        Fault(do="fewer documents", rank=1), 2, 15, ["^ranks disagree about step 2: rank . made another plan"], QUICK,
+        Fault(do="fewer documents", rank=1), 2, 15, ["^ranks disagree about step 2: the plans of rank . and"], QUICK,
     ),
     "other data": Case(
         Fault(do="other data", rank=1), 2, 15,

@@ -311,7 +311,7 @@ OTHERS = {
     "port in use": RlCase(
         fault=RlFault(do="port in use"), when="before loading", status=2, saved=0, on="Ray, 2 ranks",
         words=["--nproc", "2"], within=60.0,
-        says=[r"port \d+ of this machine, where the ranks are to meet \(MASTER_PORT\), is in use"],
+        says=[r"port \d+ of this machine, the rendezvous of the ranks \(MASTER_PORT\), is in use"],
     ),
     "Ray cannot start": RlCase(
         fault=RlFault(do="few files"), when="before loading", status=2, saved=0, on="Ray, 1 rank",

@@ -1,5 +1,4 @@
-"""Agreement between ranks: config, data, code and versions before anything is computed, and later numbers and
-decisions."""
+"""Agreement between ranks: on config, data, code and versions at the start, and later on numbers and decisions."""
 
 from __future__ import annotations
 
@@ -54,8 +53,8 @@ def checksum_term(checksum: Checksum, index: int, size: int) -> Checksum:
 
 
 def raise_mismatch(problem: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
-    """Raise RanksDisagreeError after a checksum differed: it names each item on which the ranks that have it differ,
-    or says that none differs now. Collective."""
+    """Raise RanksDisagreeError after a checksum differed. It names each item that differs between the ranks that have
+    it, or reports that none differs now. Collective."""
     items_by_rank: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(items_by_rank, dict(items), group=group)
     ranks, values = dist.get_process_group_ranks(group), dict[str, dict[str, list[int]]]()
@@ -63,11 +62,11 @@ def raise_mismatch(problem: str, items: Mapping[str, str], group: dist.ProcessGr
         for name, value in rank_items.items():
             values.setdefault(name, {}).setdefault(value, []).append(rank)
     _raise_for(problem, [
-        f"{name}: " + "; ".join(f"{value} on {_names(holders)}" for value, holders in ranks_by_value.items())
+        f"{name}: " + "; ".join(f"{value} on {_format_ranks(holders)}" for value, holders in ranks_by_value.items())
         for name, ranks_by_value in sorted(values.items())
         if len(ranks_by_value) > 1
     ])  # fmt: skip
-    raise RanksDisagreeError(f"{problem}, but not when asked again: memory or network is at fault")
+    raise RanksDisagreeError(f"{problem}, but not when compared again: memory or network is faulty")
 
 
 def _raise_for(problem: str, lines: Sequence[str]) -> None:
@@ -87,19 +86,19 @@ def differences(items_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]
         for rank, value in zip(ranks, values, strict=True):
             if value != usual:
                 ranks_by_value.setdefault(value, []).append(rank)
-        minority = "; ".join(f"{value} on {_names(holders)}" for value, holders in ranks_by_value.items())
+        minority = "; ".join(f"{value} on {_format_ranks(holders)}" for value, holders in ranks_by_value.items())
         if minority:
             lines.append(f"{name}: {minority}; {usual} on the other{'s' if values.count(usual) > 1 else ''}")
     return lines
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_MAX_SHOWN])) + (" ..." if len(ranks) > _MAX_SHOWN else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def code_digest() -> str:
-    """16 hexadecimal digits of weft's source files, which differ between checkouts of one version."""
+    """Digest of weft's source files, 16 hexadecimal digits: checkouts of one version may differ."""
     digest = hashlib.blake2b(digest_size=8)
     root = PACKAGE
     for path in sorted(root.rglob("*.py")):
@@ -113,7 +112,7 @@ def versions() -> dict[str, str]:
 
 
 def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
-    """Raise UserError unless every rank sees the first rank's lock: all ranks write into one run folder. Collective."""
+    """Raise UserError unless all ranks see the first rank's lock: they write into one run folder. Collective."""
     try:
         sees_lock = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
     except (OSError, ValueError, KeyError):
@@ -124,8 +123,8 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
     if blind:
         raise UserError(
             f"run.dir: {folder.absolute()} is not the same folder for all ranks: {', '.join(blind[:4])}"
-            f"{' and others' * (len(blind) > 4)} cannot see what rank 0 wrote there. Set run.dir, or "
-            "run.staging where run.dir is on an object store, to a folder on a file system that all ranks share."
+            f"{' and others' * (len(blind) > 4)} cannot see the files that rank 0 wrote there. Set run.dir (or "
+            "run.staging, if run.dir is on an object store) to a folder on a file system that all ranks share."
         )
 
 

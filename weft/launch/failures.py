@@ -1,5 +1,4 @@
-"""Reports, exit statuses and flight records as one message: which rank failed first, where, why, and what to do about
-it."""
+"""One message from reports, exit statuses and flight records: which rank failed first, where, why, and the remedy."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ _SIGNALS = {
 
 
 _BY_KERNEL = " (often the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)"
-_NOT_BY_KERNEL = " (not by the kernel for want of memory: it counts such kills here, and this was none)"
+_NOT_BY_KERNEL = " (not by the kernel because memory was short: its counter of such kills is unchanged)"
 _KINDS: dict[int, Kind] = {status: kind for kind, status in STATUS.items() if status > 2}
 
 
@@ -78,7 +77,7 @@ def diagnose(
     unlike = _unlike_plans(evidence.records)
     silent = _silent_rank(errors, exits)
     if silent is not None:
-        kind, text = _silent(silent, exits[silent], evidence)
+        kind, text = _explain_silent_rank(silent, exits[silent], evidence)
         rank, stopped = silent, nproc - 1
     else:
         assert errors, "a rank failed, left no report and was not stopped"
@@ -100,7 +99,7 @@ def diagnose(
 
 
 def explain(report: RankReport, title: str, debug: bool) -> str:
-    """A report as text: what failed and where, then what to do; a traceback only where nothing else helps."""
+    """A report as text: the failure, the place, the remedy; a traceback only if nothing else helps."""
     lines = [title + report.message, report.activity]
     if report.plain:
         pass
@@ -109,7 +108,7 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
     elif report.kind == "storage":
         lines.append(_STORAGE)
     elif report.waited:
-        lines.append(f"Another rank did not come within {report.within}: it is stopped, stuck or elsewhere.")
+        lines.append(f"Another rank did not come within {report.within}: it is stopped, stuck or in other code.")
     if debug or (report.kind == "failed" and not report.plain):
         lines.append(report.traceback)
     elif report.kind == "hang" and not report.waited:
@@ -183,7 +182,7 @@ def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int 
     return next(iter(witnessed or by_itself or (silent if not errors else [])), None)
 
 
-def _silent(rank: int, status: int, evidence: Evidence) -> tuple[Kind, str]:
+def _explain_silent_rank(rank: int, status: int, evidence: Evidence) -> tuple[Kind, str]:
     record = evidence.records.get(rank)
     activity = f"\n{record.activity()}" if record is not None else ""
     stack = evidence.stacks.get(rank, [])
@@ -206,7 +205,7 @@ def _silent(rank: int, status: int, evidence: Evidence) -> tuple[Kind, str]:
 
 
 def oom_kill_text(process: str, activity: str) -> str:
-    """The message for a process that was killed for want of memory. activity: a line on its step and phase, or ""."""
+    """The message for a process that was killed because memory was short. activity: step and phase, or ""."""
     return f"{process} was killed by the kernel, which is short of memory{activity}\n{_memory_advice(activity)}"
 
 
@@ -259,7 +258,7 @@ def _unlike_plans(records: Mapping[int, FlightRecord]) -> str:
         if steps.count(step) > 1:
             groups = sorted((r for (s, _), r in ranks.items() if s == step), key=len)
             minority, majority = (", ".join(map(str, group)) for group in (groups[0], groups[-1]))
-            return f"ranks disagree about step {step}: rank {minority} made another plan of it than rank {majority}."
+            return f"ranks disagree about step {step}: the plans of rank {minority} and rank {majority} differ."
     return ""
 
 

@@ -1,11 +1,11 @@
-"""The flight record: what this rank is doing right now, in a small file that outlives the process.
+"""The flight record: the present activity of this rank, in a small file that outlives the process.
 
 Recipes and the engine call `flight.enter("forward", 2, documents)`, which costs some microseconds. The file has two
 lines of fixed width, each with a checksum, written in turns, so that one of them is whole even after a kill -9. The
 file is in the launcher's scratch folder or, without weft's launcher, at RUN/flight/rank-00000.live. After a failure the
 record is saved as RUN/flight/rank-00000.json.
 `listeners` are called when a phase begins; timing.py and profiling.py use them.
-Times are those of the monotonic clock, which all processes of a machine share. Imports no torch.
+Times are of the monotonic clock, which all processes of a machine share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class FlightRecorder:
         self.enter(self.phase)
 
     def watch(self, timeout: float, key: str = "train.timeout") -> None:
-        """Count a phase without progress for `timeout` seconds, or a multiple of it for slow phases, as a hang from now
-        on. key: the config key of the timeout."""
+        """From now on, a phase without progress for `timeout` seconds, or a multiple of it for slow phases, is a hang.
+        key: the config key of the timeout."""
         self._timeout, self.key = timeout, key
         self._fixed["timeout"] = timeout
         self._head = ""
@@ -149,7 +149,7 @@ class FlightRecorder:
             path = run / FOLDER / live_name(self._fixed["rank"])
             earlier = read(path)
             if earlier is not None:
-                save(earlier, {"where": earlier.activity(), "message": "the process ended without a word"})
+                save(earlier, {"where": earlier.activity(), "message": "the process ended without a message"})
             self.open(path)
             self._is_in_run = True
         self._head = ""
@@ -188,7 +188,7 @@ class FlightRecorder:
         self._write()
 
     def beat(self) -> None:
-        """Show progress: the present phase takes long, but does not hang."""
+        """Record progress of the present phase, which takes long but does not hang."""
         self.since = time.monotonic()
         if self.since - self._written > 1.0:
             self._write()
@@ -205,7 +205,7 @@ class FlightRecorder:
     # ------------------------------------------------------------ the file
 
     def open(self, path: Path) -> None:
-        """Keep the record in this file. A file that cannot be written is ignored: a record never ends a run."""
+        """Write the record to this file from now on. An error is ignored: a record never ends a run."""
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -239,7 +239,7 @@ class FlightRecorder:
         line = b"%08x %s" % (zlib.crc32(text), text)
         if len(line) < _LINE:
             self._turn = not self._turn
-            with suppress(OSError):  # a full disk must end the run where data is lost, not here
+            with suppress(OSError):  # a full disk ends the run where data would be lost, not here
                 os.pwrite(self._file, line.ljust(_LINE - 1) + b"\n", _LINE * self._turn)
 
 
@@ -318,7 +318,7 @@ def last_collectives(count: int = 16) -> list[dict[str, Any]]:
     return collectives
 
 
-# The record of this process: global, because what a process is doing is a fact of the process, as its pid is.
+# The record of this process: global, because it belongs to the process, as its pid does.
 recorder = FlightRecorder()
 enter, beat, step, planned = recorder.enter, recorder.beat, recorder.step, recorder.planned
 begin, watch, in_run = recorder.begin, recorder.watch, recorder.in_run

@@ -51,7 +51,7 @@ def join_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
         for launcher in LAUNCHERS:
             world = _number(environment, launcher.world, 1)
             if world > 1 and launcher.rank in environment:
-                environment.update(_variables(launcher, environment, world))
+                environment.update(_torchrun_variables(launcher, environment, world))
                 break
     check_ranks(environment)
 
@@ -60,9 +60,9 @@ def process_of_launcher(environment: Mapping[str, str] = os.environ) -> psutil.P
     """The process that started this rank: torchrun's agent, Slurm's slurmstepd or MPI's daemon. None for ranks whose
     variables were set by hand.
 
-    It is the nearest ancestor without the variable that the launcher sets in its ranks: a shell or another program that
-    stands between inherits the variable. An ancestor whose environment may not be read is not this user's, and so the
-    launcher (slurmstepd is root's).
+    It is the nearest ancestor without the variable that the launcher sets in its ranks: a shell or another program in
+    between inherits the variable. An ancestor whose environment cannot be read belongs to another user, so it is the
+    launcher (slurmstepd belongs to root).
     """
     names = (_TORCHRUN, *(launcher.rank for launcher in LAUNCHERS))
     variable = next((name for name in names if name in environment), None)
@@ -82,8 +82,8 @@ def check_ranks(environment: Mapping[str, str]) -> None:
     world, rank = _number(environment, "WORLD_SIZE", sys.maxsize, minimum=1), _number(environment, "RANK", 0)
     if rank >= world:
         raise UserError(
-            f"the environment says RANK={rank} and WORLD_SIZE={world}, but ranks count from 0: start with torchrun, or "
-            "unset RANK and WORLD_SIZE to let weft start its own ranks."
+            f"the environment has RANK={rank} and WORLD_SIZE={world}, but ranks count from 0: start with torchrun, or "
+            "unset RANK and WORLD_SIZE, and weft starts its own ranks."
         )
     _number(environment, "LOCAL_RANK", 0)
     _number(environment, "LOCAL_WORLD_SIZE", 1, minimum=1)
@@ -101,21 +101,21 @@ def _number(
     if not minimum <= number <= maximum:
         upper = f" to {maximum}" if maximum < sys.maxsize else " or more"
         raise UserError(
-            f"the environment says {name}={text[:80]!r}, which should be a number, {minimum}{upper}: set it to one, or "
-            "unset it."
+            f"the environment has {name}={text[:80]!r}, but it must be a number, {minimum}{upper}: correct it or unset "
+            "it."
         )
     return number
 
 
-def _variables(launcher: Launcher, environment: Mapping[str, str], world: int) -> dict[str, str]:
+def _torchrun_variables(launcher: Launcher, environment: Mapping[str, str], world: int) -> dict[str, str]:
     # Slurm lists all hosts, as in 4(x2),3; the number of the first host counts.
     first_count = re.match(r"\d+", environment.get(launcher.local_world, ""))
     local_world = int(first_count[0]) if first_count else world
     address = environment.get("MASTER_ADDR") or (_LOOPBACK if local_world == world else _first_host(environment))
     if not address:
         raise UserError(
-            f"{launcher.command} has started {world} processes, not all on one host, and nothing says where the first "
-            f"is: set MASTER_ADDR to its name and MASTER_PORT to a free port there, the same for all of them."
+            f"{launcher.command} has started {world} processes on several hosts, and the host of the first is unknown: "
+            f"set MASTER_ADDR to its name and MASTER_PORT to a free port there, the same for all processes."
         )
     variables = {
         "RANK": environment[launcher.rank],

@@ -31,7 +31,7 @@ ADDRESS = "WEFT_ADDRESS"  # environment variable with the address of an actor's 
 
 
 def host_address() -> str:
-    """This machine's address, as other hosts reach it; the same in all processes of a machine."""
+    """The address under which other hosts reach this machine; the same in all processes of a machine."""
     return os.environ.get(ADDRESS, "127.0.0.1")
 
 
@@ -51,8 +51,8 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port on which nobody listens, for a server that must be told its port before it starts."""
-    source = random.SystemRandom()  # a seeded one would find the same in every process
+    """A free port, for a server that needs its port before it starts."""
+    source = random.SystemRandom()  # a seeded generator would give all processes the same port
     for port in source.sample(PORTS, len(PORTS)):
         with socket.socket() as server, suppress(OSError):
             server.bind(("", port))
@@ -63,8 +63,10 @@ def free_port() -> int:
 def cpu_cores() -> int:
     """Cores that this process may use, by its affinity and the container's quota, if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
-    return max(1, min(cores, quota) if quota is not None else cores)
+    with suppress(OSError, ValueError):  # no container (cgroup v2), or one without a quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
 
 
 def accelerator_count(device: Device) -> int:
@@ -126,13 +128,13 @@ def keep_freed_memory() -> None:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask Linux to end this process when the one that started it dies, even by SIGKILL: no orphans on accelerators."""
+    """Let Linux end this process when its parent dies, even by SIGKILL, so that no orphan holds accelerators."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG
     _control_process(set_parent_death_signal, number)
 
 
 def adopt_orphans() -> None:
-    """Ask Linux to make this process the parent of those of its descendants whose own parent ends: none can hide."""
+    """Let Linux make this process the parent of its descendants whose own parent ends, so that none is lost."""
     set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER
     _control_process(set_child_subreaper, 1)
 
@@ -147,7 +149,7 @@ def _control_process(option: int, value: int) -> None:
 
 
 def oom_kills() -> int | None:
-    """The number of processes of this container that the kernel killed for want of memory; None if unknown."""
+    """The number of processes of this container that the kernel killed because memory was short; None if unknown."""
     for path in _memory_event_files():
         try:
             counts = dict(line.split() for line in path.read_text().splitlines())
@@ -173,15 +175,6 @@ def _memory_event_files() -> Iterator[Path]:
             continue
         yield root / path.lstrip("/") / file
         yield root / file
-
-
-def _cgroup_quota() -> int | None:
-    """Whole cores of a container's CPU quota (cgroup v2), at least 1; None without one."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        return max(1, int(quota) // int(period))
-    except (OSError, ValueError):
-        return None
 
 
 @dataclass(frozen=True)

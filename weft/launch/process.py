@@ -27,9 +27,9 @@ from weft.versions import set_allocator
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among all. As a context manager it leaves the process group at the end. owner: whether join() created
-    the process group; an existing one is kept. assumed: in a dry run, the accelerator that each rank is assumed to
-    have; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one."""
+    """This rank and the number of all ranks. As a context manager it leaves the process group at the end. owner:
+    whether join() created the process group; an existing one is kept. assumed: the accelerator of each rank in a dry
+    run; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one."""
 
     rank: int
     world: int
@@ -66,8 +66,8 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error the others may sit in a collective: tearing down here could hang, or make them fail
-        # before this rank has reported. The process ends right after, and takes its group with it.
+        # After an error, other ranks may be in a collective: leaving the group could hang, or make them fail before
+        # this rank has reported. The process ends right after, and its group with it.
         if self.owner and (error is None or self.world == 1 or self.simulated is not None):
             leave()
 
@@ -106,9 +106,9 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
 
 
 def configure_allocator() -> None:
-    """Let this process's CUDA allocator grow its segments, unless the environment says otherwise: rows have another
-    length in every step, and segments of fixed sizes leave gaps that nothing fits into. To be called before the first
-    use of CUDA. The variable says it to whoever reads the environment (inference/weight_sync/protocol.py)."""
+    """Let this process's CUDA allocator grow its segments, unless the environment sets another mode: row lengths differ
+    in every step, and segments of fixed sizes leave gaps that nothing fits into. Call this before the first use of
+    CUDA. The variable is set, too, because inference/weight_sync/protocol.py reads it."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if torch.version.cuda is not None and sys.platform == "linux" and not any(os.environ.get(name) for name in names):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -124,8 +124,8 @@ def _port_named() -> Iterator[None]:
         if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
             raise
         raise UserError(
-            f"port {os.environ['MASTER_PORT']} of this machine, where the ranks are to meet (MASTER_PORT), is in use, "
-            "perhaps by another run. Start again; where MASTER_PORT is yours, set a free one for all ranks."
+            f"port {os.environ['MASTER_PORT']} of this machine, the rendezvous of the ranks (MASTER_PORT), is in use, "
+            "perhaps by another run. Start again. If you set MASTER_PORT, choose a free port, the same for all ranks."
         ) from error
 
 
@@ -153,15 +153,15 @@ def fake_ranks(
 ) -> Ranks:
     """One of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing. assumed, simulated:
     as in Ranks."""
-    assert not dist.is_initialized(), "a pretended process group needs a process of its own"
+    assert not dist.is_initialized(), "a fake process group needs a process of its own"
     dist.init_process_group("fake", rank=rank, world_size=world)
     chosen = choose_device(device, 0) if assumed is None else torch.device("cuda")
     return Ranks(rank, world, 0, chosen, assumed=assumed, simulated=simulated)
 
 
 def world_group() -> dist.ProcessGroup:
-    """The group of all ranks, for matters of processes: files, failures, stops. Code about documents or weights has to
-    use a group of the mesh."""
+    """The group of all ranks, for files, failures and stops. Code about documents or weights must use a group of the
+    mesh."""
     group = dist.group.WORLD
     assert group is not None, "there is no process group"
     return group
@@ -169,12 +169,12 @@ def world_group() -> dist.ProcessGroup:
 
 @contextmanager
 def new_groups_inherit_timeout() -> Iterator[None]:
-    """Process groups that are made inside get the time limit of the group of all ranks (train.timeout). torch gives
-    the groups of a mesh limits of its own, of 10 or 30 minutes, as they are split off."""
+    """Process groups that are created inside get the timeout of the group of all ranks (train.timeout). torch gives the
+    groups of a mesh, which it splits off, its own default of 10 or 30 minutes."""
     before = set(c10d._world.pg_map)
     yield
     gloo = world_group()._get_backend(torch.device("cpu"))
-    if not isinstance(gloo, dist.ProcessGroupGloo):  # a pretended rank
+    if not isinstance(gloo, dist.ProcessGroupGloo):  # fake_ranks
         return
     for group in c10d._world.pg_map:
         if group not in before and group != dist.GroupMember.NON_GROUP_MEMBER:
@@ -214,15 +214,14 @@ def _present(device: Device) -> Ranks:
     missing = {"cpu", chosen.type} - {part.partition(":")[0] for part in config.split(",")}
     if missing:
         raise UserError(
-            f"the process group that exists already ({config}) moves no tensors of {' and '.join(sorted(missing))}, "
-            f"where weft has some. Make it with torch.distributed.init_process_group({_backend(chosen)!r}, ...), or "
-            "leave it to weft."
+            f"the existing process group ({config}) supports no tensors on {' and '.join(sorted(missing))}. Create it "
+            f"with torch.distributed.init_process_group({_backend(chosen)!r}, ...), or let weft create it."
         )
     return Ranks(rank, dist.get_world_size(), local_rank, chosen, owner=False)
 
 
 def _backend(device: torch.device) -> str:
-    """The backend of a rank. It always moves CPU tensors, because numbers about a step are on the CPU."""
+    """The backend of a rank. It always supports CPU tensors, because numbers about a step are on the CPU."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -239,7 +238,7 @@ def _rank_environment(environment: Mapping[str, str]) -> tuple[int, int] | None:
     if missing:
         raise UserError(
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with torchrun, or unset RANK and "
-            "WORLD_SIZE to let weft start its own ranks."
+            "WORLD_SIZE, and weft starts its own ranks."
         )
     check_ranks(environment)
     return int(environment["RANK"]), int(environment["WORLD_SIZE"])

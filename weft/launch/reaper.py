@@ -1,9 +1,9 @@
-"""A process beside the controller of a run that outlives it, however it ends, and ends what the run has started.
+"""A process beside the controller of a run. It outlives the controller and ends the processes that the run has started.
 
-The controller names the roots: processes that it starts for the run. The reaper notes them and their descendants by
-process id and start time, in a file of the run's scratch folder, so that it also knows those which leave their process
-group or session, or whose parent ends. When the controller has ended, it kills all that still run and removes scratch
-folders and shared memory. Where the reaper was killed too, the next start reads that file (scratch.py).
+The controller names the roots: processes that it starts for the run. The reaper records them and their descendants, by
+process id and start time, in a file of the run's scratch folder, so that it also knows processes that leave their
+process group or session, or whose parent ends. When the controller has ended, it kills the recorded processes and
+removes scratch folders and shared memory. If the reaper was killed, too, the next start reads that file (scratch.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROOT, _BASE, _END = "root", "base", "end"  # the words of the controller's line
 
 
 class Reaper:
-    """The controller's side. Without a process (outside of `reaping`) nothing is noted, and nothing is killed."""
+    """The controller's side. Outside of `reaping` there is no process: nothing is recorded or killed."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -57,7 +57,7 @@ class Reaper:
         return {} if self._folder is None else {MARK: str(self._folder)}
 
     def add(self, *roots: int) -> None:
-        """Let these processes, by their ids, end with the run, and their descendants."""
+        """Let these processes (their ids) and their descendants end with the run."""
         self._tell(*(f"{_ROOT} {root}" for root in roots))
 
     def clean(self, base: str) -> None:
@@ -65,7 +65,7 @@ class Reaper:
         self._tell(f"{_BASE} {base}")
 
     def end(self) -> None:
-        """Kill what is left, and end the reaper. It gets seconds for that, and then is ended itself."""
+        """Let the reaper kill the remaining processes and end; it is killed itself if that takes too long."""
         if self._process is None:
             return
         self._tell(_END)

@@ -1,6 +1,6 @@
-"""The report that each rank leaves for the process that started it: one JSON file per rank.
+"""The report of each rank for the process that started it: one JSON file per rank.
 
-Exit statuses alone would say neither which rank failed first nor why.
+Exit statuses alone show neither which rank failed first nor why.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _too_deep(error: RecursionError) -> str:
     location = (
         f" ({own_calls[-1].name}, {Path(own_calls[-1].filename).name}:{own_calls[-1].lineno})" if own_calls else ""
     )
-    return f"something that was read here is nested too deeply{location}: --debug shows where. Make it flatter."
+    return f"an input is nested too deeply{location}: --debug shows where. Make it flatter."
 
 
 def of_verdict(rank: int) -> RankReport:

@@ -1,8 +1,8 @@
-"""What a run keeps outside of its folder, and what the next start removes where the run was killed: scratch folders in
-the temporary directory, files of shared memory, and processes.
+"""Scratch folders in the temporary directory, files of shared memory, and processes of a run. If a run was killed, the
+next start removes them.
 
-Whoever uses a folder or a file holds a lock on it, which the kernel releases when the process ends, however it ends.
-Processes are known by id and start time, as the run noted them (reaper.py), never by their names.
+The user of a folder or a file holds a lock on it, which the kernel releases when the process ends, however it ends.
+Processes are identified by id and start time, which the run has recorded (reaper.py), never by their names.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def scratch_folder(kind: str = "", base: str | None = None) -> Iterator[Path]:
 
 
 def remove_abandoned(base: str) -> None:
-    """Remove folders whose users are gone, and kill the processes that are noted in them: nobody holds their lock."""
+    """Remove folders without a user, whose lock is free, and kill the processes that are recorded in them."""
     for folder in Path(base).glob(f"{PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
@@ -62,7 +62,7 @@ def remove_abandoned(base: str) -> None:
 
 
 def remove_abandoned_memory() -> None:
-    """Remove files of shared memory whose owner is gone: nobody holds their lock."""
+    """Remove files of shared memory without an owner, whose lock is free."""
     for path in SHARED_MEMORY.glob(f"{MEMORY_PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
@@ -79,8 +79,8 @@ def note_of(process: psutil.Process) -> str:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """The processes of the folder's run that still run: those that are noted in its file PROCESSES, and those that have
-    inherited its mark; empty without such a file. A process with the id of an ended one is not counted."""
+    """The processes of the folder's run that still run: recorded in its file PROCESSES, or with its mark in their
+    environment; empty without such a file. Another process with the id of an ended one is not counted."""
     running = dict[psutil.Process, None]()
     with suppress(OSError):
         for line in (folder / PROCESSES).read_text(encoding="ascii", errors="replace").splitlines():
@@ -94,8 +94,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def marked_processes(folder: Path) -> list[psutil.Process]:
-    """The processes that have inherited the mark of the folder's run. What their parents were does not matter, nor
-    whether these still run."""
+    """The processes that have inherited the mark of the folder's run, whatever their parents are."""
     marked = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -105,7 +104,7 @@ def marked_processes(folder: Path) -> list[psutil.Process]:
 
 
 def kill_all(processes: Collection[psutil.Process], seconds: float = _KILL_SECONDS) -> list[psutil.Process]:
-    """Kill these processes, and wait for their ends, at most `seconds`; returns those that run on."""
+    """Kill these processes, and wait at most `seconds` for them to end. Returns the processes that still run."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
@@ -118,8 +117,7 @@ def kill_all(processes: Collection[psutil.Process], seconds: float = _KILL_SECON
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether it runs; one that has ended and that its parent has not noticed yet does not. One that this user may not
-    look at does."""
+    """Whether a process runs. False for a zombie; True for a process that this user cannot inspect."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

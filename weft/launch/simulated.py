@@ -1,7 +1,7 @@
 """The simulation of a device: a step runs on the CPU with torch's fake tensors, which have sizes and no values.
 
 Code that chooses kernels or sizes by the device calls `device_kind`; code that waits for numbers of a device calls
-`read`. Little else needs to know of a simulation.
+`read`. Little other code depends on a simulation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed._tools.fake_collectives  # gives collectives of fake te
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-NEW = (9, 0)  # the compute capability of a device that is only spoken of
+NEW = (9, 0)  # the compute capability of a device that is not there
 
 
 class Simulation:

@@ -1,4 +1,4 @@
-"""How a command may end: kinds of failure and their exit statuses (docs/reference/failures.md). Imports no torch."""
+"""Kinds of failure of a command and their exit statuses (docs/reference/failures.md). Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def failure_kind(error: BaseException, run: str = "") -> Kind:
         return "user"
     if isinstance(error, RecursionError):
         return "user"  # weft recurses only as deep as its input is nested
-    for link in _chain(error):
+    for link in _causes(error):
         kind = _kind_of_one(link, run)
         if kind is not None:
             return kind
@@ -63,7 +63,7 @@ def is_file_name_error(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _OF_NAMES and isinstance(error.filename, str)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         visited.add(id(error))
@@ -81,7 +81,7 @@ def _kind_of_one(error: BaseException, run: str) -> Kind | None:
         return "memory"
     if _errno(error) in STORAGE or _lost_in_run(error, run):
         return "storage"
-    # Words are the last resort, and are never searched in exceptions that Python raises for mistakes in code.
+    # The last resort: words of the message, but never of exceptions that Python raises for mistakes in code.
     if isinstance(error, RuntimeError) or names & {"SafetensorError", "CheckpointException"}:
         text = str(error).lower()
         for kind, words in _WORDS:

@@ -16,7 +16,7 @@ import psutil
 
 from weft.terminal import say
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is asked to send before it preempts
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: sent by SLURM before it preempts, if configured
 SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may signal several processes, which pass it on to one another
 
 
@@ -108,8 +108,8 @@ class StopSignals(SignalHandlers):
 
 
 def request_stop(number: signal.Signals) -> bool:
-    """Sends this process a signal, unless an earlier one has already asked it to end: a second would end it unsaved.
-    Returns whether it was sent."""
+    """Sends this process a signal, unless it has received one already: a second would end it unsaved. Returns whether
+    the signal was sent."""
     listening = StopSignals._listening
     if listening is not None and listening.number:
         return False
@@ -144,6 +144,6 @@ class SignalForwarder(SignalHandlers):
         raise SignalException(f"stopped by signal {number}", signal.Signals(number))
 
     def say(self) -> int:
-        """Print that the ranks have ended as they were asked to; returns the exit status."""
+        """Print that the ranks have ended after the signal. Returns the exit status."""
         say(f"stopped by {signal.Signals(self.number).name}", error=True)
         return 128 + self.number

@@ -1,7 +1,7 @@
 """Ends a rank that makes no progress: outside of collectives nothing else would notice.
 
-A thread of each rank reads the rank's own flight record. Collectives have a timeout of their own. With several ranks it
-expires first, because waiting ranks know which one did not come.
+A thread of each rank reads the rank's own flight record. Collectives have their own timeout, which expires first: ranks
+that wait in one know which rank did not come.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TICK = 0.5
 
 
 class SuspensionClock:
-    """Time in which this process did not run, because it was stopped or its machine slept. It counts as nobody's
+    """Time in which this process did not run, because it was stopped or its machine slept. It does not count as a
     hang."""
 
     def __init__(self, tick: float) -> None:
@@ -120,8 +120,8 @@ def main_stack(text: str) -> list[str]:
     return [line.strip() for line in mains[-1] if line.strip().startswith("File ")] if mains else []
 
 
-# Files in which a rank waits for others. On CUDA the host meets a collective that does not end where it next waits for
-# the device: for numbers, an event, or all that was launched.
+# Files in which a rank waits for others. On CUDA, the host notices a hanging collective where it next waits for the
+# device: for numbers, an event, or all queued work.
 _WAITING = ("/torch/distributed/", "/weft/launch/simulated.py", "/torch/cuda/__init__.py", "/torch/cuda/streams.py")
 
 
