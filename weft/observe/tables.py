@@ -48,112 +48,107 @@ def separate_engines(ranks: Iterable[tuple[str, int]]) -> list[EngineRow]:
     return [EngineRow(name, note=f"in {count} ranks of its own") for name, count in ranks]
 
 
-def engine_table(rows: Sequence[EngineRow]) -> Table:
+def engine_table(engines: Sequence[EngineRow]) -> Table:
     """A row for each engine, and their sum."""
-    table = new_table(
-        "memory of a rank", "engine", ">weights", ">gradients", ">optimizer", ">together", ">gathered", ""
-    )
-    for row in rows:
-        parts = (row.weights, row.gradients, row.optimizer, row.resident or None, row.gathered)
-        table.add_row(row.name, *(byte_count(part) if part else "" for part in parts), row.note)
-    table.add_section()
-    table.add_row("all", "", "", "", byte_count(sum(row.resident for row in rows)), "", "side by side")
-    return table
+    columns = ("engine", ">weights", ">gradients", ">optimizer", ">together", ">gathered", "")
+    rows = []
+    for engine in engines:
+        parts = (engine.weights, engine.gradients, engine.optimizer, engine.resident or None, engine.gathered)
+        rows.append((engine.name, *(byte_count(part) if part else "" for part in parts), engine.note))
+    total = byte_count(sum(engine.resident for engine in engines))
+    return new_table("memory of a rank", *columns, rows=rows, total=("all", "", "", "", total, "", "side by side"))
 
 
 def mesh_table(axes: Iterable[AxisRow]) -> Table:
     """The axes, their sizes, and the ranks along each."""
-    table = new_table("mesh", "axis", ">size", "ranks", "meaning")
+    rows = []
     for axis in axes:
         shown = " | ".join(ranges(group) for group in axis["groups"][:_SHOWN_GROUPS])
         hidden = len(axis["groups"]) - _SHOWN_GROUPS
-        table.add_row(
-            axis["name"], str(axis["size"]), f"{shown} | {hidden} more" if hidden > 0 else shown, axis["meaning"]
-        )
-    return table
+        shown += f" | {hidden} more" if hidden > 0 else ""
+        rows.append((axis["name"], str(axis["size"]), shown, axis["meaning"]))
+    return new_table("mesh", "axis", ">size", "ranks", "meaning", rows=rows)
 
 
-def dtype_table(rows: Iterable[DtypeRow]) -> Table:
+def dtype_table(dtypes: Iterable[DtypeRow]) -> Table:
     """The dtypes, one row each."""
-    table = new_table("dtypes", "what", "dtype", "note")
-    for row in rows:
-        table.add_row(row["use"], row["dtype"], row["note"])
-    return table
+    return new_table("dtypes", "what", "dtype", "note", rows=[(d["use"], d["dtype"], d["note"]) for d in dtypes])
 
 
 def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
     """The FSDP units; units that differ only in the numbers of their names are one row. tp: size of mesh.tp."""
     mixed = ["sharding"] if any(unit["sharding"] for unit in units) else []
     title = "FSDP units" + (f", the part of one of {tp} ranks of tp" if tp > 1 else "")
-    table = new_table(title, ">units", "name", ">parameters each", ">bytes each", *mixed)
     names_by_unit: dict[tuple[str, int, int, str], list[str]] = {}
     for unit in units:
         key = (re.sub(r"\d+", "*", unit["name"]), unit["parameters"], unit["bytes"], unit["sharding"])
         names_by_unit.setdefault(key, []).append(unit["name"])
-    for (pattern, parameters, size, sharding), names in names_by_unit.items():
-        name = names[0] if len(names) == 1 else pattern
-        table.add_row(str(len(names)), name, count(parameters), byte_count(size), *([sharding] if mixed else []))
-    table.add_section()
-    total, size = sum(u["parameters"] for u in units), sum(u["bytes"] for u in units)
-    table.add_row(str(len(units)), "all", count(total), byte_count(size))
-    return table
+    rows = [
+        (str(len(names)), names[0] if len(names) == 1 else pattern, count(parameters), byte_count(size),
+         *([sharding] if mixed else []))
+        for (pattern, parameters, size, sharding), names in names_by_unit.items()
+    ]  # fmt: skip
+    parameters, size = sum(unit["parameters"] for unit in units), sum(unit["bytes"] for unit in units)
+    total = (str(len(units)), "all", count(parameters), byte_count(size))
+    return new_table(title, ">units", "name", ">parameters each", ">bytes each", *mixed, rows=rows, total=total)
 
 
 def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
     """The parameter groups with weight decay, and with learning rates if these differ."""
     rates = ["" if group.lr is None else f"{group.lr:g}" for group in groups]
     mixed = len(set(rates) - {""}) > 1
-    columns = ["group", ">weight decay", *([">peak lr"] if mixed else []), ">parameters", ">elements", "names"]
-    table = new_table("optimizer groups", *columns)
+    rows = []
     for group, rate in zip(groups, rates, strict=True):
-        names = ", ".join(group.examples) or "-"
-        counts = (str(group.parameters), count(group.elements), names)
-        table.add_row(group.name, f"{group.weight_decay:g}", *([rate] if mixed else []), *counts)
-    return table
+        counts = (str(group.parameters), count(group.elements), ", ".join(group.examples) or "-")
+        rows.append((group.name, f"{group.weight_decay:g}", *([rate] if mixed else []), *counts))
+    columns = ("group", ">weight decay", *([">peak lr"] if mixed else []), ">parameters", ">elements", "names")
+    return new_table("optimizer groups", *columns, rows=rows)
 
 
 def sharding_table(parameters: Sequence[ParameterRow]) -> Table:
     """Every parameter with its full shape and this rank's, and totals."""
-    table = new_table("sharding", "parameter", ">full", ">this rank", "axes", "dtype")
-    for row in parameters:
-        table.add_row(
-            row["name"], shape(row["full_shape"]), shape(row["local_shape"]), ", ".join(row["axes"]), row["dtype"]
-        )
-    table.add_section()
-    _add_totals(table, parameters)
-    return table
+    rows = [
+        (p["name"], shape(p["full_shape"]), shape(p["local_shape"]), ", ".join(p["axes"]), p["dtype"])
+        for p in parameters
+    ]
+    columns = ("parameter", ">full", ">this rank", "axes", "dtype")
+    return new_table("sharding", *columns, rows=rows, total=_sharding_totals(parameters))
 
 
 def sharding_totals_table(parameters: Sequence[ParameterRow]) -> Table:
     """Only the totals of sharding_table."""
-    table = new_table("sharding", "", ">full", ">this rank", "share", "")
-    _add_totals(table, parameters)
-    return table
+    return new_table("sharding", "", ">full", ">this rank", "share", "", rows=[_sharding_totals(parameters)])
 
 
-def _add_totals(table: Table, parameters: Sequence[ParameterRow]) -> None:
-    full = [math.prod(row["full_shape"]) for row in parameters]
-    local = [math.prod(row["local_shape"]) for row in parameters]
-    sizes = [row["itemsize"] for row in parameters]
-    table.add_row(
+def _sharding_totals(parameters: Sequence[ParameterRow]) -> tuple[str, ...]:
+    full, local = (
+        [(math.prod(p[key]), math.prod(p[key]) * p["itemsize"]) for p in parameters]
+        for key in ("full_shape", "local_shape")
+    )
+    elements, sharded = sum(n for n, _ in full), sum(n for n, _ in local)
+    return (
         f"all {len(parameters)}",
-        f"{count(sum(full))} ({byte_count(_dot(full, sizes))})",
-        f"{count(sum(local))} ({byte_count(_dot(local, sizes))})",
-        f"{sum(local) / max(1, sum(full)):.1%} on this rank",
+        f"{count(elements)} ({byte_count(sum(size for _, size in full))})",
+        f"{count(sharded)} ({byte_count(sum(size for _, size in local))})",
+        f"{sharded / max(1, elements):.1%} on this rank",
         "",
     )
 
 
-def _dot(counts: list[int], sizes: list[int]) -> int:
-    return sum(n * size for n, size in zip(counts, sizes, strict=True))
-
-
-def new_table(title: str, *columns: str) -> Table:
-    """An empty table with these column heads; a leading `>` aligns a column to the right. Long texts are folded."""
+def new_table(
+    title: str, *columns: str, rows: Iterable[Sequence[str]] = (), total: Sequence[str] | None = None
+) -> Table:
+    """A table with these column heads; a leading `>` aligns a column to the right. Long texts are folded. total: a last
+    row, below a line."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    if total is not None:
+        table.add_section()
+        table.add_row(*total)
     return table
 
 

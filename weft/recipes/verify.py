@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from weft.config.schema import OptimizerConfig, SftConfig
 from weft.data.encode import load_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.base import Loss
 from weft.engine.losses.load import choose_objective
 from weft.engine.optim.custom_optimizer import find_class
 from weft.engine.selfcheck.kinds import kinds_of
@@ -35,7 +33,6 @@ from weft.verify.documents import awkward_steps, special_ids
 from weft.verify.harness import Verdict, verify
 from weft.verify.image_documents import steps_for
 from weft.verify.narrow import compare_as_configured
-from weft.verify.observed import Step
 from weft.verify.plants import planted
 from weft.verify.rl_harness import verify_rl
 from weft.verify.rl_rollouts import recorded_rollouts
@@ -77,7 +74,10 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
                 verdict = (check_rl if isinstance(config, RlConfig) else check)(config, subject, ranks, options)
             except UserError as error:
                 if subject.cut:
-                    raise UserError(_of_a_copy(error, subject)) from error
+                    raise UserError(
+                        f"{error}\nThe verified model is {subject.words}. If the whole model has the parts that the "
+                        "config names, give --layers a number that reaches them, or verify without that key."
+                    ) from error
                 raise
         answer = [verdict is None or verdict.passed]
         if verdict is not None:
@@ -89,8 +89,8 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
 def compute_in_fp32() -> None:
     """Turns TF32 off, in matrix products and in cuDNN's convolutions (of state mixers), where it is the default.
 
-    This uses torch's older switches, which do not warn in versions 2.11 to 2.15. Once the newer ones (fp32_precision)
-    are used for cuDNN, torch's own code that reads the older ones raises.
+    This uses torch's older switches, which do not warn in versions 2.11 to 2.15. After the newer ones (fp32_precision)
+    have been used for cuDNN, torch's own code that reads the older ones raises.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -104,7 +104,8 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     engine = Engine(EngineConfig.from_config(exact), ranks, readouts=() if objective is None else objective.readouts)
     special, remark = special_ids(engine, subject.path)
     steps = awkward_steps(hf.vocabulary_size(subject.path), special=special)
-    verdict = _verdict(engine, subject.path, steps, objective)
+    shown, images, image_plan = steps_for(engine, subject.path, steps)
+    verdict = verify(engine, subject.path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)
     if verdict is not None and remark:
         verdict = replace(verdict, remarks=[*verdict.remarks, remark])
     same_dtypes = Precision.from_config(config.fsdp, ranks.device) == Precision.from_config(exact.fsdp, ranks.device)
@@ -117,12 +118,6 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     if verdict is None:
         return None
     return replace(verdict, figures=[*verdict.figures, *figures], remarks=[*verdict.remarks, remark])
-
-
-def _verdict(engine: Engine, path: str, steps: Sequence[Step], objective: Loss | None) -> Verdict | None:
-    """The verdict of an engine; None except on the first rank. Models that take images get documents with images."""
-    shown, images, image_plan = steps_for(engine, path, steps)
-    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)
 
 
 def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
@@ -175,14 +170,16 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     fits = [_fits(config, ranks)]
     dist.broadcast_object_list(fits, src=0, group=ranks.group)  # each rank may see other free memory
     if layers is None and not fits[0]:
-        layers = max(2, *_stages(config))
+        # Each pipeline stage of the model, its reference and its critic needs at least one layer.
+        roles = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
+        layers = max(2, config.mesh.pp, *(pp or 1 for pp in roles))
     if layers is None and config.model.init == "pretrained" and config.model.dcp_weights is None:
         return VerifiedModel(config.model.path, f"{config.model.path}, its own weights")
     shape = hf.read_config(config.model.path)
     words = f"{config.model.path}, random weights"
     if layers is not None:
         shape = fewer_layers(shape, layers, kinds_of(shape))
-        why = "as asked" if options.layers is not None else "because the reference would not fit this machine"
+        why = "--layers" if options.layers is not None else "because the reference would not fit this machine"
         words += f", cut to {counted(shape.get_text_config().num_hidden_layers, 'layer')} ({why})"
     shared = [str(Path(folder) / "model")]
     dist.broadcast_object_list(shared, src=0, group=ranks.group)
@@ -197,21 +194,8 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     return VerifiedModel(shared[0], words, cut=layers is not None)
 
 
-def _stages(config: SftConfig | RlConfig) -> list[int]:
-    """The pipeline sizes of the model, its reference and its critic; each stage needs at least one layer."""
-    engine_stages = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
-    return [config.mesh.pp, *(pp or 1 for pp in engine_stages)]
-
-
-def _of_a_copy(error: UserError, subject: VerifiedModel) -> str:
-    return (
-        f"{error}\nWhat is verified is {subject.words}. If the whole model has what the config names, give --layers a "
-        "number that reaches it, or verify without that key."
-    )
-
-
 def _fits(config: SftConfig | RlConfig, ranks: Ranks) -> bool:
-    """Whether the reference fits on this rank's device, and everything that is compared into the host's memory."""
+    """Whether the reference fits on this rank's device, and all compared tensors into the host's memory."""
     shape = hf.without_noise(hf.read_config(config.model.path))
     model = hf.build_meta(shape, dtype=torch.float32, attention="eager")
     weights = sum(p.numel() for p in model.parameters()) * 4
