@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,9 +13,7 @@ from weft.config.keys import NOT_YET_VALUES
 from weft.config.migrate.names import weft_value
 from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.sources import (
-    HUB_NAME,
     column_problems,
-    is_hub_name,
     key_problems,
     may_be_text,
     role_problems,
@@ -53,13 +50,12 @@ class Inert:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules for the configs of one command. exclusive: see EXCLUSIVE. ranges: key -> (test, requirement).
+    """The rules for the configs of one command. exclusive: see EXCLUSIVE.
     combinations: config -> (key, message) of values that do not go together. presets: given a function from keys to
     values, pairs of a key and the defaults that it sets for others, the stronger pair first."""
 
     exclusive: Sequence[tuple[str, str]]
     inert: Sequence[Inert]
-    ranges: Mapping[str, tuple[Test, str]]
     combinations: Callable[[Any], Iterator[tuple[str, str]]]
     presets: Callable[[Callable[[str], Any]], Iterable[tuple[str, Mapping[str, Any]]]] = lambda value: ()
 
@@ -198,122 +194,6 @@ INERT = (
 
 IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-# Arguments of a chat template that weft itself passes.
-RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
-
-POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
-NOT_NEGATIVE: tuple[Test, str] = (lambda v: v >= 0, "0 or more")
-AT_LEAST_1: tuple[Test, str] = (lambda v: v >= 1, "1 or more")
-
-
-def _up_to(maximum: int) -> tuple[Test, str]:
-    """A bound above what any run has: beyond it, a start would compute for minutes or fill the memory, in silence."""
-    return (lambda v: 1 <= v <= maximum, f"1 to {maximum:,}")
-
-
-MOST_DOCUMENTS = 1_000_000  # of a step; a plan of as many takes ten seconds
-PROCESSES = _up_to(4_096)  # on a host
-RANKS = _up_to(1_000_000)
-AT_LEAST_2: tuple[Test, str] = (lambda v: v >= 2, "2 or more (a document of one token predicts nothing)")
-SHARE: tuple[Test, str] = (lambda v: 0 <= v <= 1, "between 0 and 1")
-BELOW_1: tuple[Test, str] = (lambda v: 0 <= v < 1, "0 or more and below 1")
-AXIS: tuple[Test, str] = (lambda v: v == -1 or v >= 1, "1 or more, or -1 for as many as the ranks allow")
-
-RANGES: dict[str, tuple[Test, str]] = {
-    "mesh.dp_replicate": AXIS,
-    "mesh.dp_shard": AXIS,
-    "mesh.cp": AT_LEAST_1,
-    "mesh.ulysses": AT_LEAST_1,
-    "mesh.tp": AT_LEAST_1,
-    "mesh.ep": AT_LEAST_1,
-    "mesh.pp": AT_LEAST_1,
-    "mesh.pp_stages_per_rank": AT_LEAST_1,
-    "model.router_aux_loss_coef": POSITIVE,
-    "model.router_bias_rate": POSITIVE,
-    "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
-    "fsdp.loss_scale": (lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more"),
-    "fsdp.loss_scale_interval": AT_LEAST_1,
-    "fsdp.overrides": (
-        lambda v: all(isinstance(group, str) or group >= 2 for group in v.values()),
-        "of full, replicate, or groups of 2 or more",
-    ),
-    "fsdp.prefetch": (
-        lambda v: all(depth >= 1 for depth in (v if isinstance(v, tuple) else (v,))),
-        "1 or more, or two such numbers",
-    ),
-    "data.max_length": AT_LEAST_2,
-    "lora.rank": AT_LEAST_1,
-    "lora.alpha": POSITIVE,
-    "lora.dropout": BELOW_1,
-    "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
-    "data.workers": PROCESSES,
-    "data.max_row_bytes": (lambda v: 1 <= v <= 1 << 40, "1 to 1099511627776 (a TiB)"),
-    "data.max_image_pixels": (lambda v: 1 <= v <= 178_956_970, "1 to 178956970, which is all that Pillow opens"),
-    "data.image_pixels": (
-        lambda v: set(v) <= {"min", "max"} and all(pixels >= 1 for pixels in v.values()) and _in_order(v),
-        "{min: PIXELS, max: PIXELS}, or one of both: numbers from 1, the first not above the second",
-    ),
-    "data.video": (
-        lambda v: _is_of_videos(v),
-        "{fps: ..., min_frames: ..., max_frames: ..., min_pixels: ..., max_pixels: ...}, or some of these: above 0, "
-        "whole numbers but for fps, no least above its most",
-    ),
-    "data.template_kwargs": (
-        lambda v: not set(v) & set(RESERVED_KWARGS),
-        f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
-    ),
-    "step.documents": _up_to(MOST_DOCUMENTS),
-    "step.tokens": AT_LEAST_2,
-    "step.max_tokens_per_device": AT_LEAST_2,
-    "optimizer.lr": POSITIVE,
-    "optimizer.weight_decay": NOT_NEGATIVE,
-    "optimizer.betas": (lambda v: all(0 <= beta < 1 for beta in v), "two numbers, each 0 or more and below 1"),
-    "optimizer.eps": POSITIVE,
-    "optimizer.momentum": BELOW_1,
-    "optimizer.max_grad_norm": (lambda v: v > 0, "above 0, or null for no clipping"),
-    "optimizer.ema_decay": (lambda v: 0 < v < 1, "above 0 and below 1, or null for no average"),
-    "schedule.warmup_ratio": SHARE,
-    "schedule.warmup_steps": NOT_NEGATIVE,
-    "schedule.min_lr_ratio": SHARE,
-    "schedule.decay_ratio": SHARE,
-    "schedule.cycles": AT_LEAST_1,
-    "schedule.power": POSITIVE,
-    "schedule.timescale": AT_LEAST_1,
-    "train.steps": AT_LEAST_1,
-    "train.epochs": AT_LEAST_1,
-    "train.seed": NOT_NEGATIVE,
-    "train.timeout": POSITIVE,
-    "train.log_every": AT_LEAST_1,
-    "train.max_nonfinite": AT_LEAST_1,
-    "train.neftune_noise_alpha": (lambda v: v > 0, "above 0, or null for no noise"),
-    "checkpoint.every": NOT_NEGATIVE,
-    "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
-    "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),
-    "checkpoint.keep_every": AT_LEAST_1,
-    "checkpoint.push": (is_hub_name, HUB_NAME),
-    "eval.every": NOT_NEGATIVE,
-    "eval.patience": AT_LEAST_1,
-    "eval.target": (lambda v: 0 < v <= 1, "above 0 and at most 1, or null"),
-    "eval.share": (lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
-    "eval.min_delta": NOT_NEGATIVE,
-    "eval.max_new_tokens": AT_LEAST_1,
-    "eval.temperature": NOT_NEGATIVE,
-    "track.system_seconds": POSITIVE,
-    "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
-    "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
-}
-
-
-def _in_order(limits: Mapping[str, int]) -> bool:
-    return len(limits) < 2 or limits["min"] <= limits["max"]
-
-
-def _is_of_videos(limits: Mapping[str, float]) -> bool:
-    names = [f"{edge}_{unit}" for unit in ("frames", "pixels") for edge in ("min", "max")]
-    are_integers = all(limits[name] == int(limits[name]) >= 1 for name in names if name in limits)
-    pairs = zip(names[::2], names[1::2], strict=True)
-    ordered = all(limits.get(lower, 0) <= limits.get(upper, float("inf")) for lower, upper in pairs)
-    return set(limits) <= {"fps", *names} and 0 < limits.get("fps", 1) <= 1000 and are_integers and ordered
 
 
 def _paths_of_data(config: Any) -> list[str]:
@@ -597,4 +477,4 @@ def adapter_presets(value: Callable[[str], Any], command: str) -> Iterator[tuple
             yield name, ADAPTER_DEFAULTS[command]
 
 
-SFT = Rules(EXCLUSIVE, INERT, RANGES, _combinations, lambda value: adapter_presets(value, "sft"))
+SFT = Rules(EXCLUSIVE, INERT, _combinations, lambda value: adapter_presets(value, "sft"))

@@ -9,16 +9,26 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
+from weft.config.ranges import Range
+
 Section = TypeVar("Section")
 
 # (key, value) that are planned and refused until the feature exists.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 
 
-def key(help: str, default: Any = MISSING, default_factory: Any = MISSING, *, formerly: str = "") -> Any:
-    """A config key: a dataclass field that carries its documentation. Without a default it is required. formerly: the
-    name that it had in the same section; configs may still use it."""
-    metadata = {"help": help, "formerly": formerly}
+def key(
+    help: str,
+    default: Any = MISSING,
+    default_factory: Any = MISSING,
+    *,
+    within: Range | None = None,
+    formerly: str = "",
+) -> Any:
+    """A config key: a dataclass field that carries its documentation. Without a default it is required. within: the
+    values that it may have, where its type does not say it; null is not compared. formerly: the name that it had in the
+    same section; configs may still use it."""
+    metadata = {"help": help, "within": within, "formerly": formerly}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -50,13 +60,14 @@ def with_former_names(section: type[Section]) -> type[Section]:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a schema: dotted name, type, default (MISSING if the key is required), documentation, and the dotted
-    name that it had before ("" for none)."""
+    """One key of a schema: dotted name, type, default (MISSING if the key is required), documentation, range, and the
+    dotted name that it had before ("" for none)."""
 
     name: str
     type: Any
     default: Any
     help: str
+    within: Range | None = None
     formerly: str = ""
 
     @property
@@ -93,7 +104,7 @@ def _schema_keys(schema: type) -> dict[str, Key]:
             name = f"{section}.{spec.name.removesuffix('_')}"
             former = f"{section}.{spec.metadata['formerly']}" if spec.metadata.get("formerly") else ""
             help = str(spec.metadata.get("help", "")) + (f" Formerly {former}." if former else "")
-            table[name] = Key(name, hints[spec.name], default_of(spec), help, former)
+            table[name] = Key(name, hints[spec.name], default_of(spec), help, spec.metadata.get("within"), former)
     return table
 
 

@@ -9,13 +9,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from weft.config.checks import RANGES, Test
 from weft.config.coerce import describe
 from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
 from weft.config.migrate.trainer import TABLES
 from weft.config.presets import ADAPTER_DEFAULTS
-from weft.config.rl_checks import RANGES as RL_RANGES
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import show, written
@@ -45,14 +43,14 @@ only the keys are listed whose defaults differ.
 
 def reference() -> str:
     """The page, as Markdown."""
-    parts = [_INTRODUCTION, *_tables(SftConfig, sections(SftConfig), RANGES), _REINFORCEMENT]
+    parts = [_INTRODUCTION, *_tables(SftConfig, sections(SftConfig)), _REINFORCEMENT]
     shared = sections(SftConfig).values()
     rl_sections = {section: kind for section, kind in sections(RlConfig).items() if kind not in shared}
-    parts += _tables(RlConfig, rl_sections, RL_RANGES)
+    parts += _tables(RlConfig, rl_sections)
     return "\n".join(parts)
 
 
-def _tables(config: type, section_types: Mapping[str, type], ranges: Mapping[str, tuple[Test, str]]) -> Iterator[str]:
+def _tables(config: type, section_types: Mapping[str, type]) -> Iterator[str]:
     """One table for each of these sections of a config. Of a section that `weft sft` has with other defaults, only the
     keys whose defaults differ."""
     command = "rl" if config is RlConfig else "sft"
@@ -60,20 +58,22 @@ def _tables(config: type, section_types: Mapping[str, type], ranges: Mapping[str
         keys = [key for key in schema_keys(config).values() if key.name.startswith(section + ".")]
         if kind.__base__ is not object:
             keys = [key for key in keys if key.leaf in kind.__annotations__]
-        rows = "\n".join(_row(key, ranges, ADAPTER_DEFAULTS[command]) for key in keys)
+        rows = "\n".join(_row(key, ADAPTER_DEFAULTS[command]) for key in keys)
         yield (
             f"## {section}\n\n{kind.__doc__}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n{rows}\n"
         )
 
 
-def _row(key: Key, ranges: Mapping[str, tuple[Test, str]], adapted: Mapping[str, Any]) -> str:
+def _row(key: Key, adapted: Mapping[str, Any]) -> str:
     default = "required" if key.required else f"`{show_default(key)}`"
     if key.name in adapted:
         default += f", with lora `{show(adapted[key.name])}`"
-    kind = describe(key.type)
-    if key.name in ranges:
-        kind += f"; {ranges[key.name][1]}"
-    return f"| `{key.name}` | {kind} | {default} | {key.help} |"
+    return f"| `{key.name}` | {_kind(key)} | {default} | {key.help} |"
+
+
+def _kind(key: Key) -> str:
+    """`an integer; 1 or more`."""
+    return describe(key.type) + (f"; {key.within.words}" if key.within else "")
 
 
 # ---------------------------------------------------------------- weft keys
@@ -143,10 +143,8 @@ def _default(key: Key) -> str:
 
 def _described(key: Key) -> list[str]:
     """A key in full: its name, type, range and default, and its meaning below."""
-    ranges = {**RL_RANGES, **RANGES}
-    kind = describe(key.type) + (f"; {ranges[key.name][1]}" if key.name in ranges else "")
     default = _default(key)
-    head = f"{key.name}  {kind}" + (", required" if key.required else f"; default {default}")
+    head = f"{key.name}  {_kind(key)}" + (", required" if key.required else f"; default {default}")
     return [
         *textwrap.wrap(head, _WIDTH, subsequent_indent="    ", break_on_hyphens=False),
         *textwrap.wrap(key.help, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),

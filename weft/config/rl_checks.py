@@ -8,17 +8,10 @@ from dataclasses import fields
 from typing import Any
 
 from weft.config.checks import (
-    AT_LEAST_1,
-    AT_LEAST_2,
-    AXIS,
-    BELOW_1,
+    EXCLUSIVE as SFT_EXCLUSIVE,
+)
+from weft.config.checks import (
     IMPORT_PATH,
-    MOST_DOCUMENTS,
-    NOT_NEGATIVE,
-    POSITIVE,
-    PROCESSES,
-    RANKS,
-    SHARE,
     Inert,
     Rules,
     Test,
@@ -28,15 +21,10 @@ from weft.config.checks import (
     pipeline_combinations,
 )
 from weft.config.checks import (
-    EXCLUSIVE as SFT_EXCLUSIVE,
-)
-from weft.config.checks import (
     INERT as SFT_INERT,
 )
-from weft.config.checks import (
-    RANGES as SFT_RANGES,
-)
 from weft.config.presets import ADVANTAGES, COMPARING, LIKE, POLICY_LOSSES, PRESETS
+from weft.config.ranges import MOST_DOCUMENTS
 from weft.config.rl_schema import (
     BUILT_IN_REWARDS,
     CriticConfig,
@@ -216,65 +204,6 @@ INERT = (
         "logprobs of samples are those of the model that sampled them, without noise",
     ),
 )
-
-RANGES: dict[str, tuple[Test, str]] = {
-    **{name: rule for name, rule in SFT_RANGES.items() if not name.startswith(_RL_RULES)},
-    "rl.prompts_per_step": AT_LEAST_1,
-    "rl.group_size": AT_LEAST_1,
-    "rl.minibatches": AT_LEAST_1,
-    "rl.epochs": AT_LEAST_1,
-    "rl.clip": (lambda v: 0 < v[0] <= 1 and v[1] > 0, "two numbers above 0, the first at most 1"),
-    "rl.gamma": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "rl.gae_lambda": SHARE,
-    "rl.dual_clip": (lambda v: v > 1, "above 1, or null"),
-    "rl.kl_coef": NOT_NEGATIVE,
-    "rl.kl_clamp": POSITIVE,
-    "rl.entropy_coef": NOT_NEGATIVE,
-    "rl.correction_limits": (lambda v: 0 <= v[0] <= 1 <= v[1], "two numbers, 1 between them, neither below 0"),
-    "rl.dynamic_sampling": NOT_NEGATIVE,
-    "rl.overlong_buffer": AT_LEAST_1,
-    "rl.overlong_penalty": POSITIVE,
-    "reference.ranks": AT_LEAST_1,
-    "critic.ranks": AT_LEAST_1,
-    "reference.dp_replicate": AXIS,
-    "reference.dp_shard": AXIS,
-    "reference.tp": AT_LEAST_1,
-    "reference.pp": AT_LEAST_1,
-    "reference.max_tokens_per_device": AT_LEAST_2,
-    "critic.lr": POSITIVE,
-    "critic.clip": (lambda v: v > 0, "above 0, or null for no clipping"),
-    "critic.dp_replicate": AXIS,
-    "critic.dp_shard": AXIS,
-    "critic.tp": AT_LEAST_1,
-    "critic.pp": AT_LEAST_1,
-    "critic.max_tokens_per_device": AT_LEAST_2,
-    "rollout.max_prompt_tokens": AT_LEAST_1,
-    "rollout.max_new_tokens": AT_LEAST_1,
-    "rollout.temperature": (lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
-    "rollout.kv_cache_tokens": AT_LEAST_1,
-    "rollout.num_engines": AT_LEAST_1,
-    "rollout.tp": AT_LEAST_1,
-    "rollout.gpu_memory_utilization": POSITIVE,
-    "rollout.timeout": POSITIVE,
-    "rollout.bucket_mb": AT_LEAST_1,
-    "rollout.verify_every": NOT_NEGATIVE,
-    "rl.reward_timeout": POSITIVE,
-    "rl.reward_workers": PROCESSES,
-    "rl.max_turns": AT_LEAST_1,
-    "rl.environment_timeout": POSITIVE,
-    "cluster.trainer_ranks": RANKS,
-    "cluster.max_staleness": NOT_NEGATIVE,
-    "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "rollout.top_k": NOT_NEGATIVE,
-    "rollout.min_p": BELOW_1,
-    "eval.samples": NOT_NEGATIVE,
-    "eval.pass_at": (lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
-    "eval.temperature": (lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
-    "eval.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "eval.top_k": NOT_NEGATIVE,
-    "eval.max_new_tokens": AT_LEAST_1,
-    "eval.every": NOT_NEGATIVE,
-}
 
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
@@ -539,4 +468,4 @@ def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, An
     yield from adapter_presets(value, "rl")
 
 
-RULES = Rules(EXCLUSIVE, INERT, RANGES, _combinations, _presets)
+RULES = Rules(EXCLUSIVE, INERT, _combinations, _presets)

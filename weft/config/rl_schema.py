@@ -8,6 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weft.config.keys import key, with_former_names
+from weft.config.ranges import (
+    AT_LEAST_1,
+    AT_LEAST_2,
+    AXIS,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROCESSES,
+    RANKS,
+    SHARE,
+    UP_TO_1,
+    Range,
+)
 from weft.config.run_schema import RunConfig, TrackConfig
 from weft.config.schema import (
     CheckpointConfig,
@@ -49,15 +62,20 @@ class RlAlgorithm:
         "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended "
         "then, and each sample tried alone.",
         30.0,
+        within=POSITIVE,
     )
-    reward_workers: int | None = key("Processes that run reward functions; null: one per core, at most 16.", None)
+    reward_workers: int | None = key(
+        "Processes that run reward functions; null: one per core, at most 16.", None, within=PROCESSES
+    )
     environment: str | None = key(
         "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; null: the "
         "policy answers once. docs/how-to/environments.md",
         None,
     )
-    max_turns: int = key("How often the policy may answer in one conversation with rl.environment.", 8)
-    environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0)
+    max_turns: int = key(
+        "How often the policy may answer in one conversation with rl.environment.", 8, within=AT_LEAST_1
+    )
+    environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0, within=POSITIVE)
     algorithm: Literal[
         "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "ppo"
     ] = key(
@@ -71,16 +89,10 @@ class RlAlgorithm:
         None,
         formerly="like",
     )
-    prompts_per_step: int = key(
-        "Prompts of a rollout step.",
-        64,
-        formerly="prompts",
-    )
-    group_size: int = key("Samples of each prompt, whose rewards are compared.", 8)
+    prompts_per_step: int = key("Prompts of a rollout step.", 64, formerly="prompts", within=AT_LEAST_1)
+    group_size: int = key("Samples of each prompt, whose rewards are compared.", 8, within=AT_LEAST_1)
     minibatches: int = key(
-        "Optimizer steps that a rollout step's groups are dealt to.",
-        1,
-        formerly="updates",
+        "Optimizer steps that a rollout step's groups are dealt to.", 1, formerly="updates", within=AT_LEAST_1
     )
     chat: bool = key(
         "A `prompt` that is a text is what a user says, and goes through the chat template; false: it is continued as "
@@ -90,7 +102,7 @@ class RlAlgorithm:
     instruction: str | None = key(
         "Text put behind every prompt, on a line of its own, as in `Put the answer in \\boxed{}.`", None
     )
-    epochs: int = key("How often a rollout step's samples are trained.", 1)
+    epochs: int = key("How often a rollout step's samples are trained.", 1, within=AT_LEAST_1)
     advantage: str = key(
         "What a sample's reward is compared with: `grpo`, the mean of its group; `rloo`, that of the group's others; "
         "`reinforce++`, the mean of the step; `reinforce++_baseline`, the mean of its group, then scaled over the "
@@ -103,8 +115,8 @@ class RlAlgorithm:
         "group",
         formerly="scale",
     )
-    gamma: float = key("What a reward is worth one token earlier.", 1.0)
-    gae_lambda: float = key("1: advantages from rewards alone; less: more from the critic's values.", 1.0)
+    gamma: float = key("What a reward is worth one token earlier.", 1.0, within=UP_TO_1)
+    gae_lambda: float = key("1: advantages from rewards alone; less: more from the critic's values.", 1.0, within=SHARE)
     policy_loss: str = key(
         "`ppo`: the ratio of current and old policy, clipped; `gspo`: the same of whole samples, the geometric mean of "
         "their tokens' ratios; `ppo_sequence`: their product (RLOO in TRL); `cispo`: clipped "
@@ -113,10 +125,14 @@ class RlAlgorithm:
         "ppo",
     )
     clip: tuple[float, float] = key(
-        "How far below and above 1 the ratio of current and old policy may move before its gradient is cut.", (0.2, 0.2)
+        "How far below and above 1 the ratio of current and old policy may move before its gradient is cut.",
+        (0.2, 0.2),
+        within=Range(lambda v: 0 < v[0] <= 1 and v[1] > 0, "two numbers above 0, the first at most 1"),
     )
     dual_clip: float | None = key(
-        "Where the advantage is negative, no token's loss is more than so many times that; null: unbounded.", None
+        "Where the advantage is negative, no token's loss is more than so many times that; null: unbounded.",
+        None,
+        within=Range(lambda v: v > 1, "above 1, or null"),
     )
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = key(
         "How an optimizer step's loss is made of those of its tokens: `token_mean`: their mean; `sequence_mean`: the "
@@ -129,6 +145,7 @@ class RlAlgorithm:
         "Weight of the KL divergence from the reference, the model as it was at first; 0: none.",
         0.0,
         formerly="kl",
+        within=NOT_NEGATIVE,
     )
     measure_kl: bool = key(
         "Measure the KL divergence from the reference (metric `kl`) where rl.kl_coef is 0, too; nothing is trained on "
@@ -144,6 +161,7 @@ class RlAlgorithm:
     kl_clamp: float | None = key(
         "Each token's estimate is no further from 0 than this; null: unbounded. verl, SkyRL, NeMo RL and ROLL have 10.",
         None,
+        within=POSITIVE,
     )
     kl_unbiased: bool = key(
         "Multiply the estimate in the loss by the ratio of current and old policy, so that its gradient is that of "
@@ -154,6 +172,7 @@ class RlAlgorithm:
         "Weight of the entropy of the policy, which is taken off the loss.",
         0.0,
         formerly="entropy",
+        within=NOT_NEGATIVE,
     )
     entropy_aggregation: Literal["token_mean", "sequence_mean"] | None = key(
         "How that entropy is made of its tokens'; null: as the loss is, rl.loss_aggregation.", None
@@ -183,12 +202,15 @@ class RlAlgorithm:
         "token",
     )
     correction_limits: tuple[float, float] | None = key(
-        "Lowest and highest ratio; null: [0, 2] with tis and mis, [0.5, 5] with icepop.", None
+        "Lowest and highest ratio; null: [0, 2] with tis and mis, [0.5, 5] with icepop.",
+        None,
+        within=Range(lambda v: 0 <= v[0] <= 1 <= v[1], "two numbers, 1 between them, neither below 0"),
     )
     dynamic_sampling: int = key(
         "Groups whose rewards are all equal teach nothing: they are replaced by those of other prompts, in so many "
         "rounds at most. 0: they stay.",
         0,
+        within=NOT_NEGATIVE,
     )
     mask_truncated: bool = key(
         "Do not train samples that ended at their longest; their rewards still count in the means of their groups.",
@@ -203,8 +225,9 @@ class RlAlgorithm:
         "Tokens before rollout.max_new_tokens in which the reward of a sample falls, from 0 by up to "
         "rl.overlong_penalty (DAPO, equation 13); null: it does not.",
         None,
+        within=AT_LEAST_1,
     )
-    overlong_penalty: float = key("What a sample of the greatest length loses.", 1.0)
+    overlong_penalty: float = key("What a sample of the greatest length loses.", 1.0, within=POSITIVE)
 
     @property
     def has_reference(self) -> bool:
@@ -228,12 +251,22 @@ class RolloutConfig:
         "(docs/reference/rollout-engines.md).",
         "embedded",
     )
-    max_prompt_tokens: int = key("Longest prompt in tokens; data.long_documents says what happens to others.", 1024)
-    max_new_tokens: int = key("Longest completion in tokens.", 1024)
-    temperature: float = key("Logits are divided by it, in sampling and in training alike.", 1.0)
-    top_p: float = key("Likeliest tokens that are drawn from, by their probability together; 1: all.", 1.0)
-    top_k: int = key("Likeliest tokens that are drawn from, by number; 0: all.", 0)
-    min_p: float = key("Tokens less likely than this share of the likeliest are not drawn; 0: all may be.", 0.0)
+    max_prompt_tokens: int = key(
+        "Longest prompt in tokens; data.long_documents says what happens to others.", 1024, within=AT_LEAST_1
+    )
+    max_new_tokens: int = key("Longest completion in tokens.", 1024, within=AT_LEAST_1)
+    temperature: float = key(
+        "Logits are divided by it, in sampling and in training alike.",
+        1.0,
+        within=Range(lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
+    )
+    top_p: float = key(
+        "Likeliest tokens that are drawn from, by their probability together; 1: all.", 1.0, within=UP_TO_1
+    )
+    top_k: int = key("Likeliest tokens that are drawn from, by number; 0: all.", 0, within=NOT_NEGATIVE)
+    min_p: float = key(
+        "Tokens less likely than this share of the likeliest are not drawn; 0: all may be.", 0.0, within=BELOW_1
+    )
     allow_truncated: bool = key(
         "Train on samples of a server whose rollout.top_p, top_k or min_p leave tokens out, though it does not say how "
         "much of the distribution it kept: logprobs are then of the kept tokens, which biases the correction by that "
@@ -259,17 +292,20 @@ class RolloutConfig:
         "Megabytes of weights that are on their way to the engines at once, which is the memory that a sync takes. A "
         "tensor that is larger than a quarter of it goes alone.",
         192,
+        within=AT_LEAST_1,
     )
     verify_every: int = key(
         "Syncs from one whose tensors are compared by checksum, where they arrived and where the engine keeps them, to "
         "the next; 0: only the first of each engine. Names, shapes, dtypes and versions are checked in each.",
         20,
+        within=NOT_NEGATIVE,
     )
     kv_cache_tokens: int = key(
         "Tokens that the embedded engine remembers at once on each rank (its KV cache), where a completion counts as "
         "long as it may become; others wait. One always runs.",
         65_536,
         formerly="max_tokens_per_device",
+        within=AT_LEAST_1,
     )
     python: str | None = key(
         "Python program, or folder of the environment, that engines of their own run with; null: the one that "
@@ -281,13 +317,15 @@ class RolloutConfig:
         "take.",
         None,
         formerly="engines",
+        within=AT_LEAST_1,
     )
-    tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1)
+    tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1, within=AT_LEAST_1)
     gpu_memory_utilization: float | None = key(
         "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: whole GiB of KV "
         "cache. null: as the engine does by itself, on CPU 1.",
         None,
         formerly="memory",
+        within=POSITIVE,
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
         "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.", "auto"
@@ -302,6 +340,7 @@ class RolloutConfig:
         "Seconds in which an engine has to start, to obey, and to finish at least one of the completions that it is "
         "working on; one that does not counts as hanging.",
         600.0,
+        within=POSITIVE,
     )
 
     @property
@@ -327,6 +366,7 @@ class ClusterConfig:
         "Trainer ranks; null: one per accelerator of the cluster, else --nproc, else 1.",
         None,
         formerly="trainer",
+        within=RANKS,
     )
     placement: Literal["auto", "colocated", "disaggregated"] = key(
         "`colocated`: engines of their own have the trainers' devices, and they take turns; `disaggregated`: they have "
@@ -344,6 +384,7 @@ class ClusterConfig:
         "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
         "so far ahead, while training goes on. 0: they take turns. Needs an engine of its own (rollout.engine).",
         0,
+        within=NOT_NEGATIVE,
     )
 
 
@@ -361,21 +402,28 @@ class ReferenceConfig:
         "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
     )
     ranks: int | None = key(
-        "Ranks of its own, each with a device that nobody else has; null: the trainer's ranks, which take turns.", None
+        "Ranks of its own, each with a device that nobody else has; null: the trainer's ranks, which take turns.",
+        None,
+        within=AT_LEAST_1,
     )
     dp_replicate: int | None = key(
-        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with reference.ranks.", None
+        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with reference.ranks.", None, within=AXIS
     )
     dp_shard: int | None = key(
-        "Ranks over which its weights are sharded; null: mesh.dp_shard, or all with reference.ranks.", None
+        "Ranks over which its weights are sharded; null: mesh.dp_shard, or all with reference.ranks.", None, within=AXIS
     )
-    tp: int | None = key("Ranks that divide each of its layers; null: mesh.tp, or 1 with reference.ranks.", None)
-    pp: int | None = key("Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with reference.ranks.", None)
+    tp: int | None = key(
+        "Ranks that divide each of its layers; null: mesh.tp, or 1 with reference.ranks.", None, within=AT_LEAST_1
+    )
+    pp: int | None = key(
+        "Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with reference.ranks.", None, within=AT_LEAST_1
+    )
     cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
     max_tokens_per_device: int | None = key(
         "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
         "more fit.",
         None,
+        within=AT_LEAST_2,
     )
 
 
@@ -392,28 +440,36 @@ class CriticConfig:
         "What a new head begins with: `zeros`, so that all values are 0 at first, or `normal`, drawn from train.seed.",
         "zeros",
     )
-    lr: float = key("Peak learning rate; all else is as `optimizer` and `schedule` say.", 1.0e-5)
+    lr: float = key("Peak learning rate; all else is as `optimizer` and `schedule` say.", 1.0e-5, within=POSITIVE)
     clip: float | None = key(
         "How far a value may move from what it was before a rollout step's first update, until its gradient is cut; "
         "null: never.",
         0.2,
+        within=Range(lambda v: v > 0, "above 0, or null for no clipping"),
     )
     ranks: int | None = key(
         "Ranks of its own, each with a device that nobody else has: it then trains while the policy does; null: the "
         "trainer's ranks, which take turns.",
         None,
+        within=AT_LEAST_1,
     )
     dp_replicate: int | None = key(
-        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with critic.ranks.", None
+        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with critic.ranks.", None, within=AXIS
     )
-    dp_shard: int | None = key("Ranks over which it is sharded; null: mesh.dp_shard, or all with critic.ranks.", None)
-    tp: int | None = key("Ranks that divide each of its layers; null: mesh.tp, or 1 with critic.ranks.", None)
-    pp: int | None = key("Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with critic.ranks.", None)
+    dp_shard: int | None = key(
+        "Ranks over which it is sharded; null: mesh.dp_shard, or all with critic.ranks.", None, within=AXIS
+    )
+    tp: int | None = key(
+        "Ranks that divide each of its layers; null: mesh.tp, or 1 with critic.ranks.", None, within=AT_LEAST_1
+    )
+    pp: int | None = key(
+        "Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with critic.ranks.", None, within=AT_LEAST_1
+    )
     cpu_offload: bool | None = key(
         "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
     )
     max_tokens_per_device: int | None = key(
-        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None, within=AT_LEAST_2
     )
 
 
@@ -421,9 +477,11 @@ class CriticConfig:
 class RlOptimizerConfig(OptimizerConfig):
     """As in `weft sft`, with other defaults: a tenth of the learning rate, and no decay."""
 
-    lr: float = key("Peak learning rate.", 1.0e-6)
+    lr: float = key("Peak learning rate.", 1.0e-6, within=POSITIVE)
     weight_decay: float = key(
-        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.", 0.0
+        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.",
+        0.0,
+        within=NOT_NEGATIVE,
     )
 
 
@@ -444,18 +502,28 @@ class RlEvalConfig:
     sources: tuple[SourceConfig, ...] | None = key(
         "Several sets of held-out prompts in place of eval.path, each with a name; evaluated apart.", None
     )
-    every: int = key("Rollout steps between evaluations; 0: only after the last.", 0)
+    every: int = key("Rollout steps between evaluations; 0: only after the last.", 0, within=NOT_NEGATIVE)
     at_start: bool = key("Evaluate before the first step, too.", False)
     samples: int = key(
-        "Answers drawn for each held-out prompt beside the greedy one, from which pass@k is estimated; 0: none.", 0
+        "Answers drawn for each held-out prompt beside the greedy one, from which pass@k is estimated; 0: none.",
+        0,
+        within=NOT_NEGATIVE,
     )
     pass_at: tuple[int, ...] | None = key(
-        "k of pass@k (Chen et al. 2021); null: 1, 2, 4, ... up to eval.samples, which is one of them.", None
+        "k of pass@k (Chen et al. 2021); null: 1, 2, 4, ... up to eval.samples, which is one of them.",
+        None,
+        within=Range(lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
     )
-    temperature: float = key("Temperature of the answers that eval.samples draws.", 1.0)
-    top_p: float = key("Likeliest tokens that those are drawn from, by their probability together; 1: all.", 1.0)
-    top_k: int = key("Likeliest tokens that those are drawn from, by number; 0: all.", 0)
-    max_new_tokens: int | None = key("Longest answer in tokens; null: rollout.max_new_tokens.", None)
+    temperature: float = key(
+        "Temperature of the answers that eval.samples draws.",
+        1.0,
+        within=Range(lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
+    )
+    top_p: float = key(
+        "Likeliest tokens that those are drawn from, by their probability together; 1: all.", 1.0, within=UP_TO_1
+    )
+    top_k: int = key("Likeliest tokens that those are drawn from, by number; 0: all.", 0, within=NOT_NEGATIVE)
+    max_new_tokens: int | None = key("Longest answer in tokens; null: rollout.max_new_tokens.", None, within=AT_LEAST_1)
     correct_from: float = key(
         "Value of the first reward function that has one, from which an answer counts as correct.", 1.0
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.config.keys import key, with_former_names
+from weft.config.ranges import POSITIVE, Range
 
 
 @with_former_names
@@ -30,7 +31,7 @@ class TrackConfig:
         "temperature and power. A line of RUN/system.jsonl each time, which trackers get, too.",
         True,
     )
-    system_seconds: float = key("Seconds between two such samples.", 10.0)
+    system_seconds: float = key("Seconds between two such samples.", 10.0, within=POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,15 @@ class ProfileConfig:
     """Traces of chosen steps, in RUN/profile; docs/reference/observing.md tells how to read them."""
 
     steps: tuple[int, ...] = key(
-        "Optimizer steps that torch's profiler traces, as in [3, 4]: RUN/profile/rank-0-step-3.json.gz.", ()
+        "Optimizer steps that torch's profiler traces, as in [3, 4]: RUN/profile/rank-0-step-3.json.gz.",
+        (),
+        within=Range(lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
     )
-    ranks: tuple[int, ...] = key("Ranks that write a trace.", (0,))
+    ranks: tuple[int, ...] = key(
+        "Ranks that write a trace.",
+        (0,),
+        within=Range(lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
+    )
     memory: bool = key(
         "Record allocations, too: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.", False
     )

@@ -10,7 +10,28 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weft.config.keys import key, with_former_names
+from weft.config.ranges import (
+    AT_LEAST_1,
+    AT_LEAST_2,
+    AXIS,
+    BELOW_1,
+    MOST_DOCUMENTS,
+    NOT_NEGATIVE,
+    PIXEL_LIMITS,
+    POSITIVE,
+    POWER_OF_2,
+    PROCESSES,
+    RESHARDING,
+    SHARD_GROUPS,
+    SHARE,
+    TEMPLATE_KWARGS,
+    UNITS_AHEAD,
+    VIDEO_LIMITS,
+    Range,
+    up_to,
+)
 from weft.config.run_schema import ProfileConfig, RunConfig, TrackConfig
+from weft.config.sources import HUB_NAME, is_hub_name
 
 
 @with_former_names
@@ -62,12 +83,13 @@ class ModelConfig:
         "none",
     )
     router_aux_loss_coef: float | None = key(
-        "Factor of that loss; null: router_aux_loss_coef of the model's config.", None
+        "Factor of that loss; null: router_aux_loss_coef of the model's config.", None, within=POSITIVE
     )
     router_bias_rate: float | None = key(
         "By how much a router's correction bias, where a family has one (DeepSeek-V3, GLM-4.5), rises after a step for "
         "each expert that was chosen less often than the mean, and falls for the others. null: they stay.",
         None,
+        within=POSITIVE,
     )
     compile: bool | Literal["auto"] = key(
         "Compile each decoder layer with torch.compile; attention over documents stays outside the graphs. The first "
@@ -101,37 +123,45 @@ class MeshConfig:
     """How the ranks are arranged. The product of the axes is the number of ranks."""
 
     dp_replicate: int = key(
-        "Copies of the sharded model (HSDP): gradients are summed over them. -1: as many as the ranks allow.", 1
+        "Copies of the sharded model (HSDP): gradients are summed over them. -1: as many as the ranks allow.",
+        1,
+        within=AXIS,
     )
     dp_shard: int = key(
         "Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). "
         "-1: as many as the ranks allow.",
         -1,
+        within=AXIS,
     )
     cp: int = key(
         "Ranks that share documents which are longer than step.max_tokens_per_device (context parallelism): up to cp "
         "times as long. Shorter documents stay on one rank. Parameters are sharded over these ranks, too.",
         1,
+        within=AT_LEAST_1,
     )
     ulysses: int | None = key(
         "Of the ranks of cp, how many exchange heads for tokens (Ulysses); groups of them exchange keys and values. "
         "A divisor of cp and of the attention heads; cp where layers carry state. null: what sends the fewest bytes.",
         None,
+        within=AT_LEAST_1,
     )
     tp: int = key(
         "Ranks that share the work on each layer (tensor parallelism): heads, intermediate widths and the vocabulary "
         "are divided over them, and they hold the same documents.",
         1,
+        within=AT_LEAST_1,
     )
     ep: int = key(
         "Of the ranks of dp_shard x cp, how many share the experts of a mixture-of-experts model (expert parallelism): "
         "each computes with its part of them, and tokens travel to their experts and back. A divisor of dp_shard x cp.",
         1,
+        within=AT_LEAST_1,
     )
     pp: int = key(
         "Stages of consecutive decoder layers, each on ranks of its own (pipeline parallelism): a row's hidden states "
         "travel from stage to stage, and the other axes are of one stage's ranks.",
         1,
+        within=AT_LEAST_1,
     )
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = key(
         "In which order a rank runs the forwards and backwards of a step's micro-batches: as soon as it can (1F1B, "
@@ -145,6 +175,7 @@ class MeshConfig:
         "Stages of each rank of pp, for Interleaved1F1B and InterleavedZeroBubble: consecutive stages are on "
         "consecutive ranks. More wait less and send more. null: 2.",
         None,
+        within=AT_LEAST_1,
     )
 
 
@@ -157,8 +188,12 @@ class FsdpConfig:
         "dynamic loss scaling.",
         "auto",
     )
-    loss_scale: float = key("fp16: the first factor on the loss; halved when a gradient overflows.", 65536.0)
-    loss_scale_interval: int = key("fp16: the factor is doubled after so many steps without overflow.", 2000)
+    loss_scale: float = key(
+        "fp16: the first factor on the loss; halved when a gradient overflows.", 65536.0, within=POWER_OF_2
+    )
+    loss_scale_interval: int = key(
+        "fp16: the factor is doubled after so many steps without overflow.", 2000, within=AT_LEAST_1
+    )
     reduce_dtype: Literal["fp32", "bf16"] = key("Dtype in which gradients are summed over ranks.", "fp32")
     master_dtype: Literal["fp32", "bf16"] = key(
         "Dtype of the weights that the optimizer steps, of their gradients, and of its state unless "
@@ -177,6 +212,7 @@ class FsdpConfig:
         "{'*.mlp.gate': replicate, model.embed_tokens: 2}. The outermost modules that a pattern names become units, "
         "with all that lies in them; gradients are summed over all data ranks all the same.",
         default_factory=dict,
+        within=SHARD_GROUPS,
     )
     reshard_after_forward: bool | int = key(
         "true: free gathered parameters after forward (ZeRO-3); false: keep them until backward (ZeRO-2); "
@@ -184,11 +220,13 @@ class FsdpConfig:
         "dtype: false keeps them for the whole step; true does so, too, on CUDA from the second step on, where an "
         "eighth of the memory stays free.",
         True,
+        within=RESHARDING,
     )
     prefetch: int | tuple[int, int] | None = key(
         "Units that are gathered ahead of the one that runs: a number for forward and backward, or [forward, "
         "backward]; more overlaps more communication and holds more memory. null: FSDP2's default, the next unit.",
         None,
+        within=UNITS_AHEAD,
     )
     cpu_offload: bool = key(
         "Keep parameters, gradients and optimizer state in the host's memory, step there, and copy each unit to the "
@@ -284,6 +322,7 @@ class DataConfig:
         "What the chat template is told besides the messages, as in {enable_thinking: false}; a document's "
         "`chat_template_kwargs` come on top.",
         default_factory=dict,
+        within=TEMPLATE_KWARGS,
     )
     template_date: str | None = key(
         "The day that some chat templates write (gpt-oss, Llama 3.2), as YYYY-MM-DD; null: the day on which the run "
@@ -294,7 +333,7 @@ class DataConfig:
         "Deal the documents in an order drawn from train.seed and the epoch; false keeps the order of the file.", True
     )
     max_length: int | None = key(
-        "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None
+        "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None, within=AT_LEAST_2
     )
     long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
     bad_rows: Literal["error", "drop"] = key(
@@ -307,17 +346,21 @@ class DataConfig:
         "may be left out. Larger images are made smaller, and take fewer tokens. Refused where the processor has no "
         "such limit.",
         default_factory=dict,
+        within=PIXEL_LIMITS,
     )
     video: dict[str, float] = key(  # noqa: RUF009 - dataclasses.field()
         "How videos are seen, as in {fps: 2, max_frames: 768}: names of qwen-vl-utils (docs/reference/data.md#videos).",
         default_factory=dict,
+        within=VIDEO_LIMITS,
     )
     check_images: bool = key(
         "Decode every image and video before training, so that a damaged one is found then; false reads only sizes.",
         True,
     )
     max_image_pixels: int = key(
-        "Most pixels of an image that is decoded: a larger one is an error, before it fills the memory.", 89_478_485
+        "Most pixels of an image that is decoded: a larger one is an error, before it fills the memory.",
+        89_478_485,
+        within=Range(lambda v: 1 <= v <= 178_956_970, "1 to 178956970, which is all that Pillow opens"),
     )
     fetch_images: bool = key(
         "Fetch images and videos of http and https URLs once, while the data are read; they are kept with the tokens.",
@@ -327,11 +370,13 @@ class DataConfig:
         "Largest row of the data in bytes (a line, an object, a row of a table): a larger one is an error that names "
         "it, found before it is read whole.",
         32 << 20,
+        within=Range(lambda v: 1 <= v <= 1 << 40, "1 to 1099511627776 (a TiB)"),
     )
     workers: int | None = key(
         "Processes that tokenise data of 64 MiB and more; null: one per core, where there are more than two; 1: the "
         "rank, which keeps two cores busy.",
         None,
+        within=PROCESSES,
     )
     cache: str | None = key(
         "Folder that keeps the tokens of large data for later runs and other ranks, by content; null: nothing is kept, "
@@ -344,19 +389,21 @@ class DataConfig:
 class LoraConfig:
     """Low-rank adapters instead of all weights (docs/reference/lora.md); on where lora.rank or lora.path is set."""
 
-    rank: int | None = key("Rank of the adapters; null: no adapters, all weights are trained.", None)
-    alpha: float | None = key("Adapters are scaled by alpha / rank; null: twice the rank.", None)
+    rank: int | None = key("Rank of the adapters; null: no adapters, all weights are trained.", None, within=AT_LEAST_1)
+    alpha: float | None = key("Adapters are scaled by alpha / rank; null: twice the rank.", None, within=POSITIVE)
     rslora: bool = key("Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA).", False)
     dropout: float = key(
         "Dropout on the inputs of adapters of linear layers. Masks are drawn by each rank for its own row, so that "
         "results depend on how a step is cut.",
         0.0,
+        within=BELOW_1,
     )
     targets: Literal["all-linear"] | tuple[str, ...] = key(
         "What is adapted: `all-linear` (every linear layer but the head), or a list of ends or patterns of names: of "
         "linear layers (q_proj, 'model.layers.1?.mlp.*'), of the embedding (embed_tokens), of fused experts "
         "(mlp.experts.gate_up_proj); `all-linear` may be one of them.",
         "all-linear",
+        within=Range(lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
     )
     modules_to_save: tuple[str, ...] = key(
         "Modules that are trained whole and saved with the adapter, by the ends of their names, as in [lm_head]. What "
@@ -380,14 +427,21 @@ class LoraConfig:
 class StepConfig:
     """The documents of an optimizer step, and how they are cut into micro-batches."""
 
-    documents: int | None = key("Documents in an optimizer step, over all ranks; null where step.tokens is set.", 64)
+    documents: int | None = key(
+        "Documents in an optimizer step, over all ranks; null where step.tokens is set.",
+        64,
+        within=up_to(MOST_DOCUMENTS),
+    )
     tokens: int | None = key(
         "Instead of step.documents: a step takes documents until one more would exceed this many tokens, "
         "over all ranks.",
         None,
+        within=AT_LEAST_2,
     )
     max_tokens_per_device: int = key(
-        "Tokens of one forward on one rank; a step is cut into as many micro-batches as this needs.", 8192
+        "Tokens of one forward on one rank; a step is cut into as many micro-batches as this needs.",
+        8192,
+        within=AT_LEAST_2,
     )
     padding: Literal["free", "buckets", "fixed"] = key(
         "Row lengths: `free` as the documents give them, `buckets` rounded up to one of a few, "
@@ -417,13 +471,19 @@ class OptimizerConfig:
         "torch.optim.Adagrad; docs/reference/training.md tells more.",
         "adamw",
     )
-    lr: float = key("Peak learning rate.", 1.0e-5)
+    lr: float = key("Peak learning rate.", 1.0e-5, within=POSITIVE)
     weight_decay: float = key(
-        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.", 0.1
+        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.",
+        0.1,
+        within=NOT_NEGATIVE,
     )
-    betas: tuple[float, float] = key("AdamW's running-average factors.", (0.9, 0.95))
-    eps: float = key("AdamW's epsilon.", 1.0e-8)
-    momentum: float = key("SGD's momentum.", 0.0)
+    betas: tuple[float, float] = key(
+        "AdamW's running-average factors.",
+        (0.9, 0.95),
+        within=Range(lambda v: all(0 <= beta < 1 for beta in v), "two numbers, each 0 or more and below 1"),
+    )
+    eps: float = key("AdamW's epsilon.", 1.0e-8, within=POSITIVE)
+    momentum: float = key("SGD's momentum.", 0.0, within=BELOW_1)
     options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Arguments of an optimizer that is named by its import path, as in {eps: 1e-6}; lr and weight_decay are given "
         "as above.",
@@ -446,11 +506,16 @@ class OptimizerConfig:
         "steps, learning rate and order of the data begin anew.",
         False,
     )
-    max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
+    max_grad_norm: float | None = key(
+        "Clip the gradient of a step to this global norm; null: never.",
+        1.0,
+        within=Range(lambda v: v > 0, "above 0, or null for no clipping"),
+    )
     ema_decay: float | None = key(
         "Keep a moving average of the weights in fp32, e = d e + (1 - d) w after every update, with this d (such as "
         "0.999); checkpoints hold it. null: none.",
         None,
+        within=Range(lambda v: 0 < v < 1, "above 0 and below 1, or null for no average"),
     )
 
 
@@ -461,17 +526,18 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"] = key(
         "Shape of the learning rate after warm-up.", "cosine"
     )
-    warmup_ratio: float = key("Warm-up steps as a share of all steps (rounded up).", 0.03)
-    warmup_steps: int | None = key("Warm-up steps; instead of warmup_ratio.", None)
-    min_lr_ratio: float = key("Learning rate of the last step, as a share of the peak.", 0.1)
-    decay_ratio: float = key("wsd: share of all steps in which the rate decays.", 0.1)
+    warmup_ratio: float = key("Warm-up steps as a share of all steps (rounded up).", 0.03, within=SHARE)
+    warmup_steps: int | None = key("Warm-up steps; instead of warmup_ratio.", None, within=NOT_NEGATIVE)
+    min_lr_ratio: float = key("Learning rate of the last step, as a share of the peak.", 0.1, within=SHARE)
+    decay_ratio: float = key("wsd: share of all steps in which the rate decays.", 0.1, within=SHARE)
     decay: Literal["linear", "cosine", "1-sqrt"] = key("wsd: shape of that decay.", "linear")
-    cycles: int = key("cosine_with_restarts: how often the rate falls from the peak.", 1)
-    power: float = key("polynomial: exponent of the share of steps that remain; 1 is linear.", 1.0)
+    cycles: int = key("cosine_with_restarts: how often the rate falls from the peak.", 1, within=AT_LEAST_1)
+    power: float = key("polynomial: exponent of the share of steps that remain; 1 is linear.", 1.0, within=POSITIVE)
     timescale: int | None = key(
         "inverse_sqrt: steps after warm-up in which the rate falls to 0.71 of the peak; null: the warm-up steps, or "
         "10000 without warm-up.",
         None,
+        within=AT_LEAST_1,
     )
 
 
@@ -480,13 +546,14 @@ class ScheduleConfig:
 class TrainConfig:
     """How long to train, and what ends a run early."""
 
-    steps: int | None = key("Optimizer steps; instead of train.epochs.", None)
-    epochs: int | None = key("Passes over the data; null where train.steps is set.", 1)
-    seed: int = key("Seed of initial weights and of the data order.", 0)
+    steps: int | None = key("Optimizer steps; instead of train.epochs.", None, within=AT_LEAST_1)
+    epochs: int | None = key("Passes over the data; null where train.steps is set.", 1, within=AT_LEAST_1)
+    seed: int = key("Seed of initial weights and of the data order.", 0, within=NOT_NEGATIVE)
     timeout: float = key(
         "Seconds a collective may wait for the other ranks, or a phase pass without progress, before the run ends with "
         "an error; loading, saving and the first step have ten times as long outside of collectives.",
         600.0,
+        within=POSITIVE,
     )
     loss: str | None = key(
         "Import path of the loss, as in my_losses:Focal: a class that is made without arguments, or an object, with "
@@ -498,16 +565,19 @@ class TrainConfig:
         "Noise on embeddings in training (NEFTune), uniform within alpha / sqrt(tokens of the document x hidden size); "
         "papers use 5 to 15. null: none.",
         None,
+        within=Range(lambda v: v > 0, "above 0, or null for no noise"),
     )
     log_every: int | None = key(
         "Elsewhere than on a terminal, optimizer steps between two lines of what is printed; null: a line every 5 "
         "seconds at most. The first and the last step are always printed; RUN/metrics.jsonl has every step.",
         None,
+        within=AT_LEAST_1,
     )
     max_nonfinite: int = key(
         "End the run after this many steps in a row whose loss or gradient is not finite; in RL also after so many "
         "rollout steps in a row of which no sample is to be trained.",
         3,
+        within=AT_LEAST_1,
     )
     deterministic: bool = key("Ask torch for deterministic algorithms (slower on accelerators).", False)
 
@@ -517,11 +587,23 @@ class CheckpointConfig:
     """When checkpoints are saved, and what is in them. Every checkpoint is a HuggingFace directory
     (docs/reference/checkpoints.md)."""
 
-    every: int = key("Optimizer steps between checkpoints; 0: only the last. The last step is always saved.", 100)
-    every_minutes: float | None = key("Save after so many minutes without a checkpoint, too; null: never.", None)
-    keep: int | None = key("Newest checkpoints that are kept; null: all.", 3)
+    every: int = key(
+        "Optimizer steps between checkpoints; 0: only the last. The last step is always saved.",
+        100,
+        within=NOT_NEGATIVE,
+    )
+    every_minutes: float | None = key(
+        "Save after so many minutes without a checkpoint, too; null: never.",
+        None,
+        within=Range(lambda v: v > 0, "above 0, or null"),
+    )
+    keep: int | None = key(
+        "Newest checkpoints that are kept; null: all.", 3, within=Range(lambda v: v >= 1, "1 or more, or null for all")
+    )
     keep_every: int | None = key(
-        "Checkpoints whose step is a multiple of this are never removed; a multiple of checkpoint.every.", None
+        "Checkpoints whose step is a multiple of this are never removed; a multiple of checkpoint.every.",
+        None,
+        within=AT_LEAST_1,
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
         "Dtype of the HuggingFace weights; `auto`: each tensor as in the source's files. Resuming never reads them.",
@@ -555,6 +637,7 @@ class CheckpointConfig:
         "state stays. The repository is made before training where it is missing, and an upload that fails never ends "
         "the run. null: nothing is uploaded.",
         None,
+        within=Range(is_hub_name, HUB_NAME),
     )
     push_at: Literal["end", "save"] = key(
         "What is uploaded: at the `end` the last checkpoint, or with checkpoint.keep_best the best; `save`: besides, "
@@ -579,9 +662,12 @@ class EvalConfig:
         "In place of eval.path: hold out this share of the documents of data.path, or of each of data.sources, drawn "
         "from train.seed. They are not trained on.",
         None,
+        within=Range(lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
     )
     every: int = key(
-        "Optimizer steps between evaluations; 0: only after the last. The last step is always evaluated.", 100
+        "Optimizer steps between evaluations; 0: only after the last. The last step is always evaluated.",
+        100,
+        within=NOT_NEGATIVE,
     )
     at_start: bool = key("Evaluate before the first step, too; the line of step 0 in metrics.jsonl.", False)
     metric: str = key(
@@ -592,12 +678,14 @@ class EvalConfig:
         "End the run, with all saved, after so many evaluations in a row that did not improve eval.metric; null: "
         "never.",
         None,
+        within=AT_LEAST_1,
     )
-    min_delta: float = key("How much lower eval.metric must be to count as improved.", 0.0)
+    min_delta: float = key("How much lower eval.metric must be to count as improved.", 0.0, within=NOT_NEGATIVE)
     target: float | None = key(
         "End the run, with all saved, once eval/exact is at least this: the share of held-out documents all of whose "
         "trained tokens are the likeliest, so that greedy decoding would write them; null: never.",
         None,
+        within=Range(lambda v: 0 < v <= 1, "above 0 and at most 1, or null"),
     )
     prompts: str | tuple[str, ...] | None = key(
         "Prompts that the model answers at every evaluation: a list of texts, a .txt file with one in each line, or a "
@@ -605,8 +693,10 @@ class EvalConfig:
         "the whole model for the time.",
         None,
     )
-    max_new_tokens: int = key("Longest answer in tokens.", 128)
-    temperature: float = key("0: the likeliest token each time; above: sampled, from train.seed and the step.", 0.0)
+    max_new_tokens: int = key("Longest answer in tokens.", 128, within=AT_LEAST_1)
+    temperature: float = key(
+        "0: the likeliest token each time; above: sampled, from train.seed and the step.", 0.0, within=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ _OF_ANY_SIZE = ("train.seed", "data.max_row_bytes")  # the latter has a limit of
 def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
     """The problems of a typed config, as messages. explicit: where each key that the user set was written."""
     location, rules = explicit or {}, rules_of(type(config))
-    problems = _ranges(config, location, rules)
+    problems = _out_of_range(config, location)
     problems += _exclusive(config, location, rules)
     problems += [
         f"{location[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
@@ -37,14 +37,15 @@ def inert_keys(config: Any) -> set[str]:
     return {rule.key for rule in rules_of(type(config)).inert if rule.when(config)}
 
 
-def _ranges(config: Any, location: Mapping[str, str], rules: Rules) -> list[str]:
+def _out_of_range(config: Any, location: Mapping[str, str]) -> list[str]:
     problems = []
-    for name, (holds, requirement) in rules.ranges.items():
+    for name, key in schema_keys(type(config)).items():
         value = get(config, name)
-        if value is not None and not holds(value):
-            default = schema_keys(type(config))[name].default
-            requirement += f" (default: {show_value(default)})"
-            problems.append(f"{_prefix(location, name)}{name} is {show_value(value)}; it must be {requirement}.")
+        if key.within is not None and value is not None and not key.within.holds(value):
+            problems.append(
+                f"{_prefix(location, name)}{name} is {show_value(value)}; it must be {key.within.words} "
+                f"(default: {show_value(key.default)})."
+            )
     return problems or list(_beyond_all(config, location))
 
 

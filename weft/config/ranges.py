@@ -1,0 +1,71 @@
+"""Ranges of values, which keys name in the schema: `key("...", 1, within=AT_LEAST_1)`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    """The values that a key may have. words: what a value must be, as in "it must be 1 or more"."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def up_to(maximum: int) -> Range:
+    """A bound above what any run has: beyond it, a start would compute for minutes or fill the memory, in silence."""
+    return Range(lambda v: 1 <= v <= maximum, f"1 to {maximum:,}")
+
+
+MOST_DOCUMENTS = 1_000_000  # of a step; a plan of as many takes ten seconds
+
+POSITIVE = Range(lambda v: v > 0, "above 0")
+NOT_NEGATIVE = Range(lambda v: v >= 0, "0 or more")
+AT_LEAST_1 = Range(lambda v: v >= 1, "1 or more")
+AT_LEAST_2 = Range(lambda v: v >= 2, "2 or more (a document of one token predicts nothing)")
+SHARE = Range(lambda v: 0 <= v <= 1, "between 0 and 1")
+BELOW_1 = Range(lambda v: 0 <= v < 1, "0 or more and below 1")
+UP_TO_1 = Range(lambda v: 0 < v <= 1, "above 0 and at most 1")
+AXIS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1 for as many as the ranks allow")
+PROCESSES = up_to(4_096)  # on a host
+RANKS = up_to(1_000_000)
+POWER_OF_2 = Range(lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more")
+RESHARDING = Range(lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more")
+SHARD_GROUPS = Range(
+    lambda v: all(isinstance(group, str) or group >= 2 for group in v.values()),
+    "of full, replicate, or groups of 2 or more",
+)
+UNITS_AHEAD = Range(
+    lambda v: all(depth >= 1 for depth in (v if isinstance(v, tuple) else (v,))), "1 or more, or two such numbers"
+)
+PIXEL_LIMITS = Range(
+    lambda v: (
+        set(v) <= {"min", "max"}
+        and all(pixels >= 1 for pixels in v.values())
+        and v.get("min", 0) <= v.get("max", math.inf)
+    ),
+    "{min: PIXELS, max: PIXELS}, or one of both: numbers from 1, the first not above the second",
+)
+
+# Arguments of a chat template that weft itself passes.
+RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
+TEMPLATE_KWARGS = Range(
+    lambda v: not set(v) & set(RESERVED_KWARGS), f"without {', '.join(RESERVED_KWARGS)}, which come from the data"
+)
+
+
+def _limits_videos(limits: Mapping[str, float]) -> bool:
+    names = [f"{edge}_{unit}" for unit in ("frames", "pixels") for edge in ("min", "max")]
+    are_integers = all(limits[name] == int(limits[name]) >= 1 for name in names if name in limits)
+    pairs = zip(names[::2], names[1::2], strict=True)
+    ordered = all(limits.get(lower, 0) <= limits.get(upper, math.inf) for lower, upper in pairs)
+    return set(limits) <= {"fps", *names} and 0 < limits.get("fps", 1) <= 1000 and are_integers and ordered
+
+
+VIDEO_LIMITS = Range(
+    _limits_videos,
+    "{fps: ..., min_frames: ..., max_frames: ..., min_pixels: ..., max_pixels: ...}, or some of these: above 0, "
+    "whole numbers but for fps, no least above its most",
+)
