@@ -20,7 +20,7 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from tests.support.cases import saved_model
 from weft.engine.selfcheck.architecture import hidden_of
 from weft.models import hf, mixer_kernels
-from weft.models.mixer_kernels import MixerKernels, described, kernels_of
+from weft.models.mixer_kernels import MixerKernels, describe_kernels, kernels_of
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
 
@@ -185,7 +185,7 @@ def install(
             if functions[name] is not None:
                 chosen = use_kernel_func_from_hub_with_fallback(name, PLACES[name][0])(packages.torch[name])
                 monkeypatch.setitem(forward.__globals__, called, chosen)
-        mixer_kernels.dispatch(type(boundary.mixer))
+        mixer_kernels.dispatch_by_device(type(boundary.mixer))
     mixer_kernels._KERNELS.clear()
     return packages
 
@@ -249,8 +249,8 @@ def test_without_packages_everything_is_as_before(monkeypatch: pytest.MonkeyPatc
         assert not any(hasattr(function, "weft_chosen") for function in functions)
         assert "causal-conv1d is not installed" in kernels_of(type(mixer)).missing
         monkeypatch.setattr(mixer_kernels, "DEVICES", ("cuda",))
-        assert described(mixer, torch.device("cpu"), torch.float32) == "document by document"
-        assert "is not installed" in described(mixer, torch.device("cuda"), torch.bfloat16)
+        assert describe_kernels(mixer, torch.device("cpu"), torch.float32) == "document by document"
+        assert "is not installed" in describe_kernels(mixer, torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "minimax"])
@@ -299,7 +299,7 @@ def test_a_version_that_would_drop_the_bounds_is_refused(
     mixer = next(iter(module.mixers.values())).mixer
     missing = kernels_of(type(mixer)).missing
     assert missing.startswith(f"{kernel} of ") and missing.endswith(f"has no argument {argument}")
-    assert missing in described(mixer, torch.device("cpu"), torch.float32)
+    assert missing in describe_kernels(mixer, torch.device("cpu"), torch.float32)
     agree(row_of(module), true)
 
 
@@ -352,9 +352,11 @@ def test_adapters_of_a_mixers_last_projection_are_heard(monkeypatch: pytest.Monk
 
 def test_what_a_row_tells_kernels_is_made_once() -> None:
     bounds = Bounds.packed((3, 1, 2), torch.device("cpu"))
-    told = MixerKernels(arguments=("seq_idx", "cu_seq_lens_q", "cu_seqlens_cpu")).of_row(bounds, torch.device("cpu"))
+    told = MixerKernels(arguments=("seq_idx", "cu_seq_lens_q", "cu_seqlens_cpu")).arguments_for(
+        bounds, torch.device("cpu")
+    )
     assert told["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]] and told["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
-    again = MixerKernels(arguments=("seq_idx", "cu_seqlens")).of_row(bounds, torch.device("cpu"))
+    again = MixerKernels(arguments=("seq_idx", "cu_seqlens")).arguments_for(bounds, torch.device("cpu"))
     assert again["seq_idx"] is told["seq_idx"] and again["cu_seqlens"] is told["cu_seq_lens_q"]
 
 
@@ -372,7 +374,7 @@ def test_functions_that_the_package_kernels_has_wrapped_are_looked_into(monkeypa
 
     monkeypatch.setitem(names, "causal_conv1d_fn", Func())
     monkeypatch.setattr(mixer_kernels, "_KERNELS", {})
-    mixer_kernels.dispatch(mixer)
+    mixer_kernels.dispatch_by_device(mixer)
     assert kernels_of(mixer).packages
     row_of(module)
     assert packages.calls

@@ -13,7 +13,7 @@ from tests.support.zoo import tiny_config
 from weft.engine.selfcheck.harness import Groups, in_threads
 from weft.models import hf
 from weft.models.families import carries_state
-from weft.models.mixer_shards import MixerShard, MixerSpec, _joined, mixer_style, view
+from weft.models.mixer_shards import MixerShard, MixerSpec, _joined, find_mixer_spec, view
 from weft.models.segments import DimSegment, TPSpec
 from weft.models.state_mixers import PerDocumentMixer
 from weft.ops.attention_call import Bounds
@@ -56,7 +56,7 @@ def test_parts_add_up(family: str, changes: dict[str, Any], ranks: int) -> None:
 
     def one(place: int, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
         own = copy.deepcopy(whole)
-        style = mixer_style(own)
+        style = find_mixer_spec(own)
         assert style is not None and style.divides(ranks)
 
         def neighbours(size: int) -> Any:
@@ -78,10 +78,10 @@ def test_parts_add_up(family: str, changes: dict[str, Any], ranks: int) -> None:
 def test_what_no_rule_explains_is_whole() -> None:
     """A convolution of other channels than the projection's parts."""
     mixer: Any = mixer_of("bamba", {})
-    assert mixer_style(mixer) is not None
+    assert find_mixer_spec(mixer) is not None
     mixer.conv1d.weight = nn.Parameter(mixer.conv1d.weight[:-1].detach())
-    assert mixer_style(mixer) is None
-    assert mixer_style(nn.Linear(2, 2)) is None
+    assert find_mixer_spec(mixer) is None
+    assert find_mixer_spec(nn.Linear(2, 2)) is None
 
 
 def test_groups_of_norms_have_to_divide_too() -> None:

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 _CONTEXT = "tests/parallel/test_context_parallel.py"
 
 MUTANTS = (
-    Mutant("parallel/tp/plan.py", "_of_norm", "TPSpec(0, (DimSegment(count, 1, heads=True, repeat=part.repeat),))", "TPSpec()", "tests/parallel/test_tensor_parallel.py::test_norms_with_a_weight_for_each_head_are_divided_with_their_heads"),
+    Mutant("parallel/tp/plan.py", "_norm_specs", "TPSpec(0, (DimSegment(count, 1, heads=True, repeat=part.repeat),))", "TPSpec()", "tests/parallel/test_tensor_parallel.py::test_norms_with_a_weight_for_each_head_are_divided_with_their_heads"),
     Mutant("ops/context.py", "attend_in_context", "last_seen[own:] - own", "last_seen[own:]", f"{_CONTEXT}::test_images_behind_a_cut_document_see_no_later_tokens"),
     Mutant("engine/batch/rows.py", "local_last_seen", "last_seen_T[kept_M]", "last_seen_T[: len(kept_M)]", f"{_CONTEXT}::test_the_last_token_that_an_image_shows_is_one_of_this_ranks_row"),
     Mutant("parallel/cp/split.py", "_deal_whole", "_taken(cut, lengths, rooms)", "_taken(cut, lengths, lengths)", f"{_CONTEXT}::test_images_of_a_cut_document_take_room_on_its_ranks"),

@@ -118,7 +118,7 @@ def test_norms_with_a_weight_for_each_head_are_divided_with_their_heads(tp: int)
     styles = find_tp_plan(module, config, tp).specs
     for leaf, heads in (("q_norm", 4), ("k_norm", 2)):
         style = styles[f"model.layers.0.self_attn.{leaf}.weight"]
-        assert (style.dim, [(part.count, part.width) for part in style.parts]) == (0, [(heads, 1)])
+        assert (style.dim, [(part.count, part.width) for part in style.segments]) == (0, [(heads, 1)])
 
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "qwen3_next", "jamba", "lfm2"])
@@ -159,7 +159,12 @@ WRONG: dict[str, tuple[str, Any, str, Any]] = {
         lambda parts, sums: parts.pow(2).mean(-1, keepdim=True),
     ),
     "time steps of a part of the channels": ("mamba", mixer_shards, "all_reduce_autograd", lambda x, ranks: x),
-    "norms over a part of the heads": ("olmo2", divide, "_of_last", lambda cut, x: replace(cut, ranges=((),) * 2)),
+    "norms over a part of the heads": (
+        "olmo2",
+        divide,
+        "_along_last_dim",
+        lambda cut, x: replace(cut, ranges=((),) * 2),
+    ),
 }
 
 

@@ -4,7 +4,7 @@ so that a mixer runs on the whole row at once; torch's code by documents (ops/by
 transformers decides when it is imported which function a mixer calls: a package's, where it is installed, else torch's,
 which knows nothing of documents. The decorated function passes on only arguments that the chosen one has: a version
 without `seq_idx` would drop it without a word. So this looks into the decorated functions, and asks for the argument.
-Packages' functions need a GPU, whatever the tensors; `dispatch` lets them run there alone.
+Packages' functions need a GPU, whatever the tensors; `dispatch_by_device` lets them run there alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MixerKernels:
     arguments: tuple[str, ...] = ()
     missing: str = ""
 
-    def vision_context(self, bounds: Bounds, device: torch.device) -> dict[str, Any]:
+    def arguments_for(self, bounds: Bounds, device: torch.device) -> dict[str, Any]:
         """The arguments for a row."""
         documents = _documents(bounds, device)
         return {name: documents[name] for name in self.arguments}
@@ -108,7 +108,7 @@ def _kernels_of(mixer: type[nn.Module]) -> MixerKernels:
     return MixerKernels(tuple(packages), tuple(arguments))
 
 
-def described(mixer: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+def describe_kernels(mixer: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     """How the mixer runs packed rows computed in `dtype`, in words."""
     kernels = kernels_of(type(mixer))
     if device.type not in DEVICES:
@@ -175,7 +175,7 @@ def _documents(bounds: Bounds, device: torch.device) -> dict[str, Tensor]:
 _TRIED: dict[tuple[type[nn.Module], str, torch.dtype], str] = {}
 
 
-def suits(mixer: nn.Module, bounds: Bounds, hidden: Tensor) -> MixerKernels | None:
+def find_kernels(mixer: nn.Module, bounds: Bounds, hidden: Tensor) -> MixerKernels | None:
     """The kernels for a packed row of these hidden states, [1, T, H]; None if there are none."""
     if hidden.device.type not in DEVICES or hidden.dtype not in _DTYPES or bounds.context is not None:
         return None
@@ -183,7 +183,7 @@ def suits(mixer: nn.Module, bounds: Bounds, hidden: Tensor) -> MixerKernels | No
     return None if kernels.missing else kernels
 
 
-def tried(mixer: nn.Module, hidden: Tensor) -> str | None:
+def trial_result(mixer: nn.Module, hidden: Tensor) -> str | None:
     """Why a trial has found the kernels unfit for such hidden states; "" if it found them right, None if there was
     none."""
     return _TRIED.get((type(mixer), hidden.device.type, hidden.dtype))
@@ -230,7 +230,7 @@ def by_torch() -> Iterator[None]:
         _by_torch = before
 
 
-def dispatch(mixer: type[nn.Module]) -> None:
+def dispatch_by_device(mixer: type[nn.Module]) -> None:
     """Let this class of mixers call packages' functions on a GPU alone; elsewhere, as in the checks of small copies at
     the start, torch's. Where no package is installed, nothing changes."""
     module = inspect.unwrap(mixer.forward).__globals__

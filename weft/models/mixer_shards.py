@@ -1,8 +1,13 @@
 """How mixers that carry state are divided: by heads, groups of heads or channels, each of which has a state of its own.
 
-A kind of mixer is recognised by the names of its children and parameters. Its division is data: where heads lie in each
+mesh.tp divides the weights of a mixer; ranks of mesh.cp that share documents divide its computation. A kind of mixer is
+recognised by the names of its children and parameters. Its division is data (MixerSpec): where heads lie in each
 projection, in the convolution and in per-head tensors; which attributes of the mixer count heads; which outputs inside
-of it sum over all heads. A mixer that no rule knows, or whose sizes a rule does not explain, is whole on every rank.
+it are sums over all heads. A mixer that no rule knows, or whose sizes a rule does not explain, is whole on every rank.
+
+A rank's part is a view of the mixer: a shallow copy with the same class and hooks, slices of the weights and buffers,
+and attributes that count this rank's heads, so that HuggingFace's own code runs on it. Its output is summed over the
+ranks that have the other parts. Under mesh.tp the weights are parts already; then only buffers and attributes are cut.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.segments import DimSegment, Range, TPSpec, dealt, ranges_of
+from weft.models.segments import DimSegment, Range, TPSpec, divide_segment, rank_ranges
 from weft.ops.communicator import Communicator, MetaCommunicator, all_reduce_autograd
 
 
@@ -25,7 +30,7 @@ from weft.ops.communicator import Communicator, MetaCommunicator, all_reduce_aut
 class MixerSpec:
     """The division of one mixer; names are relative to it.
 
-    specs: parameter or buffer -> style. output: the layer whose outputs are summed over the ranks. counts: attribute ->
+    specs: parameter or buffer -> spec. output: the layer whose outputs are summed over the ranks. counts: attribute ->
     the parts whose elements it counts. norms: norm -> its groups, each normalised by itself, which may span several
     ranks. sums: layers whose outputs are sums over all channels. hidden_alone: hidden states are the only per-token
     input of its forward.
@@ -40,17 +45,17 @@ class MixerSpec:
 
     def divides(self, ranks: int) -> bool:
         """Whether every part divides over so many ranks."""
-        parts = [part for style in self.specs.values() for part in style.parts]
-        return all(dealt(part, ranks) is not None for part in [*parts, *self.norms.values()])
+        parts = [part for spec in self.specs.values() for part in spec.segments]
+        return all(divide_segment(part, ranks) is not None for part in [*parts, *self.norms.values()])
 
     def sharing(self, norm: str, ranks: int) -> int:
         """Number of ranks that a group of a norm spans."""
-        items = dealt(self.norms[norm], ranks)
+        items = divide_segment(self.norms[norm], ranks)
         assert items is not None
         return items[1]
 
 
-def mixer_style(mixer: nn.Module) -> MixerSpec | None:
+def find_mixer_spec(mixer: nn.Module) -> MixerSpec | None:
     """The division of a mixer, from its own sizes; None if it is whole on every rank."""
     names = {name for name, _ in mixer.named_children()} | {name for name, _ in mixer.named_parameters(recurse=False)}
     for needed, rule in _RULES.items():
@@ -60,11 +65,11 @@ def mixer_style(mixer: nn.Module) -> MixerSpec | None:
     return None
 
 
-def _explains(mixer: nn.Module, style: MixerSpec) -> bool:
+def _explains(mixer: nn.Module, spec: MixerSpec) -> bool:
     """Whether the parts of each divided tensor add up to all of it."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
     return all(
-        sum(p.size for p in s.parts) == tensors[n].shape[s.dim] for n, s in style.specs.items() if s.dim is not None
+        sum(p.size for p in s.segments) == tensors[n].shape[s.dim] for n, s in spec.specs.items() if s.dim is not None
     )
 
 
@@ -260,77 +265,72 @@ _RULES: Mapping[tuple[str, ...], Callable[[Any], MixerSpec]] = {
 
 # ---------------------------------------------------------------- a rank's part, as a module
 
-
 _SUMS = "weft_sums"  # attribute of a norm in a view: (ranks, their number) that hold the other parts of its input
 Sums = tuple[tuple[Communicator, int], ...]
 
 
 @dataclass(frozen=True)
 class MixerShard:
-    """Which part of a mixer a rank computes: the one at `place` of `size`. neighbours: number of ranks -> communicator
-    of so many neighbouring ranks, which share an item. stored: parameters are cut already."""
+    """The part of a mixer that rank `rank` of `size` computes. neighbours: number of ranks -> communicator of so many
+    neighbouring ranks, which share an item. stored: parameters are cut already."""
 
-    style: MixerSpec
+    spec: MixerSpec
     rank: int
     size: int
     neighbours: Callable[[int], Communicator]
     stored: bool
 
 
-def share_of_documents(mixer: nn.Module, rank: int, ranks: Communicator, size: int) -> MixerShard | None:
+def shard_for_documents(mixer: nn.Module, rank: int, ranks: Communicator, size: int) -> MixerShard | None:
     """The part of a rank that shares whole documents with the others of `size` ranks, which have no smaller groups.
     None if the heads do not divide, or if the mixer has per-token inputs other than hidden states."""
-    style = mixer_style(mixer)
-    if style is None or not style.hidden_alone or not style.divides(size):
+    spec = find_mixer_spec(mixer)
+    if spec is None or not spec.hidden_alone or not spec.divides(size):
         return None
-    if any(style.sharing(norm, size) not in (1, size) for norm in style.norms):
+    if any(spec.sharing(norm, size) not in (1, size) for norm in spec.norms):
         return None
-    return MixerShard(style, rank, size, lambda _: ranks, stored=False)
+    return MixerShard(spec, rank, size, lambda _: ranks, stored=False)
 
 
 def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
     """Whether `size` ranks of cp can share documents, with `tp` ranks of tp. mixer: a whole one."""
-    style = mixer_style(mixer)
-    if style is not None and tp > 1 and style.divides(tp):
-        mixer = view(mixer, MixerShard(style, 0, tp, MetaCommunicator, stored=False))
-    return share_of_documents(mixer, 0, MetaCommunicator(size), size) is not None
+    spec = find_mixer_spec(mixer)
+    if spec is not None and tp > 1 and spec.divides(tp):
+        mixer = view(mixer, MixerShard(spec, 0, tp, MetaCommunicator, stored=False))
+    return shard_for_documents(mixer, 0, MetaCommunicator(size), size) is not None
 
 
-def view(mixer: nn.Module, share: MixerShard) -> nn.Module:
+def view(mixer: nn.Module, shard: MixerShard) -> nn.Module:
     """The part of a mixer, as a module. Differentiable: gradients of the slices reach the mixer's weights."""
-    style, module_copies = share.style, _Copies(mixer)
-    for name, cut in style.specs.items():
+    spec, module_copies = shard.spec, _Copies(mixer)
+    for name, cut in spec.specs.items():
         owner, leaf = module_copies.holder(name)
         if leaf in owner._buffers:
-            owner._buffers[leaf] = _slice(owner._buffers[leaf], cut, share)
-        elif not share.stored:
-            owner._parameters[leaf] = _slice(owner._parameters[leaf], cut, share)
+            owner._buffers[leaf] = _slice(owner._buffers[leaf], cut, shard)
+        elif not shard.stored:
+            owner._parameters[leaf] = _slice(owner._parameters[leaf], cut, shard)
             if leaf == "weight" and "lora" in owner._modules:
-                _cut_adapter(module_copies.module(f"{name.rpartition('.')[0]}.lora"), cut, share)
-    for name, parts in style.counts.items():
+                _cut_adapter(module_copies.module(f"{name.rpartition('.')[0]}.lora"), cut, shard)
+    for name, parts in spec.counts.items():
         owner, leaf = module_copies.holder(name)
-        owner.__dict__[leaf] = sum(size for _, size in ranges_of(parts, share.rank, share.size))
-    for name in style.norms:
-        copies = style.sharing(name, share.size)
+        owner.__dict__[leaf] = sum(size for _, size in rank_ranges(parts, shard.rank, shard.size))
+    for name in spec.norms:
+        copies = spec.sharing(name, shard.size)
         if copies > 1:
             norm = module_copies.module(name)
-            norm.__dict__[_SUMS] = (*getattr(norm, _SUMS, ()), (share.neighbours(copies), copies))
-            norm.__dict__["forward"] = partial(_norm, norm, dealt_groups(style, name, share.size))
-    for name in style.sums:
+            norm.__dict__[_SUMS] = (*getattr(norm, _SUMS, ()), (shard.neighbours(copies), copies))
+            norm.__dict__["forward"] = partial(_norm, norm, max(1, spec.norms[name].count // shard.size))
+    for name in spec.sums:
         layer = module_copies.module(name)
         layer.__dict__["_forward_hooks"] = OrderedDict(layer._forward_hooks)
-        layer.register_forward_hook(partial(_sum_outputs, share.neighbours(share.size)))  # the last of the hooks
-    if not share.stored:
-        _share_bias(module_copies.module(style.output), share.size)
+        ranks = shard.neighbours(shard.size)
+        layer.register_forward_hook(lambda _, __, output, ranks=ranks: all_reduce_autograd(output, ranks))  # the last
+    if not shard.stored:
+        _share_bias(module_copies.module(spec.output), shard.size)
     part = module_copies.module("")
     part.__dict__.pop("forward", None)  # the PerDocumentMixer's
     part.__dict__["training"] = False  # fused kernels for training include the norm and the output projection
     return part
-
-
-def dealt_groups(style: MixerSpec, norm: str, ranks: int) -> int:
-    """Number of groups of a norm on one of `ranks` ranks; at least 1."""
-    return max(1, style.norms[norm].count // ranks)
 
 
 class _Copies:
@@ -361,11 +361,11 @@ def _copied(module: nn.Module) -> nn.Module:
     return copy
 
 
-def _slice(tensor: Tensor, style: TPSpec, share: MixerShard) -> Tensor:
-    assert style.dim is not None
-    ranges = _joined(ranges_of(style.parts, share.rank, share.size))
-    slices = [tensor.narrow(style.dim, first, size) for first, size in ranges]
-    return slices[0] if len(slices) == 1 else torch.cat(slices, style.dim)
+def _slice(tensor: Tensor, spec: TPSpec, shard: MixerShard) -> Tensor:
+    assert spec.dim is not None
+    ranges = _joined(rank_ranges(spec.segments, shard.rank, shard.size))
+    slices = [tensor.narrow(spec.dim, first, size) for first, size in ranges]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, spec.dim)
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
@@ -380,10 +380,10 @@ def _joined(ranges: list[Range]) -> list[Range]:
     return joined
 
 
-def _cut_adapter(adapter: Any, weight: TPSpec, share: MixerShard) -> None:
+def _cut_adapter(adapter: Any, weight: TPSpec, shard: MixerShard) -> None:
     """Cut an adapter: B as the weight's outputs are divided, or A as its inputs are."""
     leaf, dim = ("B", 0) if weight.dim == 0 else ("A", 1)
-    adapter._parameters[leaf] = _slice(adapter._parameters[leaf], TPSpec(dim, weight.parts), share)
+    adapter._parameters[leaf] = _slice(adapter._parameters[leaf], TPSpec(dim, weight.segments), shard)
     if leaf == "A":
         adapter.divide(None)  # dropout masks are over this rank's inputs
 
@@ -392,10 +392,6 @@ def _share_bias(layer: Any, size: int) -> None:
     """Divide a bias that every rank adds by their number, so that it counts once."""
     if layer._parameters.get("bias") is not None:
         layer._parameters["bias"] = layer._parameters["bias"] / size
-
-
-def _sum_outputs(ranks: Communicator, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return all_reduce_autograd(output, ranks)
 
 
 def _norm(norm: Any, groups: int, x: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -30,10 +30,10 @@ class TPSpec:
     """The division of one parameter. dim: the dimension that is divided, part by part; None: every rank holds all."""
 
     dim: int | None = None
-    parts: tuple[DimSegment, ...] = ()
+    segments: tuple[DimSegment, ...] = ()
 
 
-def dealt(part: DimSegment, ranks: int) -> tuple[list[Range], int] | None:
+def divide_segment(part: DimSegment, ranks: int) -> tuple[list[Range], int] | None:
     """(items of each rank, number of ranks that hold the same ones); None if the part does not divide."""
     if part.repeat and part.count < ranks and ranks % part.count == 0:
         return repeated_ranges(part.count, ranks), ranks // part.count
@@ -42,11 +42,11 @@ def dealt(part: DimSegment, ranks: int) -> tuple[list[Range], int] | None:
     return None
 
 
-def ranges_of(parts: Sequence[DimSegment], rank: int, ranks: int) -> list[Range]:
+def rank_ranges(parts: Sequence[DimSegment], rank: int, ranks: int) -> list[Range]:
     """The ranges of elements of the rank at `rank`, part by part. The parts must divide."""
     ranges, offset = [], 0
     for part in parts:
-        items = dealt(part, ranks)
+        items = divide_segment(part, ranks)
         assert items is not None, (part, ranks)
         ranges += scaled_ranges([items[0][rank]], part.width, offset)
         offset += part.size

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.families import carries_state
-from weft.models.mixer_kernels import by_torch, dispatch, has_fused, suits, tried, try_kernels
-from weft.models.mixer_shards import MixerShard, share_of_documents, view
+from weft.models.mixer_kernels import by_torch, dispatch_by_device, find_kernels, has_fused, trial_result, try_kernels
+from weft.models.mixer_shards import MixerShard, shard_for_documents, view
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.by_document import by_document, is_of_tokens
 from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
@@ -27,14 +27,14 @@ _CACHES = ("cache_params", "past_key_values")
 
 class PerDocumentMixer:
     """Replaces a mixer's forward. bounds: of the next call, set by the mixer's layer. calls: number of calls with
-    packed rows. share: the part of the mixer that this rank of mesh.tp computes; None: all of it."""
+    packed rows. shard: the part of the mixer that this rank of mesh.tp computes; None: all of it."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self.mixer = mixer
         self.bounds: Bounds | None = None
         self.calls = 0
-        self.share: MixerShard | None = None
-        dispatch(type(mixer))
+        self.shard: MixerShard | None = None
+        dispatch_by_device(type(mixer))
         self._run: Callable[..., Any] = self._run_documents
         mixer.__dict__["forward"] = self.forward
 
@@ -47,7 +47,7 @@ class PerDocumentMixer:
         return self._run(*args, **kwargs)
 
     def _run_documents(self, *args: Any, **kwargs: Any) -> Any:
-        mixer = self.mixer if self.share is None else view(self.mixer, self.share)
+        mixer = self.mixer if self.shard is None else view(self.mixer, self.shard)
         if mixer.training and has_fused(type(mixer)):
             mixer = _not_fused(mixer)
         forward = partial(type(mixer).forward, mixer)
@@ -61,14 +61,14 @@ class PerDocumentMixer:
             kwargs["attention_mask"] = None
         self.calls += 1
         if bounds.context is not None:
-            return _over_ranks(mixer, bounds.context, *args, **kwargs)
+            return _run_over_ranks(mixer, bounds.context, *args, **kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         by_documents = partial(by_document, forward, bounds, *args, **kwargs)
-        kernels = suits(mixer, bounds, hidden)
+        kernels = find_kernels(mixer, bounds, hidden)
         if kernels is None:
             return by_documents()
-        by_kernels = partial(forward, *args, **{**kwargs, **kernels.vision_context(bounds, hidden.device)})
-        problem = tried(mixer, hidden)
+        by_kernels = partial(forward, *args, **{**kwargs, **kernels.arguments_for(bounds, hidden.device)})
+        problem = trial_result(mixer, hidden)
         if problem is None:
             problem = try_kernels(mixer, hidden, bounds, lambda: _first(by_kernels()), lambda: _first(by_documents()))
             if problem:
@@ -81,23 +81,25 @@ class PerDocumentMixer:
 
 
 def _not_fused(mixer: nn.Module) -> nn.Module:
-    """The mixer, with the same parameters, in a mode in which it calls its norm and projections, instead of a fused
-    kernel that takes their weights (mixer_kernels.FUSED)."""
+    """A copy of the mixer with the same parameters, in inference mode: it calls its norm and projections, instead of a
+    fused kernel that reads their weights and so leaves out adapters (mixer_kernels.FUSED)."""
     copy: nn.Module = object.__new__(type(mixer))
     copy.__dict__.update({name: value for name, value in mixer.__dict__.items() if name != "forward"}, training=False)
     return copy
 
 
-def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
-    """by_document for a row that begins with pieces of shared documents. Each rank of Ulysses computes all tokens of
-    those for its part of the heads, so that states and convolutions see whole documents. Collective over cp."""
-    x, kwargs = _hidden_alone(args, kwargs)
-    axis, share = context.axis, None
+def _run_over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
+    """by_document for a row that begins with parts of shared documents. Each rank of Ulysses computes all their tokens
+    for its part of the heads, so that states and convolutions see whole documents. Collective over cp."""
+    x = args[0] if args else kwargs.pop("hidden_states")
+    # These mixers read no per-token argument but hidden states (MixerSpec.hidden_alone).
+    kwargs = {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in kwargs.items()}
+    axis, shard = context.axis, None
     if axis.ulysses is not None and axis.ring is None:
-        share = share_of_documents(mixer, axis.rank, axis.ulysses, axis.size)
-    if share is None:
-        raise RuntimeError(f"{type(mixer).__name__}: its heads cannot be dealt to {axis.size} ranks of mesh.cp")
-    part = view(mixer, share)
+        shard = shard_for_documents(mixer, axis.rank, axis.ulysses, axis.size)
+    if shard is None:
+        raise RuntimeError(f"{type(mixer).__name__}: its heads cannot be divided over {axis.size} ranks of mesh.cp")
+    part = view(mixer, shard)
     gathered = gather_documents(x[:, : context.tokens], context)
     documents = by_document(partial(type(part).forward, part), context.shared_bounds(x.device), gathered, **kwargs)
     parts = [sum_to_tokens(_first(documents), context)]
@@ -108,48 +110,35 @@ def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any
     return (row, *documents[1:]) if isinstance(documents, tuple) else row
 
 
-def _hidden_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """(hidden states, the other arguments with per-token ones set to None, which these mixers do not read)."""
-    x = args[0] if args else kwargs["hidden_states"]
-    kept_arguments = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    return x, {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in kept_arguments.items()}
-
-
 def _first(output: Any) -> Tensor:
     first: Tensor = output[0] if isinstance(output, tuple) else output
     return first
 
 
-class _Entrance:
-    """A forward pre-hook of a decoder layer."""
-
-    def __init__(self, boundaries: Sequence[PerDocumentMixer]) -> None:
-        self.boundaries = tuple(boundaries)
-
-    def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Pass the layer's bounds, under whatever name they came, to its mixers."""
-        name = next((name for name, value in kwargs.items() if isinstance(value, Bounds)), BOUNDS_ARGUMENT)
-        for boundary in self.boundaries:
-            boundary.bounds = kwargs.get(name)
-        return args, kwargs if name == BOUNDS_ARGUMENT else {**kwargs, name: None}
-
-
 def run_per_document(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, PerDocumentMixer]:
-    """Give every mixer of these layers a Boundary, unless it has one. Returns mixer name -> Boundary."""
+    """Give every mixer of these layers a PerDocumentMixer, unless it has one; returns them by the mixer's name."""
     result: dict[str, PerDocumentMixer] = {}
     for prefix, layer in layers:
-        mixers = {f"{prefix}.{name}": mixer for name, mixer in find_mixers(layer)}
-        existing = {name: _boundary_of(mixer) for name, mixer in mixers.items()}
-        new = {name: PerDocumentMixer(mixers[name]) for name, boundary in existing.items() if boundary is None}
+        new = []
+        for name, module in find_mixers(layer):
+            owner = getattr(module.__dict__.get("forward"), "__self__", None)
+            if not isinstance(owner, PerDocumentMixer):
+                owner = PerDocumentMixer(module)
+                new.append(owner)
+            result[f"{prefix}.{name}"] = owner
         if new:
-            layer.register_forward_pre_hook(_Entrance(list(new.values())).enter, with_kwargs=True)
-        result |= {name: boundary for name, boundary in (existing | new).items() if boundary is not None}
+            layer.register_forward_pre_hook(partial(_pass_bounds, new), with_kwargs=True)
     return result
 
 
-def _boundary_of(mixer: nn.Module) -> PerDocumentMixer | None:
-    owner = getattr(mixer.__dict__.get("forward"), "__self__", None)
-    return owner if isinstance(owner, PerDocumentMixer) else None
+def _pass_bounds(
+    mixers: Sequence[PerDocumentMixer], layer: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Pre-hook of a decoder layer: pass its bounds, under whatever argument they came, to its mixers."""
+    name = next((name for name, value in kwargs.items() if isinstance(value, Bounds)), BOUNDS_ARGUMENT)
+    for mixer in mixers:
+        mixer.bounds = kwargs.get(name)
+    return args, kwargs if name == BOUNDS_ARGUMENT else {**kwargs, name: None}
 
 
 def find_mixers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -268,7 +268,7 @@ class TrainModule(nn.Module):
         balance: Balance | None = None,
         chosen_NC: Tensor | None = None,
         media: Mapping[str, Tensor] | None = None,
-        borrowed: bool = False,
+        placeholder: bool = False,
         received: Tensor | None = None,
         chunk: int = 0,
         exchange: FeatureExchange | None = None,
@@ -278,14 +278,14 @@ class TrainModule(nn.Module):
         A pipeline stage other than the last returns `sent`, its hidden states, instead. received: hidden states of the
         previous stage. chunk: which of this rank's stages runs.
 
-        chosen_NC: see Head. media, borrowed, exchange: see Row. `hidden/MODULE`: [N, width], the output of a module at
-        the position of the prediction. balance: if a layer has experts, also return `balance`, the row's sum of their
-        auxiliary loss, or, when counting, `choices` and `layers` (models/balance.py).
+        chosen_NC: see Head. media, placeholder, exchange: see Row. `hidden/MODULE`: [N, width], the output of a module
+        at the position of the prediction. balance: if a layer has experts, also return `balance`, the row's sum of
+        their auxiliary loss, or, when counting, `choices` and `layers` (models/balance.py).
         """
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}
         names = ReadoutSpec.parse(readouts).hidden
-        features = vision_context(self.base, extra, borrowed, exchange)
+        features = vision_context(self.base, extra, placeholder, exchange)
         stage_io = self.stage_ios[chunk] if self.stage_ios else None
         entered = nullcontext() if stage_io is None else stage_io.entered(received)
         with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features, entered:

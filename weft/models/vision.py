@@ -231,13 +231,13 @@ def _first(size: Any) -> int | None:
 
 
 def vision_context(
-    base: nn.Module, inputs: Mapping[str, Any], borrowed: bool, exchange: FeatureExchange | None
+    base: nn.Module, inputs: Mapping[str, Any], placeholder: bool, exchange: FeatureExchange | None
 ) -> AbstractContextManager[None]:
-    """The context in which a row's images and videos go through the tower. inputs: as Row.media; borrowed, exchange: as
-    in Row."""
+    """The context in which a row's images and videos go through the tower. inputs: as Row.media;
+    placeholder, exchange: as in Row."""
     if exchange is not None:
         return send_features(base, exchange)
-    return drop_features(base) if borrowed else run_tower_once(base, inputs)
+    return drop_features(base) if placeholder else run_tower_once(base, inputs)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from weft.launch.options import Detail
 from weft.models import hf
 from weft.models.freeze import PRESETS, resolved
 from weft.models.lora import describe as describe_adapters
-from weft.models.mixer_kernels import described
+from weft.models.mixer_kernels import describe_kernels
 from weft.models.patterns import matches
 from weft.models.transforms import chosen_transforms
 from weft.models.vision import vision_parts
@@ -272,7 +272,7 @@ def _model_lines(
     elif built.layout == "packed":
         mixers = {type(held.mixer).__name__: held.mixer for held in engine.module.mixers.values()}
         for name, mixer in sorted(mixers.items()):
-            notes += f"{name.removeprefix('FSDP')} {described(mixer, ranks.device, precision.compute)}; "
+            notes += f"{name.removeprefix('FSDP')} {describe_kernels(mixer, ranks.device, precision.compute)}; "
     yield f"layout   documents {built.layout}; {notes}{_attention(engine)}"
     if mesh.cp_size > 1:
         context, row_tokens = engine.context, engine.config.step.max_tokens_per_device
@@ -289,7 +289,7 @@ def _model_lines(
         yield f"pp       {_stages(engine, engine.pipeline)}"
     if mesh.tp_size > 1:
         replicated = {
-            type(mixer.mixer).__name__: None for mixer in engine.module.mixers.values() if mixer.share is None
+            type(mixer.mixer).__name__: None for mixer in engine.module.mixers.values() if mixer.shard is None
         }
         notes = "".join(f"{name} replicated, because its heads do not divide evenly; " for name in replicated)
         yield f"tp       layers divided over {mesh.tp_size} ranks; {notes}{_COMPARED}"

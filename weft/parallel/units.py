@@ -72,7 +72,9 @@ def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list
     names_by_id = _places(module)
     for entry in entries:
         if entry not in ("layers", "head", "embedding"):
-            units += [_named(module, f"fsdp.wrap: {entry}", name, names_by_id) for name in _of_class(module, entry)]
+            units += [
+                _named(module, f"fsdp.wrap: {entry}", name, names_by_id) for name in _find_by_class(module, entry)
+            ]
     wrapped_ids = {id(part) for unit in units for part in unit.modules}
     if "layers" in entries:
         units += [
@@ -201,7 +203,7 @@ def _tie_refusal(key: str, name: str, tied: tuple[str, str]) -> UserError:
     )
 
 
-def _of_class(module: TrainModule, class_name: str) -> list[str]:
+def _find_by_class(module: TrainModule, class_name: str) -> list[str]:
     """Names of the modules of this class that have parameters. Raises UserError, with the model's classes, if there are
     none."""
     holding = {

@@ -28,7 +28,7 @@ from weft.engine.selfcheck.harness import (
 from weft.errors import UserError
 from weft.models.experts import find_experts
 from weft.models.families import carries_state
-from weft.models.mixer_shards import mixer_style
+from weft.models.mixer_shards import find_mixer_spec
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator
 from weft.parallel.ep.experts import expert_parallel
@@ -80,7 +80,7 @@ def check_division(config: PretrainedConfig, support: ModelSupport, tp: int) -> 
 def _ranks(small: PreTrainedModel, tp: int) -> int:
     """Number of ranks for the copy: tp, if that is 4 or less and its heads allow it, else 2."""
     heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or tp)
-    styles = [mixer_style(mixer) for mixer in small.modules() if carries_state(mixer)]
+    styles = [find_mixer_spec(mixer) for mixer in small.modules() if carries_state(mixer)]
     divide = heads % tp == 0 and all(style is None or style.divides(tp) for style in styles)
     return tp if tp <= 4 and divide else 2
 

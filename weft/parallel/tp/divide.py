@@ -1,8 +1,9 @@
 """Tensor parallelism: each rank of the axis computes with its part of heads, intermediate width and vocabulary.
 
 The parts are plain tensors, cut before FSDP2 shards them, so that layers run as written. A block that computes with
-parts has its output summed over the ranks, and its input's gradient too. Some weights are held whole by every rank but
-used only for its part (norms of heads, routers): their gradients are summed over the ranks once per step.
+parts has its output summed over the ranks, and its input's gradient too: the operators g and f of Megatron-LM (Shoeybi
+et al. 2019, arXiv:1909.08053, section 3). Some weights are held whole by every rank but used only for its part (norms
+of heads, routers): their gradients are summed over the ranks once per step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from weft.models import hf
 from weft.models.experts import use_experts_forward
 from weft.models.low_rank import LowRank
 from weft.models.mixer_shards import MixerShard
-from weft.models.segments import DimSegment, Range, TPSpec, dealt, scaled_ranges
+from weft.models.segments import Range, TPSpec, divide_segment, scaled_ranges
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, all_reduce
 from weft.ops.head import VocabularyShard
@@ -54,15 +55,15 @@ def tensor_parallel(
     """
     if axis is None:
         return TensorParallel({}, {})
-    styles = find_tp_plan(module, config.get_text_config(), axis.size)
+    plan = find_tp_plan(module, config.get_text_config(), axis.size)
     cuts = {
-        name: tp_shard_spec(name, tuple(parameter.shape), styles.specs[name], axis)
+        name: tp_shard_spec(name, tuple(parameter.shape), plan.specs[name], axis)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     _replace_parameters(module, cuts)
-    _hook(module, styles, cuts, axis, sequence)
+    _hook_modules(module, plan, cuts, axis, sequence)
     vocabulary = [name for name in (module.facts.embedding, module.facts.head) if cuts[f"{name}.weight"].divides]
-    inside = ("",) if sequence else tuple(f"{name}." for name in (*styles.regions, *vocabulary))
+    inside = ("",) if sequence else tuple(f"{name}." for name in (*plan.regions, *vocabulary))
     partial = find_partial_parameters(cuts, axis, inside)
     if sequence and module.facts.head not in vocabulary:  # each rank's head reads all tokens
         partial = {name: ranks for name, ranks in partial.items() if not name.startswith(f"{module.facts.head}.")}
@@ -83,31 +84,28 @@ def find_partial_parameters(
     }
 
 
-def tp_shard_spec(name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis) -> ShardSpec:
-    """The division of a parameter of this style. Raises UserError if its sizes do not divide."""
-    if style.dim is None:
+def tp_shard_spec(name: str, shape: tuple[int, ...], spec: TPSpec, axis: TPAxis) -> ShardSpec:
+    """The shards of a parameter with this division. Raises UserError if its sizes do not divide."""
+    if spec.dim is None:
         full_range = ((0, shape[0]),) if shape else ((0, 1),)
         return ShardSpec(shape, 0, (full_range,) * axis.size, (axis.size,), axis.rank, axis.ranks)
     ranges: list[tuple[Range, ...]] = [()] * axis.size
     offset, copies = 0, list[int]()
-    for part in style.parts:
-        items = dealt(part, axis.size)
-        if items is None:
-            raise _does_not_divide(name, part, axis.size)
-        copies.append(items[1])
-        placed = scaled_ranges(items[0], part.width, offset)
-        ranges = [(*before, rank_ranges) for before, rank_ranges in zip(ranges, placed, strict=True)]
-        offset += part.size
-    return ShardSpec(shape, style.dim, tuple(ranges), tuple(copies), axis.rank, axis.ranks)
-
-
-def _does_not_divide(name: str, part: DimSegment, ranks: int) -> UserError:
-    items = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
-    sizes = [str(n) for n in range(2, part.count + 1) if part.count % n == 0]
-    return UserError(
-        f"mesh.tp={ranks} does not divide the {part.count} {items} of {name}: set mesh.tp to one of "
-        f"{', '.join(['1', *sizes])}."
-    )
+    for segment in spec.segments:
+        division = divide_segment(segment, axis.size)
+        if division is None:
+            items = "heads of keys and values" if segment.repeat else "heads" if segment.heads else "columns"
+            sizes = ["1", *(str(n) for n in range(2, segment.count + 1) if segment.count % n == 0)]
+            raise UserError(
+                f"mesh.tp={axis.size} does not divide the {segment.count} {items} of {name}: set mesh.tp to one of "
+                f"{', '.join(sizes)}."
+            )
+        items_by_rank, num_copies = division
+        copies.append(num_copies)
+        elements = scaled_ranges(items_by_rank, segment.width, offset)
+        ranges = [(*before, rank_range) for before, rank_range in zip(ranges, elements, strict=True)]
+        offset += segment.size
+    return ShardSpec(shape, spec.dim, tuple(ranges), tuple(copies), axis.rank, axis.ranks)
 
 
 def _replace_parameters(module: TrainModule, cuts: dict[str, ShardSpec]) -> None:
@@ -126,28 +124,30 @@ def _replace_parameters(module: TrainModule, cuts: dict[str, ShardSpec]) -> None
             holder.nf = holder.weight.shape[1]  # Conv1D reads its outputs' width from it
 
 
-def _hook(module: TrainModule, styles: TPPlan, cuts: dict[str, ShardSpec], axis: TPAxis, sequence: bool) -> None:
+def _hook_modules(module: TrainModule, plan: TPPlan, cuts: dict[str, ShardSpec], axis: TPAxis, sequence: bool) -> None:
+    """Hook every divided module. Hooks run in the order in which they are registered: adapters, attached before, have
+    added to a layer's output when a region's hook sums it."""
     enter, leave = (GatherTokens, ReduceScatterTokens) if sequence else (_SumGradient, _Sum)
-    for region in _modules(module, styles.regions):
+    for region in _modules(module, plan.regions):
         region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)
         region.register_forward_hook(_leave(axis.ranks, leave))
     if sequence:
         join_last_states(module.base, axis.ranks, axis.rank)
-    for layer in _modules(module, styles.biased):
+    for layer in _modules(module, plan.biased):
         share_bias(layer, axis.size)
-    for name, style in styles.joined.items():
+    for name, spec in plan.joined.items():
         norm = module.get_submodule(name)
-        width = sum(part.size for part in style.parts)
-        joined = tp_shard_spec(name, (width,), style, axis)
+        width = sum(part.size for part in spec.segments)
+        joined = tp_shard_spec(name, (width,), spec, axis)
         norm.register_forward_pre_hook(lambda _, args, joined=joined: (_JoinFeatures.apply(args[0], joined), *args[1:]))
-        norm.register_forward_hook(lambda _, __, output, joined=joined: _part_of_last(output, joined))
-    for attention in _modules(module, styles.attention):
+        norm.register_forward_hook(lambda _, __, output, joined=joined: _along_last_dim(joined, output).take(output))
+    for attention in _modules(module, plan.attention):
         _count_own_heads(attention, axis.size)
-    for name, mixer in styles.mixers.items():
-        module.mixers[name].share = MixerShard(mixer, axis.rank, axis.size, axis.neighbours, stored=True)
+    for name, mixer in plan.mixers.items():
+        module.mixers[name].shard = MixerShard(mixer, axis.rank, axis.size, axis.neighbours, stored=True)
     for name, adapter in module.named_modules():
         if isinstance(adapter, LowRank) and cuts[f"{name}.A"].divides:
-            adapter.divide(partial(_own_inputs, cuts[f"{name}.A"]))
+            adapter.divide(partial(_take_last_dim, cuts[f"{name}.A"]))
     divide_vocabulary(module, cuts, axis, leave)
 
 
@@ -177,7 +177,7 @@ def _leave(ranks: Communicator, operation: type[torch.autograd.Function]) -> Cal
 
 
 class _SumGradient(torch.autograd.Function):
-    """Identity on the input of divided layers. Backward sums the gradients, each of which is of one rank's part."""
+    """f: identity on the input of divided layers. Backward sums the gradients, each of which is of one rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -190,7 +190,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The output of divided layers: the sum of the ranks' outputs. Its gradient is the same on all ranks."""
+    """g: the sum of the ranks' outputs of divided layers. Its gradient is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -202,31 +202,27 @@ class _Sum(torch.autograd.Function):
 
 
 class _JoinFeatures(torch.autograd.Function):
-    """[..., own features] -> [..., all features], for operations that need every head at once."""
+    """[..., this rank's features] -> [..., all features], for norms over all heads (olmo2's q_norm)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: ShardSpec) -> Tensor:
         ctx.cut = cut
-        return _of_last(cut, x).join(x)
+        return _along_last_dim(cut, x).join(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cut: ShardSpec = ctx.cut
-        local = _of_last(cut, grad).take(all_reduce(grad, cut.ranks))
+        local = _along_last_dim(cut, grad).take(all_reduce(grad, cut.ranks))
         return local / cut.copies[0], None  # several ranks with the same features sum their gradients again
 
 
-def _part_of_last(x: Tensor, cut: ShardSpec) -> Tensor:
-    return _of_last(cut, x).take(x)
-
-
-def _of_last(cut: ShardSpec, x: Tensor) -> ShardSpec:
+def _along_last_dim(cut: ShardSpec, x: Tensor) -> ShardSpec:
     """The cut of a vector, as a cut of the last dimension of activations like `x`."""
     return replace(cut, shape=(*x.shape[:-1], *cut.shape), dim=x.ndim - 1)
 
 
-def _own_inputs(cut: ShardSpec, x: Tensor) -> Tensor:
-    """[..., inputs] -> [..., this rank's inputs]. cut: of a matrix by its columns."""
+def _take_last_dim(cut: ShardSpec, x: Tensor) -> Tensor:
+    """[..., inputs] -> [..., this rank's inputs]. cut: of a matrix A of adapters, which is cut by its columns."""
     return replace(cut, shape=tuple(x.shape), dim=x.ndim - 1).take(x)
 
 
@@ -261,7 +257,7 @@ def _count_own_heads(attention: Any, ranks: int) -> None:
 def divide_vocabulary(
     module: TrainModule, cuts: dict[str, ShardSpec], axis: TPAxis, total: type[torch.autograd.Function]
 ) -> None:
-    """Divide embedding and head. Tokens of other ranks' rows embed to zeros, and `total` sums the outputs; the head
+    """Divide embedding and head. Token ids of other ranks' rows embed to zeros, and `total` sums the outputs; the head
     gets its shard of the vocabulary."""
     embedding: Any = module.get_submodule(module.facts.embedding)
     cut = cuts[f"{module.facts.embedding}.weight"]

@@ -20,7 +20,7 @@ from weft.models.experts import is_experts
 from weft.models.families import carries_state
 from weft.models.lora import parameter_of
 from weft.models.low_rank import LowRank
-from weft.models.mixer_shards import MixerSpec, mixer_style
+from weft.models.mixer_shards import MixerSpec, find_mixer_spec
 from weft.models.segments import DimSegment, TPSpec
 from weft.models.train_module import TrainModule, ValueHead
 
@@ -41,7 +41,7 @@ REPLICATED = (
 )  # fmt: skip
 _LAYER = re.compile(r"DecoderLayer$")  # also a layer inside of a layer (zamba2)
 _ADDITIONS = "_adapter_list"
-# Intermediate widths are dealt in units of so many columns, because grouped matmuls need rows aligned to 16 bytes.
+# Intermediate widths are divided in units of so many columns, because grouped matmuls need rows aligned to 16 bytes.
 _COLUMNS = 8
 
 
@@ -63,7 +63,7 @@ class TPPlan:
 
 
 def find_tp_plan(module: TrainModule, config: PretrainedConfig, ranks: int) -> TPPlan:
-    """The styles of all parameters. Raises UserError, with the parameter's name, if no rule knows a matrix.
+    """The division of all parameters. Raises UserError, with the parameter's name, if no rule knows a matrix.
 
     ranks: size of mesh.tp. Mixers whose heads do not divide by it stay whole.
     """
@@ -75,8 +75,8 @@ def find_tp_plan(module: TrainModule, config: PretrainedConfig, ranks: int) -> T
     if not isinstance(module.head, ValueHead):
         specs |= {f"{module.facts.head}.{name}": vocabulary for name, _ in module.head.named_parameters()}
     for (name, layer), layer_config in zip(module.layers, hf.layer_configs(config), strict=True):
-        _of_layer(name, layer, layer_config, ranks, plan)
-    specs.update(_of_adapters(module, specs))
+        _add_layer(name, layer, layer_config, ranks, plan)
+    specs.update(_adapter_specs(module, specs))
     mixers = tuple(f"{name}." for name in module.mixers)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in specs and parameter.ndim > 1 and not name.startswith(mixers) and not _is_whole(name, module):
@@ -100,17 +100,17 @@ def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[
             )
 
 
-def _of_adapters(module: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
-    """Styles of adapters: B is divided as the weight's outputs are, or A as its inputs are; the other matrix is whole.
-    specs: styles of the weights."""
+def _adapter_specs(module: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
+    """Adapters: B is divided as the weight's outputs are, or A as its inputs are; the other matrix is whole. specs: of
+    the weights."""
     for name, child in module.named_modules():
         if not isinstance(child, LowRank):
             continue
         owner_name, _, leaf = name.rpartition(".")
-        style = specs.get(f"{owner_name}.{parameter_of(leaf)}", TPSpec())
-        by_outputs = style.dim == _outputs_dim(module.get_submodule(owner_name))
-        yield f"{name}.A", TPSpec() if style.dim is None or by_outputs else TPSpec(1, style.parts)
-        yield f"{name}.B", TPSpec(0, style.parts) if by_outputs else TPSpec()
+        spec = specs.get(f"{owner_name}.{parameter_of(leaf)}", TPSpec())
+        by_outputs = spec.dim == _outputs_dim(module.get_submodule(owner_name))
+        yield f"{name}.A", TPSpec() if spec.dim is None or by_outputs else TPSpec(1, spec.segments)
+        yield f"{name}.B", TPSpec(0, spec.segments) if by_outputs else TPSpec()
 
 
 def _outputs_dim(owner: Any) -> int:
@@ -126,56 +126,57 @@ def _is_whole(name: str, module: TrainModule) -> bool:
     return inside == name or not set(REPLICATED).isdisjoint(inside.split("."))
 
 
-def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int, plan: TPPlan) -> None:
+def _add_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int, plan: TPPlan) -> None:
     for child_name, child in layer.named_children():
         path = f"{name}.{child_name}"
         if _LAYER.search(type(child).__name__):
-            _of_layer(path, child, config, ranks, plan)
+            _add_layer(path, child, config, ranks, plan)
             continue
-        child_specs = (
-            _of_mixer(path, child, ranks, plan) if carries_state(child) else _of_block(path, child, config, plan)
+        specs = dict(
+            _mixer_specs(path, child, ranks, plan) if carries_state(child) else _block_specs(path, child, config, plan)
         )
-        specs = dict(child_specs)
-        specs |= dict(_of_additions(path, child, specs))
-        if any(style.dim is not None for style in specs.values()):
+        specs |= dict(_addition_specs(path, child, specs))
+        if any(spec.dim is not None for spec in specs.values()):
             plan.regions.append(path)
             plan.specs.update(specs)
 
 
-def _of_additions(name: str, block: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
-    """Styles of the low-rank pairs that a shared block adds to its projections for each layer that runs it (zamba2)."""
+def _addition_specs(name: str, block: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
+    """The low-rank pairs that a shared block adds to its projections for each layer that runs it (zamba2)."""
     for path, module in block.named_modules(prefix=name):
         owner, _, leaf = path.rpartition(".")
         if leaf.endswith(_ADDITIONS):
             adapted = leaf.removesuffix(_ADDITIONS).removeprefix("linear_")
-            style = specs[f"{owner}.{adapted if adapted.endswith('_proj') else f'{adapted}_proj'}.weight"]
+            spec = specs[f"{owner}.{adapted if adapted.endswith('_proj') else f'{adapted}_proj'}.weight"]
             for tensor, _ in module.named_parameters(prefix=path):
-                yield tensor, style if tensor.endswith(".1.weight") else TPSpec()
+                yield tensor, spec if tensor.endswith(".1.weight") else TPSpec()
 
 
-def _of_mixer(name: str, mixer: nn.Module, ranks: int, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
-    style = mixer_style(mixer)
-    if style is None or not style.divides(ranks):
+def _mixer_specs(name: str, mixer: nn.Module, ranks: int, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+    spec = find_mixer_spec(mixer)
+    if spec is None or not spec.divides(ranks):
         return
-    plan.mixers[name] = style
+    plan.mixers[name] = spec
     parameters = dict(mixer.named_parameters())
-    yield from ((f"{name}.{tensor}", cut) for tensor, cut in style.specs.items() if tensor in parameters)
-    if f"{style.output}.bias" in parameters:
-        plan.biased.append(f"{name}.{style.output}")
+    yield from ((f"{name}.{tensor}", cut) for tensor, cut in spec.specs.items() if tensor in parameters)
+    if f"{spec.output}.bias" in parameters:
+        plan.biased.append(f"{name}.{spec.output}")
 
 
-def _of_block(name: str, block: nn.Module, config: PretrainedConfig, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+def _block_specs(name: str, block: nn.Module, config: PretrainedConfig, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     for path, module in block.named_modules(prefix=name):
         leaves = {leaf for leaf, _ in module.named_children()}
         if leaves & {*QUERY, *FUSED, *MIXED} and leaves & {*OUT}:
-            yield from _of_attention(path, module, config, plan)
+            yield from _attention_specs(path, module, config, plan)
         elif leaves & {*GATE_UP, *FUSED_GATE_UP} and leaves & {*OUT}:
-            yield from _of_mlp(path, module, plan)
+            yield from _mlp_specs(path, module, plan)
         elif is_experts(module):
-            yield from _of_experts(path, module, plan)
+            yield from _expert_specs(path, module, plan)
 
 
-def _of_attention(name: str, module: nn.Module, config: PretrainedConfig, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+def _attention_specs(
+    name: str, module: nn.Module, config: PretrainedConfig, plan: TPPlan
+) -> Iterator[tuple[str, TPSpec]]:
     heads = int(config.num_attention_heads)
     pairs = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads)
     plan.attention.append(name)
@@ -196,7 +197,7 @@ def _of_attention(name: str, module: nn.Module, config: PretrainedConfig, plan: 
             width = _exactly(path, hf.linear_widths(child)[0], heads)
             yield from _inputs(path, child, DimSegment(heads, width, heads=True), plan)
         elif "norm" in leaf:
-            yield from _of_norm(path, leaf, child, module, (heads, pairs), plan)
+            yield from _norm_specs(path, leaf, child, module, (heads, pairs), plan)
     for leaf, parameter in module.named_parameters(recurse=False):
         if tuple(parameter.shape) == (heads,):  # attention sinks
             yield f"{name}.{leaf}", TPSpec(0, (DimSegment(heads, heads=True),))
@@ -210,10 +211,10 @@ def _mixed(name: str, linear: nn.Module, heads: int, pairs: int, config: Pretrai
     return (_heads(name, linear, pairs),)
 
 
-def _of_norm(
+def _norm_specs(
     path: str, leaf: str, norm: nn.Module, attention: nn.Module, counts: tuple[int, int], plan: TPPlan
 ) -> Iterator[tuple[str, TPSpec]]:
-    """Style of a norm of queries or keys: per head, with a shared weight (whole) or one per head; or over all heads."""
+    """A norm of queries or keys: per head, with a shared weight (whole) or one per head; or over all heads."""
     projection = getattr(attention, f"{leaf[0]}_proj", None)
     weight = getattr(norm, "weight", None)
     if projection is None or weight is None:
@@ -226,7 +227,7 @@ def _of_norm(
         plan.joined[path] = TPSpec(0, (part,))
 
 
-def _of_mlp(name: str, module: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+def _mlp_specs(name: str, module: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     for leaf, child in module.named_children():
         path = f"{name}.{leaf}"
         if leaf in GATE_UP:
@@ -237,8 +238,8 @@ def _of_mlp(name: str, module: nn.Module, plan: TPPlan) -> Iterator[tuple[str, T
             yield from _inputs(path, child, _columns(hf.linear_widths(child)[0]), plan)
 
 
-def _of_experts(name: str, experts: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
-    """Styles of experts whose weights are one tensor: [experts, out, in], or transposed, [experts, in, out]."""
+def _expert_specs(name: str, experts: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+    """The division of experts whose weights are one tensor: [experts, out, in], or transposed, [experts, in, out]."""
     transposed = experts.is_transposed if hf.is_fused_experts(experts) else _is_transposed(experts)
     for leaf, parameter in experts.named_parameters(recurse=False):
         if leaf.startswith("down_proj"):

@@ -137,7 +137,7 @@ def _of_tp(
         yield transfer("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
         yield transfer("hidden states of blocks", kind, tokens, blocks, "backward")
     for name in joined:
-        width = sum(part.size for part in styles.joined[name].parts)
+        width = sum(part.size for part in styles.joined[name].segments)
         payload_of_norm = load.tokens * width * size / load.micro_batches
         yield transfer(
             "queries and keys of a norm", "all-gather", payload_of_norm, load.micro_batches * forwards, "forward"

@@ -333,9 +333,9 @@ def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sum
 def fused_cut_as_one(
     plant: Plant, original: Original, name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis
 ) -> ShardSpec:
-    if not rehearsing() and len(style.parts) > 1:
+    if not rehearsing() and len(style.segments) > 1:
         plant.hit()
-        style = replace(style, parts=(DimSegment(sum(part.size for part in style.parts), 1),))
+        style = replace(style, segments=(DimSegment(sum(part.size for part in style.segments), 1),))
     result: ShardSpec = original(name, shape, style, axis)
     return result
 
