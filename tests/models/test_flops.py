@@ -28,7 +28,7 @@ from weft.models.flops import (
     tower_flops,
 )
 from weft.models.train_module import TrainModule
-from weft.models.vision import blocks, find_vision
+from weft.models.vision import find_vision, tower_layers
 from weft.recipes.plan.machines import machine_of
 
 
@@ -171,7 +171,7 @@ def test_the_towers_blocks_are_counted_with_their_attention(family: str) -> None
     counted, of_blocks = FlopCounterMode(display=False), 0
     with counted, torch.no_grad():
         module.base.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
-    for name, _ in blocks(module.base, module.facts):
+    for name, _ in tower_layers(module.base, module.facts):
         last = "." + ".".join(name.split(".")[-2:])  # torch begins names where the forward began
         of_blocks += sum(next(of for own, of in counted.get_flop_counts().items() if own.endswith(last)).values())
     flops, _ = tower_flops(facts, media.patches, media.pairs)

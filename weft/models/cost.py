@@ -11,7 +11,7 @@ from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
 from weft.models.lora import LoraPlan, is_adapters
 from weft.models.train_module import TrainModule
-from weft.models.vision import blocks
+from weft.models.vision import tower_layers
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -53,7 +53,7 @@ def _matrices(layer: nn.Module) -> tuple[int, int]:
 
 def _with_tower(facts: FlopFacts, module: TrainModule, text: Any) -> FlopFacts:
     """Adds the vision tower's weights and attention, if the model has a tower."""
-    layers = [layer for _, layer in blocks(module.base, module.facts)]
+    layers = [layer for _, layer in tower_layers(module.base, module.facts)]
     if not layers:
         return facts
     weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim >= 2)

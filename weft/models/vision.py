@@ -155,7 +155,7 @@ def projector_parts(base: nn.Module, facts: Facts) -> tuple[str, ...]:
     return tuple(names)
 
 
-def blocks(base: nn.Module, facts: Facts) -> list[tuple[str, nn.Module]]:
+def tower_layers(base: nn.Module, facts: Facts) -> list[tuple[str, nn.Module]]:
     """(name, module) of the layers of the vision tower, in order."""
     layers: dict[str, nn.Module] = {}
     for name, child in _inside(base, facts):

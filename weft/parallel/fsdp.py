@@ -22,7 +22,7 @@ from weft.launch.simulated import is_simulated
 from weft.models.patterns import outermost, similar_names
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
-from weft.parallel.units import Strategy, Unit, nested
+from weft.parallel.units import Strategy, Unit, inner_units
 from weft.upstream import hsdp_offload_races
 from weft.versions import all_gather_single, reduce_scatter_single
 
@@ -121,7 +121,7 @@ def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int
     The root, and a unit with inner units, begin with their first ones (in backward, their last). No unit looks beyond
     the unit that contains it, because recomputation runs a layer again in backward when the next layer is already done.
     """
-    inside = nested(root, units)
+    inside = inner_units(root, units)
 
     def with_inner(outer_units: Sequence[Unit], order: int) -> list[FSDPModule]:
         parts = []

@@ -11,7 +11,7 @@ from torch import nn
 from weft.errors import UserError
 from weft.models.patterns import CONTAINERS, outermost, similar_names
 from weft.models.train_module import TrainModule
-from weft.models.vision import blocks
+from weft.models.vision import tower_layers
 from weft.parallel.pp.model import PlaceholderLayer
 
 Strategy = Literal["full", "replicate", "experts"] | int
@@ -51,9 +51,9 @@ def find_units(
     overrides: pattern of module names -> sharding. The outermost modules that a pattern matches become units; inner
     modules follow, unless another pattern matches them. experts: modules whose ranks hold different parts (ep).
     """
-    units = _wrapped(module, wrap)
+    units = _wrap(module, wrap)
     if overrides:
-        units = _overridden(module, units, overrides)
+        units = _apply_overrides(module, units, overrides)
     for unit in units if experts else ():
         if unit.shard != "full" and any(f"{unit.name}.".startswith(f"{name}.") for name in experts):
             raise UserError(
@@ -67,13 +67,15 @@ def find_units(
     return sorted(unique.values(), key=lambda unit: (-unit.parts[0].count("."), order[id(unit.modules[0])]))
 
 
-def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list[Unit]:
+def _wrap(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list[Unit]:
+    """The units of fsdp.wrap."""
     entries, units = AUTO if wrap == "auto" else tuple(wrap), []
-    names_by_id = _places(module)
+    names_by_id = _names_by_id(module)
     for entry in entries:
         if entry not in ("layers", "head", "embedding"):
             units += [
-                _named(module, f"fsdp.wrap: {entry}", name, names_by_id) for name in _find_by_class(module, entry)
+                _checked_unit(module, f"fsdp.wrap: {entry}", name, names_by_id)
+                for name in _find_by_class(module, entry)
             ]
     wrapped_ids = {id(part) for unit in units for part in unit.modules}
     if "layers" in entries:
@@ -84,55 +86,49 @@ def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list
             and not isinstance(layer, PlaceholderLayer)
             and _split_tie(module, [name], names_by_id) is None
         ]
-    if "layers" in entries:
         units += [
-            Unit((name,), (block,)) for name, block in blocks(module.base, module.facts) if id(block) not in wrapped_ids
+            Unit((name,), (block,))
+            for name, block in tower_layers(module.base, module.facts)
+            if id(block) not in wrapped_ids
         ]
     if "embedding" in entries:
-        units.append(_named(module, "fsdp.wrap: embedding", module.facts.embedding, names_by_id))
+        units.append(_checked_unit(module, "fsdp.wrap: embedding", module.facts.embedding, names_by_id))
     if "head" in entries:
-        units += _head(module, wrapped_ids, names_by_id, is_required=wrap != "auto")
+        units += _head_units(module, wrapped_ids, names_by_id, is_required=wrap != "auto")
     return units
 
 
-def _overridden(module: TrainModule, units: list[Unit], overrides: Mapping[str, Strategy]) -> list[Unit]:
+def _apply_overrides(module: TrainModule, units: list[Unit], overrides: Mapping[str, Strategy]) -> list[Unit]:
+    """The units with the shardings of fsdp.overrides; modules that it names and no unit holds become units."""
     chosen: dict[str, Strategy] = {}  # a later pattern wins
     for pattern, strategy in overrides.items():
-        chosen |= dict.fromkeys(_outermost(module, pattern), strategy)
+        matched = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
+        if not matched:
+            names = [name for name, _ in module.named_modules() if name]
+            raise UserError(
+                f"fsdp.overrides: {pattern!r} matches no module with parameters{similar_names(pattern, names)}"
+            )
+        chosen |= dict.fromkeys(matched, strategy)
     wrapped_names = {part for unit in units for part in unit.parts}
-    names_by_id = _places(module)
+    names_by_id = _names_by_id(module)
     units = units + [
-        _named(module, f"fsdp.overrides: {name}", name, names_by_id) for name in chosen if name not in wrapped_names
+        _checked_unit(module, f"fsdp.overrides: {name}", name, names_by_id)
+        for name in chosen
+        if name not in wrapped_names
     ]
     out = []
     for unit in units:
-        strategies = [_strategy(part, chosen) for part in unit.parts]
+        strategies = []
+        for name in unit.parts:  # of the innermost chosen module that contains this one
+            while name and name not in chosen:
+                name = _parent(name)
+            strategies.append(chosen.get(name, "full"))
         if len(set(strategies)) == 1:
             out.append(replace(unit, shard=strategies[0]))
             continue
         parts = zip(unit.parts, unit.modules, strategies, strict=True)
         out += [Unit((part,), (child,), unit.keep, strategy) for part, child, strategy in parts]
     return out
-
-
-def _strategy(name: str, chosen: Mapping[str, Strategy]) -> Strategy:
-    """The strategy of the innermost chosen module that contains this one; `full` if there is none."""
-    while name:
-        if name in chosen:
-            return chosen[name]
-        name = _parent(name)
-    return "full"
-
-
-def _outermost(module: TrainModule, pattern: str) -> list[str]:
-    """The outermost modules with parameters that the pattern matches. Raises UserError if there are none."""
-    matched = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
-    if not matched:
-        all_names = [name for name, _ in module.named_modules() if name]
-        raise UserError(
-            f"fsdp.overrides: {pattern!r} matches no module with parameters{similar_names(pattern, all_names)}"
-        )
-    return matched
 
 
 def parameters_by_unit(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
@@ -146,7 +142,7 @@ def parameters_by_unit(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
     return owned
 
 
-def nested(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
+def inner_units(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
     """id of a unit's first module, or of the root -> its direct inner units, in the model's order."""
     holder = {id(part): unit for unit in units for part in unit.modules}
     inside: dict[int, list[Unit]] = {}
@@ -166,7 +162,7 @@ def nested(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
     return inside
 
 
-def _head(
+def _head_units(
     module: TrainModule, wrapped_ids: set[int], names_by_id: dict[int, list[str]], is_required: bool
 ) -> list[Unit]:
     """The final norm and the head, which run one after the other, last in forward and first in backward."""
@@ -181,9 +177,9 @@ def _head(
     return [Unit(tuple(names), tuple(module.get_submodule(name) for name in names), keep=True)]
 
 
-def _named(module: TrainModule, key: str, name: str, names_by_id: dict[int, list[str]]) -> Unit:
+def _checked_unit(module: TrainModule, key: str, name: str, names_by_id: dict[int, list[str]]) -> Unit:
     """The unit of a module that the config names. Raises UserError if the module cannot be a unit."""
-    holder = _list_inside_a_layer(module, name)
+    holder = _enclosing_list(module, name)
     if holder is not None:
         raise UserError(
             f"{key}: {name} is a member of the list {holder}, and not every rank need run every member: an expert that "
@@ -221,7 +217,7 @@ def _find_by_class(module: TrainModule, class_name: str) -> list[str]:
     return names
 
 
-def _places(module: nn.Module) -> dict[int, list[str]]:
+def _names_by_id(module: nn.Module) -> dict[int, list[str]]:
     """id of a parameter -> all of its names."""
     names_by_id: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -241,7 +237,7 @@ def _split_tie(module: nn.Module, names: Sequence[str], names_by_id: dict[int, l
     return None
 
 
-def _list_inside_a_layer(module: TrainModule, name: str) -> str | None:
+def _enclosing_list(module: TrainModule, name: str) -> str | None:
     parent = _parent(name)
     while parent.startswith(f"{module.facts.layers}."):
         if isinstance(module.get_submodule(parent), CONTAINERS):
