@@ -50,7 +50,7 @@ def with_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def known_direction(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     direction = KnownGrad(torch.ones(len(targets), device=hidden.device))
-    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction)
+    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, known_grad=direction)
     return -logprob.mean()
 
 

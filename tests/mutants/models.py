@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant("ops/head.py", "logprob_and_top1", "running.picked >= running.largest", "running.picked > running.largest", "tests/ops/test_head.py tests/recipes/test_eval.py"),
     Mutant("ops/head.py", "_Anticipated.scaled_to", "actual.dot(direction) / square", "actual.sum() / direction.sum()", "tests/ops/test_head.py"),
     Mutant("ops/head.py", "_Anticipated.scaled_to", "~foreseen & actual.isfinite().all()", "foreseen & False", "tests/ops/test_head.py tests/engine/test_loss_by_import_path.py"),
-    Mutant("ops/head.py", "spread", "out.bias[columns] += grad.sum(0, dtype=logits.wide)", "out.bias[columns] = grad.sum(0, dtype=logits.wide)", "tests/ops/test_head.py"),
+    Mutant("ops/head.py", "add_input_gradients", "out.bias[columns] += grad.sum(0, dtype=logits.wide)", "out.bias[columns] = grad.sum(0, dtype=logits.wide)", "tests/ops/test_head.py"),
     Mutant("ops/selected.py", "_fold", "places + columns.start", "places", "tests/ops/test_selected.py"),
     Mutant("ops/selected.py", "_gradient_of_tile", "upstream[block] * here", "upstream[block]", "tests/ops/test_selected.py"),
     Mutant("ops/head.py", "Logits.tile", "torch.addmm(self.bias[columns], hidden, weight.T, beta=inner, alpha=inner, out=out)", "torch.addmm(self.bias[columns], hidden, weight.T, beta=1, alpha=inner, out=out)", "tests/ops/test_head.py"),

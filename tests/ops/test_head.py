@@ -177,7 +177,7 @@ def test_a_known_direction_changes_nothing_but_the_work(
         upstream[:] = torch.tensor([1.0, -1.0] * 5 + [0.0])
     direction = KnownGrad({"a multiple": -3.7, "partly zero": 2}.get(hint, 1) * upstream)
     actual, _ = chunked_readouts(
-        hidden, weight, bias, targets, transform, entropy=False, temperature=0.7, direction=direction, tile=tile
+        hidden, weight, bias, targets, transform, entropy=False, temperature=0.7, known_grad=direction, tile=tile
     )
     expected, _ = full_readouts(hidden, weight, bias, targets, transform, 0.7)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
@@ -199,7 +199,7 @@ def test_a_direction_that_is_wrong_is_flagged(wrong: str) -> None:
     if wrong == "one token in a thousand":
         guess[7] *= 1.00001
     direction = KnownGrad(guess)
-    logprob, _ = chunked_readouts(hidden, weight, bias, targets, LogitTransform(), entropy=False, direction=direction)
+    logprob, _ = chunked_readouts(hidden, weight, bias, targets, LogitTransform(), entropy=False, known_grad=direction)
     (logprob @ upstream).backward()
     assert [bool(flag) for flag in direction.wrong] == [True]
 
@@ -209,7 +209,7 @@ def test_a_gradient_that_is_not_finite_is_no_wrong_direction(bad: float) -> None
     """The gradients of the head are not finite either, and the step is dropped."""
     hidden, weight, _, targets = problem(11, torch.float32)
     direction = KnownGrad(torch.rand(11))
-    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction)
+    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, known_grad=direction)
     upstream = direction.values_N / 2
     upstream[4] = bad
     assert not any(gradient.isfinite().all() for gradient in gradients([logprob], [upstream], [hidden, weight]))
@@ -221,7 +221,7 @@ def test_a_right_direction_saves_the_second_pass(monkeypatch: pytest.MonkeyPatch
     upstream = torch.rand(11)
     monkeypatch.setattr(head, "_differentiate", lambda *_: pytest.fail("computed again"))
     direction = KnownGrad(upstream)
-    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction)
+    logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, known_grad=direction)
     (logprob @ (upstream / 7)).backward()
     assert hidden.grad is not None and hidden.grad.any()
 
@@ -232,7 +232,7 @@ def test_a_known_direction_in_bf16(tokens: int) -> None:
     grads = []
     for direction in (None, KnownGrad(torch.ones(tokens))):
         logprob, _ = chunked_readouts(
-            hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction, tile=(16, 100)
+            hidden, weight, None, targets, LogitTransform(), entropy=False, known_grad=direction, tile=(16, 100)
         )
         grads.append(gradients([logprob.sum()], [torch.tensor(0.5)], [hidden, weight]))
     for one, other in zip(*grads, strict=True):
@@ -328,7 +328,7 @@ def test_on_cuda_a_tile_costs_one_kernel_beside_its_products(known: bool) -> Non
             direction = KnownGrad(torch.ones(4000)) if known else None
             targets = torch.zeros(4000, dtype=torch.int64)
             logprob, entropy = chunked_readouts(
-                hidden, weight, None, targets, LogitTransform(), entropy=not known, direction=direction
+                hidden, weight, None, targets, LogitTransform(), entropy=not known, known_grad=direction
             )
             (logprob.sum() if entropy is None else logprob.sum() + entropy.sum()).backward()
         names = seen.names
@@ -342,17 +342,17 @@ def test_on_cuda_a_tile_costs_one_kernel_beside_its_products(known: bool) -> Non
 
 def compare_kernels() -> None:
     """Values, both gradients, a softcap, targets of other tiles, columns that no block divides."""
-    assert head.kernels_serve(torch.device("cpu"), torch.bfloat16)
+    assert head.check_kernels(torch.device("cpu"), torch.bfloat16)
     for transform in (TRANSFORMS["none"], TRANSFORMS["scale and softcap"]):
         for known in (False, True):
             results = []
-            for fused in (False, True):
-                head.fused = lambda tile, fused=fused: fused
+            for has_kernel in (False, True):
+                head.has_kernel = lambda tile, has_kernel=has_kernel: has_kernel
                 hidden, weight, bias, targets = problem(12, torch.bfloat16, vocabulary=300, width=16)
                 upstream = torch.linspace(0.5, 2.0, 12)
                 direction = KnownGrad(upstream) if known else None
                 logprob, entropy = chunked_readouts(
-                    hidden, weight, bias, targets, transform, entropy=not known, temperature=0.7, direction=direction,
+                    hidden, weight, bias, targets, transform, entropy=not known, temperature=0.7, known_grad=direction,
                     tile=(5, 130),
                 )  # fmt: skip
                 outputs = [logprob] if entropy is None else [logprob, entropy]
@@ -419,7 +419,7 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ops, "head_kernels", wrong, raising=False)
     monkeypatch.setattr(head, "find_spec", lambda name: object())
     with pytest.warns(UserWarning, match="computes without its Triton kernels on cpu: they differ by"):
-        assert not head.kernels_serve.__wrapped__(torch.device("cpu"), torch.bfloat16)
+        assert not head.check_kernels.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 
 def test_in_fp16_gradients_are_of_the_scaled_loss() -> None:
@@ -430,7 +430,7 @@ def test_in_fp16_gradients_are_of_the_scaled_loss() -> None:
     weight = torch.tensor([[18.5], [0.0], [-0.5]], dtype=torch.float16, requires_grad=True)
     upstream = torch.ones(1)
     logprob, _ = chunked_readouts(
-        hidden, weight, None, targets, LogitTransform(), entropy=False, direction=KnownGrad(upstream)
+        hidden, weight, None, targets, LogitTransform(), entropy=False, known_grad=KnownGrad(upstream)
     )
     (ours,) = gradients([logprob], [upstream * scale], [weight])
     wide = weight.detach().double().requires_grad_()

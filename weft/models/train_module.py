@@ -53,12 +53,12 @@ class Head(nn.Module):
         hidden_NH: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        direction: KnownGrad | None = None,
+        known_grad: KnownGrad | None = None,
         chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Readouts of each prediction: `logprob` of the target and, if in `readouts`, `entropy`, [N] fp32.
 
-        direction: the gradient of logprob up to a factor, if known; saves a pass. `top1` replaces `entropy`, without
+        known_grad: the gradient of logprob up to a factor, if known; saves a pass. `top1` replaces `entropy`, without
         gradients: 1 where no token is likelier than the target. chosen_NC: the tokens of `chosen_logits`
         (models/readouts.py). Single logits together with `entropy` cost another pass.
         """
@@ -78,7 +78,7 @@ class Head(nn.Module):
                 temperature=self.temperature, shard=self.shard,
             )  # fmt: skip
             return dict(zip(("logprob", "top1"), pair, strict=True))
-        return self._chunked_readouts(hidden_NH, weight, targets_N, readouts, direction)
+        return self._chunked_readouts(hidden_NH, weight, targets_N, readouts, known_grad)
 
     def _chunked_readouts(
         self,
@@ -86,11 +86,11 @@ class Head(nn.Module):
         weight: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        direction: KnownGrad | None,
+        known_grad: KnownGrad | None,
     ) -> dict[str, Tensor]:
         logprob, entropy = chunked_readouts(
             hidden_NH, weight, self.bias, targets_N, self.transform,
-            entropy="entropy" in readouts, temperature=self.temperature, direction=direction, exact=self.exact,
+            entropy="entropy" in readouts, temperature=self.temperature, known_grad=known_grad, exact=self.exact,
             shard=self.shard,
         )  # fmt: skip
         out = {"logprob": logprob}
@@ -133,7 +133,7 @@ class ValueHead(Head):
         hidden_NH: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        direction: KnownGrad | None = None,
+        known_grad: KnownGrad | None = None,
         chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the compute dtype."""
@@ -264,7 +264,7 @@ class TrainModule(nn.Module):
         selected_N: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        direction: KnownGrad | None = None,
+        known_grad: KnownGrad | None = None,
         balance: Balance | None = None,
         chosen_NC: Tensor | None = None,
         media: Mapping[str, Tensor] | None = None,
@@ -293,7 +293,7 @@ class TrainModule(nn.Module):
         routed = {} if balance is None else _of_routers(getattr(out, "router_logits", None), balance)
         if stage_io is not None and not stage_io.is_last:
             return {"sent": stage_io.take()} | routed
-        outputs = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
+        outputs = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, known_grad, chosen_NC)
         outputs |= {HIDDEN + name: hidden[name][selected_N] for name in names}
         return outputs | routed
 

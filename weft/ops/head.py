@@ -91,7 +91,7 @@ def chunked_readouts(
     *,
     entropy: bool,
     temperature: float = 1.0,
-    direction: KnownGrad | None = None,
+    known_grad: KnownGrad | None = None,
     exact: bool = False,
     tile: tuple[int, int] | None = None,
     shard: VocabularyShard | None = None,
@@ -103,7 +103,7 @@ def chunked_readouts(
     weights). Backward is exact for any upstream gradient of both, and gives zeros, not None, for N = 0.
 
     hidden: [N, H]. weight: [V, H]. bias: [V] or None. targets: [N] int64 in [0, V); one outside gives NaN. temperature:
-    above 0. tile: (tokens, vocabulary) of logits held at a time, by default chosen by bytes. direction: saves the
+    above 0. tile: (tokens, vocabulary) of logits held at a time, by default chosen by bytes. known_grad: saves the
     second computation of logits, not with entropy; costs an fp32 [V, H] buffer if the weight is narrower and the tokens
     need several tiles. exact: compute from whole rows of logits, with the sampler's operations. shard: this rank's part
     of a divided vocabulary; its ranks call this together with the same hidden states and targets, and the gradient of
@@ -115,13 +115,13 @@ def chunked_readouts(
     assert weight.ndim == 2 and weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
     scaling = Scaling.from_transform(transform, temperature)
     if entropy or exact or not may_anticipate(weight.dtype) or shard is not None:
-        direction = None
+        known_grad = None
     assert shard is None or not exact, "whole rows of logits of a divided vocabulary"
     sampled = (transform, temperature) if exact else None
     if shard is not None:
         targets = targets - shard.first
     logprob, entropies = _Readouts.apply(
-        hidden, weight, bias, targets, direction, scaling, entropy, tile, sampled, shard
+        hidden, weight, bias, targets, known_grad, scaling, entropy, tile, sampled, shard
     )
     return logprob, entropies
 
@@ -233,7 +233,7 @@ class _Readouts(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        direction: KnownGrad | None,
+        known_grad: KnownGrad | None,
         scaling: Scaling,
         entropy: bool,
         tile: tuple[int, int] | None,
@@ -244,9 +244,9 @@ class _Readouts(torch.autograd.Function):
         needs = NeededGradients(*ctx.needs_input_grad[:3])
         logits = Logits(hidden.to(weight.dtype), weight, bias, scaling)
         running = _Running.start(len(targets), hidden.device, logits.wide, entropy)
-        if direction is not None and any(needs):
-            gradients = _fold_and_differentiate(logits, targets, direction.values_N, running, needs, tile)
-            ctx.anticipated = _Anticipated(direction, gradients)
+        if known_grad is not None and any(needs):
+            gradients = _fold_and_differentiate(logits, targets, known_grad.values_N, running, needs, tile)
+            ctx.anticipated = _Anticipated(known_grad, gradients)
         else:
             ctx.anticipated = None
             if sampled is None:
@@ -314,7 +314,7 @@ def _differentiate(
         total = WideSum(out.weight[columns], logits.wide) if out.weight is not None else None
         for rows in all_rows:
             grad = _gradient_of_tile(logits, rows, columns, targets[rows], upstream.rows(rows))
-            spread(grad, logits, rows, columns, out)
+            add_input_gradients(grad, logits, rows, columns, out)
             if total is not None:
                 total.add(grad.T, logits.hidden[rows])
         if total is not None:
@@ -322,7 +322,7 @@ def _differentiate(
     return out
 
 
-def spread(grad: Tensor, logits: Logits, rows: slice, columns: slice, out: Gradients) -> None:
+def add_input_gradients(grad: Tensor, logits: Logits, rows: slice, columns: slice, out: Gradients) -> None:
     """Add a tile's gradient [t, v] to those of the hidden states and the bias."""
     if out.hidden is not None:
         _add_product(out.hidden[rows], grad, logits.weight[columns])
@@ -379,7 +379,7 @@ def _fold_and_differentiate(
     columns = slice(0, len(logits.weight))
     for rows in slices(len(targets), rows_per_tile):
         grad = _softmax_and_gradient(logits, rows, targets[rows], direction[rows], running)
-        spread(grad, logits, rows, columns, out)
+        add_input_gradients(grad, logits, rows, columns, out)
         if out.weight is not None:
             _add_product(out.weight, grad.T, logits.hidden[rows])
     return out
@@ -389,7 +389,7 @@ def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, directio
     """Fills the running values of these tokens and returns [t, V], the gradient as in `_gradient_of_tile`."""
     tile = logits.tile(rows, slice(0, len(logits.weight)))
     lse, picked = running.lse[rows], running.picked[rows]
-    if fused(tile):
+    if has_kernel(tile):
         inner, outer = logits.scaling
         torch.ops.weft.head_softmax_gradient(tile, targets, direction, lse, picked, inner, outer)
     else:
@@ -481,7 +481,7 @@ def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running:
     tile = logits.tile(rows, columns)
     targets, picked = targets - columns.start, running.picked[rows]
     outer = logits.scaling.outer
-    if fused(tile):
+    if has_kernel(tile):
         lse, entropy = torch.empty_like(picked), torch.empty_like(picked)
         largest = torch.full_like(picked, float("-inf")) if running.largest is None else running.largest[rows]
         torch.ops.weft.head_fold(tile, targets, lse, entropy, picked, largest, outer)
@@ -571,7 +571,7 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
     With p = softmax(z): d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy).
     """
     tile, targets = logits.tile(rows, columns), targets - columns.start
-    if fused(tile):
+    if has_kernel(tile):
         inner, outer = logits.scaling
         _, g_entropy, lse, value = upstream
         torch.ops.weft.head_gradient(tile, targets, lse, upstream.logprob, g_entropy, value, inner, outer)
@@ -640,15 +640,15 @@ for _operator in (_fold_kernel, _softmax_gradient_kernel, _gradient_kernel):
     _operator.register_fake(lambda *arguments: None)
 
 
-def fused(tile: Tensor) -> bool:
+def has_kernel(tile: Tensor) -> bool:
     """Whether the kernels of head_kernels.py take this tile: 16 bits, on CUDA, and right where they were tried."""
     if device_kind(tile.device) != "cuda" or tile.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return is_simulated() or kernels_serve(tile.device, tile.dtype)
+    return is_simulated() or check_kernels(tile.device, tile.dtype)
 
 
 @functools.cache
-def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
+def check_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels of head_kernels.py run on this device and equal the operations of this file, within the
     rounding of the tile's dtype; tried once, on a small tile. Warns where they do not."""
     if find_spec("triton") is None:

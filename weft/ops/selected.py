@@ -20,9 +20,9 @@ from weft.ops.head import (
     Scaling,
     VocabularyShard,
     WideSum,
+    add_input_gradients,
     local_columns,
     log_sum_exp_,
-    spread,
     tanh_slope_,
     through_transform_,
 )
@@ -153,7 +153,7 @@ class _Selected(torch.autograd.Function):
             for rows in all_rows:
                 mass = None if lse is None else lse[rows]
                 grad = _gradient_of_tile(logits, rows, columns, ids[rows], upstream[rows], mass, saved_lse[rows])
-                spread(grad, logits, rows, columns, out)
+                add_input_gradients(grad, logits, rows, columns, out)
                 if total is not None:
                     total.add(grad.T, logits.hidden[rows])
             if total is not None:

@@ -209,7 +209,7 @@ def head_passes(vocabulary: int, hidden: int, dtype: torch.dtype, *, trained: bo
         targets = torch.empty(_HEAD_TOKENS, dtype=torch.long)
         direction = None if entropy else KnownGrad(torch.empty(_HEAD_TOKENS))
         logprob, _ = chunked_readouts(
-            states, weight, None, targets, LogitTransform(), entropy=entropy, direction=direction
+            states, weight, None, targets, LogitTransform(), entropy=entropy, known_grad=direction
         )
         logprob.sum().backward()
     return counted.bytes / _HEAD_TOKENS / vocabulary
