@@ -124,7 +124,7 @@ class PipelineExecutor(Executor):
     def _ask(self, action: Action, cache: _RowCache) -> None:
         if action.kind != "weights":
             message = P2PMessage(action.kind == "forward", self._stage(action), action.micro)
-            self.link.ask(message, cache[action.micro].input_ids_BT.shape)
+            self.link.request(message, cache[action.micro].input_ids_BT.shape)
 
     def _forward(self, action: Action, row: Row, objective: Loss, scaling: LossScaling) -> _Done:
         stage = self._stage(action)

@@ -1,4 +1,4 @@
-"""What a built model's FLOPs are estimated from: the weights that multiply each token, and its attention."""
+"""Facts from which a built model's FLOPs are estimated: the weights that multiply each token, and its attention."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.errors import UserError
 
-# splitmix64 (Steele et al. 2014), whose multiplications are those of signed numbers modulo 2^64.
+# splitmix64 (Steele et al. 2014). Signed multiplication modulo 2^64 gives the same bits as its unsigned one.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)

@@ -121,7 +121,7 @@ def rope_is_dynamic(config: PretrainedConfig) -> bool:
 
 
 def rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of the rotary embedding, and those of each kind of layer or part of a head that has its own."""
+    """The parameters of the rotary embedding, also of each kind of layer or part of a head that has its own."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 

@@ -1,7 +1,7 @@
 """RMSNorm as torch's fused kernel: `torch.nn.functional.rms_norm` in place of the elementwise operations of stock
 modules, which read and write a row of the model some eight times.
 
-A class is taken only if both give the same values and gradients on random rows, so that another formula (Gemma's
+A class is replaced only if both give the same values and gradients on random rows, so another formula (Gemma's
 1 + weight, a gate, a group of channels) stays as it is.
 """
 
@@ -24,8 +24,8 @@ EPSILON = ("variance_epsilon", "eps")  # names that stock classes give it, in th
 
 
 def fuse_norms(module: nn.Module) -> set[str]:
-    """Let every RMSNorm below `module` that may, compute by torch's fused kernel; returns the names of their classes.
-    Parameters, names and hooks stay as they are. Before anything wraps forward; parameters may be on meta."""
+    """Make RMSNorms below `module` compute by torch's fused kernel, where that is equal; returns the names of their
+    classes. Parameters, names and hooks stay. Call it before anything wraps forward; parameters may be on meta."""
     same: dict[tuple[Any, float, int], bool] = {}
     fused: set[str] = set()
     for child in module.modules():
@@ -42,8 +42,8 @@ def fuse_norms(module: nn.Module) -> set[str]:
 
 
 class FusedNorm(nn.Module):
-    """Mixed into a class of RMSNorm. A class, and no forward of each module, because compiled layers share graphs only
-    if their modules are alike."""
+    """Mixed into a class of RMSNorm. A class instead of a forward per module, because compiled layers share graphs only
+    if their modules have the same class."""
 
     weight: Tensor
 

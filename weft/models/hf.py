@@ -77,7 +77,7 @@ from weft.models.families import family_of
 from weft.ops import attention, recompute
 from weft.ops.tower_attention import attend_in_tower
 
-# weft reports what it loads and checks; transformers' progress bars and advice would bury that.
+# transformers' progress bars and advice would bury weft's own report.
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -378,7 +378,7 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
 def choose_rules(model: PreTrainedModel, names: Iterable[str]) -> None:
     """Keep only the family's conversion rules that a checkpoint with these tensor names needs.
 
-    run_rules_backwards then gives the names of that checkpoint instead of those of the newest format.
+    run_rules_backwards then gives the names of that checkpoint, not of the newest format.
     """
     rules = get_model_conversion_mapping(model)
     renamings, converters = _by_kind(rules)
@@ -527,7 +527,7 @@ class _AsDouble(TorchFunctionMode):
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Inside, what a family's code asks for in fp32 is computed in fp64, where that code can. For a model in fp64."""
+    """Inside, casts to fp32 in a family's code become casts to fp64, for a model in fp64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -122,7 +122,7 @@ class ImageProcessor:
                 if key in settings:
                     settings[key] = size[edge]
             files[name] = content
-        if self._frames is not None:  # without settings of its own, a video processor takes those of images
+        if self._frames is not None:  # without settings of its own, a video processor uses the image processor's
             settings = self._frames.file(settings_file(lambda name: _read_file(path, name)))
             nested = files.get("processor_config.json", {})
             target = nested if "video_processor" in nested else files
@@ -295,7 +295,7 @@ def _videos(path: str) -> Any:
 
 
 def _family(path: str, config: Any) -> Any:
-    """The processor class that the model's files name, else that of its model_type, as AutoProcessor finds it."""
+    """The processor class named in the model's files, else by its model_type, as AutoProcessor finds it."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 

@@ -132,7 +132,7 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
     return LoraPlan(config.rank, alpha, config.rslora, config.dropout, targets, trained)
 
 
-# ---------------------------------------------------------------- what is adapted
+# ---------------------------------------------------------------- targets
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, Target]:
@@ -228,7 +228,7 @@ def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]
 def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple[str, ...]:
     """Names of tied parameters that must be untied, because they or their owners are trained whole.
 
-    merged: also those that are adapted, because merging the adapters makes them differ.
+    merged: also parameters that are adapted, because merging the adapters makes them differ.
     """
     inside = tuple(f"{module}." for module in plan.trained)
     if merged:

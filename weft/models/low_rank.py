@@ -71,13 +71,13 @@ class LowRank(nn.Module):
 
 
 def linear_hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """Forward hook: adds the output of the adapter `lora` to that of its linear layer."""
+    """Forward hook: adds the output of the adapter `lora` to its linear layer's output."""
     adapter: LowRank = module.lora
     return out + adapter(args[0]).to(out.dtype) if adapter.switch.on else out
 
 
 def embedding_hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """Forward hook: adds the output of `lora_embedding`, times the family's scale, to that of its embedding."""
+    """Forward hook: adds the output of `lora_embedding`, times the family's scale, to its embedding's output."""
     adapter: LowRank = module.lora_embedding
     if not adapter.switch.on:
         return out

@@ -3,7 +3,7 @@ so that a mixer runs on the whole row at once; torch's code by documents (ops/by
 
 transformers decides when it is imported which function a mixer calls: a package's, where it is installed, else torch's,
 which knows nothing of documents. The decorated function passes on only arguments that the chosen one has: a version
-without `seq_idx` would drop it without a word. So this looks into the decorated functions, and asks for the argument.
+without `seq_idx` would drop it silently. So this file inspects the decorated functions and requires the argument.
 Packages' functions need a GPU, whatever the tensors; `dispatch_by_device` lets them run there alone.
 """
 
@@ -24,7 +24,7 @@ from weft.ops.attention_call import Bounds
 
 DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16)  # fla refuses fp32
-# Kernel -> (its package on PyPI, the argument that says where documents begin).
+# Kernel -> (its package on PyPI, the argument with the beginnings of documents).
 KERNELS = {
     "causal_conv1d_fn": ("causal-conv1d", "seq_idx"),
     "chunk_gated_delta_rule": ("flash-linear-attention", "cu_seqlens"),
@@ -169,7 +169,7 @@ def _documents(bounds: Bounds, device: torch.device) -> dict[str, Tensor]:
     return documents
 
 
-# ---------------------------------------------------------------- which way a row goes
+# ---------------------------------------------------------------- choosing for a row
 
 # (Class of mixers, device type, dtype) -> why the kernels are not used there, after a trial; "" if they are right.
 _TRIED: dict[tuple[type[nn.Module], str, torch.dtype], str] = {}

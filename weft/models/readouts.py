@@ -58,7 +58,7 @@ def check_readouts(
         mixer = next((mixer for mixer in mixers if name.startswith(f"{mixer}.")), None)
         if mixer is not None:
             raise UserError(
-                f"train.loss: `{HIDDEN}{name}` in `readouts`: {mixer} carries state, so that what is inside runs "
+                f"train.loss: `{HIDDEN}{name}` in `readouts`: {mixer} carries state, so its inner modules run "
                 f"document by document. Read {mixer} or its layer."
             )
     if spec.hidden and compiled:

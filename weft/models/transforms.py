@@ -28,8 +28,8 @@ _ROUTERS = ("gate", "router")  # parts of names; not gate_proj
 
 
 def linear_layers(module: TrainModule) -> Iterator[tuple[str, nn.Module]]:
-    """(name, plain linear layer) of the decoder layers, without routers: neither what is named so, nor what a module
-    with experts holds beside them (qwen2_moe's shared_expert_gate)."""
+    """(name, plain linear layer) of the decoder layers, without routers: layers with such a name, and children of a
+    module that has `experts` as a child (qwen2_moe's shared_expert_gate)."""
     family = module.facts.model_type
     for layer, root in module.layers:
         with_experts = {name for name, child in root.named_modules() if hasattr(child, "experts")}
@@ -56,7 +56,7 @@ def use_fp8(module: TrainModule) -> None:
 
 
 def describe_fp8(module: TrainModule) -> str:
-    """For the opening lines of a run: how many layers are changed, and an example of those that are not."""
+    """For the opening lines of a run: the number of layers that are changed, and an example of the others."""
     layers = list(linear_layers(module))
     count = sum(_computes_in_fp8(layer) for _, layer in layers)
     unchanged = [name for name, layer in layers if not _computes_in_fp8(layer)]

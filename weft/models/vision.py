@@ -112,7 +112,7 @@ class Vision:
         }
 
     def last_seen(self, tokens_T: Tensor) -> Tensor:
-        """[T]: index of the last token that each token sees: its own, or that of its image's last token."""
+        """[T]: index of the last token that each token sees: itself, or its image's last token."""
         ends, start = [], 0
         for kind, run in groupby(self.token_types(tokens_T).tolist()):
             count = len(list(run))

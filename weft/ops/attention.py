@@ -1,6 +1,6 @@
 """Attention within documents: one function for every HuggingFace family, and the table of kernels behind it.
 
-Shapes are those of attention_call.py.
+Shapes: see attention_call.py.
 """
 
 from __future__ import annotations

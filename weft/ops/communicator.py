@@ -102,7 +102,7 @@ class FeatureExchange:
     images: int
 
     def run(self, features_FH: Tensor) -> Tensor:
-        """The features of this row's tokens, from those that this rank has computed. Collective, with a gradient."""
+        """The features of this row's tokens, from the features computed on all ranks. Collective; differentiable."""
         received = all_to_all(features_FH[self.sent], self.ranks, self.sent_counts, self.received_counts)
         return received[self.order]
 
@@ -168,7 +168,7 @@ class MetaCommunicator:
 
 @dataclass(frozen=True)
 class CPAxis:
-    """This rank's place among the ranks of mesh.cp, which share documents: ring x ulysses, with ulysses innermost.
+    """This rank on mesh.cp, whose ranks share documents: ring x ulysses, with ulysses innermost.
 
     ranks: all of them. ring: ranks with the same heads and different tokens. ulysses: ranks that exchange heads for
     tokens. ring and ulysses are None if they have one rank.

@@ -25,9 +25,9 @@ from torch import Tensor
 from weft.ops.attention_call import Bounds, Call
 from weft.ops.communicator import Communicator, CPAxis, all_to_all
 
-Piece = tuple[int, int, int]  # document, its first token here, one past its last
+TokenRange = tuple[int, int, int]  # document, its first token here, one past its last
 Numbers = NDArray[np.int64]
-Run = Callable[[Call], Tensor]
+AttentionFunction = Callable[[Call], Tensor]
 
 _DOCUMENT = 32  # bits for the place in a document
 
@@ -53,7 +53,7 @@ class ContextRow:
     """
 
     axis: CPAxis
-    ranges_by_rank: tuple[tuple[Piece, ...], ...]
+    ranges_by_rank: tuple[tuple[TokenRange, ...], ...]
     whole_lengths: tuple[int, ...]
     cache: dict[Any, Any] = field(default_factory=dict)
 
@@ -121,12 +121,12 @@ class ContextRow:
         )  # fmt: skip
 
 
-def _numbers(pieces: Sequence[Piece]) -> Numbers:
+def _numbers(pieces: Sequence[TokenRange]) -> Numbers:
     parts = [np.arange(start, stop, dtype=np.int64) + (d << _DOCUMENT) for d, start, stop in pieces]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _runs(numbers: Numbers) -> list[Piece]:
+def _runs(numbers: Numbers) -> list[TokenRange]:
     """Ascending numbers as the longest possible pieces."""
     if not len(numbers):
         return []
@@ -139,7 +139,7 @@ def _runs(numbers: Numbers) -> list[Piece]:
     ]
 
 
-def visible_keys(runs: Sequence[Piece], window: int | None) -> list[Piece]:
+def visible_keys(runs: Sequence[TokenRange], window: int | None) -> list[TokenRange]:
     """The keys that the queries of each run see."""
     return [(d, 0 if window is None else max(0, start - window + 1), stop) for d, start, stop in runs]
 
@@ -149,7 +149,7 @@ def _on(indices: Numbers, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def attend_in_context(call: Call, context: ContextRow, run: Run) -> Tensor:
+def attend_in_context(call: Call, context: ContextRow, run: AttentionFunction) -> Tensor:
     """[1, H, T, E]: attention of a packed row that begins with pieces of shared documents. Collective over cp."""
     shared_tokens = context.tokens
     parts = [_shared(_cut(call, 0, shared_tokens), context, run)]
@@ -167,7 +167,7 @@ def _cut(call: Call, first: int, end: int | None) -> Call:
     return replace(call, query_BHTD=query, key_BKTD=key, value_BKTE=value)
 
 
-def _shared(call: Call, context: ContextRow, run: Run) -> Tensor:
+def _shared(call: Call, context: ContextRow, run: AttentionFunction) -> Tensor:
     axis = context.axis
     if axis.ulysses is None:
         return ring_attention(call, context, run)
@@ -175,7 +175,7 @@ def _shared(call: Call, context: ContextRow, run: Run) -> Tensor:
     return _tokens_for_heads(out, context, axis.ulysses)
 
 
-def ring_attention(call: Call, context: ContextRow, run: Run) -> Tensor:
+def ring_attention(call: Call, context: ContextRow, run: AttentionFunction) -> Tensor:
     """Attention of this ring member's tokens, which see tokens of the others."""
     key, value = call.key_BKTD, call.value_BKTE
     keys = context.keys(call.window, key.device)

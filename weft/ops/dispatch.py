@@ -20,7 +20,7 @@ from weft.ops.recompute import reuse_in_recompute
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """This rank's place among the ranks of ep. experts: number of a layer's experts on each rank, in order."""
+    """The experts of a layer over the ranks of mesh.ep. rank: this one. experts: number on each rank, in order."""
 
     rank: int
     experts: tuple[int, ...]
@@ -98,7 +98,7 @@ def _exchange_counts(ends_E: Tensor, rows: int, axis: ExpertPlacement) -> tuple[
 
 
 def _even(rows: int, axis: ExpertPlacement) -> list[list[int]]:
-    """[rows to each rank, rows from each rank] as if all experts got equally many. rows: number of rows per rank."""
+    """[rows to each rank, rows from each rank] if all experts got equally many. rows: number of rows per rank."""
     experts, before = sum(axis.experts), 0
     sent = []
     for count in axis.experts:

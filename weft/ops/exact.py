@@ -77,8 +77,8 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Tensor]] = {
 
 
 class Exact(TorchFunctionMode):
-    """A mode that replaces linear layers and pointwise functions with those of this file. If it is also active in
-    backward, recomputed layers equal those of forward; gradients are torch's own."""
+    """A mode that replaces linear layers and pointwise functions with the functions of this file. If it is also active
+    in backward, recomputed layers equal the forward's; gradients are torch's own."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

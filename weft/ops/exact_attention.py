@@ -25,7 +25,7 @@ _SCORES = 2**23  # limit on B H T S of one computation
 
 
 def attend_exactly(call: Call) -> Tensor:
-    """Attention, [B, H, T, E]. Backward is that of per_document."""
+    """Attention, [B, H, T, E]. Backward is per_document's."""
     if call.bounds.past is not None:
         return _attend(call, call.query_BHTD, call.key_BKTD, call.value_BKTE, call.bounds.past[:, None])
     out: Tensor = _Documents.apply(call.query_BHTD, call.key_BKTD, call.value_BKTE, call.sinks_H, call)
@@ -63,7 +63,7 @@ def _padded(call: Call) -> Tensor:
 
 
 def _packed(call: Call) -> Tensor:
-    """Sequences end to end in one batch entry; those with equally many blocks of keys run together."""
+    """Sequences end to end in one batch entry; sequences with equally many blocks of keys run together."""
     query_THD, key_TKD, value_TKE = (x[0].transpose(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
     out_THE = value_TKE.new_empty(*query_THD.shape[:2], value_TKE.shape[-1])
     for index_BT, real_BT in _document_indices(call.bounds, query_THD.device):

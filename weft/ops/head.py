@@ -40,7 +40,7 @@ class LogitTransform:
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap must be above 0, got {self.softcap}; say None for no softcap")
+            raise ValueError(f"softcap must be above 0, got {self.softcap}; use None for no softcap")
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Transformed logits, out of place, for any shape."""
@@ -145,7 +145,7 @@ def logprob_and_top1(
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of each target; 1.0 if no token is likelier than the target, else 0.0), without gradients.
 
-    Shapes and dtypes are those of chunked_readouts. Tokens that tie for the first place all count as likeliest.
+    Shapes and dtypes: see chunked_readouts. Tokens that tie for the first place all count as likeliest.
     """
     logits = Logits(hidden.to(weight.dtype), weight, bias, Scaling.from_transform(transform, temperature))
     running = _Running.start(len(targets), hidden.device, logits.wide, entropy=False, largest=True)
@@ -323,7 +323,7 @@ def _differentiate(
 
 
 def add_input_gradients(grad: Tensor, logits: Logits, rows: slice, columns: slice, out: Gradients) -> None:
-    """Add a tile's gradient [t, v] to those of the hidden states and the bias."""
+    """Add a tile's gradient [t, v] to the gradients of the hidden states and the bias."""
     if out.hidden is not None:
         _add_product(out.hidden[rows], grad, logits.weight[columns])
     if out.bias is not None:
@@ -342,7 +342,7 @@ class _Anticipated:
         square = direction.dot(direction)
         factor = torch.where(square > 0, actual.dot(direction) / square, 0.0)
         presumed = direction * factor
-        # Up to four fp32 roundings lie between the caller's direction and autograd's gradient; some values underflow.
+        # Up to four fp32 roundings separate the caller's direction from autograd's gradient; some values underflow.
         allowed = 5e-7 * presumed.abs() + torch.finfo(torch.float32).tiny
         foreseen = ((actual - presumed).abs() <= allowed).all()
         # A gradient that is not finite is no wrong direction: the step is dropped anyway.
@@ -699,8 +699,8 @@ def _differences(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> 
 
 
 def through_transform_(z: Tensor, slope: Tensor | None, inner: float) -> None:
-    """Turn the gradient of logits into that of their inputs, in place. slope: derivative of the soft-capped transform;
-    None without a soft-cap."""
+    """Turn the gradient of logits into the gradient of their inputs, in place. slope: derivative of the
+    soft-capped transform; None without a soft-cap."""
     if slope is not None:
         z.mul_(slope)
     elif inner != 1.0:

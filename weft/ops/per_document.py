@@ -1,4 +1,4 @@
-"""Attention of each document separately. Shapes are those of attention_call.py."""
+"""Attention of each document separately. Shapes: see attention_call.py."""
 
 from __future__ import annotations
 

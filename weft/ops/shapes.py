@@ -1,5 +1,5 @@
 """Kernels that compute nothing, for estimates and simulations: they allocate, save and return the same tensors as real
-kernels whose shapes torch does not know itself. Shapes of attention are those of attention_call.py.
+kernels whose shapes torch does not know itself. Shapes of attention: see attention_call.py.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _ranks(unit: FSDPModule) -> int:
 @torch.compiler.disable
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """A unit's outputs, with views copied: FSDP's backward hooks do not work on a view, which some layers return (OPT
-    reshapes what it returns)."""
+    reshapes its output)."""
     if type(output) is tuple:
         return tuple(_without_views(module, inputs, item) for item in output)
     is_view = isinstance(output, Tensor) and output.requires_grad and output._base is not None

@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TPAxis:
-    """A rank's place on one axis of the mesh, and the ranks along it. neighbours: size -> the group of so many
-    neighbouring ranks that this rank is in."""
+    """This rank on mesh.tp. ranks: all along the axis. neighbours: size -> the group of so many neighbouring ranks that
+    includes this one."""
 
     rank: int
     size: int
@@ -39,8 +39,8 @@ class TPAxis:
 
 @dataclass(frozen=True)
 class EPAxis:
-    """A rank's place on ep, and the ranks along it, which hold other experts. with_tp: the ranks of ep and tp together;
-    None without tp."""
+    """This rank on mesh.ep. ranks: all along the axis, which hold different experts. with_tp: the ranks of ep and tp
+    together; None without tp."""
 
     rank: int
     size: int
@@ -68,8 +68,8 @@ class P2PChannel(NamedTuple):
 
 @dataclass(frozen=True)
 class PPAxis:
-    """A rank's place on pp, whose ranks have the same documents. group: for collectives. channels: for messages between
-    two ranks. All process groups have the same ranks."""
+    """This rank on mesh.pp, whose ranks have the same documents. group: for collectives. channels: groups of the same
+    ranks for messages between two of them."""
 
     rank: int
     size: int
@@ -174,13 +174,13 @@ class Mesh:
 
     @property
     def stage_rank(self) -> tuple[int, int]:
-        """(this rank's place, number) among the ranks of its stage. pp is the outermost axis."""
+        """(this rank, number of ranks) among the ranks of its stage. pp is the outermost axis."""
         size = self.world.size() // self.pp_size
         return self.world.get_local_rank() % size, size
 
     @property
     def model_parallel_rank(self) -> tuple[int, int]:
-        """(this rank's place, number) among the ranks with the same documents: all stages, and all of tp."""
+        """(this rank, number of ranks) among the ranks with the same documents: all stages, and all of tp."""
         rank = 0 if self.tp is None else self.tp.rank
         if self.pp is not None:
             rank += self.pp.rank * self.tp_size
@@ -202,17 +202,17 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
     # Axes of one rank are left out, because each would cost a group; FSDP2 needs dp_shard.
     named = {axis: size for axis, size in zip(AXES, sizes.all, strict=True) if size > 1 or axis == "dp_shard"}
     root = init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
-    fsdp = _as_one(root, ("dp_shard", "cp"), "dp_shard x cp")
+    fsdp = _flatten_axes(root, ("dp_shard", "cp"), "dp_shard x cp")
     dp = DeviceMesh._concatenate([root["dp_replicate"], fsdp]) if sizes.dp_replicate > 1 else fsdp
-    loss = _as_one(root, ("dp_replicate", "dp_shard", "cp"), "loss")
-    world = _as_one(root, AXES, "world")
+    loss = _flatten_axes(root, ("dp_replicate", "dp_shard", "cp"), "loss")
+    world = _flatten_axes(root, AXES, "world")
     pp = _pipeline_axis(root, sizes)
     mesh = Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root), pp)
     return mesh if sizes.ep == 1 else _with_experts(mesh, sizes)
 
 
-def _as_one(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
-    """Those of `axes` that the root has, as one axis: a single one unchanged, several flattened under `name`."""
+def _flatten_axes(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
+    """The axes that the root has, as one: a single axis unchanged, several flattened under `name`."""
     present = tuple(axis for axis in root.mesh_dim_names or () if axis in axes)
     return root[present] if len(present) == 1 else root[present]._flatten(name)
 

@@ -113,7 +113,7 @@ def parallelize(
         token_parts = mesh.tp_size if sequence else 1
         keep_stages(module, pipeline, mesh.pp.rank, dtype=wide, device=device, token_parts=token_parts)
 
-    # 4. Data axes: FSDP2 or HSDP over what the other axes left to this rank.
+    # 4. Data axes: FSDP2 or HSDP over the parameters that the other axes left to this rank.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*find_experts(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 

@@ -2,7 +2,7 @@
 
 falcon refuses an implementation registered there, bloom silently runs it without a causal mask, doge masks by its own
 values, and moshi drops the bounds of documents. Their eager code is causal, and right padding is exact, so their
-documents are padded. The checks at start find others, whose classes say that they do not use the interface.
+documents are padded. The checks at start find others by `_supports_attention_backend = False`.
 """
 
 from weft.models.families.family import Family

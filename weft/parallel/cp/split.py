@@ -16,7 +16,7 @@ Interval = tuple[int, int]  # tokens of a document: the first, and one past the 
 
 @dataclass(frozen=True, slots=True)
 class CPGroup:
-    """The ranks that share a row. capacity: most tokens of one rank. rank = member of the ring x ulysses + place."""
+    """The ranks that share a row. capacity: most tokens of one rank. rank = ring member x ulysses + Ulysses rank."""
 
     ring: int
     ulysses: int
@@ -37,8 +37,8 @@ def assign(
     room). rooms: capacity that each document takes, in tokens, default its length; images make it more. A part of a
     document takes its proportion.
 
-    Documents that take more than a rank's capacity are cut, over as few members of the ring as can hold them. Whole
-    documents go to the cheapest rank with room; if that leaves documents out, the longest are placed first.
+    Documents longer than a rank's capacity are cut, over as few members of the ring as can hold them. Others stay whole
+    and go to the rank with the lowest cost and enough room; if that leaves documents out, the longest are placed first.
     """
     rooms = lengths if rooms is None else rooms
     long = sorted((d for d in range(len(lengths)) if rooms[d] > group.capacity), key=lambda d: (-rooms[d], d))
@@ -76,7 +76,7 @@ def _cut(
 def _spread_over_ranks(
     lengths: Sequence[int], costs: Sequence[int], members: dict[int, int], group: CPGroup
 ) -> Assignment:
-    """Each document over its number of ring members, those that cost least so far."""
+    """Each document over its number of ring members, chosen by lowest cost so far."""
     placed: Assignment = [{} for _ in range(group.ranks)]
     spent = [0.0] * group.ring
     for document, count in members.items():

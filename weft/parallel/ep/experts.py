@@ -25,7 +25,7 @@ from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, ShardSpec, 
 
 
 def expert_parallel(module: TrainModule, ranks: EPAxis | None, cuts: ShardSpecs) -> dict[str, AnyShardSpec]:
-    """Divide the experts of a model (on meta) and make them exchange tokens. Returns `cuts` with those of the experts.
+    """Divide the experts of a model (on meta) and make them exchange tokens. Returns `cuts`, completed by the experts'.
 
     cuts: divisions by tp. Raises UserError if a layer has fewer experts than there are ranks, or the model has none.
     """

@@ -33,7 +33,7 @@ class P2PMessage(NamedTuple):
 
 
 class P2PCommunicator:
-    """One rank's sends and receives. send() does not wait; receive() waits for a message that ask() has requested."""
+    """One rank's sends and receives. send() does not wait; receive() waits for a message that was requested before."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class P2PCommunicator:
         ranks = ranks if onward else ranks[::-1]
         return list(dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b))
 
-    def ask(self, message: P2PMessage, shape: Sequence[int]) -> None:
+    def request(self, message: P2PMessage, shape: Sequence[int]) -> None:
         """Begin to receive a message for a stage of this rank, unless that has begun or this rank is the sender. shape:
         [B, T] of the row. Messages of one sender and direction must be requested in the order in which they are sent.
         """
@@ -101,7 +101,7 @@ class P2PCommunicator:
 
     def send(self, stage: int, onward: bool, micro: int, tensor: Tensor | None, shape: Sequence[int]) -> None:
         """Send a stage's hidden states to the next stage (onward), or their gradient to the previous one. shape: as in
-        `ask`. Raises RuntimeError for another shape or dtype, which would end the other rank without a message."""
+        `request`. Raises RuntimeError for another shape or dtype, which would end the other rank without a message."""
         target = self.placement.neighbour(stage, onward)
         if target is None:
             return

@@ -60,7 +60,7 @@ class Placement:
 
 class Action(NamedTuple):
     """One action of a rank: forward, backward or weight gradients of one micro-batch in one of its chunks of layers.
-    backward: gradients of the input and of weights; in schedules of DELAYED, without those that `weights` computes."""
+    backward: gradients of the input and of weights; in schedules of DELAYED, `weights` computes the latter."""
 
     kind: Kind
     micro: int

@@ -1,6 +1,6 @@
 """Gradients of linear layers' weights, computed after the backward of their row instead of in it.
 
-The previous stage of a pipeline waits for the gradients of hidden states, but no stage waits for those of weights (zero
+The previous stage of a pipeline waits for gradients of hidden states, but no stage waits for gradients of weights (zero
 bubble: Qi et al. 2023, arXiv:2401.10241). x, y: a layer's input and output, [..., width].
 """
 

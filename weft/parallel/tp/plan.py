@@ -1,7 +1,7 @@
 """How tensor parallelism divides each parameter: rules on the module tree, for any family.
 
-Linear layers that enter attention or an MLP are divided by outputs (heads, intermediate width), those that leave it by
-inputs. A matrix that no rule knows is an error with its name.
+The first linear layers of attention or an MLP are divided by outputs (heads, intermediate width), the last by inputs.
+A matrix that no rule knows is an error with its name.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _outputs_dim(owner: Any) -> int:
 
 
 def _is_whole(name: str, module: TrainModule) -> bool:
-    """Whether a matrix may stay whole: those of WHOLE, and all outside the decoder layers."""
+    """Whether a matrix may stay whole: if REPLICATED names it, or it is outside the decoder layers."""
     inside = name.removeprefix(f"{module.facts.layers}.")
     return inside == name or not set(REPLICATED).isdisjoint(inside.split("."))
 

@@ -16,7 +16,7 @@ from weft.engine.batch.document import Document
 from weft.engine.losses.base import Batch, Loss, LossOutput
 from weft.ops.attention_call import Bounds
 from weft.ops.communicator import GroupCommunicator
-from weft.ops.context import Piece, repeats
+from weft.ops.context import TokenRange, repeats
 from weft.verify.bugs import GRADIENTS, LOGPROB, LOSS, Original, Plant, bug, rehearsing
 from weft.verify.bugs.step import Altered
 
@@ -121,8 +121,10 @@ def positions_begin_at_the_cut(plant: Plant, original: Original, *arguments: Any
     "a piece of a document does not see the pieces before it",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
-def earlier_pieces_missing(plant: Plant, original: Original, runs: list[Piece], window: int | None) -> list[Piece]:
-    result: list[Piece] = original(runs, window)
+def earlier_pieces_missing(
+    plant: Plant, original: Original, runs: list[TokenRange], window: int | None
+) -> list[TokenRange]:
+    result: list[TokenRange] = original(runs, window)
     if rehearsing() or window is not None:
         return result
     plant.hits += result != list(runs)
@@ -134,8 +136,10 @@ def earlier_pieces_missing(plant: Plant, original: Original, runs: list[Piece], 
     "sliding windows end where a rank's tokens begin",
     caught_by=LOGPROB, issue="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
 )  # fmt: skip
-def windows_end_at_the_cut(plant: Plant, original: Original, runs: list[Piece], window: int | None) -> list[Piece]:
-    result: list[Piece] = original(runs, window)
+def windows_end_at_the_cut(
+    plant: Plant, original: Original, runs: list[TokenRange], window: int | None
+) -> list[TokenRange]:
+    result: list[TokenRange] = original(runs, window)
     if rehearsing() or window is None:
         return result
     plant.hits += result != list(runs)
