@@ -167,9 +167,9 @@ def test_an_objective_may_be_an_object(here: Path) -> None:
     [
         (
             {"optimizer": {"learning_rate": 1}},
-            "weft.sft: optimizer.learning_rate is not a key of weft: say `optimizer.lr`",
+            "weft.sft: optimizer.learning_rate is not a key of weft: set `optimizer.lr`",
         ),
-        ({"learning_rate": 1e-5}, "weft.sft: learning_rate is not a key of weft: say `optimizer.lr`"),
+        ({"learning_rate": 1e-5}, "weft.sft: learning_rate is not a key of weft: set `optimizer.lr`"),
         ({"step": {"documents": "many"}}, "weft.sft: step.documents must be an integer or null, not many"),
         ({"data": {"rows": ROWS, "split": 3}}, "weft.sft: data.split must be a string or null, not 3"),
         ({"data": {"rows": ROWS, "path": "chats.jsonl"}}, "data={'rows': ..., 'path': ...} names the data twice"),

@@ -194,17 +194,17 @@ def test_required_keys() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("gradient_accumulation_steps=4", "Say `step.documents` = per-device batch x accumulation x data ranks"),
-        ("step.gradient_accumulation_steps=4", "Say `step.documents` ="),
-        ("train.per-device-train-batch-size=4", "Say `step.documents` ="),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps=3", "say `schedule.warmup_steps`"),
-        ("learning_rate=3", "say `optimizer.lr`"),
-        ("parallelism.tensor_parallel_degree=2", "say `mesh.tp`"),
-        ("parallelism.context_parallel_degree=2", "say `mesh.cp`"),
+        ("gradient_accumulation_steps=4", "Set `step.documents` = per-device batch x accumulation x data ranks"),
+        ("step.gradient_accumulation_steps=4", "Set `step.documents` ="),
+        ("train.per-device-train-batch-size=4", "Set `step.documents` ="),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=3", "set `schedule.warmup_steps`"),
+        ("learning_rate=3", "set `optimizer.lr`"),
+        ("parallelism.tensor_parallel_degree=2", "set `mesh.tp`"),
+        ("parallelism.context_parallel_degree=2", "set `mesh.cp`"),
         ("rollout.num_generations=8", "rollout belongs to `weft rl`"),
         ("optimzer.lr=3", "did you mean optimizer"),
         ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),
-        ("lr=3", "lr is not a key of weft: say `optimizer.lr`."),
+        ("lr=3", "lr is not a key of weft: set `optimizer.lr`."),
         ("train.eps=3", "did you mean optimizer.eps"),
         ("train.path=3", "did you mean model.path or data.path"),
         ("mesh.zzzz=3", "mesh has dp_replicate, dp_shard"),
@@ -217,8 +217,8 @@ def test_an_unknown_key_is_answered(override: str, words: str) -> None:
 
 def test_an_unknown_section_is_answered_key_by_key() -> None:
     message = refused(a="training:\n  local_batch_size: 8\n  steps: 10\n")
-    assert "a.yaml:2: training.local_batch_size is not a key of weft: micro-batches are cut by tokens" in message
-    assert "a.yaml:3: training.steps is not a key of weft: say `train.steps`" in message
+    assert "a.yaml:2: training.local_batch_size is not a key of weft: weft splits micro-batches by tokens" in message
+    assert "a.yaml:3: training.steps is not a key of weft: set `train.steps`" in message
 
 
 # ---------------------------------------------------------------- keys that do not go together

@@ -92,7 +92,7 @@ def test_trl() -> None:
     assert found["track.report_to"] == ["wandb"]
     assert "train.steps" not in found  # max_steps: -1
     draft = migrate([str(FOREIGN / "trl.yaml")])
-    assert "tokens: 65536  # 8 x 2 x 4096 x the number of GPUs: multiply by it, or say --nproc\n" in draft
+    assert "tokens: 65536  # 8 x 2 x 4096 x the number of GPUs: multiply by it, or set --nproc\n" in draft
     assert "min_lr_ratio: 0.1  # lr_scheduler_kwargs.min_lr_rate\n" in draft
 
 
@@ -243,10 +243,10 @@ def test_images_and_rewards_of_roll() -> None:
     assert "steps: 600  # max_steps: 300 rollout steps of 2 updates\n" in draft
     below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
     for words in (
-        "freeze_module_prefix: `vision_model` is tower and projector as Megatron names them.",
+        "freeze_module_prefix: `vision_model` is Megatron's name for tower and projector.",
         "rewards.charts.worker_cls: my_rewards.ChartRewardWorker: write it as a function",
-        "rewards.charts.infer_batch_size: say `rl.reward`, and `rl.reward_column`",
-        "disable_mm_preprocessor_cache,", "say `rollout.engine_kwargs`",
+        "rewards.charts.infer_batch_size: set `rl.reward`, and `rl.reward_column`",
+        "disable_mm_preprocessor_cache,", "set `rollout.engine_kwargs`",
     ):  # fmt: skip
         assert words in below, words
     top = draft.partition("\nmodel:")[0]
@@ -368,8 +368,8 @@ def test_whether_a_model_takes_images(tmp_path: Path, config: str | None, words:
 
 def test_images_of_axolotl_trl_and_verl(tmp_path: Path) -> None:
     draft = migrate([str(FOREIGN / "axolotl_vision.yaml")], 8)
-    assert "freeze:" not in draft and "is no value\n#     of lora.targets: say `lora.targets`:" in draft
-    assert "processor_type" not in draft and "image_size: say `data.image_pixels`:" in draft
+    assert "freeze:" not in draft and "is no value\n#     of lora.targets: set `lora.targets`:" in draft
+    assert "processor_type" not in draft and "image_size: set `data.image_pixels`:" in draft
     found = values("trl_vision.yaml")  # max_length: null
     assert not {"data.max_length", "data.long_documents"} & set(found)
     text = "data: {train_files: d, image_key: pictures, prompt_key: q, response_key: a, video_key: videos}\n"
@@ -432,9 +432,9 @@ def test_axolotl() -> None:
     assert "# Recognised as a config of axolotl by base_model, datasets, dataset_prepared_path, val_set_size" in draft
     left = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
     for words in (
-        "optimizer: adamw_bnb_8bit is no value of optimizer.name: say `optimizer.name`: adamw, sgd,",
-        "chat_template: the tokenizer's chat template",
-        "adapter: training on a quantised base", "saves_per_epoch:",
+        "optimizer: adamw_bnb_8bit is no value of optimizer.name: set `optimizer.name`: adamw, sgd,",
+        "chat_template: weft uses the tokenizer's chat template",
+        "adapter: weft does not support quantised bases", "saves_per_epoch:",
         "datasets.drop_system_message: weft has no such key", "datasets.type: conversations,",
     ):  # fmt: skip
         assert words in left, words
@@ -478,9 +478,9 @@ def test_llama_factory() -> None:
     )  # fmt: skip
     assert found["data.path"] is None  # a name of its dataset_info.json
     left = migrate([str(FOREIGN / "llama_factory.yaml")]).partition("# Not taken over:")[2]
-    assert "dataset: say `data.path`" in left and "template: the tokenizer's" in left
+    assert "dataset: set `data.path`" in left and "template: weft uses the tokenizer's" in left
     assert (found["eval.share"], found["data.split"], found["checkpoint.keep"]) == (0.1, "[:1000]", None)
-    assert "train.timeout" not in found and "ddp_timeout: a rank that hangs would not be found" in left
+    assert "train.timeout" not in found and "ddp_timeout: this is also the time until a hang is detected" in left
 
 
 def test_llama_factory_trains_adapters_unless_told_otherwise(tmp_path: Path) -> None:
@@ -996,17 +996,17 @@ def test_what_has_a_key_is_carried_over(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (f"{AXOLOTL}plugins: [a.B]\nlora_mlp_kernel: true\n", "plugins, lora_mlp_kernel: kernels are chosen"),
-        (f"{FACTORY}use_unsloth: true\n", "use_unsloth: kernels are chosen by weft and torch"),
-        (f"{AXOLOTL}min_sample_len: 4\n", "min_sample_len: documents are not left out for being short"),
-        (f"{AXOLOTL}optimizer: paged_adamw_8bit\n", "such as bitsandbytes.optim.AdamW8bit where nothing is sharded"),
+        (f"{AXOLOTL}plugins: [a.B]\nlora_mlp_kernel: true\n", "plugins, lora_mlp_kernel: weft and torch choose"),
+        (f"{FACTORY}use_unsloth: true\n", "use_unsloth: weft and torch choose kernels"),
+        (f"{AXOLOTL}min_sample_len: 4\n", "min_sample_len: weft never drops short documents"),
+        (f"{AXOLOTL}optimizer: paged_adamw_8bit\n", "such as bitsandbytes.optim.AdamW8bit without sharding"),
         (f"{FACTORY}use_galore: true\n", "or the import path of another"),
         (f"{HF}compute_metrics: f\n", "compute_metrics: in Python on_step of weft.sft"),
         (f"{VERL}balance_dp_token: true\n", "balance_dp_token: the loss is always the mean over the trained tokens"),
-        (f"{AXOLOTL}val_set_size: 200\n", "val_set_size: say `eval.share`, such as 0.05"),
-        (f"{HF}push_to_hub: true\nhub_model_id: model\n", "hub_model_id: say `checkpoint.push`: OWNER/NAME"),
-        (f"{HF}push_to_hub: true\n", "push_to_hub: say `checkpoint.push`: OWNER/NAME"),
-        (f"{HF}ddp_timeout: 180000000\n", "ddp_timeout: a rank that hangs would not be found"),
+        (f"{AXOLOTL}val_set_size: 200\n", "val_set_size: set `eval.share`, such as 0.05"),
+        (f"{HF}push_to_hub: true\nhub_model_id: model\n", "hub_model_id: set `checkpoint.push`: OWNER/NAME"),
+        (f"{HF}push_to_hub: true\n", "push_to_hub: set `checkpoint.push`: OWNER/NAME"),
+        (f"{HF}ddp_timeout: 180000000\n", "ddp_timeout: this is also the time until a hang is detected"),
         (
             f"{HF}lr_scheduler_kwargs: {{min_rate: 3}}\n",
             "min_lr_ratio: 0.0 # TRL's default; but see lr_scheduler_kwargs.min_rate below",

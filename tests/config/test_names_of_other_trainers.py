@@ -83,11 +83,11 @@ def test_every_name_sentence_and_key_of_the_tables_is_one_that_there_is() -> Non
         ("torchtune.yaml", "train.epochs: [epochs]", "train.epochs: [epocs]", "torchtune.yaml: epocs stands under"),
         ("torchtune.yaml", "fp32: {fsdp.param_dtype", "fp32: {fsdp.dtype", "means: dtype: fsdp.dtype is no key"),
         ("trl.yaml", "LENGTH:", "Lenght:", "trl.yaml: names: max_length: the sentence follows a colon: no capital"),
-        ("miles.yaml", "  GROUP:", "  \"say `rl.groups`.\":", "miles.yaml: rl: n_samples_per_prompt: `rl.groups` in"),
+        ("miles.yaml", "  GROUP:", "  \"set `rl.groups`.\":", "miles.yaml: rl: n_samples_per_prompt: `rl.groups` in"),
         ("trl.yaml", "lora: {", "lora: {lora_r: [true], ", "trl.yaml: lora: lora_r, use_peft: one name says"),
         ("torchtitan.yaml", "STEPS: [", "EPOCHS: [max_steps, ", "names: max_steps: trl.yaml has another answer"),
-        ("sentences.yaml", "say `track.project`.", "say `track.projct`.", "PROJECT: `track.projct` in its sen"),
-        ("sentences.yaml", "say `rl.kl_unbiased`.", "Say `rl.kl_unbiased`", "rl: UNBIASED: the sentence follows"),
+        ("sentences.yaml", "set `track.project`.", "say `track.projct`.", "PROJECT: `track.projct` in its sen"),
+        ("sentences.yaml", "set `rl.kl_unbiased`.", "Set `rl.kl_unbiased`", "rl: UNBIASED: the sentence follows"),
     ],
 )  # fmt: skip
 def test_a_typo_in_a_table_is_named_with_its_file(tmp_path: Path, file: str, old: str, new: str, words: str) -> None:
@@ -133,17 +133,17 @@ def test_what_is_said_of_reinforcement_learning() -> None:
     with pytest.raises(UserError) as caught:
         load_config([], ["model.path=m", "data.path=d.jsonl", "actor_infer.x=1", *overrides], RlConfig)
     for words in (
-        "say `rl.kl_coef`",
-        "say `rl.group_size`",
-        "say `optimizer.lr`",
+        "set `rl.kl_coef`",
+        "set `rl.group_size`",
+        "set `optimizer.lr`",
         "did you mean rl.clip?",
-        "`weft rl` has it, if at all",
+        "`weft rl` may have it under",
     ):
         assert words in str(caught.value)
 
 
 def test_sections_of_reinforcement_learning_are_none_of_sft() -> None:
-    assert "rl and cluster belong to `weft rl`: leave them out" in refusal(
+    assert "rl and cluster belong to `weft rl`: remove them" in refusal(
         overrides=("rl.prompts_per_step=3", "cluster.trainer_ranks=2")
     )
 
@@ -156,14 +156,14 @@ def test_there_are_at_least_400_names_and_50_of_each() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps", "say `schedule.warmup_steps`."),
-        ("train.per-device-train-batch-size", "Say `step.documents` ="),
-        ("Learning_Rate", "say `optimizer.lr`."),
-        ("checkpoint.interval", "say `checkpoint.every`"),
-        ("dataset.path_or_dataset", "say `data.path`."),
-        ("validation_dataset.path_or_dataset", "say `eval.path`."),
-        ("validation_dataset", "say `eval.path`."),
-        ("wandb.entity", "say `track.report_to`"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", "set `schedule.warmup_steps`."),
+        ("train.per-device-train-batch-size", "Set `step.documents` ="),
+        ("Learning_Rate", "set `optimizer.lr`."),
+        ("checkpoint.interval", "set `checkpoint.every`"),
+        ("dataset.path_or_dataset", "set `data.path`."),
+        ("validation_dataset.path_or_dataset", "set `eval.path`."),
+        ("validation_dataset", "set `eval.path`."),
+        ("wandb.entity", "set `track.report_to`"),
         ("interval", None),
         ("no_such_name", None),
     ],
@@ -210,7 +210,7 @@ def test_a_config_may_be_toml() -> None:
     config = load_config(["job.toml"], ["data.path=d.jsonl"])
     assert (config.step.documents, config.optimizer.betas) == (8, (0.9, 0.99))
     Path("job.toml").write_text("[training]\nlocal_batch_size = 8\n")
-    assert "job.toml: training.local_batch_size is not a key of weft: micro-batches" in refusal("job.toml")
+    assert "job.toml: training.local_batch_size is not a key of weft: weft splits micro-batches" in refusal("job.toml")
     Path("job.toml").write_text("[training\n")
     assert refusal("job.toml").startswith("job.toml: not valid TOML: ")
 
@@ -280,7 +280,7 @@ def test_keys_with_one_answer_share_a_line() -> None:
         "  a.yaml:1, 2; b.yaml:1: per_device_train_batch_size, gradient_accumulation_steps and grad_acc_steps are not "
         "keys of weft: a step is a set of documents"
     )
-    assert lines[2].startswith("  a.yaml:3; command line: max_seq_len and cutoff_len are not keys of weft: say")
+    assert lines[2].startswith("  a.yaml:3; command line: max_seq_len and cutoff_len are not keys of weft: set")
 
 
 def test_a_few_names_do_not_make_a_trainer() -> None:

@@ -160,9 +160,9 @@ OF_THE_COMMAND = [
 ]  # fmt: skip
 
 OF_THE_CONFIG = [
-    Mistake("a key misspelt", sft("optimizer.learning_rat=1e-3"), ["did you mean learning_rate?", "say `optimizer.lr`"],
+    Mistake("a key misspelt", sft("optimizer.learning_rat=1e-3"), ["did you mean learning_rate?", "set `optimizer.lr`"],
             sft("optimizer.lr=1e-3")),
-    Mistake("a key without its section", sft("lr=1e-3"), ["say `optimizer.lr`"], sft("optimizer.lr=1e-3")),
+    Mistake("a key without its section", sft("lr=1e-3"), ["set `optimizer.lr`"], sft("optimizer.lr=1e-3")),
     Mistake("a key of another trainer", sft("train.gradient_accumulation_steps=2"), ["`step.documents` = per-device"],
             sft("step.documents=2")),
     Mistake("a float for a whole number", sft("step.documents=1e1"), ["write 10"], sft("step.documents=10")),

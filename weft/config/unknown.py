@@ -19,6 +19,8 @@ _PLURALS = (
     ("is not an option", "are not options"),
     ("belongs to", "belong to"),
     ("leave it out", "leave them out"),
+    ("remove it", "remove them"),
+    ("it is an option of", "they are options of"),
 )
 
 
@@ -36,7 +38,7 @@ class Unknown:
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     """The unknown keys in `name`, a key or section that the schema does not have."""
     if name.partition(".")[0] in _of_rl_alone() - set(sections(schema)):
-        return [Unknown(name, node.location, "belongs to `weft rl`: leave it out of supervised fine-tuning.")]
+        return [Unknown(name, node.location, "belongs to `weft rl`: remove it for supervised fine-tuning.")]
     advice = advice_for(name, reinforcement="rl" in sections(schema))
     message = f"is not a key of weft: {advice or _nearest(name, schema)}"
     if node.is_section and node.value and not _is_typo(name, node, schema):

@@ -71,7 +71,7 @@ def _of_trainer(trainer: Trainer, tables: Tables) -> Iterator[str]:
     yield from _of_keys(f"{file}: defaults", {**table.defaults, **former})
     for key, value in table.defaults.items():
         if key in schema_keys(SftConfig) and schema_keys(SftConfig)[key].default == value:
-            yield f"{file}: defaults: {key}: {value} is weft's default, too: leave it out."
+            yield f"{file}: defaults: {key}: {value} is weft's default, too: remove it."
 
 
 def _of_rl_draft(trainer: Trainer, tables: Tables) -> Iterator[str]:

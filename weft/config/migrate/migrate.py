@@ -203,7 +203,7 @@ def _take_batch(draft: Draft, settings: Mapping[str, Any], ranks: int | None) ->
     if None in factors.values():
         draft.notes |= dict.fromkeys(batch_settings, advice)
         return
-    gpus = "the number of GPUs: multiply by it, or say --nproc"
+    gpus = "the number of GPUs: multiply by it, or set --nproc"
     if ranks:
         gpus = f"{ranks} data rank(s), each of several GPUs" if shared_by(settings) > 1 else f"{ranks} GPUs"
     origin = f"{' x '.join(str(value) for value in factors.values())} x {gpus}"
@@ -276,7 +276,7 @@ def _take_push(draft: Draft, settings: Mapping[str, Any]) -> None:
         if "checkpoint.push_at" not in draft.values:
             draft.take("checkpoint.push_at", "save", "hub_strategy", "hub_strategy: every_save by default")
     elif on is True:
-        draft.notes[switch] = "say `checkpoint.push`: OWNER/NAME, where nobody has to guess the owner."
+        draft.notes[switch] = "set `checkpoint.push`: OWNER/NAME; weft does not guess the owner."
 
 
 def _settle(draft: Draft, settings: Mapping[str, Any]) -> None:

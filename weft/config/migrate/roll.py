@@ -125,7 +125,7 @@ class _Algorithm:
             if name in DEFAULTS or name in UNREAD:
                 self.draft.notes.pop(name, None)
             if name in UNREAD and self.settings[name]:
-                self.draft.notes[name] = "no code of ROLL reads it: leave it out."
+                self.draft.notes[name] = "no code of ROLL reads it: remove it."
         self.take("rl.epochs", int(self.number("ppo_epochs")), "ppo_epochs")
         self.take("rl.group_size", self.group, "num_return_sequences_in_group")
         text = (
@@ -331,7 +331,7 @@ class _Algorithm:
             self.variant(str(variant or "vanilla"))
         else:
             if variant:
-                self.draft.notes["actor_train.pg_variant"] = f"only {_PG_WORKER} reads it: leave it out."
+                self.draft.notes["actor_train.pg_variant"] = f"only {_PG_WORKER} reads it: remove it."
             level = str(self.value("importance_sampling"))
             equivalent = "gspo" if level == "seq" else "ppo"
             self.take("rl.policy_loss", equivalent, "importance_sampling")
@@ -537,7 +537,7 @@ class _Algorithm:
         for leaf, value in limits.items():
             name, text = f"{prefix}.{leaf}", f"{value:g}"
             if leaf in cut and engine in SERVERS and not allowed:
-                self.take(f"rollout.{leaf}", KEEPS_ALL[leaf], name, f"{engine} does not say what {leaf} keeps")
+                self.take(f"rollout.{leaf}", KEEPS_ALL[leaf], name, f"{engine} does not report what {leaf} keeps")
                 self.differs(leaf, text, f"{KEEPS_ALL[leaf]}: all tokens; `rollout.engine: hf` has {leaf}")
             else:
                 self.take(f"rollout.{leaf}", value, name)
