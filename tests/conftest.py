@@ -37,7 +37,7 @@ def file_of(nodeid: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests of `make unit`. What takes longest comes first, so that no worker begins it when the others have
     ended; a file without a record may take any time."""
-    for item in items:
+    for item in items if "unit" in config.option.markexpr else ():
         function = getattr(item, "originalname", item.name)
         if item.get_closest_marker("slow") is None and is_unit(item.path, function):
             item.add_marker("unit")

@@ -7,6 +7,7 @@ A test is left out if it, a fixture that it names, or a function that either cal
 from __future__ import annotations
 
 import ast
+import json
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ _NAMES = {  # of weft and torch, that start processes or make a group
     "EnvironmentPool", "RewardPool", "Trackers", "init_process_group", "join", "start_processes", "launch", "simulate",
 }  # fmt: skip
 _APART = ("project/", "cuda/", "vllm/", "hostile/test_fuzz")  # of the repository itself, of other machines, at random
-_MOST_SECONDS = 10.0  # of a file, as recorded
+_MOST_SECONDS = 5.0  # of a file, as recorded
 
 
 @cache
@@ -83,18 +84,17 @@ def is_unit(path: Path, function: str) -> bool:
     return not path.relative_to(ROOT / "tests").as_posix().startswith(_APART) and function not in starting(path)
 
 
-def unit_files(seconds: dict[str, float]) -> list[str]:
-    """Files with such a test, relative to the repository. seconds: of files, as recorded."""
+def unit_files() -> list[str]:
+    """The files that have such tests and take no more than some seconds, relative to the repository."""
+    seconds: dict[str, float] = json.loads((ROOT / "tests" / "seconds.json").read_text())
     files = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        tests = {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
-        names = [name for name in tests if name.startswith("test_") and is_unit(path, name)]
-        if names:
+        names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        is_short = seconds.get(path.relative_to(ROOT / "tests").as_posix(), 0.0) <= _MOST_SECONDS
+        if is_short and any(name.startswith("test_") and is_unit(path, name) for name in names):
             files.append(path.relative_to(ROOT).as_posix())
     return files
 
 
 if __name__ == "__main__":
-    import json
-
-    print(*unit_files(json.loads((ROOT / "tests" / "seconds.json").read_text())))
+    print(*unit_files())
