@@ -31,7 +31,7 @@ from weft.data.documents import Documents
 from weft.data.limits import Limits
 from weft.data.order import SourceShare
 from weft.data.table import Chunk, in_memory
-from weft.engine.batch.document import Document, DocumentMeta, choose, metas, omitted_tokens, take
+from weft.engine.batch.document import Costs, Document, DocumentMeta, choose, document_metadata, omitted_tokens, take
 from weft.engine.batch.rows import build_row
 from weft.engine.step_plan.plan import StepPlan, plan_step
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
@@ -86,14 +86,17 @@ def lay_out(documents: Documents, count: int, rank: int, way: str) -> tuple[int,
     def omitted(length: int) -> int:
         return omitted_tokens(length, read_all=False)
 
+    def no_images(patches: int, pairs: int) -> tuple[float, int]:
+        return 0.0, 0
+
     began, indices = time.process_time(), range(count)
     if way == "own documents":
         cost = cache(lambda length: document_flops(FACTS, length))
         chosen = choose(documents, indices)
-        found = metas(chosen, omitted, cost)
+        found = document_metadata(chosen, Costs(omitted, cost, no_images))
     else:
         built = [documents[index] for index in indices]
-        found = metas(built, omitted, lambda length: document_flops(FACTS, length))
+        found = document_metadata(built, Costs(omitted, lambda length: document_flops(FACTS, length), no_images))
     plan = plan_step(found, ranks=RANKS, budget=ROW)
     planned = time.process_time() - began
     needed = sorted(index for row in plan.rows_of_rank(rank) for index in row)

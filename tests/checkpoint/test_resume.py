@@ -280,7 +280,7 @@ def test_a_critic_is_filled_from_its_own_folder(tmp_path: Path, monkeypatch: pyt
     filled: list[tuple[Any, Any]] = []
     monkeypatch.setattr(resume, "load_state", lambda engine, state: filled.append((engine, state)))
     monkeypatch.setattr(resume, "read_state", lambda folder: folder)
-    monkeypatch.setattr(resume, "agree", lambda load, ranks: (load(), ""))
+    monkeypatch.setattr(resume, "run_on_all_ranks", lambda load, ranks: (load(), ""))
     monkeypatch.setattr(resume, "_take_up_rng", lambda engine, state, seed: ["a note"])
     engine, critic, state = (SimpleNamespace(ranks=None, checkpoint=tmp_path) for _ in range(3))
     policy: Any = engine

@@ -34,7 +34,7 @@ from weft.data.tokenise import TokeniseOptions
 from weft.engine.batch.document import Document
 from weft.errors import UserError
 from weft.models.clips import Clip, Sampling
-from weft.models.hf_video import KNOWN, video_settings
+from weft.models.hf_video import VIDEO_PROCESSORS, video_settings
 from weft.models.vision import Vision
 
 Model = tuple[PreTrainedTokenizerBase, Images]
@@ -113,7 +113,7 @@ def test_frames_are_taken_evenly_and_in_pairs() -> None:
 
 def expected_patches(pictures: Sequence[Image.Image], family: str, patch: int = 8) -> torch.Tensor:
     """As `patchify` of Qwen2VLVideoProcessor documents it: [time, 2 frames, channels, rows of 2 x 2 patches]."""
-    default = KNOWN["Qwen3VLProcessor" if family == "qwen3_vl" else "Qwen2VLProcessor"]
+    default = VIDEO_PROCESSORS["Qwen3VLProcessor" if family == "qwen3_vl" else "Qwen2VLProcessor"]
     frames = torch.stack([torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in pictures]).double() / 255
     frames = (frames - torch.tensor(default.image_mean)[:, None, None]) / torch.tensor(default.image_std)[:, None, None]
     if len(frames) % 2:
@@ -168,7 +168,9 @@ def documents_measures(model: Model, frames: Any) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_sizes_stay_within_the_limits(whole: bool) -> None:
-    frames = replace(KNOWN["Qwen3VLProcessor" if whole else "Qwen2VLProcessor"], patch_size=8, shortest_edge=4096)
+    frames = replace(
+        VIDEO_PROCESSORS["Qwen3VLProcessor" if whole else "Qwen2VLProcessor"], patch_size=8, shortest_edge=4096
+    )
     for height, width, taken in ((40, 56, 4), (1080, 1920, 6), (9, 300, 2), (300, 40, 9)):
         limited = frames.limited({"max_pixels": 65536})
         found = limited.size(height, width, taken)

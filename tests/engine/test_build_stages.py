@@ -20,8 +20,8 @@ from weft.engine.builder import (
     check_adapters_in_layers,
     check_memory,
     cut_stages,
-    describe,
     fill_weights,
+    make_spec,
     shard_model,
 )
 from weft.engine.config import EngineConfig
@@ -43,7 +43,7 @@ def stages(path: str) -> dict[str, Any]:
         optimizer=OptimizerConfig(state_dtype="bf16", ema_decay=0.5),
     )
     seen: dict[str, Any] = {}
-    setup = describe(config, join("cpu"))
+    setup = make_spec(config, join("cpu"))
     seen["dtypes"] = setup.precision.master, setup.precision.compute, setup.moments, setup.state_dtypes
 
     built = build(setup)

@@ -360,7 +360,7 @@ def test_collectives_of_a_new_mesh_are_tried_on_cuda(
     asked: list[tuple[Any, ...]] = []
     mesh: Any = SimpleNamespace(groups={"dp_shard": None})
     setup = SimpleNamespace(mesh=mesh, precision=SimpleNamespace(compute=BF16, reduce=torch.float32))
-    monkeypatch.setattr(builder, "describe", lambda *_: setup)
+    monkeypatch.setattr(builder, "make_spec", lambda *_: setup)
     monkeypatch.setattr(builder, "new_groups_inherit_timeout", nullcontext)
     monkeypatch.setattr(builder, "check_collectives", lambda *given: asked.append(given))
     monkeypatch.setattr(builder, "build", build)

@@ -153,9 +153,9 @@ def test_the_trial_of_a_cache_sees(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
     def wrong(rows: CachedRows, given: Any) -> Any:
         if bug == "a row that stays where it was":
-            kept = {layer: tuple(x.clone() for x in both) for layer, both in rows._kept.items()}
+            kept = {layer: tuple(x.clone() for x in both) for layer, both in rows._tensors_by_layer.items()}
             order = leave(rows, given)
-            rows._kept.update(kept)  # type: ignore[arg-type]
+            rows._tensors_by_layer.update(kept)  # type: ignore[arg-type]
             return order
         if bug == "a position too many":
             rows.lengths = rows.lengths + 1

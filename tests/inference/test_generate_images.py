@@ -149,7 +149,7 @@ def answer_that_draws_an_image(path: str, questions: EvalPrompts, root: str) -> 
 def test_an_answer_to_eval_prompts_ends_where_it_draws_an_image(tmp_path: Path) -> None:
     """A forward of the whole row would find more places than images."""
     prompts, images = read("qwen2_5_vl", ROWS[:1])
-    own = [prompts_of.Prompt(prompt.text, prompt.tokens, prompt.images) for prompt in prompts]
+    own = [prompts_of.EvalPrompt(prompt.text, prompt.tokens, prompt.images) for prompt in prompts]
     questions = EvalPrompts(own, vision_tokenizer("qwen2_5_vl"), (), images)
     (line,) = run(1, answer_that_draws_an_image, folder("qwen2_5_vl"), questions, str(tmp_path))
     assert line["tokens"] == 2 and not line["finished"]

@@ -387,7 +387,7 @@ def written_late(path: str) -> tuple[list[bool], list[int], int]:
         for number, rows in enumerate(plan.write(engine, bucket)):
             whole += [bool(row.within(memory).abs().sum() > 0) for row in rows]
             for share in plan._shares[number]:
-                expected = share.piece.to_disk(state[share.piece.runtime][share.source])
+                expected = share.mapping.to_disk(state[share.mapping.runtime][share.source])
                 whole.append(torch.equal(share.row.within(memory)[share.target], expected))
     return whole, waits, len(blocking)
 

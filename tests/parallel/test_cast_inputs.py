@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from weft.parallel.inputs import InputCasts
 
 from tests.support.cases import describe, open_engine, parity, saved_model
 from tests.support.pool import run
@@ -17,6 +16,7 @@ from weft.engine.describe import dtype_rows
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
+from weft.parallel.fsdp import InputCasts
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents

@@ -291,7 +291,7 @@ def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_
         config = read("model.dcp_weights=.", "optimizer.load_state=true", *overrides)
         reference, critic = reference_config(config), critic_config(config)
         assert reference is not None and critic is not None
-        assert reference.model.weights == critic.model.weights == expected
+        assert reference.model.dcp_weights == critic.model.dcp_weights == expected
         assert policy_config(config).optimizer.load_state and not critic.optimizer.load_state
 
 

@@ -478,7 +478,7 @@ def read(*overrides: str) -> RlConfig:
 def test_a_preset_sets_what_nobody_has() -> None:
     assert read().rl == algorithm()
     chosen = read("rl.algorithm=dapo", "rl.clip=[0.1, 0.3]").rl
-    assert chosen == algorithm("dapo", clip=(0.1, 0.3)) and chosen.aggregation == "token_mean"
+    assert chosen == algorithm("dapo", clip=(0.1, 0.3)) and chosen.loss_aggregation == "token_mean"
     assert read("rl.algorithm=gspo").rl.clip == (3e-4, 4e-4)
 
 

@@ -139,7 +139,7 @@ class KillsItself:
 
 def is_uploaded(mirror: Mirror, step: int) -> bool:
     """Whether the thread has linked this checkpoint, uploaded it and removed the links."""
-    return step in mirror._seen and step not in mirror._linked()
+    return step in mirror._linked_steps and step not in mirror._linked()
 
 
 class FailsFor:
