@@ -191,6 +191,7 @@ gpu:
 
 docs: $(STAMP)
 	$(BIN)/python -m weft.config.reference > docs/reference/config.md
+	$(BIN)/python -m weft.rl.algorithms.tables docs/reference/algorithms.md
 	$(BIN)/python -m weft.config.migrate.pages docs/coming-from
 
 # The pages of docs/ as a site in .site, in an environment of its own. A link that leads nowhere is an error.

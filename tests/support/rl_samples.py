@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.presets import PRESETS
 from weft.config.rl_schema import DataConfig, ModelConfig, RlAlgorithm, RlConfig, RolloutConfig
 from weft.inference.types import Prompt, Sample, SampleGroup
+from weft.rl.algorithms import ALGORITHMS
 
 PROMPT = (5, 6, 7)
 
 
 def algorithm(name: str = "grpo", **keys: Any) -> RlAlgorithm:
     """The keys of `rl` with a preset, as they are when a config with that rl.algorithm is read."""
-    preset = {leaf: tuple(v) if isinstance(v, list) else v for leaf, v in PRESETS[name].items()}
+    preset = {leaf: tuple(v) if isinstance(v, list) else v for leaf, v in ALGORITHMS[name].preset.items()}
     return RlAlgorithm(**{"reward": ("math",), "algorithm": name, **preset, **keys})
 
 

@@ -1,6 +1,6 @@
-"""The defaults that rl.algorithm, rl.preset and lora set for keys that the user has not set. Imports no torch.
+"""The defaults that rl.preset and lora set for keys that the user has not set. Imports no torch.
 
-Each entry of PRESETS is the algorithm as in its paper; what a paper does not say is left to the schema's default.
+The presets of rl.algorithm stand with the algorithms (weft/rl/algorithms).
 """
 
 from __future__ import annotations
@@ -15,41 +15,6 @@ ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {"optimizer.lr": 1.0e-4, "optimizer.weight_decay": 0.0},
     "rl": {"optimizer.lr": 1.0e-5},
 }
-
-# algorithm -> key of `rl` -> value
-PRESETS: dict[str, dict[str, Any]] = {
-    # Shao et al. 2024, arXiv:2402.03300, equation 3
-    "grpo": {"advantage": "grpo", "advantage_norm": "group", "policy_loss": "ppo", "loss_aggregation": "sequence_mean"},
-    # Liu et al. 2025, arXiv:2503.20783: neither the standard deviation nor the length of a sample divides
-    "dr_grpo": {"advantage": "grpo", "advantage_norm": "none", "policy_loss": "ppo",
-        "loss_aggregation": "sequence_sum"},
-    # Yu et al. 2025, arXiv:2503.14476, equation 8; over-long shaping asks for a length, rl.overlong_buffer
-    "dapo": {
-        "advantage": "grpo", "advantage_norm": "group", "policy_loss": "ppo", "loss_aggregation": "token_mean",
-        "clip": [0.2, 0.28],
-        "dynamic_sampling": 10,
-    },
-    # Ahmadian et al. 2024, arXiv:2402.14740
-    "rloo": {"advantage": "rloo", "policy_loss": "ppo", "loss_aggregation": "sequence_sum", "kl_in": "reward",
-             "kl_estimator": "k1"},
-    # Hu et al. 2025, arXiv:2501.03262
-    "reinforce++": {"advantage": "reinforce++", "policy_loss": "ppo", "loss_aggregation": "token_mean",
-        "kl_in": "reward",
-                    "kl_estimator": "k1"},
-    "reinforce++_baseline": {"advantage": "reinforce++_baseline", "policy_loss": "ppo",
-        "loss_aggregation": "token_mean",
-                             "kl_in": "loss", "kl_estimator": "k2"},
-    # Zheng et al. 2025, arXiv:2507.18071, equation 5 and section 5.1
-    "gspo": {"advantage": "grpo", "advantage_norm": "group", "policy_loss": "gspo", "loss_aggregation": "sequence_mean",
-             "clip": [3e-4, 4e-4]},
-    # MiniMax 2025, arXiv:2506.13585, equations 4 and 5: no bound below; the upper one is Khatri et al.'s 2025,
-    # arXiv:2510.13786
-    "cispo": {"advantage": "grpo", "advantage_norm": "group", "policy_loss": "cispo", "loss_aggregation": "token_mean",
-              "clip": [1.0, 4.0]},
-    # Schulman et al. 2017, arXiv:1707.06347, with the KL of Ouyang et al. 2022, arXiv:2203.02155, in the reward
-    "ppo": {"advantage": "gae", "advantage_norm": "batch", "policy_loss": "ppo", "loss_aggregation": "token_mean",
-            "kl_in": "reward", "kl_estimator": "k1"},
-}  # fmt: skip
 
 _TRL: dict[str, Any] = {
     "clip": [0.2, 0.2], "dual_clip": None, "loss_aggregation": "token_mean", "kl_in": "loss", "kl_estimator": "k3",
@@ -82,8 +47,8 @@ _OPENRLHF: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _but(common: dict[str, Any], *without: str, **changed: Any) -> dict[str, Any]:
-    return {name: value for name, value in common.items() if name not in without} | changed
+def _but(common: dict[str, Any], *without: str, **changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in common.items() if name not in without} | changes
 
 
 # trainer -> algorithm -> key of `rl` -> the trainer's default. TRL: GRPOConfig (loss_type dapo,
@@ -122,11 +87,6 @@ LIKE: dict[str, dict[str, dict[str, Any]]] = {
     "openrlhf": {"ppo": _OPENRLHF, "reinforce++": _OPENRLHF},
     "nemo-rl": {"grpo": _NEMO_RL, "gspo": _but(_NEMO_RL, "clip", loss_aggregation="sequence_mean")},
 }  # fmt: skip
-
-# Values of rl.advantage. COMPARING: those that compare the samples of a prompt.
-COMPARING = ("grpo", "rloo", "reinforce++_baseline")
-ADVANTAGES = (*COMPARING, "reinforce++", "gae")
-POLICY_LOSSES = ("ppo", "gspo", "ppo_sequence", "cispo", "reinforce")
 
 
 def default_of_command(config: Any, name: str) -> str:

@@ -14,7 +14,6 @@ from weft.config.checks import (
     IMPORT_PATH,
     Inert,
     Rules,
-    Test,
     adapter_presets,
     common_combinations,
     held_out_problems,
@@ -23,7 +22,7 @@ from weft.config.checks import (
 from weft.config.checks import (
     INERT as SFT_INERT,
 )
-from weft.config.presets import ADVANTAGES, COMPARING, LIKE, POLICY_LOSSES, PRESETS
+from weft.config.presets import LIKE
 from weft.config.ranges import MOST_DOCUMENTS
 from weft.config.rl_schema import (
     BUILT_IN_REWARDS,
@@ -36,6 +35,8 @@ from weft.config.rl_schema import (
 )
 from weft.config.server_checks import SERVERS, server_combinations
 from weft.config.yaml12 import override
+from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES
+from weft.rl.algorithms.base import AdvantageSpec, TokenLossSpec
 
 _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
@@ -68,19 +69,17 @@ def _always(_: Any) -> bool:
     return True
 
 
-# The built-in advantages and losses that read a key. A user's own function may read every key.
-_SCALED = ("grpo", "gae")
-_CLIPPED = ("ppo", "gspo", "ppo_sequence")
-_DISCOUNTED = ("reinforce++", "gae")
 _RATIO = "rl.old_logprobs is rollout: the ratio of current and old policy corrects the engine, too"
 
 
-def _other_advantage(*reading: str) -> Test:
-    return lambda c: c.rl.advantage in ADVANTAGES and c.rl.advantage not in reading
-
-
-def _other_loss(*reading: str) -> Test:
-    return lambda c: c.rl.policy_loss in POLICY_LOSSES and c.rl.policy_loss not in reading
+def _unread_keys(leaf: str, specs: Mapping[str, AdvantageSpec | TokenLossSpec]) -> Iterator[Inert]:
+    """A rule for each key that only some values of rl.`leaf` read. A user's own function may read every key."""
+    for read in dict.fromkeys(name for spec in specs.values() for name in spec.reads):
+        readers = [name for name, spec in specs.items() if read in spec.reads]
+        others = specs.keys() - set(readers)
+        *first, last = readers
+        reason = f"only rl.{leaf}={', '.join(first)}{' and ' * bool(first)}{last} read{'' if first else 's'} it"
+        yield Inert(f"rl.{read}", lambda c, others=others: getattr(c.rl, leaf) in others, reason)  # type: ignore[misc]
 
 
 _SYNC_KEYS = ("transport", "bucket_mb", "verify_every")
@@ -106,11 +105,8 @@ INERT = (
     Inert("data.cache", _always, "prompts are tokenised as they are read"),
     Inert("eval.every", lambda c: not _held_out(c), _NO_PROMPTS),
     Inert("eval.at_start", lambda c: not _held_out(c), _NO_PROMPTS),
-    Inert("rl.advantage_norm", _other_advantage(*_SCALED), "only rl.advantage=grpo and gae read it"),
-    Inert("rl.gamma", _other_advantage(*_DISCOUNTED), "only rl.advantage=reinforce++ and gae read it"),
-    Inert("rl.gae_lambda", _other_advantage("gae"), "only rl.advantage=gae reads it"),
-    Inert("rl.clip", _other_loss(*_CLIPPED, "cispo"), "rl.policy_loss=reinforce has no ratio to clip"),
-    Inert("rl.dual_clip", _other_loss(*_CLIPPED), "only rl.policy_loss=ppo, gspo and ppo_sequence read it"),
+    *_unread_keys("advantage", ADVANTAGES),
+    *_unread_keys("policy_loss", TOKEN_LOSSES),
     *(
         Inert(f"rl.{leaf}", lambda c: c.rl.kl_coef == 0, "rl.kl_coef is 0: no KL is trained on")
         for leaf in ("kl_in", "kl_estimator", "kl_clamp", "kl_unbiased")
@@ -137,7 +133,7 @@ INERT = (
         if leaf != "path"
     ),
     *(
-        Inert(f"critic.{leaf}", lambda c: c.rl.advantage != "gae", "only rl.advantage=gae has a critic")
+        Inert(f"critic.{leaf}", lambda c: not c.rl.has_critic, "only rl.advantage=gae has a critic")
         for leaf in _leaves(CriticConfig)
     ),
     Inert("rl.entropy_aggregation", lambda c: c.rl.entropy_coef == 0, "rl.entropy_coef is 0"),
@@ -415,7 +411,7 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
             f"rl.preset is {rl.preset}, whose defaults of {rl.algorithm} weft does not know: set rl.algorithm to one "
             f"of {algorithms}, or rl.preset=null.",
         )
-    for leaf, built_in in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
+    for leaf, built_in in (("advantage", ADVANTAGES), ("policy_loss", TOKEN_LOSSES)):
         named = getattr(rl, leaf)
         if named not in built_in and not IMPORT_PATH.fullmatch(named):
             yield (
@@ -429,13 +425,13 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
             f"rl.prompts_per_step x rl.group_size is {rl.prompts_per_step * rl.group_size:,}; it must be "
             f"{MOST_DOCUMENTS:,} or less.",
         )
-    if rl.advantage in COMPARING and rl.group_size < 2:
+    if rl.advantage in ADVANTAGES and ADVANTAGES[rl.advantage].compares_group and rl.group_size < 2:
         yield (
             "rl.group_size",
             f"rl.group_size is {rl.group_size}, but rl.advantage={rl.advantage} compares the samples of a prompt with "
             "each other: set rl.group_size=2 or more, or rl.advantage=reinforce++, which compares those of a step.",
         )
-    if rl.advantage == "gae" and rl.advantage_norm == "group":
+    if rl.has_critic and rl.advantage_norm == "group":
         yield (
             "rl.advantage_norm",
             "rl.advantage_norm is group, but rl.advantage=gae compares no groups: set rl.advantage_norm=batch or none.",
@@ -463,8 +459,10 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
 def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The presets of rl.preset, which take precedence, of rl.algorithm, and of adapters."""
     algorithm = value("rl.algorithm")
-    for name, table in (("rl.preset", LIKE.get(value("rl.preset"), {})), ("rl.algorithm", PRESETS)):
-        yield name, {f"rl.{leaf}": preset for leaf, preset in table.get(algorithm, {}).items()}
+    of_trainer = LIKE.get(value("rl.preset"), {}).get(algorithm, {})
+    of_paper = ALGORITHMS[algorithm].preset if algorithm in ALGORITHMS else {}
+    for name, preset in (("rl.preset", of_trainer), ("rl.algorithm", of_paper)):
+        yield name, {f"rl.{leaf}": default for leaf, default in preset.items()}
     yield from adapter_presets(value, "rl")
 
 

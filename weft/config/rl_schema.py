@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.config.keys import key, with_former_names
 from weft.config.ranges import (
@@ -36,6 +36,16 @@ from weft.config.schema import (
     TrainConfig,
 )
 from weft.errors import how_to_install
+from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES, needs_critic
+
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[tuple(ALGORITHMS)]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 @with_former_names
@@ -76,9 +86,7 @@ class RlAlgorithm:
         "How often the policy may answer in one conversation with rl.environment.", 8, within=AT_LEAST_1
     )
     environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0, within=POSITIVE)
-    algorithm: Literal[
-        "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "ppo"
-    ] = key(
+    algorithm: AlgorithmName = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Sets those of the keys below that nobody has set, as the algorithm's paper has them "
         "(docs/reference/algorithms.md).",
         "grpo",
@@ -104,9 +112,8 @@ class RlAlgorithm:
     )
     epochs: int = key("How often a rollout step's samples are trained.", 1, within=AT_LEAST_1)
     advantage: str = key(
-        "What a sample's reward is compared with: `grpo`, the mean of its group; `rloo`, that of the group's others; "
-        "`reinforce++`, the mean of the step; `reinforce++_baseline`, the mean of its group, then scaled over the "
-        "step; `gae`, a critic's values; or a function of your own, as in my_rl:advantage.",
+        f"How a reward becomes the advantages of its sample's tokens: {_listed(ADVANTAGES)} "
+        "(docs/reference/algorithms.md has the formulas), or a function of your own, as in my_rl:advantage.",
         "grpo",
     )
     advantage_norm: Literal["group", "batch", "none"] = key(
@@ -118,10 +125,8 @@ class RlAlgorithm:
     gamma: float = key("What a reward is worth one token earlier.", 1.0, within=UP_TO_1)
     gae_lambda: float = key("1: advantages from rewards alone; less: more from the critic's values.", 1.0, within=SHARE)
     policy_loss: str = key(
-        "`ppo`: the ratio of current and old policy, clipped; `gspo`: the same of whole samples, the geometric mean of "
-        "their tokens' ratios; `ppo_sequence`: their product (RLOO in TRL); `cispo`: clipped "
-        "ratios weigh the logprobs, so that every token keeps a gradient; `reinforce`: no ratio, right only while the "
-        "policy is still the old one; or a function of your own, as in my_rl:loss.",
+        f"The loss of a token: {_listed(TOKEN_LOSSES)} (docs/reference/algorithms.md has the formulas), or a function "
+        "of your own, as in my_rl:loss.",
         "ppo",
     )
     clip: tuple[float, float] = key(
@@ -233,6 +238,11 @@ class RlAlgorithm:
     def has_reference(self) -> bool:
         """Whether the KL divergence from a reference is trained on, or only measured."""
         return self.kl_coef > 0 or self.measure_kl
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether rl.advantage reads the values of a critic."""
+        return needs_critic(self.advantage)
 
     @property
     def corrects(self) -> bool:

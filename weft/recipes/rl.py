@@ -512,7 +512,7 @@ async def compute_advantages(run: RlRun, step: RolloutStep) -> None:
 
 def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
     """The models that must read the samples before training. old: whether the policy is one of them."""
-    wanted: dict[Role, bool] = {"policy": old, "reference": rl.has_reference, "critic": rl.advantage == "gae"}
+    wanted: dict[Role, bool] = {"policy": old, "reference": rl.has_reference, "critic": rl.has_critic}
     return [role for role, is_wanted in wanted.items() if is_wanted]
 
 

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from weft.config.presets import ADVANTAGES
 from weft.config.rl_schema import RlAlgorithm, RlConfig, RolloutConfig
 from weft.engine.losses.correction import LARGEST, bounded, importance_ratios, of_tokens
 from weft.errors import ActorError, UserError
@@ -31,9 +28,8 @@ from weft.inference.base import SamplingParams
 from weft.inference.types import Floats, Sample
 from weft.inference.weight_sync.protocol import SyncError
 from weft.inference.weight_sync.verify import check_parity
-
-Exact = NDArray[np.float64]
-Estimator = Literal["k1", "k2", "k3"]
+from weft.rl.algorithms import ADVANTAGES
+from weft.rl.algorithms.returns import Exact, kl
 
 
 def old_is_current(config: RlConfig) -> bool:
@@ -136,26 +132,6 @@ def mismatch_metrics(differences: Exact, ratios: Exact, weights: Exact, config: 
         name = "clipped" if config.correction == "tis" else "masked"
         found[f"sampling/{name}"] = float((weights != ratios).mean())
     return found
-
-
-def kl(difference: Exact, estimator: Estimator, clamp: float | None = None) -> Exact:
-    """KL(p || q) = E_p[d], estimated from tokens sampled from p, with d = log p - log q per token (Schulman 2020,
-    http://joschu.net/blog/kl-approx.html). clamp: limit on the absolute value of each estimate.
-
-        k1 = d                  unbiased, of high variance, often negative
-        k2 = d^2 / 2            biased, never negative
-        k3 = exp(-d) - 1 + d    unbiased, never negative
-
-    These properties hold for values, in rewards and metrics. In a loss the gradient matters, which has other
-    properties: see weft/engine/losses/policy.py.
-    """
-    if estimator == "k1":
-        found = difference
-    elif estimator == "k2":
-        found = np.square(difference) / 2
-    else:
-        found = np.expm1(-difference) + difference
-    return found if clamp is None else found.clip(-clamp, clamp)
 
 
 def parity_is_due(config: RlConfig, steps: int) -> bool:

@@ -39,8 +39,8 @@ def reference_config(config: RlConfig) -> EngineConfig | None:
 
 
 def critic_config(config: RlConfig) -> EngineConfig | None:
-    """The engine config of the critic; None unless rl.advantage is gae."""
-    if config.rl.advantage != "gae":
+    """The engine config of the critic; None unless rl.advantage needs one."""
+    if not config.rl.has_critic:
         return None
     own = config.critic
     base = _from_policy(policy_config(config), own)

@@ -67,7 +67,7 @@ def own_ranks(config: RlConfig) -> dict[Role, int]:
     """Number of separate ranks of the reference and of the critic, if they have any."""
     wanted: dict[Role, int | None] = {
         "reference": config.reference.ranks if config.rl.has_reference else None,
-        "critic": config.critic.ranks if config.rl.advantage == "gae" else None,
+        "critic": config.critic.ranks if config.rl.has_critic else None,
     }
     return {role: count for role, count in wanted.items() if count is not None}
 

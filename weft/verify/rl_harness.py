@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from weft.config.presets import ADVANTAGES, POLICY_LOSSES
 from weft.config.rl_schema import RlConfig
 from weft.engine.batch.replay import LIVE, align_routes
 from weft.engine.engine import Engine
@@ -30,6 +29,7 @@ from weft.launch import flight
 from weft.models import hf
 from weft.models.routing import replace_choices, replaced
 from weft.rl import advantages
+from weft.rl.algorithms import ADVANTAGES, TOKEN_LOSSES
 from weft.rl.corrections import comparable, correct, old_is_current
 from weft.rl.documents import TrainedSamples, build_documents, is_trained
 from weft.rl.reference_critic import READS, Role, set_readings
@@ -152,14 +152,14 @@ def _judge(
 
 
 def _require_known(config: RlConfig) -> None:
-    for key, named, local in (
+    for key, named, specs in (
         ("advantage", config.rl.advantage, ADVANTAGES),
-        ("policy_loss", config.rl.policy_loss, POLICY_LOSSES),
+        ("policy_loss", config.rl.policy_loss, TOKEN_LOSSES),
     ):
-        if named not in local:
+        if named not in specs:
             raise UserError(
                 f"weft verify has no plain implementation of rl.{key}={named} to compare with: set it to one of "
-                f"{', '.join(local)}, which go through the same mesh."
+                f"{', '.join(specs)}, which go through the same mesh."
             )
 
 
@@ -179,11 +179,7 @@ def _full_tensors(engine: Engine) -> Tensors:
 def _read(trainer: TrainerRank, samples: Sequence[Sample]) -> None:
     """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
     rl = trainer.config.rl
-    required = {
-        "policy": rl.old_logprobs == "recompute",
-        "reference": rl.has_reference,
-        "critic": rl.advantage == "gae",
-    }
+    required = {"policy": rl.old_logprobs == "recompute", "reference": rl.has_reference, "critic": rl.has_critic}
     roles: list[Role] = [role for role in READS if required[role]]
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)

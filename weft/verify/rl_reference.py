@@ -1,6 +1,7 @@
 """The update of reinforcement learning in one plain process, for policy and critic.
 
-Imports only the plain reference of weft. Formulas and their sources are in docs/reference/algorithms.md. A row is a
+Imports only the plain reference of weft, and the plain functions of weft/rl/algorithms, which share no code with what
+trains. Formulas and their sources are in docs/reference/algorithms.md. A row is a
 sample: its tokens, which of them the policy drew (G), its group, its reward, and the engine's logprobs of the drawn
 tokens.
 """
@@ -17,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from weft.rl.algorithms import ADVANTAGES, TOKEN_LOSSES
 from weft.verify.peft_reference import PeftReference
 from weft.verify.reference import Reference
 
@@ -98,37 +100,11 @@ def correct(rows: Sequence[PlainSample], rl: Any) -> None:
 
 
 def compare(rows: Sequence[PlainSample], rl: Any) -> None:
-    """Set the advantages of the rows that have a reward, and with gae their returns."""
-    scored = [row for row in rows if row.reward is not None]
-    if rl.advantage == "gae":
-        advantages = [_generalised(row, rl) for row in scored]
-        for row, advantage in zip(scored, advantages, strict=True):
-            row.returns = advantage + row.values.double()
-        advantages = _whitened(advantages) if rl.advantage_norm == "batch" else advantages
-    elif rl.advantage == "reinforce++":
-        advantages = _whitened([_to_go(_token_rewards(row, rl), rl.gamma) for row in scored])
-    else:
-        advantages = [torch.full((len(row.drawn),), value, dtype=torch.float64) for row, value in _compared(scored, rl)]
-        advantages = _whitened(advantages) if rl.advantage == "reinforce++_baseline" else advantages
-    for row, advantage in zip(scored, advantages, strict=True):
+    """Set the advantages of the rows that have a reward, and with a critic their returns."""
+    rewarded = [row for row in rows if row.reward is not None]
+    estimates = ADVANTAGES[rl.advantage].plain(rewarded, [_token_rewards(row, rl) for row in rewarded], rl)
+    for row, advantage in zip(rewarded, estimates, strict=True):
         row.advantage = advantage
-
-
-def _compared(rows: Sequence[PlainSample], rl: Any) -> Iterator[tuple[PlainSample, float]]:
-    """(Row, its score relative to those of its group), for each row."""
-    scores = {id(row): float(_token_rewards(row, rl).sum()) for row in rows}
-    all_scores = torch.tensor(list(scores.values()), dtype=torch.float64)
-    for row in rows:
-        group = torch.tensor([scores[id(member)] for member in rows if member.group == row.group], dtype=torch.float64)
-        score, is_tied = scores[id(row)], bool((group == group[0]).all())
-        value = 0.0 if is_tied else score - float(group.mean())
-        if rl.advantage == "rloo" and not is_tied:
-            value = score - float((group.sum() - score) / (len(group) - 1))
-        if rl.advantage == "grpo" and rl.advantage_norm == "group" and not is_tied:
-            value /= float(group.std()) + 1e-4
-        if rl.advantage == "grpo" and rl.advantage_norm == "batch" and not is_tied:
-            value /= float(all_scores.std()) + 1e-4
-        yield row, value
 
 
 def _token_rewards(row: PlainSample, rl: Any) -> Tensor:
@@ -141,28 +117,8 @@ def _token_rewards(row: PlainSample, rl: Any) -> Tensor:
 
 
 def _kl(d: Tensor, rl: Any) -> Tensor:
-    advantages = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[rl.kl_estimator]
-    return advantages if rl.kl_clamp is None else advantages.clip(-rl.kl_clamp, rl.kl_clamp)
-
-
-def _to_go(values: Tensor, factor: float) -> Tensor:
-    out = values.clone()
-    for position in range(len(out) - 2, -1, -1):
-        out[position] += factor * out[position + 1]
-    return out
-
-
-def _generalised(row: PlainSample, rl: Any) -> Tensor:
-    values = row.values.double()
-    following = torch.cat([values[1:], torch.zeros(1, dtype=torch.float64)])
-    return _to_go(_token_rewards(row, rl) + rl.gamma * following - values, rl.gamma * rl.gae_lambda)
-
-
-def _whitened(advantages: list[Tensor]) -> list[Tensor]:
-    tokens = torch.cat(advantages)
-    if len(tokens) < 2 or bool((tokens == tokens[0]).all()):
-        return [torch.zeros_like(values) for values in advantages]
-    return [(values - tokens.mean()) / (tokens.var() + 1e-8).sqrt() for values in advantages]
+    estimate = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[rl.kl_estimator]
+    return estimate if rl.kl_clamp is None else estimate.clip(-rl.kl_clamp, rl.kl_clamp)
 
 
 # ---------------------------------------------------------------- the update
@@ -205,7 +161,7 @@ class _Policy(_Update):
     def losses(self, row: PlainSample) -> Tensor:
         rl = self.rule.rl
         logprob, entropy = read(self.model, row, self.rule.temperature)
-        loss = _policy_loss(logprob, row, rl) * row.correction
+        loss = TOKEN_LOSSES[rl.policy_loss].plain(logprob, row, rl) * row.correction
         if rl.kl_coef > 0 and rl.kl_in == "loss":
             ratio, d = (logprob - row.old_logprobs).exp(), logprob - row.ref_logprobs
             if rl.kl_unbiased:
@@ -237,22 +193,6 @@ class _Policy(_Update):
             with self.rule.follow(row) if follow else nullcontext():
                 advantages.append(read(self.model, row, self.rule.temperature)[0].cpu())
         return advantages
-
-
-def _policy_loss(logprob: Tensor, row: PlainSample, rl: Any) -> Tensor:
-    a, (low, high), ratio = row.advantage, rl.clip, (logprob - row.old_logprobs).exp()
-    if rl.policy_loss == "reinforce":
-        return -a * logprob
-    if rl.policy_loss == "cispo":
-        return -ratio.detach().clip(1 - low, 1 + high) * a * logprob
-    if rl.policy_loss == "gspo":  # the ratio of the whole sample, with a gradient through each token's own logprob only
-        ratio = (logprob - row.old_logprobs).mean().detach().exp() * (logprob - logprob.detach()).exp()
-    if rl.policy_loss == "ppo_sequence":  # the ratio of the probabilities of the whole sample
-        ratio = (logprob - row.old_logprobs).sum().exp().expand(len(a))
-    gain = torch.min(ratio * a, ratio.clip(1 - low, 1 + high) * a)
-    if rl.dual_clip is not None:
-        gain = torch.where(a < 0, torch.max(gain, rl.dual_clip * a), gain)
-    return -gain
 
 
 class PlainPolicy(_Policy):

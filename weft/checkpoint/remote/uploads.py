@@ -90,7 +90,7 @@ def mirror_of(config: Any, run: Path, *, resume: bool) -> Mirror | None:
     if not isinstance(config.run.dir, LocalCopy):
         return None
     url, is_rl = config.run.dir.remote, isinstance(config, RlConfig)
-    critic = isinstance(config, RlConfig) and config.rl.advantage == "gae" and config.critic.ranks is not None
+    critic = isinstance(config, RlConfig) and config.rl.has_critic and config.critic.ranks is not None
     remote = RemoteRun(Store(url), own_token(run))
     retry = f"weft {'rl' if is_rl else 'sft'} --resume {url}"
     return Mirror(remote, run, config.checkpoint, retry, critic=critic, fresh=not resume)

@@ -11,10 +11,11 @@ from weft.config.keys import schema_keys
 from weft.config.load import show_default
 from weft.config.migrate.check import check
 from weft.config.migrate.trainer import TABLES, Trainer
-from weft.config.presets import LIKE, PRESETS
+from weft.config.presets import LIKE
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import show
+from weft.rl.algorithms import ALGORITHMS
 
 _WRITTEN = (
     "Written by `python -m weft.config.migrate.pages docs/coming-from` from weft/config/migrate/tables/{name}.yaml and "
@@ -90,7 +91,7 @@ def _like(trainer: Trainer) -> str:
         for leaf, value in keys.items():
             schema = schema_keys(RlConfig)[f"rl.{leaf}"]
             default = list(schema.default) if isinstance(schema.default, tuple) else schema.default
-            preset = PRESETS[algorithm].get(leaf, default)
+            preset = ALGORITHMS[algorithm].preset.get(leaf, default)
             if value != preset:
                 rows.append(f"| `{algorithm}` | `{leaf}` | {show(value)} | {show(preset)} |")
     return _LIKE.format(title=trainer.short, name=trainer.name) + "\n".join(rows) + "\n"

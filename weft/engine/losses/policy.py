@@ -1,4 +1,4 @@
-"""The policy-gradient family: PPO's clipped ratio and its kin, KL to a reference, entropy; any of the aggregations.
+"""The policy-gradient losses: a loss of a token (weft/rl/algorithms), KL to a reference, entropy; and aggregations.
 
 Three policies: `current`, which is differentiated; `old`, the trainer's when the rollout began; `rollout`, which drew
 the tokens. Documents bring the arrays old_logprobs, advantages, and correction: a factor on the token's loss for the
@@ -26,6 +26,7 @@ from weft.engine.losses.base import Batch, LossOutput
 from weft.engine.losses.correction import LARGEST, bounded, importance_ratios, of_tokens
 from weft.errors import UserError
 from weft.importing import import_named
+from weft.rl.algorithms import TOKEN_LOSSES
 
 if TYPE_CHECKING:
     from weft.config.rl_schema import RlAlgorithm
@@ -69,62 +70,13 @@ class PolicyTokens:
 TokenLoss = Callable[[PolicyTokens, "RlAlgorithm"], Tensor]
 
 
-def ppo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), r the token's ratio (Schulman et al. 2017, arXiv:1707.06347, equation 7;
-    separate low and high: DAPO, arXiv:2503.14476, equation 8)."""
-    return _clipped(tokens.ratio, tokens.advantage, config)
-
-
-def gspo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
-    """ppo with the ratio of the whole sample (Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7).
-
-    Where all of a sample's advantages are equal, as in the paper, the gradient is GSPO's: s A / G sum of grad log p.
-    """
-    return _clipped(tokens.sequence_ratio, tokens.advantage, config)
-
-
-def ppo_sequence(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
-    """ppo with the product of a sample's ratios, the ratio of whole samples' probabilities (TRL's RLOO).
-
-    Each token has the loss of its sample, so that with sequence_mean every sample counts once.
-    """
-    return _clipped(tokens.product_ratio, tokens.advantage, config)
-
-
-def _clipped(ratio: Tensor, advantage: Tensor, config: RlAlgorithm) -> Tensor:
-    low, high = config.clip
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    if config.dual_clip is not None:  # Ye et al. 2019, arXiv:1912.09729, equation 5
-        gain = torch.where(advantage < 0, torch.maximum(gain, config.dual_clip * advantage), gain)
-    return -gain
-
-
-def cispo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A log p: the clipped ratio is a weight without gradient, so that clipping stops
-    no token's gradient (MiniMax 2025, arXiv:2506.13585, equations 4 and 5)."""
-    low, high = config.clip
-    return -tokens.ratio.detach().clamp(1 - low, 1 + high) * tokens.advantage * tokens.logprob
-
-
-def reinforce(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
-    """-A log p (Williams 1992): the policy gradient, as long as the current policy is the old one."""
-    return -tokens.advantage * tokens.logprob
-
-
-_CLIPPED = ("ppo", "gspo", "ppo_sequence", "cispo")
-_OF_SAMPLES = ("gspo", "ppo_sequence")
-LOSSES: dict[str, TokenLoss] = {
-    "ppo": ppo, "gspo": gspo, "ppo_sequence": ppo_sequence, "cispo": cispo, "reinforce": reinforce,
-}  # fmt: skip
-
-
 def choose_policy_loss(name: str) -> TokenLoss:
     """One of weft's own losses, or the user's at an import path: (PolicyTokens, config) -> [N] loss of each token.
 
     Raises UserError if the path leads to no function.
     """
-    if name in LOSSES:
-        return LOSSES[name]
+    if name in TOKEN_LOSSES:
+        return TOKEN_LOSSES[name].loss
     loaded: Any = import_named(name, "rl.policy_loss")
     if not callable(loaded):
         raise UserError(f"rl.policy_loss: {name} is no function of (tokens, config); see weft/engine/losses/policy.py.")
@@ -176,6 +128,8 @@ class PolicyLoss:
         self.masked = masked if config.count_masked else 0
         self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
         self.loss = choose_policy_loss(config.policy_loss)
+        spec = TOKEN_LOSSES.get(config.policy_loss)
+        self._ratio, self._clipping = ("ratio", "none") if spec is None else (spec.ratio, spec.clipping)
         self._read: list[tuple[tuple[int, ...], Tensor, Tensor]] = []  # of each row: documents, document_N, logprobs
 
     def old_logprobs(self) -> dict[int, Tensor]:
@@ -216,7 +170,7 @@ class PolicyLoss:
             loss = loss - config.entropy_coef * entropy * self._entropy_share(batch)
         loss_sum = (batch.weights_N * loss).sum()
         metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()}
-        if config.policy_loss in _OF_SAMPLES:
+        if self._ratio != "ratio" and self._clipping != "none":  # a sample has one ratio
             metrics["clip_ratio/samples_mean"] = self._clipped_samples(batch, means["clip_ratio/region_mean"])
         return LossOutput(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})
 
@@ -266,17 +220,16 @@ class PolicyLoss:
     def _ratio_metrics(self, tokens: PolicyTokens) -> dict[str, Tensor]:
         """[N] of each token: its ratio, KL(old || current) by k3, and whether clipping has cut its gradient.
 
-        `low` is a ratio below the band and `high` one above it; but for cispo, only where the advantage would take it
-        further. Losses that clip nothing, or are the user's, have no clipping metrics.
+        `low` is a ratio below rl.clip and `high` one above it; with `growing`, only where the advantage would move the
+        ratio further away. Losses that clip nothing, or are the user's, have no clipping metrics.
         """
         config = self.config
-        ratios = {"gspo": "sequence_ratio", "ppo_sequence": "product_ratio"}
-        ratio: Tensor = getattr(tokens, ratios.get(config.policy_loss, "ratio"))
+        ratio: Tensor = getattr(tokens, self._ratio)
         metrics = {"policy/ratio": ratio, "policy/kl_old": _k3(tokens.old_logprob, tokens.logprob)}
-        if config.policy_loss not in _CLIPPED:
+        if self._clipping == "none":
             return metrics
         low, high = ratio < 1 - config.clip[0], ratio > 1 + config.clip[1]
-        if config.policy_loss != "cispo":
+        if self._clipping == "growing":
             low, high = low & (tokens.advantage < 0), high & (tokens.advantage > 0)
         clipped = {"low_mean": low, "high_mean": high, "region_mean": low | high}
         return metrics | {f"clip_ratio/{name}": flags.float() for name, flags in clipped.items()}
