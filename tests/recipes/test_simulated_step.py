@@ -25,7 +25,7 @@ from weft.recipes.plan.memory import Memory, memory_by_stage
 from weft.recipes.plan.observed_collectives import Collectives, Kind, Total
 from weft.recipes.plan.observed_memory import Peak
 from weft.recipes.plan.rows import RowFacts, plan_rows
-from weft.recipes.plan.show_simulated import show_simulated
+from weft.recipes.plan.show import show_simulated
 from weft.recipes.plan.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
 from weft.recipes.plan.traffic import Transfer, transfers
 

@@ -24,12 +24,11 @@ from weft.launch.options import PlanOptions
 from weft.models import hf
 from weft.observe.tables import EngineRow, separate_engines
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.machines import Machine, machine_of
+from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.memory import Memory, memory_by_stage
 from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows
 from weft.recipes.plan.search import Search, search
-from weft.recipes.plan.show import PlanEstimate, show_described, show_engines, show_search
-from weft.recipes.plan.show_simulated import show_simulated
+from weft.recipes.plan.show import show_engines, show_estimate, show_search, show_simulated
 from weft.recipes.plan.simulate import Step, simulate
 from weft.recipes.plan.timing import time_of
 from weft.recipes.run_data import make_steps, read_data
@@ -56,24 +55,19 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         result = search(Search(config, model, machine, options.ranks, lengths.tokens, options.length is not None))
         show_search(model, result, options.ranks, lengths, machine, longer(config, options.length))
         return
-    described = _described(model, machine, options.ranks, lengths)
-    show_described(described)
-    if options.simulate:
-        step = step_of(config, lengths.tokens)
-        for memory in ranks_to_simulate(described.memory):
-            rank = memory.share.coordinates.rank(described.mesh)
-            show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
-    if isinstance(config, RlConfig):
-        show_engines(_engines_beside(config, options.ranks, assumed))
-
-
-def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLengths) -> PlanEstimate:
-    mesh = resolve_mesh(model.config.mesh, ranks, "--ranks")
+    mesh = resolve_mesh(model.config.mesh, options.ranks, "--ranks")
     model.check(mesh)
     plan = plan_rows(model, mesh, lengths.tokens)
     rows = RowFacts.from_plan(model, plan)
-    memory, time = memory_by_stage(model, mesh, rows), time_of(model, mesh, rows, machine)
-    return PlanEstimate(model, mesh, machine, lengths, plan, memory, time)
+    memories = memory_by_stage(model, mesh, rows)
+    show_estimate(model, mesh, machine, lengths, plan, memories, time_of(model, mesh, rows, machine))
+    if options.simulate:
+        step = step_of(config, lengths.tokens)
+        for memory in ranks_to_simulate(memories):
+            rank = memory.share.coordinates.rank(mesh)
+            show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
+    if isinstance(config, RlConfig):
+        show_engines(_engines_beside(config, options.ranks, assumed))
 
 
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
