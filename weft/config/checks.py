@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.keys import NOT_YET_VALUES
+from weft.config.conditions import BUILT_IN_OPTIMIZERS
+from weft.config.keys import NOT_YET_VALUES, schema_keys
 from weft.config.migrate.names import weft_value
 from weft.config.presets import ADAPTER_DEFAULTS
+from weft.config.schema import SftConfig
 from weft.config.sources import (
     column_problems,
     key_problems,
-    may_be_text,
     role_problems,
     source_name,
     source_problems,
     split_problems,
 )
-from weft.config.urls import uses_stores
 from weft.config.yaml12 import override, show
 
 # (key, partner): the partner replaces the key. If only the partner is set, the key's default becomes null.
@@ -33,9 +33,7 @@ EXCLUSIVE = (
 )
 
 Test = Callable[[Any], bool]
-BUILT_IN = ("adamw", "sgd")
 _TORCHS = tuple(f"torch.optim.{name}" for name in ("Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop"))
-_ONLY_ADAMW = "only optimizer.name=adamw reads it (one by import path takes optimizer.options)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,11 @@ class Inert:
     key: str
     when: Callable[[Any], bool]
     because: str
+
+
+def inert_rules(schema: type) -> tuple[Inert, ...]:
+    """The rules that stand at the keys of a schema."""
+    return tuple(Inert(name, *rule) for name, key in schema_keys(schema).items() for rule in key.unread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,148 +68,10 @@ class Rules:
         return tuple(dict.fromkeys(rule.key for rule in self.inert))
 
 
-_NO_DOCUMENTS = "none of eval.path, eval.sources and eval.share is set: no documents are evaluated"
-_NOTHING_TO_EVALUATE = "none of eval.path, eval.sources, eval.share and eval.prompts is set"
-_SOURCES = "data.sources is set: set it for each source"
-
-
-def _no_stages(config: Any) -> bool:
-    """Whether no model has pipeline stages; in `weft rl` the reference and the critic may have stages of their own."""
-    sections = (getattr(config, name, None) for name in ("mesh", "reference", "critic"))
-    return all((getattr(section, "pp", None) or 1) == 1 for section in sections)
-
-
-INERT = (
-    Inert("mesh.pp_schedule", _no_stages, "mesh.pp is 1: there are no stages"),
-    Inert("mesh.pp_stages_per_rank", _no_stages, "mesh.pp is 1: there are no stages"),
-    Inert(
-        "mesh.pp_stages_per_rank",
-        lambda c: not c.mesh.pp_schedule.startswith("Interleaved"),
-        "mesh.pp_schedule says how many stages a rank has",
-    ),
-    Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
-    Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
-    Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
-    Inert(
-        "data.text_unit", lambda c: not any(map(may_be_text, _paths_of_data(c))), "no path of the data is a .txt file"
-    ),
-    Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
-    *(
-        Inert("optimizer.load_state", when, because)
-        for when, because in (
-            (lambda c: c.model.dcp_weights is None, "model.dcp_weights is null: there is no state to begin with"),
-            (lambda c: c.optimizer.name not in BUILT_IN, "only the state of adamw and sgd is known by its names"),
-            (lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum == 0, "SGD without momentum has no state"),
-        )
-    ),
-    Inert("optimizer.betas", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
-    Inert("optimizer.eps", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
-    Inert(
-        "optimizer.momentum",
-        lambda c: c.optimizer.name != "sgd",
-        "only optimizer.name=sgd reads it (AdamW has optimizer.betas, one by import path optimizer.options)",
-    ),
-    Inert(
-        "optimizer.options",
-        lambda c: c.optimizer.name in BUILT_IN,
-        "they are for an optimizer that is named by its import path, as in optimizer.name=torch.optim.AdamW",
-    ),
-    Inert(
-        "optimizer.state_dtype",
-        lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum == 0,
-        "SGD without momentum has no state",
-    ),
-    Inert(
-        "optimizer.state_dtype",
-        lambda c: c.optimizer.name not in BUILT_IN,
-        "an optimizer that is named by its import path chooses the dtype of its state itself",
-    ),
-    Inert("checkpoint.weights", lambda c: c.optimizer.ema_decay is None, "optimizer.ema_decay is null: no average"),
-    Inert("model.freeze", lambda c: c.lora.on, "with lora only adapters are trained"),
-    *(
-        Inert(
-            f"lora.{leaf}",
-            lambda c: not c.lora.on,
-            "lora.rank is null, so there are no adapters (lora.rank=16 makes some)",
-        )
-        for leaf in ("alpha", "rslora", "dropout", "targets", "modules_to_save")
-    ),
-    *(
-        Inert(f"lora.{leaf}", lambda c: c.lora.path is not None, "the adapter at lora.path says it")
-        for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save")
-    ),
-    Inert("fsdp.loss_scale", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"),
-    Inert(
-        "fsdp.loss_scale_interval", lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss"
-    ),
-    Inert("schedule.decay_ratio", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
-    Inert("schedule.decay", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
-    Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
-    Inert(
-        "schedule.min_lr_ratio",
-        lambda c: c.schedule.name == "inverse_sqrt",
-        "schedule.name=inverse_sqrt has no lowest rate",
-    ),
-    Inert(
-        "schedule.cycles",
-        lambda c: c.schedule.name != "cosine_with_restarts",
-        "only schedule.name=cosine_with_restarts reads it",
-    ),
-    Inert("schedule.power", lambda c: c.schedule.name != "polynomial", "only schedule.name=polynomial reads it"),
-    Inert(
-        "schedule.timescale", lambda c: c.schedule.name != "inverse_sqrt", "only schedule.name=inverse_sqrt reads it"
-    ),
-    Inert("checkpoint.keep_every", lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed"),
-    Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
-    Inert("checkpoint.keep_best", lambda c: not _held_out(c), _NO_DOCUMENTS),
-    Inert("checkpoint.keep_best", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
-    *(
-        Inert(f"checkpoint.{leaf}", lambda c: c.checkpoint.push is None, "checkpoint.push is null: nothing is uploaded")
-        for leaf in ("push_at", "push_private", "push_revision")
-    ),
-    Inert("eval.every", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
-    Inert("eval.at_start", lambda c: not _held_out(c) and c.eval.prompts is None, _NOTHING_TO_EVALUATE),
-    Inert("eval.patience", lambda c: not _held_out(c), _NO_DOCUMENTS),
-    Inert("eval.patience", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
-    Inert("eval.target", lambda c: not _held_out(c), _NO_DOCUMENTS),
-    Inert("eval.target", lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated"),
-    Inert(
-        "eval.target",
-        lambda c: c.train.loss is not None,
-        "train.loss is evaluated in place of the cross entropy, and has no eval/exact",
-    ),
-    Inert("eval.min_delta", lambda c: c.eval.patience is None, "eval.patience is not set"),
-    Inert(
-        "eval.metric",
-        lambda c: c.eval.patience is None and not c.checkpoint.keep_best,
-        "only eval.patience and checkpoint.keep_best read it",
-    ),
-    Inert("eval.max_new_tokens", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
-    Inert("eval.temperature", lambda c: c.eval.prompts is None, "eval.prompts is not set"),
-    Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
-    Inert("track.project", lambda c: not c.track.report_to, "track.report_to is empty"),
-    Inert("track.name", lambda c: not c.track.report_to, "track.report_to is empty"),
-    Inert("track.system_seconds", lambda c: not c.track.system, "track.system is false"),
-    Inert("run.staging", lambda c: not uses_stores(c), "no path of this config is on an object store"),
-    Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
-    Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
-)
+INERT = inert_rules(SftConfig)
 
 IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-def _paths_of_data(config: Any) -> list[str]:
-    """The paths of data.path, data.sources, eval.path and eval.sources."""
-    sections = (config.data, config.eval)
-    sources = [source.path for section in sections for source in section.sources or ()]
-    return [*(section.path for section in sections if section.path is not None), *sources]
-
-
-def _held_out(config: Any) -> bool:
-    """Whether the config names held-out documents."""
-    of_training = getattr(config.eval, "share", None)  # of `weft sft`
-    return any(named is not None for named in (config.eval.path, config.eval.sources, of_training))
 
 
 def _combinations(config: Any) -> Iterator[tuple[str, str]]:
@@ -380,7 +245,7 @@ def held_out_problems(evaluation: Any, free_columns: bool = False) -> Iterator[t
 
 
 def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
-    if optimizer.name not in BUILT_IN and not re.fullmatch(r"\w+([.:]\w+)+", optimizer.name):
+    if optimizer.name not in BUILT_IN_OPTIMIZERS and not re.fullmatch(r"\w+([.:]\w+)+", optimizer.name):
         yield "optimizer.name", _no_such_optimizer(optimizer.name)
     if optimizer.name == "adamw" and optimizer.state_dtype == "bf16" and optimizer.betas[1] > 0.99:
         yield (
@@ -390,7 +255,7 @@ def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
             "most 0.99, or optimizer.state_dtype=fp32.",
         )
     reserved = [name for name in ("params", "lr", "weight_decay") if name in optimizer.options]
-    if reserved and optimizer.name not in BUILT_IN:
+    if reserved and optimizer.name not in BUILT_IN_OPTIMIZERS:
         advice = "leave it out" if reserved[0] == "params" else f"set optimizer.{reserved[0]} instead"
         yield "optimizer.options", f"optimizer.options holds `{reserved[0]}`, which weft passes itself: {advice}."
     for number, group in enumerate(optimizer.groups):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
+from weft.config.conditions import Unread
 from weft.config.ranges import Range
 
 Section = TypeVar("Section")
@@ -23,12 +24,14 @@ def key(
     default_factory: Any = MISSING,
     *,
     within: Range | None = None,
+    unread: tuple[Unread, ...] = (),
     formerly: str = "",
 ) -> Any:
     """A config key: a dataclass field that carries its documentation. Without a default it is required. within: the
-    values that it may have, where its type does not say it; null is not compared. formerly: the name that it had in the
-    same section; configs may still use it."""
-    metadata = {"help": help, "within": within, "formerly": formerly}
+    values that it may have, where its type does not say it; null is not compared. unread: when it has no effect; it is
+    then refused, and left out of the resolved config. formerly: the name that it had in the same section; configs may
+    still use it."""
+    metadata = {"help": help, "within": within, "unread": unread, "formerly": formerly}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -60,14 +63,15 @@ def with_former_names(section: type[Section]) -> type[Section]:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a schema: dotted name, type, default (MISSING if the key is required), documentation, range, and the
-    dotted name that it had before ("" for none)."""
+    """One key of a schema: dotted name, type, default (MISSING if the key is required), documentation, range, when
+    it has no effect, and the dotted name that it had before ("" for none)."""
 
     name: str
     type: Any
     default: Any
     help: str
     within: Range | None = None
+    unread: tuple[Unread, ...] = ()
     formerly: str = ""
 
     @property
@@ -104,7 +108,15 @@ def _schema_keys(schema: type) -> dict[str, Key]:
             name = f"{section}.{spec.name.removesuffix('_')}"
             former = f"{section}.{spec.metadata['formerly']}" if spec.metadata.get("formerly") else ""
             help = str(spec.metadata.get("help", "")) + (f" Formerly {former}." if former else "")
-            table[name] = Key(name, hints[spec.name], default_of(spec), help, spec.metadata.get("within"), former)
+            table[name] = Key(
+                name,
+                hints[spec.name],
+                default_of(spec),
+                help,
+                spec.metadata.get("within"),
+                spec.metadata.get("unread", ()),
+                former,
+            )
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from weft.config import conditions as when
 from weft.config.keys import key, with_former_names
 from weft.config.ranges import POSITIVE, Range
 
@@ -19,8 +20,10 @@ class TrackConfig:
         (),
         formerly="to",
     )
-    project: str = key("Project (of mlflow: experiment) that the run belongs to.", "weft")
-    name: str | None = key("Name of the run in the trackers; null: that of the run folder.", None)
+    project: str = key("Project (of mlflow: experiment) that the run belongs to.", "weft", unread=(when.NO_TRACKERS,))
+    name: str | None = key(
+        "Name of the run in the trackers; null: that of the run folder.", None, unread=(when.NO_TRACKERS,)
+    )
     timing: bool = key(
         "Measure the seconds of each step by phase: `time/data`, `time/forward`, `time/backward`, "
         "`time/communication` and `time/optimizer` in every line.",
@@ -31,7 +34,7 @@ class TrackConfig:
         "temperature and power. A line of RUN/system.jsonl each time, which trackers get, too.",
         True,
     )
-    system_seconds: float = key("Seconds between two such samples.", 10.0, within=POSITIVE)
+    system_seconds: float = key("Seconds between two such samples.", 10.0, within=POSITIVE, unread=(when.NO_SAMPLES,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +50,12 @@ class ProfileConfig:
         "Ranks that write a trace.",
         (0,),
         within=Range(lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
+        unread=(when.NO_PROFILE,),
     )
     memory: bool = key(
-        "Record allocations, too: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.", False
+        "Record allocations, too: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.",
+        False,
+        unread=(when.NO_PROFILE,),
     )
 
 
@@ -66,5 +72,6 @@ class RunConfig:
         "Folder of this machine for what lies on object stores: the folders of runs, and copies of data and models; "
         "null: ~/.cache/weft/remote. All ranks of a run whose run.dir is a URL have to share it.",
         None,
+        unread=(when.NO_STORES,),
     )
     overwrite: bool = key("Remove what an earlier run has left in run.dir, its checkpoints included.", False)

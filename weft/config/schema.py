@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from weft.config import conditions as when
 from weft.config.keys import key, with_former_names
 from weft.config.ranges import (
     AT_LEAST_1,
@@ -83,7 +84,10 @@ class ModelConfig:
         "none",
     )
     router_aux_loss_coef: float | None = key(
-        "Factor of that loss; null: router_aux_loss_coef of the model's config.", None, within=POSITIVE
+        "Factor of that loss; null: router_aux_loss_coef of the model's config.",
+        None,
+        within=POSITIVE,
+        unread=(when.NO_ROUTER_LOSS,),
     )
     router_bias_rate: float | None = key(
         "By how much a router's correction bias, where a family has one (DeepSeek-V3, GLM-4.5), rises after a step for "
@@ -115,6 +119,7 @@ class ModelConfig:
         "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state. Of vision-language "
         "models, `vision` (the tower), `projector` and `language` name parts, as in [vision, projector].",
         (),
+        unread=(when.WITH_ADAPTERS,),
     )
 
 
@@ -170,12 +175,14 @@ class MeshConfig:
         "weights apart, when a rank would wait: in the same order, or with the stages in a V, so that the first rank "
         "has the first and the last one (ZBVZeroBubble).",
         "1F1B",
+        unread=(when.NO_STAGES,),
     )
     pp_stages_per_rank: int | None = key(
         "Stages of each rank of pp, for Interleaved1F1B and InterleavedZeroBubble: consecutive stages are on "
         "consecutive ranks. More wait less and send more. null: 2.",
         None,
         within=AT_LEAST_1,
+        unread=(when.NO_STAGES, when.STAGES_BY_SCHEDULE),
     )
 
 
@@ -189,10 +196,16 @@ class FsdpConfig:
         "auto",
     )
     loss_scale: float = key(
-        "fp16: the first factor on the loss; halved when a gradient overflows.", 65536.0, within=POWER_OF_2
+        "fp16: the first factor on the loss; halved when a gradient overflows.",
+        65536.0,
+        within=POWER_OF_2,
+        unread=(when.ONLY_FP16,),
     )
     loss_scale_interval: int = key(
-        "fp16: the factor is doubled after so many steps without overflow.", 2000, within=AT_LEAST_1
+        "fp16: the factor is doubled after so many steps without overflow.",
+        2000,
+        within=AT_LEAST_1,
+        unread=(when.ONLY_FP16,),
     )
     reduce_dtype: Literal["fp32", "bf16"] = key("Dtype in which gradients are summed over ranks.", "fp32")
     master_dtype: Literal["fp32", "bf16"] = key(
@@ -274,12 +287,14 @@ class DataConfig:
         "Split of a dataset on the hub or of a saved one (null: train, or the only one); with `[from:to]` behind it, "
         "in rows or in percent, a part: `train[:1000]`. Of a file, `[:1000]` alone.",
         None,
+        unread=(when.PER_SOURCE,),
     )
-    subset: str | None = key("Subset (configuration) of a dataset on the hub.", None)
+    subset: str | None = key("Subset (configuration) of a dataset on the hub.", None, unread=(when.PER_SOURCE,))
     columns: dict[str, str] = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Which of weft's columns lies where in the data, names and list indices joined by dots where it is nested, as "
         "in {prompt: question, completion: reward_model.ground_truth} or {messages: extra_info.turns}.",
         default_factory=dict,
+        unread=(when.PER_SOURCE,),
     )
     sources: tuple[SourceConfig, ...] | None = key(
         "In place of data.path: several sources, each with its own path, name, weight, split, subset and columns, as "
@@ -290,6 +305,7 @@ class DataConfig:
         "What of a .txt file is a document: each line, each paragraph (what blank lines divide), or the whole file. "
         "null: each line, but a file whose first line is a JSON object is read as .jsonl.",
         None,
+        unread=(when.NO_TEXT_FILE,),
     )
     roles: dict[str, str] = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Who speaks, where messages say it in words of their own: their word -> system, user, assistant or tool, as in "
@@ -389,14 +405,29 @@ class DataConfig:
 class LoraConfig:
     """Low-rank adapters instead of all weights (docs/reference/lora.md); on where lora.rank or lora.path is set."""
 
-    rank: int | None = key("Rank of the adapters; null: no adapters, all weights are trained.", None, within=AT_LEAST_1)
-    alpha: float | None = key("Adapters are scaled by alpha / rank; null: twice the rank.", None, within=POSITIVE)
-    rslora: bool = key("Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA).", False)
+    rank: int | None = key(
+        "Rank of the adapters; null: no adapters, all weights are trained.",
+        None,
+        within=AT_LEAST_1,
+        unread=(when.FROM_ADAPTER,),
+    )
+    alpha: float | None = key(
+        "Adapters are scaled by alpha / rank; null: twice the rank.",
+        None,
+        within=POSITIVE,
+        unread=(when.NO_ADAPTERS, when.FROM_ADAPTER),
+    )
+    rslora: bool = key(
+        "Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA).",
+        False,
+        unread=(when.NO_ADAPTERS, when.FROM_ADAPTER),
+    )
     dropout: float = key(
         "Dropout on the inputs of adapters of linear layers. Masks are drawn by each rank for its own row, so that "
         "results depend on how a step is cut.",
         0.0,
         within=BELOW_1,
+        unread=(when.NO_ADAPTERS,),
     )
     targets: Literal["all-linear"] | tuple[str, ...] = key(
         "What is adapted: `all-linear` (every linear layer but the head), or a list of ends or patterns of names: of "
@@ -404,11 +435,13 @@ class LoraConfig:
         "(mlp.experts.gate_up_proj); `all-linear` may be one of them.",
         "all-linear",
         within=Range(lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
+        unread=(when.NO_ADAPTERS, when.FROM_ADAPTER),
     )
     modules_to_save: tuple[str, ...] = key(
         "Modules that are trained whole and saved with the adapter, by the ends of their names, as in [lm_head]. What "
         "was tied to them is not any more.",
         (),
+        unread=(when.NO_ADAPTERS, when.FROM_ADAPTER),
     )
     path: str | None = key(
         "Go on from this adapter, a folder that peft or weft has written; it says rank, alpha, targets and "
@@ -481,13 +514,15 @@ class OptimizerConfig:
         "AdamW's running-average factors.",
         (0.9, 0.95),
         within=Range(lambda v: all(0 <= beta < 1 for beta in v), "two numbers, each 0 or more and below 1"),
+        unread=(when.ONLY_ADAMW,),
     )
-    eps: float = key("AdamW's epsilon.", 1.0e-8, within=POSITIVE)
-    momentum: float = key("SGD's momentum.", 0.0, within=BELOW_1)
+    eps: float = key("AdamW's epsilon.", 1.0e-8, within=POSITIVE, unread=(when.ONLY_ADAMW,))
+    momentum: float = key("SGD's momentum.", 0.0, within=BELOW_1, unread=(when.ONLY_SGD,))
     options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Arguments of an optimizer that is named by its import path, as in {eps: 1e-6}; lr and weight_decay are given "
         "as above.",
         default_factory=dict,
+        unread=(when.ONLY_IMPORTED,),
     )
     groups: tuple[ParameterGroup, ...] = key(
         "Parameters that are treated apart: a list such as [{match: [model.embed_tokens, '*.mlp'], lr_scale: 0.1, "
@@ -500,11 +535,13 @@ class OptimizerConfig:
         "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
+        unread=when.NO_OWN_STATE,
     )
     load_state: bool = key(
         "Begin with the optimizer's state that is in model.dcp_weights (AdamW's moments and steps, SGD's momentum); "
         "steps, learning rate and order of the data begin anew.",
         False,
+        unread=when.NO_SAVED_STATE,
     )
     max_grad_norm: float | None = key(
         "Clip the gradient of a step to this global norm; null: never.",
@@ -526,18 +563,43 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"] = key(
         "Shape of the learning rate after warm-up.", "cosine"
     )
-    warmup_ratio: float = key("Warm-up steps as a share of all steps (rounded up).", 0.03, within=SHARE)
+    warmup_ratio: float = key(
+        "Warm-up steps as a share of all steps (rounded up).", 0.03, within=SHARE, unread=(when.WARMUP_IN_STEPS,)
+    )
     warmup_steps: int | None = key("Warm-up steps; instead of warmup_ratio.", None, within=NOT_NEGATIVE)
-    min_lr_ratio: float = key("Learning rate of the last step, as a share of the peak.", 0.1, within=SHARE)
-    decay_ratio: float = key("wsd: share of all steps in which the rate decays.", 0.1, within=SHARE)
-    decay: Literal["linear", "cosine", "1-sqrt"] = key("wsd: shape of that decay.", "linear")
-    cycles: int = key("cosine_with_restarts: how often the rate falls from the peak.", 1, within=AT_LEAST_1)
-    power: float = key("polynomial: exponent of the share of steps that remain; 1 is linear.", 1.0, within=POSITIVE)
+    min_lr_ratio: float = key(
+        "Learning rate of the last step, as a share of the peak.",
+        0.1,
+        within=SHARE,
+        unread=(when.CONSTANT_RATE, when.NO_LOWEST_RATE),
+    )
+    decay_ratio: float = key(
+        "wsd: share of all steps in which the rate decays.",
+        0.1,
+        within=SHARE,
+        unread=(when.only_with("schedule.name", "wsd"),),
+    )
+    decay: Literal["linear", "cosine", "1-sqrt"] = key(
+        "wsd: shape of that decay.", "linear", unread=(when.only_with("schedule.name", "wsd"),)
+    )
+    cycles: int = key(
+        "cosine_with_restarts: how often the rate falls from the peak.",
+        1,
+        within=AT_LEAST_1,
+        unread=(when.only_with("schedule.name", "cosine_with_restarts"),),
+    )
+    power: float = key(
+        "polynomial: exponent of the share of steps that remain; 1 is linear.",
+        1.0,
+        within=POSITIVE,
+        unread=(when.only_with("schedule.name", "polynomial"),),
+    )
     timescale: int | None = key(
         "inverse_sqrt: steps after warm-up in which the rate falls to 0.71 of the peak; null: the warm-up steps, or "
         "10000 without warm-up.",
         None,
         within=AT_LEAST_1,
+        unread=(when.only_with("schedule.name", "inverse_sqrt"),),
     )
 
 
@@ -604,6 +666,7 @@ class CheckpointConfig:
         "Checkpoints whose step is a multiple of this are never removed; a multiple of checkpoint.every.",
         None,
         within=AT_LEAST_1,
+        unread=(when.KEEPS_ALL_CHECKPOINTS, when.SAVES_LAST_ONLY),
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
         "Dtype of the HuggingFace weights; `auto`: each tensor as in the source's files. Resuming never reads them.",
@@ -613,6 +676,7 @@ class CheckpointConfig:
         "Which weights the HuggingFace directory of a checkpoint holds: the `raw` ones that are trained, or their "
         "average (optimizer.ema_decay). The trainer state holds both; `weft export --ema` writes the average, too.",
         "raw",
+        unread=(when.NO_AVERAGE,),
     )
     trainer_state: Literal["all", "last", "none"] = key(
         "Which checkpoints hold what resuming takes (masters, moments, random numbers, place in the data): `all`, "
@@ -631,6 +695,7 @@ class CheckpointConfig:
         "Save whenever an evaluation is the best so far (eval.metric), keep that checkpoint whatever `keep` says, and "
         "let the link `best` name it.",
         False,
+        unread=(when.NO_DOCUMENTS, when.EVALUATES_LAST_ONLY),
     )
     push: str | None = key(
         "Upload the run's model to this repository of the HuggingFace hub, OWNER/NAME, with a model card; the trainer "
@@ -643,9 +708,14 @@ class CheckpointConfig:
         "What is uploaded: at the `end` the last checkpoint, or with checkpoint.keep_best the best; `save`: besides, "
         "while training goes on, the newest after each save.",
         "end",
+        unread=(when.NOTHING_PUSHED,),
     )
-    push_private: bool = key("Create that repository as a private one, if it does not exist.", False)
-    push_revision: str | None = key("Branch of it, created if it does not exist; null: main.", None)
+    push_private: bool = key(
+        "Create that repository as a private one, if it does not exist.", False, unread=(when.NOTHING_PUSHED,)
+    )
+    push_revision: str | None = key(
+        "Branch of it, created if it does not exist; null: main.", None, unread=(when.NOTHING_PUSHED,)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -668,24 +738,34 @@ class EvalConfig:
         "Optimizer steps between evaluations; 0: only after the last. The last step is always evaluated.",
         100,
         within=NOT_NEGATIVE,
+        unread=(when.NOTHING_TO_EVALUATE,),
     )
-    at_start: bool = key("Evaluate before the first step, too; the line of step 0 in metrics.jsonl.", False)
+    at_start: bool = key(
+        "Evaluate before the first step, too; the line of step 0 in metrics.jsonl.",
+        False,
+        unread=(when.NOTHING_TO_EVALUATE,),
+    )
     metric: str = key(
         "The figure whose lowest value is the best evaluation: eval/loss, or eval/NAME/loss of one of eval.sources.",
         "eval/loss",
+        unread=(when.NO_BEST,),
     )
     patience: int | None = key(
         "End the run, with all saved, after so many evaluations in a row that did not improve eval.metric; null: "
         "never.",
         None,
         within=AT_LEAST_1,
+        unread=(when.NO_DOCUMENTS, when.EVALUATES_LAST_ONLY),
     )
-    min_delta: float = key("How much lower eval.metric must be to count as improved.", 0.0, within=NOT_NEGATIVE)
+    min_delta: float = key(
+        "How much lower eval.metric must be to count as improved.", 0.0, within=NOT_NEGATIVE, unread=(when.NO_PATIENCE,)
+    )
     target: float | None = key(
         "End the run, with all saved, once eval/exact is at least this: the share of held-out documents all of whose "
         "trained tokens are the likeliest, so that greedy decoding would write them; null: never.",
         None,
         within=Range(lambda v: 0 < v <= 1, "above 0 and at most 1, or null"),
+        unread=(when.NO_DOCUMENTS, when.EVALUATES_LAST_ONLY, when.NO_EXACT_FIGURE),
     )
     prompts: str | tuple[str, ...] | None = key(
         "Prompts that the model answers at every evaluation: a list of texts, a .txt file with one in each line, or a "
@@ -693,9 +773,12 @@ class EvalConfig:
         "the whole model for the time.",
         None,
     )
-    max_new_tokens: int = key("Longest answer in tokens.", 128, within=AT_LEAST_1)
+    max_new_tokens: int = key("Longest answer in tokens.", 128, within=AT_LEAST_1, unread=(when.NO_PROMPTS,))
     temperature: float = key(
-        "0: the likeliest token each time; above: sampled, from train.seed and the step.", 0.0, within=NOT_NEGATIVE
+        "0: the likeliest token each time; above: sampled, from train.seed and the step.",
+        0.0,
+        within=NOT_NEGATIVE,
+        unread=(when.NO_PROMPTS,),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from weft.config.checks import BUILT_IN
+from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.engine.config import EngineConfig
@@ -174,7 +174,7 @@ def make_spec(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> E
     rule = None
     if config.purpose == "inference":
         precision = replace(precision, master=precision.compute, frozen=precision.compute)
-    elif config.optimizer.name not in BUILT_IN:
+    elif config.optimizer.name not in BUILT_IN_OPTIMIZERS:
         rule = find_rule(
             config.optimizer,
             sharded=sizes.shards * sizes.tp > 1,

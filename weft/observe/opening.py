@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 
 from weft.config import to_dict, to_yaml
-from weft.config.checks import BUILT_IN
+from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.paths import holds_weights
 from weft.config.presets import default_of_command
 from weft.config.rl_schema import RlConfig
@@ -369,7 +369,7 @@ def update_lines(config: SftConfig | RlConfig) -> list[str]:
     weights if there is one."""
     optimizer, schedule, lines = config.optimizer, config.schedule, []
     options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
-    stepping = "" if optimizer.name in BUILT_IN else "; each rank steps its own shards"
+    stepping = "" if optimizer.name in BUILT_IN_OPTIMIZERS else "; each rank steps its own shards"
     by_command: dict[str, list[str]] = {}
     for name in ("optimizer.lr", "optimizer.weight_decay", "schedule.name"):
         if command := default_of_command(config, name):

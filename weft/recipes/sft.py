@@ -14,7 +14,7 @@ from pathlib import Path
 
 from weft.checkpoint.remote.uploads import Uploads, prepare, upload_all
 from weft.checkpoint.save import Saver
-from weft.config.checks import BUILT_IN
+from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.schema import SftConfig
 from weft.data.encode import changed_files
 from weft.data.order import SampledStep, StepSampler
@@ -70,7 +70,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
-        if config.optimizer.name not in BUILT_IN:
+        if config.optimizer.name not in BUILT_IN_OPTIMIZERS:
             find_class(config.optimizer)
         if config.checkpoint.push is not None:
             run_on_first_rank(partial(prepare, config), ranks)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.config.checks import BUILT_IN
 from weft.config.coerce import MismatchError, coerce, describe
+from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.keys import Key, schema_keys
 from weft.config.migrate.names import advice_for, entry_of, weft_value
 from weft.config.migrate.trainer import ANY, ITSELF, NOTE, TABLES, RlDraft, Trainer
@@ -191,7 +191,7 @@ def _fitting(key: Key, value: Any) -> Any:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return value in BUILT_IN or (isinstance(value, str) and bool(re.fullmatch(r"torch\.optim\.\w+", value)))
+    return value in BUILT_IN_OPTIMIZERS or (isinstance(value, str) and bool(re.fullmatch(r"torch\.optim\.\w+", value)))
 
 
 def numbers_of(value: Any) -> Iterator[int | float]:

@@ -1,0 +1,108 @@
+"""When a key has no effect; keys name it in the schema: `key("...", 1, unread=(NO_STAGES,))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from weft.config.sources import may_be_text
+from weft.config.urls import uses_stores
+
+BUILT_IN_OPTIMIZERS = ("adamw", "sgd")
+
+
+class Unread(NamedTuple):
+    """A key has no effect in configs for which `when` holds: it is refused there, and left out of the resolved config.
+    because: the reason, as the end of a message."""
+
+    when: Callable[[Any], bool]
+    because: str
+
+
+def only_with(name: str, value: str, note: str = "") -> Unread:
+    """The key is read only where another key of `weft sft` and `weft rl` has this value."""
+    section, _, leaf = name.partition(".")
+    return Unread(lambda c: getattr(getattr(c, section), leaf) != value, f"only {name}={value} reads it{note}")
+
+
+def is_held_out(config: Any) -> bool:
+    """Whether the config names held-out documents or prompts."""
+    share = getattr(config.eval, "share", None)  # of `weft sft`
+    return any(value is not None for value in (config.eval.path, config.eval.sources, share))
+
+
+def has_stages(config: Any) -> bool:
+    """Whether any model has pipeline stages; in `weft rl` the reference and the critic may have stages of their own."""
+    sections = (getattr(config, name, None) for name in ("mesh", "reference", "critic"))
+    return any((getattr(section, "pp", None) or 1) > 1 for section in sections)
+
+
+def _reads_text(config: Any) -> bool:
+    sections = (config.data, config.eval)
+    paths = [section.path for section in sections if section.path is not None]
+    return any(map(may_be_text, [*paths, *(s.path for section in sections for s in section.sources or ())]))
+
+
+def _has_stateless_optimizer(config: Any) -> bool:
+    return bool(config.optimizer.name == "sgd" and config.optimizer.momentum == 0)
+
+
+NO_STAGES = Unread(lambda c: not has_stages(c), "mesh.pp is 1: there are no stages")
+STAGES_BY_SCHEDULE = Unread(
+    lambda c: not c.mesh.pp_schedule.startswith("Interleaved"), "mesh.pp_schedule says how many stages a rank has"
+)
+PER_SOURCE = Unread(lambda c: c.data.sources is not None, "data.sources is set: set it for each source")
+NO_TEXT_FILE = Unread(lambda c: not _reads_text(c), "no path of the data is a .txt file")
+NO_ROUTER_LOSS = Unread(lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none")
+NO_SAVED_STATE = (
+    Unread(lambda c: c.model.dcp_weights is None, "model.dcp_weights is null: there is no state to begin with"),
+    Unread(
+        lambda c: c.optimizer.name not in BUILT_IN_OPTIMIZERS, "only the state of adamw and sgd is known by its names"
+    ),
+    Unread(_has_stateless_optimizer, "SGD without momentum has no state"),
+)
+NO_OWN_STATE = (
+    Unread(_has_stateless_optimizer, "SGD without momentum has no state"),
+    Unread(
+        lambda c: c.optimizer.name not in BUILT_IN_OPTIMIZERS,
+        "an optimizer that is named by its import path chooses the dtype of its state itself",
+    ),
+)
+ONLY_ADAMW = only_with("optimizer.name", "adamw", " (one by import path takes optimizer.options)")
+ONLY_SGD = only_with("optimizer.name", "sgd", " (AdamW has optimizer.betas, one by import path optimizer.options)")
+ONLY_IMPORTED = Unread(
+    lambda c: c.optimizer.name in BUILT_IN_OPTIMIZERS,
+    "they are for an optimizer that is named by its import path, as in optimizer.name=torch.optim.AdamW",
+)
+NO_AVERAGE = Unread(lambda c: c.optimizer.ema_decay is None, "optimizer.ema_decay is null: no average")
+WITH_ADAPTERS = Unread(lambda c: c.lora.on, "with lora only adapters are trained")
+NO_ADAPTERS = Unread(lambda c: not c.lora.on, "lora.rank is null, so there are no adapters (lora.rank=16 makes some)")
+FROM_ADAPTER = Unread(lambda c: c.lora.path is not None, "the adapter at lora.path says it")
+ONLY_FP16 = Unread(lambda c: c.fsdp.param_dtype != "fp16", "only fsdp.param_dtype=fp16 scales the loss")
+CONSTANT_RATE = Unread(lambda c: c.schedule.name == "constant", "schedule.name is constant")
+NO_LOWEST_RATE = Unread(lambda c: c.schedule.name == "inverse_sqrt", "schedule.name=inverse_sqrt has no lowest rate")
+WARMUP_IN_STEPS = Unread(lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set")
+KEEPS_ALL_CHECKPOINTS = Unread(lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed")
+SAVES_LAST_ONLY = Unread(lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved")
+NO_DOCUMENTS = Unread(
+    lambda c: not is_held_out(c), "none of eval.path, eval.sources and eval.share is set: no documents are evaluated"
+)
+EVALUATES_LAST_ONLY = Unread(lambda c: c.eval.every == 0, "eval.every is 0: only the last step is evaluated")
+NOTHING_TO_EVALUATE = Unread(
+    lambda c: not is_held_out(c) and c.eval.prompts is None,
+    "none of eval.path, eval.sources, eval.share and eval.prompts is set",
+)
+NO_EXACT_FIGURE = Unread(
+    lambda c: c.train.loss is not None, "train.loss is evaluated in place of the cross entropy, and has no eval/exact"
+)
+NO_PATIENCE = Unread(lambda c: c.eval.patience is None, "eval.patience is not set")
+NO_BEST = Unread(
+    lambda c: c.eval.patience is None and not c.checkpoint.keep_best,
+    "only eval.patience and checkpoint.keep_best read it",
+)
+NO_PROMPTS = Unread(lambda c: c.eval.prompts is None, "eval.prompts is not set")
+NOTHING_PUSHED = Unread(lambda c: c.checkpoint.push is None, "checkpoint.push is null: nothing is uploaded")
+NO_TRACKERS = Unread(lambda c: not c.track.report_to, "track.report_to is empty")
+NO_SAMPLES = Unread(lambda c: not c.track.system, "track.system is false")
+NO_STORES = Unread(lambda c: not uses_stores(c), "no path of this config is on an object store")
+NO_PROFILE = Unread(lambda c: not c.profile.steps, "profile.steps is empty")
