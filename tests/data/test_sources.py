@@ -264,7 +264,7 @@ def test_a_large_text_is_refused_before_it_is_read_whole(unit: Any, tmp_path: Pa
 @pytest.mark.parametrize("ending", DATA_SUFFIXES)
 def test_every_ending_is_explained(ending: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "data.md"
-    assert f"`{ending}`" in page.read_text(encoding="utf-8").partition("## Where data lies")[2].partition("## ")[0]
+    assert f"`{ending}`" in page.read_text(encoding="utf-8").partition("## Sources")[2].partition("## ")[0]
 
 
 @pytest.mark.parametrize("ending", ["", ".jsonlines", ".bak", ".log"])

@@ -22,7 +22,7 @@ PLACES = {
     ("weft/rl/rewards/calls.py", "_found", "pickle.loads"): "functions of the program that calls weft.rl",
     ("weft/rl/user_process.py", "receive", "pickle.loads"): "a pipe to the controller",
     ("weft/rl/workers.py", "Worker._ask", "pickle.loads"): "a pipe to a process of rl.reward or rl.environment",
-    ("weft/verify/plants.py", "_owner", "import_module"): "names of weft's own modules",
+    ("weft/verify/plants.py", "owner_of", "import_module"): "names of weft's own modules",
     ("weft/verify/reference_optimizer.py", "Optimizer.over", "import_module"): "optimizer.name of the config",
 }
 # torch pickles objects that ranks of one run send each other. Their connections: docs/explanation/security.md.
