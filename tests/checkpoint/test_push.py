@@ -141,7 +141,7 @@ def test_the_program_asks_hf_endpoint(finished: Path, tmp_path: Path) -> None:
         ((401, "Invalid credentials in Authorization header"), "run `hf auth login`, or set HF_TOKEN to another"),
         ((403, "you may not"), "name a repository of your own"),
         ((429, "slow down"), "try again in some minutes"),
-        ((500, "we are down"), "the hub answers 500 (we are down), it has trouble of its own: try again later"),
+        ((500, "we are down"), "the hub answers 500 (we are down), it has an internal error: try again later"),
         ((503, "we are down"), "try again later"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",

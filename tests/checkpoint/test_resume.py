@@ -93,8 +93,8 @@ def test_masters_keep_their_dtype() -> None:
 @pytest.mark.parametrize(
     ("before", "line"),
     [
-        ({}, "mesh.pp  2, 1 before: random numbers of the ranks are seeded anew"),
-        ({"pp": 2, "tp": 2}, "mesh.tp  1, 2 before: random numbers of the ranks are seeded anew"),
+        ({}, "mesh.pp  2, 1 before: random numbers of the ranks are seeded again"),
+        ({"pp": 2, "tp": 2}, "mesh.tp  1, 2 before: random numbers of the ranks are seeded again"),
         ({"pp": 2}, None),
     ],
 )

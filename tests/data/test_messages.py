@@ -84,7 +84,7 @@ def test_marks_of_other_trainers_say_what_is_trained(mark: dict[str, Any]) -> No
         ({"loss_scale": 0.3}, "`loss_scale` is 0.3"),
         ({"loss_mask": "0"}, '`loss_mask` is "0"'),
         ({"loss": False, "trainable": True}, "`loss` and `trainable` contradict each other"),
-        ({"mask": True}, "`mask`: some write it for what is trained, and others for what is not"),
+        ({"mask": True}, "`mask`: it is ambiguous: some trainers mark trained messages with it, others untrained ones"),
         ({"mask": 0}, "data.ignore=[mask]"),
         ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "`train_detail`"),
         ({"label_mask": 0}, "`label_mask`, which neither weft nor the chat template reads"),
@@ -687,7 +687,7 @@ def test_thoughts_of_earlier_turns_may_be_left_out() -> None:
 
 def test_calls_outside_of_the_generation_markers_are_refused() -> None:
     marked = WHOLE.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
-    with pytest.raises(UserError, match="call 1 of message 2 is not in what the template marks as the answer"):
+    with pytest.raises(UserError, match="call 1 of message 2 is not in the part that the template marks as the answer"):
         rows_trained({"messages": [user("Q"), answer("LOOK.", tool_calls=CALL["tool_calls"])]}, template=marked)
 
 

@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant("checkpoint/resume.py", "_take_up_rng", "rng.restore(read_rng(state, ranks.rank), engine.device)", "pass", "tests/checkpoint/test_resume.py tests/models/test_lora.py"),
     Mutant("parallel/shards/digests.py", "check_boxes", "sha256(file.read(digest.tensor, digest.box)) != digest.sha256", "sha256(file.read(digest.tensor, digest.box)) == ''", "tests/checkpoint/test_checkpoint.py tests/checkpoint/test_files_of_several_ranks.py"),
     Mutant("checkpoint/export.py", "check_sizes", "size != layout.size", "False", "tests/checkpoint/test_export.py"),
-    Mutant("checkpoint/export.py", "_slices", "min(rows, box.size[0] - first)", "rows", "tests/checkpoint/test_export.py tests/checkpoint/test_checkpoint.py"),
+    Mutant("parallel/shards/boxes.py", "slabs", "min(rows, box.size[0] - first)", "rows", "tests/checkpoint/test_export.py tests/checkpoint/test_checkpoint.py"),
     Mutant("checkpoint/export.py", "_most_common_dtype", "tensor.numel()", "1", "tests/checkpoint/test_export.py"),
     Mutant("parallel/shards/pickles.py", "_PickleMachine.refer", "name not in self.known", "False", "tests/hostile/test_dcp.py"),
     Mutant("parallel/shards/pickles.py", "_PickleMachine.push_new", "self._containers < 0", "False", "tests/hostile/test_dcp.py"),

@@ -29,7 +29,7 @@ from weft.errors import StorageError
 from weft.models import hf
 from weft.models.train_module import ValueHead
 from weft.parallel.shards.adapter_files import CONFIG, WEIGHTS, file_names, to_json
-from weft.parallel.shards.boxes import Box, ReadableShard, Shard, overlap
+from weft.parallel.shards.boxes import Box, ReadableShard, Shard, overlap, slabs
 from weft.parallel.shards.cuts import full_shape, module_shards, shards_of
 from weft.parallel.shards.digests import BoxDigest, write_digests
 from weft.parallel.shards.layout import TensorMapping
@@ -234,7 +234,7 @@ def _own_slices(
             part = overlap(mapping.box, shard.box)
             if part is None or not shard.is_writer(numbers[mapping.runtime]):
                 continue
-            for box in _slices(part):
+            for box in slabs(part, _SLICE_ELEMENTS):
                 values = mapping.to_disk(shard.read(box))
                 yield mapping, part, box, values.to(plan.manifest[mapping.disk].dtype).cpu()
 
@@ -284,17 +284,6 @@ def require_complete(plan: ExportPlan, written: int, handed: int, joined: int) -
 def _wait_for_all(engine: Engine) -> None:
     if engine.ranks.world > 1:
         dist.barrier(engine.ranks.group)
-
-
-def _slices(box: Box) -> Iterator[Box]:
-    """The box in slabs of its first dimension, small enough to be cast one at a time."""
-    if not box.size:
-        yield box
-        return
-    rows = max(1, _SLICE_ELEMENTS // max(1, box.numel // box.size[0]))
-    for first in range(0, box.size[0], rows):
-        count = min(rows, box.size[0] - first)
-        yield Box((box.start[0] + first, *box.start[1:]), (count, *box.size[1:]))
 
 
 def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def restore_engine(
     loaded, reason = run_on_all_ranks(load, engine.ranks)
     if loaded is None:
         raise UserError(
-            f"{state.checkpoint} cannot be resumed from: {reason}. To go on from its weights alone, as a new run: "
+            f"{state.checkpoint} cannot be resumed from: {reason}. To continue from its weights only, as a new run: "
             f"{from_weights(state.checkpoint, command)}"
         )
     return _take_up_rng(engine, state, seed)
@@ -123,10 +123,10 @@ def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
     ranks, before = engine.ranks, state.content["mesh"]
     rng.seed_rank(seed, engine.mesh.loss_rank, state.step)
     if state.world != ranks.world:
-        return [f"ranks    {ranks.world}, {state.world} before: their random numbers are seeded anew"]
+        return [f"ranks    {ranks.world}, {state.world} before: their random numbers are seeded again"]
     for axis, size in (("tp", engine.mesh.tp_size), ("pp", engine.mesh.pp_size)):
         if size != before.get(axis, 1):  # ranks with the same documents draw the same
-            return [f"mesh.{axis}  {size}, {before.get(axis, 1)} before: random numbers of the ranks are seeded anew"]
+            return [f"mesh.{axis}  {size}, {before.get(axis, 1)} before: random numbers of the ranks are seeded again"]
     rng.restore(read_rng(state, ranks.rank), engine.device)
     return []
 
@@ -152,16 +152,16 @@ def no_complete_checkpoint(folder: Path, skipped: Sequence[str], command: str = 
     ]
     advice = ""
     if with_weights:
-        advice = f"\nTo go on from weights alone, as a new run: {from_weights(with_weights[0], command)}"
+        advice = f"\nTo continue from weights only, as a new run: {from_weights(with_weights[0], command)}"
     return f"--resume {folder}: no checkpoint can be resumed from:\n" + "\n".join(f"  {t}" for t in skipped) + advice
 
 
 def other_training(folder: Path, state: TrainerState, problems: Sequence[str], command: str = "sft") -> str:
     """The error where a config would resume with another training."""
     return (
-        f"--resume {folder}: this config would go on with another training than the one up to step {state.step}:\n"
+        f"--resume {folder}: this config differs from the one that trained up to step {state.step}:\n"
         + "\n".join(f"  {problem}" for problem in problems)
-        + "\nSet them back, or start a new run from the weights alone: "
+        + "\nSet them back, or start a new run from the weights only: "
         + from_weights(state.checkpoint, command)
     )
 

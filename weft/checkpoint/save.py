@@ -251,12 +251,16 @@ class Saver:
         self._cancel.set()
         if self._thread is not None:
             self._thread.join()
-        local_error = None if self._error is None else (self._describe(self._error), _is_mendable(self._error))
+        local_error = None
+        if (error := self._error) is not None:
+            is_mendable = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in _MENDABLE)
+            local_error = self._describe(error), is_mendable
         errors: list[tuple[str, bool] | None] = [None] * self.engine.ranks.world
         dist.all_gather_object(errors, local_error, group=self.engine.ranks.group)
         text, mendable = next(error for error in errors if error is not None)
         if self.engine.ranks.is_first and self._job is not None:
-            self._give_up(self._job)
+            shutil.rmtree(self._job.partial, ignore_errors=True)
+            self._job.notes.end()
         self._job = None
         raise StorageError(text) if mendable else RuntimeError(text)
 
@@ -264,9 +268,9 @@ class Saver:
         folder = self._partial(self.last)
         reason = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
         return (
-            f"rank {self.engine.ranks.rank} could not save step {self.last} to {folder}: {reason}. Whole checkpoints "
-            f"in {self.checkpoints} stand. Mend that (free space, or set checkpoint.keep), then go on from the newest: "
-            f"weft {self.command} --resume {self.run}"
+            f"rank {self.engine.ranks.rank} could not save step {self.last} to {folder}: {reason}. Complete "
+            f"checkpoints in {self.checkpoints} are intact. Fix this (free space, or set checkpoint.keep), then resume "
+            f"from the newest: weft {self.command} --resume {self.run}"
         )
 
     def __enter__(self) -> Saver:
@@ -290,7 +294,7 @@ class Saver:
         job, began, noted = self._job, time.monotonic(), False
         if job is None:
             return
-        while self._in_progress(job):
+        while self._busy or job.notes.listed() is not None:  # neither committed nor given up by any rank
             all_ending = job.notes.all("ending")
             over = time.monotonic() - began > (self.timeout if all_ending else _GRACE_SECONDS)
             if over or self.failed or job.notes.any("left"):
@@ -299,7 +303,12 @@ class Saver:
                 break
             if all_ending and not self._ending and self.engine.ranks.is_first:
                 self._ending = True
-                self._say_ending(job, error)
+                reason = first_line(error) if isinstance(error, Exception) else type(error).__name__
+                say(
+                    f"ending   {reason}: {job.target} is being written, and finished first, within {self.timeout:g} s "
+                    "(train.timeout)",
+                    error=True,
+                )
             if not noted and job.notes.listed() is not None:
                 with suppress(OSError):  # the folder may just have been removed
                     job.notes.leave("ending")
@@ -317,18 +326,6 @@ class Saver:
             say(news, error=True)
         else:
             self.news.append(news)
-
-    def _in_progress(self, job: SaveJob) -> bool:
-        """Whether any rank is still writing this checkpoint, which is neither committed nor given up."""
-        return self._busy or job.notes.listed() is not None
-
-    def _say_ending(self, job: SaveJob, error: BaseException) -> None:
-        reason = first_line(error) if isinstance(error, Exception) else type(error).__name__
-        say(
-            f"ending   {reason}: {job.target} is being written, and finished first, within {self.timeout:g} s "
-            "(train.timeout)",
-            error=True,
-        )
 
     # ------------------------------------------------------------ the copy
 
@@ -431,7 +428,10 @@ class Saver:
             shutil.rmtree(job.partial, ignore_errors=True)
             return False
         for index, contents in enumerate(self._contents):
-            state = self._state(job, index) if contents.keep_state else None
+            state = None
+            if contents.keep_state:  # that of the first engine includes the run's part
+                run_state = {} if index else job.state
+                state = {"id": job.id, "step": job.step, **run_state, **job.copies[index].state}
             parts = [of_rank[index] for of_rank in written]
             contents.complete(job.partial, parts, sum(of_rank[index] for of_rank in joined), state)
         self._note_missing()
@@ -439,13 +439,8 @@ class Saver:
         point_latest(job.target)
         if job.best:
             point_best(job.target)
-        settings = self.config
-        prune(
-            self.checkpoints,
-            keep=settings.keep,
-            keep_every=settings.keep_every,
-            trainer_state=settings.trainer_state,
-        )
+        keep, keep_every, trainer_state = self.config.keep, self.config.keep_every, self.config.trainer_state
+        prune(self.checkpoints, keep=keep, keep_every=keep_every, trainer_state=trainer_state)
         self._existing = complete_steps(self.checkpoints)
         return True
 
@@ -457,14 +452,6 @@ class Saver:
             self._tell(f"gone     {', '.join(missing)} of {self.checkpoints}: removed by something else than this run")
         self._existing = sorted(existing)
 
-    def _state(self, job: SaveJob, index: int) -> dict[str, Any]:
-        """The content of an engine's state.json; that of the first engine includes the run's part."""
-        return {"id": job.id, "step": job.step, **({} if index else job.state), **job.copies[index].state}
-
-    def _give_up(self, job: SaveJob) -> None:
-        shutil.rmtree(job.partial, ignore_errors=True)
-        job.notes.end()
-
     def _until(self, job: SaveJob, holds: Callable[[], bool]) -> None:
         """Wait until `holds`, which reads notes of other ranks. Raises _CancelledError if a rank has failed or left."""
         seconds = _FIRST_POLL_SECONDS
@@ -472,7 +459,3 @@ class Saver:
             if self._cancel.wait(seconds) or job.notes.any("left"):
                 raise _CancelledError
             seconds = min(1.3 * seconds, _LONGEST_POLL_SECONDS)
-
-
-def _is_mendable(error: Exception) -> bool:
-    return isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in _MENDABLE)

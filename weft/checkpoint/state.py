@@ -411,7 +411,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _rank_file(rank: int, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> RankFile:
     types = {"name": str, "bytes": int, "sha256": str, "boxes": dict}
     if {name: type(value) for name, value in fields.items()} != types or fields["name"] != rank_file_name(rank):
-        raise DamagedError(f"{STATE_FILE} does not say what the file of rank {rank} is")
+        raise DamagedError(f"{STATE_FILE} does not describe the file of rank {rank}")
     for name, box in fields["boxes"].items():
         if tensor_of(name) not in tensors or not _is_box(box, tensors[tensor_of(name)]["shape"]):
             raise DamagedError(f"{STATE_FILE}: {box!r:.80} in the file of rank {rank} is no box of {name}")

@@ -83,7 +83,8 @@ class PythonArgumentsError(UnrenderedTextError):
 
 
 class ChatTemplate:
-    """A Jinja chat template, with transformers' filters and globals, that records what it writes for which message.
+    """A Jinja chat template, with transformers' filters and globals, that records which text it writes for which
+    message.
 
     Marks are extra outputs inserted into the parsed template: around loops, at each loop turn, and around generation
     markers. A mark is an empty string, so the rendered text is unchanged. Macros and captured blocks get no marks,
@@ -110,7 +111,7 @@ class ChatTemplate:
             self._thought = next(named, "")
             self.reads_thoughts = bool(self._thought)
         self.has_markers = bool(GENERATION_TAG.search(source))
-        # Markers inside macros get no marks; transformers' own tracker finds those.
+        # Markers inside macros get no marks; transformers' tracker finds these.
         self._track: Any = environment.activate_tracker if inserter.unseen_markers else None
 
     def names(self, word: str) -> bool:

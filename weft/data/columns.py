@@ -36,7 +36,8 @@ def rename_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, 
 
 
 def add_named_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row with all its columns, plus those in `columns` under weft's names. Raises UserError as `renamed` does."""
+    """The row with all its columns, plus those in `columns` under weft's names. Raises UserError as `rename_columns`
+    does."""
     named = {name: _find(location, row, name, path) for name, path in columns.items()}
     return {**row, **{name: value for name, value in named.items() if value is not None or name not in _OPTIONAL}}
 
@@ -98,7 +99,7 @@ def divided_otherwise(path: str, header: str) -> str:
 TOOLS = ("functions", "tool_defs")  # OpenAI's older name; verifiers and prime-rl
 SYSTEMS = ("system_prompt", "system_message")
 _MASKS = ("loss_mask", "loss_masks", "step_loss_mask", "step_loss_masks", "train_mask")
-# Switches of other trainers, which some write into rows -> the value with which they say what weft does anyway.
+# Switches of other trainers that some rows contain -> the value that means what weft does anyway.
 _SWITCHES = {
     "unmask": False, "train_on_inputs": False, "train_on_input": False, "train_on_prompt": False,
     "train_on_source": False, "mask_inputs": True, "mask_input": True, "mask_prompt": True, "mask_source": True,
@@ -175,7 +176,7 @@ def apply_train_columns(
         if isinstance(row.get(name), bool | int) and row[name] != usual:
             raise UserError(
                 f"{location}: has `{name}: {json.dumps(row[name])}`, which is not read of a row. Set data.train_on=all "
-                f"to train every token of all rows, or {override('data.ignore', [name])} to train answers alone."
+                f"to train every token of all rows, or {override('data.ignore', [name])} to train only answers."
             )
     _refuse_mask(location, row.get("mask"), len(messages), len(answers))
     if row.get("history"):
@@ -232,8 +233,8 @@ def _refuse_mask(location: str, value: Any, messages: int, answers: int) -> None
     flags = isinstance(value, list) and len(value) in (messages, answers) and bool(value)
     if speaker or (flags and all(isinstance(item, bool | int) and item in (0, 1) for item in value)):
         raise UserError(
-            f"{location}: has `mask`, which some write for what is trained, and others for what is not. Write "
-            f"`loss_mask` (1 is trained), or set {override('data.ignore', ['mask'])}."
+            f"{location}: has `mask`, which is ambiguous: some trainers mark trained messages with it, others "
+            f"untrained ones. Write `loss_mask` (1 is trained), or set {override('data.ignore', ['mask'])}."
         )
 
 
@@ -249,8 +250,8 @@ def _refuse_media(location: str, row: Mapping[str, Any], messages: Sequence[Mess
         raise UserError(f"{location}: `audio` is not read in this version. {leave_out_key('audio')}")
     if row.get("objects") and any(mark in _text(message) for message in messages for mark in _BOXES):
         raise UserError(
-            f"{location}: `objects` is not read: the marks {' and '.join(_BOXES)} would be trained as they stand. "
-            "Write what they stand for into the texts."
+            f"{location}: `objects` is not read: the marks {' and '.join(_BOXES)} would be trained as text. "
+            "Replace them in the texts by their values."
         )
 
 

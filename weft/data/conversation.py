@@ -69,12 +69,12 @@ def _trained(location: str, messages: Sequence[Mapping[str, Any]], first: int, t
             raise BadRowError(f"{location}: message {number}: `train` must be true or false, not {json.dumps(flag)}.")
         if flag and (message["role"] != "assistant" or number <= first):
             raise BadRowError(
-                f"{location}: message {number} says `train: true`, but only answers of the assistant can be trained. "
-                "Remove it, or say data.train_on: all."
+                f"{location}: message {number} has `train: true`, but only answers of the assistant can be trained. "
+                "Remove it, or set data.train_on: all."
             )
         if flag is False and train_on == "all":
             raise BadRowError(
-                f"{location}: message {number} says `train: false`, and data.train_on: all trains every token. Remove "
+                f"{location}: message {number} has `train: false`, and data.train_on: all trains every token. Remove "
                 "one of them."
             )
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]

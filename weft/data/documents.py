@@ -259,7 +259,7 @@ def leak_hint(name: str, equal: Sequence[tuple[str, str]], held_out: int, noun: 
     held_out_row, training_row = equal[0]
     return [
         f"hint     {name + ': ' if name else ''}{len(equal):,} of the {held_out:,} held-out {noun} are in the training "
-        f"data, too, so that the evaluation says less about new ones. The first: {held_out_row} is the same as "
+        f"data, too, so that the evaluation measures new data less well. The first: {held_out_row} is the same as "
         f"{training_row}. Leave them out of one of the two"
     ]
 

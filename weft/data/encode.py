@@ -128,7 +128,7 @@ class Encoder:
         if self.encoding.train_on != "answers":
             raise UserError(
                 f"{records[0].location}: data.train_on={self.encoding.train_on} would have no effect: rows of "
-                "`input_ids` say themselves what is trained. Leave data.train_on out."
+                "`input_ids` mark the trained tokens themselves. Leave data.train_on out."
             )
         return [Encoded(record.value["input_ids"], record.value["trained"]) for record in records]
 
@@ -378,7 +378,8 @@ def _check_read(location: str, chat: ChatInput, template: ChatTemplate, kwargs: 
         if message.get("thinking") and not template.reads_thoughts:
             raise BadRowError(
                 f"{location}: message {number} has `reasoning_content`, which the chat template does not render. Write "
-                "it into `content` as the model is to say it, remove it, or set data.chat_template to one that does."
+                "it into `content` in the form that the model should write, remove it, or set data.chat_template to "
+                "one that does."
             )
         for call, name, without in _without_unread(chat, number - 1):
             if not template.names(name) or _renders_alike(template, chat, without, kwargs):

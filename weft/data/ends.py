@@ -1,10 +1,10 @@
-"""The tokens that end an answer. Files of a base model name the end of a document alone, and a chat template ends turns
+"""The tokens that end an answer. Files of a base model name only the end of a document, and a chat template ends turns
 with another token: whatever generates (rollout engines, eval.prompts, `weft chat`, servers of a checkpoint) has to stop
 at both.
 
 The tokenizer's eos_token is never changed. It ends documents that are no chats, and templates write it, so that a later
 run on the checkpoint would render chats and end texts otherwise. transformers, vLLM and SGLang read the list in
-generation_config.json, so that is where a checkpoint says it.
+generation_config.json, so a checkpoint lists them there.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def configured_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def template_ends(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None) -> list[int]:
-    """Ids of the tokens with which the chat template ends answers, those with tool calls too: the last tokens that are
-    trained of example conversations. Empty without a template, and where it spells the end as text."""
+    """Ids of the tokens with which the chat template ends answers, also answers with tool calls: the last tokens that
+    are trained of example conversations. Empty without a template, and where it spells the end as text."""
     encoding = replace(encoding or Encoding(), train_on="answers")
     if not has_template(tokenizer, encoding):
         return []

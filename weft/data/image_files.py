@@ -109,7 +109,7 @@ def _orientation(picture: Any) -> Any:
 
 
 def _upright(picture: Any) -> Any:
-    """The picture as its EXIF orientation says. Pillow's ImageOps.exif_transpose also writes the rest of the EXIF anew,
+    """The picture turned by its EXIF orientation. Pillow's ImageOps.exif_transpose also rewrites the rest of the EXIF,
     which fails for values of other types than their tags have."""
     from PIL import Image as Pil
 
@@ -167,7 +167,7 @@ def open_image(image: Image, location: str, checks: ImageChecks) -> Iterator[tup
         error.add_note(f"{name}: there is no memory to decode this image. Make it smaller, or leave it out.")
         raise
     except Exception as error:  # PIL's decoders raise errors of any type for what they cannot read
-        hint = " Mend the image, or remove the row." if checks.rows else ""
+        hint = " Fix the image, or remove the row." if checks.rows else ""
         raise BadRowError(f"{name}: {_reason(image, error)}{hint}") from None
 
 

@@ -269,7 +269,7 @@ def frame_sampling(video: Mapping[str, float]) -> Sampling:
 
 def text_model_error(location: str) -> BadRowError:
     """The error for a row or a prompt with images or videos when the model has no vision tower."""
-    return BadRowError(f"{location}: has images or videos, and model.path is a model of text alone.")
+    return BadRowError(f"{location}: has images or videos, and model.path is a text-only model.")
 
 
 def expand_placeholders(

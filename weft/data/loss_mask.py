@@ -169,7 +169,7 @@ class AssistantMasks:
             prompted = self.template.render(chat.messages[:index], kwargs, tools=chat.tools, ask=True)
         except RenderError as error:
             raise AmbiguousAnswerError(
-                f"the template does not render what stands before message {index + 1}: {error}", full
+                f"the template does not render the messages before message {index + 1}: {error}", full
             ) from error
         start, end = full.regions.get(index, (0, 0))
         sentinel_at = full.text.find(SENTINEL)
@@ -184,7 +184,7 @@ class AssistantMasks:
             prompt = self._prompt_behind(chat, kwargs, index - 1, prompted)
         else:
             raise AmbiguousAnswerError(
-                f"the template renders messages 1 to {index} otherwise when they are alone", prompted
+                f"the template renders messages 1 to {index} differently without the later ones", prompted
             )
         header = common_header(full.text[start:sentinel_at], prompt, (*self.specials, *self.added))
         if prompt and not header:

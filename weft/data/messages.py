@@ -49,12 +49,12 @@ _REFUSED_MARKS = {
     "train_detail": "weft trains a whole answer or none of it",
     "training_detail": "weft trains a whole answer or none of it",
     "reasoning_training_detail": "weft trains a whole answer or none of it",
-    "mask": "some write it for what is trained, and others for what is not",
+    "mask": "it is ambiguous: some trainers mark trained messages with it, others untrained ones",
 }
 
 # Keys that templates and weft read; whatever else a message has is accepted only if the template reads it.
 _READ = frozenset(("role", "content", "tool_calls", "tool_call_id", "name", "train", *THOUGHTS))
-# Keys that say where a message is from, and nothing that a model reads or writes: of data sets on the hub (WildChat,
+# Keys about the origin of a message, with nothing that a model reads or writes: of data sets on the hub (WildChat,
 # OASST, ShareGPT ...) and of logs of APIs.
 _HARMLESS = frozenset((
     "id", "_id", "message_id", "msg_id", "uuid", "openai_id", "parent_id", "parent", "parent_message_id", "call_id",
@@ -66,7 +66,8 @@ _HARMLESS = frozenset((
     "token_count", "num_tokens", "n_tokens", "score", "scores", "rating", "quality", "reward", "rank", "likes", "hash",
     "cost", "latency", "duration", "status", "cache_control", "parsed_arguments", "system_fingerprint", "markdown",
 ))  # fmt: skip
-# Values with which a key says nothing: torchtune's marks of a message, types of OpenAI's Responses, unfinished answers.
+# Values with which a key carries nothing: torchtune's marks of a message, types of OpenAI's Responses, unfinished
+# answers.
 _SAYING_NOTHING: dict[str, tuple[Any, ...]] = {
     "eot": (True,), "ipython": (False,), "end_turn": (True,), "prefix": (False,), "partial": (False,),
     "refusal": (False,), "is_error": (False,), "type": ("message", "text"), "content_type": ("text",),
@@ -190,14 +191,14 @@ def with_default_system(messages: list[Message], rules: MessageRules) -> list[Me
 
 
 def unread_keys(message: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of a message that say something and are read by weft nowhere: they are for the template, or lost."""
+    """The keys of a message that carry content and that weft does not read: only the template can render them."""
     for name, value in message.items():
         if name not in _READ and not is_harmless(name, value):
             yield name
 
 
 def is_harmless(name: str, value: Any) -> bool:
-    """Whether a key of a message, part or call says nothing that a model would read or write."""
+    """Whether a key of a message, part or call carries nothing that a model would read or write."""
     if name in _HARMLESS or value is None or (isinstance(value, str | list | dict) and not value):
         return True
     return name in _SAYING_NOTHING and any(value is usual or value == str(usual) for usual in _SAYING_NOTHING[name])
@@ -429,7 +430,7 @@ def _check_part(location: str, part: Any, rules: MessageRules, read: Sequence[st
             continue
         if name in _MARKS or name in _OPPOSITE_MARKS:
             if (value in (0, 1)) and bool(value) == (answers == (name in _MARKS)):
-                continue  # what is so without the mark
+                continue  # the mark agrees with the default
             raise UserError(
                 f"{location} has `{name}`: weft trains a whole answer or none of it. Mark the message (`train: "
                 f"false`), cut it into several messages, or remove `{name}`."

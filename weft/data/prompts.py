@@ -24,7 +24,7 @@ from weft.strict_json import JsonError, parse
 Messages = list[dict[str, str]]
 Render = Callable[[Messages, bool], str]
 
-_MARK = "weft-mark"  # a stand-in for an answer: what the template writes before it is the prompt
+_MARK = "weft-mark"  # a stand-in for an answer: the text that the template writes before it is the prompt
 _NEEDED = "it needs `messages` (a chat to be answered) or `prompt` (a text to be continued)"
 
 
@@ -128,7 +128,7 @@ class _PromptReader:
     def _of_text(self, location: str, text: str) -> EvalPrompt:
         (tokens,) = self.encoder.beginnings([text])
         if not tokens:
-            raise UserError(f"{location}: is empty: write what the model is to continue.")
+            raise UserError(f"{location}: is empty: write a text for the model to continue.")
         return EvalPrompt(text, tuple(tokens))
 
     def _of_chat(

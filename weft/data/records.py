@@ -158,7 +158,7 @@ def parse_row(location: str, row: Mapping[str, Any], reading: ParseOptions, fold
     )
 
 
-# Columns of a question alone, as in data that have whole conversations, too.
+# Columns of a question, in data that also have whole conversations.
 _QUESTION_COLUMNS = ("prompt", "instruction", "input")
 
 
@@ -262,7 +262,7 @@ def _question_and_answer(row: Mapping[str, Any], question: str, answer: str, cha
 
 
 def _refuse_preferences(location: str, row: Mapping[str, Any], chat: bool) -> None:
-    """Raises UserError for a row of a preferred and another answer; it proposes to train the preferred one alone."""
+    """Raises UserError for a row of a preferred and another answer; it proposes to train only the preferred one."""
     if "chosen" not in row or "rejected" not in row:
         return
     chosen = row["chosen"]
@@ -277,12 +277,12 @@ def _refuse_preferences(location: str, row: Mapping[str, Any], chat: bool) -> No
         columns = _question_and_answer(row, question, "chosen", chat)
     raise UserError(
         f"{location}: has `chosen` and `rejected`: it is a preference pair, and weft has no preference tuning (DPO) "
-        f"yet. To fine-tune on the chosen answers alone, set {override('data.columns', columns)}."
+        f"yet. To fine-tune only on the chosen answers, set {override('data.columns', columns)}."
     )
 
 
 def _refuse_unwanted(location: str, row: Mapping[str, Any]) -> None:
-    """Raises UserError for an answer that a row of unpaired preferences (KTO) says is not wanted: TRL's `label` beside
+    """Raises UserError for an unwanted answer in a row of unpaired preferences (KTO): TRL's `label` beside
     prompt and completion, LLaMA-Factory's `kto_tag`."""
     marks = ("label", "kto_tag") if "prompt" in row and "completion" in row else ("kto_tag",)
     for mark in marks:
@@ -317,7 +317,7 @@ def _messages(location: str, column: str, value: Any, reading: ParseOptions) -> 
 
 
 def _read_text(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
-    _refuse(location, row, ("system", "tools", "chat_template_kwargs"), "`text` is trained as it stands")
+    _refuse(location, row, ("system", "tools", "chat_template_kwargs"), "`text` is trained unchanged")
     _refuse_default_system(location, reading, "text")
     return Record(location, "text", {"text": _string(location, row, "text")})
 
@@ -493,7 +493,7 @@ def read_tokens(location: str, row: Mapping[str, Any]) -> tuple[list[int], list[
     _check_whole(location, row, len(ids))
     named = [name for name in ("labels", *_MASKS) if row.get(name) is not None]
     if len(named) > 1:
-        raise UserError(f"{location}: has `{named[0]}` and `{named[1]}`, which both say what is trained. Keep one.")
+        raise UserError(f"{location}: has `{named[0]}` and `{named[1]}`, which both mark the trained tokens. Keep one.")
     if not named:
         return ids, [1] * len(ids)
     values = _integers(location, row, named[0])
@@ -525,7 +525,7 @@ def _check_whole(location: str, row: Mapping[str, Any], length: int) -> None:
         raise UserError(f"{location}: `attention_mask` leaves tokens out: weft pads by itself, so leave padding out.")
     if positions is not None and positions != list(range(length)):
         raise UserError(
-            f"{location}: `position_ids` begin anew: several documents in one row. weft packs by itself: write one a "
+            f"{location}: `position_ids` start over: the row has several documents. weft packs by itself: write one a "
             "row."
         )
 

@@ -34,7 +34,7 @@ _BINARY = ("+", "*", "**", "%")
 
 
 class RenderLimitError(Exception):
-    """A rendering exceeds a limit; the message says which."""
+    """A rendering exceeds a limit; the message names it."""
 
 
 class RenderLimits(threading.local):

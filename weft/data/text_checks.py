@@ -182,7 +182,8 @@ class TextChecks:
         if marked_rendering is not None and _has(marked_rendering.text, mark):
             if not self._is_trained(marked_rendering, index, mark):
                 raise AmbiguousAnswerError(
-                    f"call {number + 1} of message {index + 1} is not in what the template marks as the answer",
+                    f"call {number + 1} of message {index + 1} is not in the part that the template marks as the "
+                    "answer",
                     self.rendering,
                 )
         elif not name:

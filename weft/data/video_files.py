@@ -55,7 +55,8 @@ def measure_video(video: Video, location: str, checks: ImageChecks) -> MediaInfo
     PyAV for a container."""
     if video.fps is not None and not _is_listed(video):
         raise BadRowError(
-            f"{location} ({video}): `sample_fps` is of a list or folder of frames; files say it. Remove it."
+            f"{location} ({video}): `sample_fps` is of a list or folder of frames; a file contains its own rate. "
+            "Remove it."
         )
     with _open(video, location, checks) as opened:
         return opened.info
@@ -183,7 +184,7 @@ def _contained(file: Image, name: str, checks: ImageChecks) -> Iterator[_Opened]
         raise
     except Exception as error:  # FFmpeg's errors are of many types
         raise BadRowError(
-            f"{name}: cannot be decoded: {first_line(error)}. Mend the video, or remove the row."
+            f"{name}: cannot be decoded: {first_line(error)}. Fix the video, or remove the row."
         ) from None
 
 
@@ -204,7 +205,7 @@ def _decoded(container: Any, name: str, checks: ImageChecks, size: int, changed:
         selected = set(indices)
         frames = [convert(frame.to_image()) for n, frame in enumerate(container.decode(stream)) if n in selected]
         if len(frames) < len(selected):
-            raise BadRowError(f"{name}: has fewer frames than it says. Mend the video, or remove the row.")
+            raise BadRowError(f"{name}: has fewer frames than its header claims. Fix the video, or remove the row.")
         return frames
 
     return _Opened(MediaInfo(stream.codec_context.height, stream.codec_context.width, size, changed, clip), take)
@@ -222,7 +223,7 @@ def _head(file: Image, name: str) -> str:
         hint = " Paths are relative to the file of the row." if isinstance(error, FileNotFoundError) else ""
         raise BadRowError(f"{name}: cannot be read: {error.strerror}.{hint}") from None
     if not head:
-        raise BadRowError(f"{name}: is empty. Mend the video, or remove the row.")
+        raise BadRowError(f"{name}: is empty. Fix the video, or remove the row.")
     if head.startswith((b"GIF8", b"\x89PNG")) or head[8:12] == b"WEBP":
         return "animation"
     return "still" if head.startswith(_STILL) else "container"

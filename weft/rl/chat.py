@@ -138,7 +138,7 @@ class ChatRenderer:
             raise BadRowError(str(error)) from error
         images = images_alone(found)
         if images and self.images is None:
-            raise UserError(f"rl.environment: a reply to {where} has images, and model.path is a model of text alone.")
+            raise UserError(f"rl.environment: a reply to {where} has images, and model.path is a text-only model.")
         self._refuse_marks(where, bare)
         return bare, images
 

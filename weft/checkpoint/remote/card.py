@@ -47,7 +47,10 @@ class Origin:
         content: Mapping[str, Any] = {}
         if state.is_file():
             content = read_object(state, "the state of a trainer")
-        config = content.get("config") or _written_config(run / "config.yaml")
+        config = content.get("config")
+        if not config:
+            with suppress(UserError):
+                config = read_sections(str(run / "config.yaml"))
         named = re.match(r"step-(\d+)", checkpoint.name)
         step = content.get("step") or (int(named[1]) if named else 0)
         return Origin(
@@ -135,11 +138,8 @@ def _results(origin: Origin) -> Iterator[str]:
     }
     if shown:
         yield from ("", "## Results", "", f"At step {origin.metrics['step']}:", "", "| metric | value |", "|---|---|")
-        yield from (f"| {name} | {_number(value)} |" for name, value in shown.items())
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        for name, value in shown.items():
+            yield f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value:.4g} |"
 
 
 def _usage(name: str, base: str | None, adapter: bool, vision: bool) -> Iterator[str]:
@@ -165,16 +165,13 @@ def _usage(name: str, base: str | None, adapter: bool, vision: bool) -> Iterator
 
 def _configuration(origin: Origin) -> Iterator[str]:
     if origin.config:
-        text = yaml.safe_dump(_plain(origin.config), sort_keys=False, allow_unicode=True).rstrip()
+        plain = json.loads(json.dumps(origin.config, default=str))
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).rstrip()
         fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
         yield from ("", "## Configuration", "", f"{fence}yaml", text, fence)
     if origin.versions:
         versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items() if version)
         yield from ("", f"Trained with {versions}.")
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
 
 
 def _base_model(checkpoint: Path, origin: Origin) -> str | None:
@@ -216,12 +213,6 @@ def _license_in(card: Path) -> str | None:
         license_name = front.get("license") if isinstance(front, dict) else None
         return license_name if isinstance(license_name, str) else None
     return None
-
-
-def _written_config(path: Path) -> dict[str, dict[str, Any]]:
-    with suppress(UserError):
-        return read_sections(str(path))
-    return {}
 
 
 def _last_line(path: Path, step: int) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _put_aside(folder: Path) -> None:
     while (aside := folder.with_name(f"{folder.name}.aside-{number}")).exists():
         number += 1
     os.rename(folder, aside)
-    say(f"aside    what this machine had of that run, which another has written since, is now {aside}", as_is=True)
+    say(f"aside    another machine has written this run since; this machine's copy is now {aside}", as_is=True)
 
 
 # ---------------------------------------------------------------- fetching
@@ -175,7 +175,7 @@ def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> No
         shutil.rmtree(scratch, ignore_errors=True)
     size = byte_count(sum(size for size, _ in manifest.files.values()))
     say(f"fetched  {remote.store.url}/{CHECKPOINTS}/{name_of(manifest.step)}: {size} in "
-        f"{time.perf_counter() - began:.1f} s, as its {COMPLETE} says")  # fmt: skip
+        f"{time.perf_counter() - began:.1f} s; matches its {COMPLETE}")  # fmt: skip
 
 
 @contextmanager

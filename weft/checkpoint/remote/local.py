@@ -72,7 +72,7 @@ def local_path(
     if problem := url_problem(command, path):
         raise UserError(problem)
     if not output:
-        raise UserError(f"{command} {path}: what it writes would go to a copy on this machine: name it with --output.")
+        raise UserError(f"{command} {path}: its output would go to a copy on this machine: name a path with --output.")
     staging = staging_folder(None)
     try:
         url = resolved(path.rstrip("/"))

@@ -131,15 +131,12 @@ class Mirror:
                 return
             except Exception as error:  # training goes on, whatever a store raises
                 pause, rounds = min(_LONGEST_PAUSE, 2 * pause + 1.0), rounds + 1
-                self._note(error)
+                reason = str(error) or type(error).__name__
+                if reason != self._failure:
+                    self._news.append(f"upload   failed, and is tried again: {reason}. Training goes on")
+                self._failure = reason
                 if ends and rounds >= _FINAL_ROUNDS:
                     return
-
-    def _note(self, error: Exception) -> None:
-        reason = str(error) or type(error).__name__
-        if reason != self._failure:
-            self._news.append(f"upload   failed, and is tried again: {reason}. Training goes on")
-        self._failure = reason
 
     def _tidy(self) -> None:
         """Prepares the store, once: clears it for a new run, removes incomplete checkpoints, marks those later than the
@@ -153,13 +150,13 @@ class Mirror:
         if later:
             self.remote.unmark(later, into=ASIDE)
         for step in set(local) & set(remote):
-            if self._is_there(step):
+            if self._is_uploaded(step):
                 self._linked_steps.add(step)
         remaining = [step for step in remote if step not in later]
         if remaining and self.remote.named(LATEST) != remaining[-1]:
             self.remote.point(LATEST, remaining[-1])
 
-    def _is_there(self, step: int) -> bool:
+    def _is_uploaded(self, step: int) -> bool:
         """Whether the checkpoint on the store is the local one, by all sizes and the sha256 of JSON files."""
         manifest = self.remote.manifest(step)
         files = {str(path.relative_to(self.run)): path for path in self._files(step)}

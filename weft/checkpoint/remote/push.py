@@ -90,7 +90,7 @@ def _reason(name: str, error: Exception) -> str:
     if status == 429:
         return f"{answer}, too many requests: try again in some minutes"
     if status >= 500:
-        return f"{answer}, it has trouble of its own: try again later"
+        return f"{answer}, it has an internal error: try again later"
     return f"{answer}: {first_line(error)}"
 
 
@@ -224,7 +224,7 @@ class Pusher:
 
 
 def files_of_model(checkpoint: Path) -> list[Path]:
-    """The files that a user of the model needs, relative to the checkpoint: all except those in _OWN."""
+    """The files that a user of the model needs, relative to the checkpoint: all except _NOT_UPLOADED."""
     files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
     return sorted(path for path in files if path.parts[0] not in _NOT_UPLOADED)
 

@@ -122,7 +122,7 @@ class Store:
             except NotADirectoryError as error:  # of local files: a file where the path expects a folder
                 raise FileNotFoundError(str(error)) from error
             except Exception as error:  # each file system raises its own exceptions
-                if delay is None or _is_lasting(error):
+                if delay is None or isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES:
                     raise StoreError(f"{self.url}{'/' * bool(name)}{name}: {_reason(error)}") from error
             time.sleep(delay)
         raise AssertionError("the last attempt returns or raises")
@@ -130,10 +130,6 @@ class Store:
 
 def _entry(info: Mapping[str, Any]) -> StoredObject:
     return StoredObject(int(info.get("size") or 0), "|".join(str(info[key]) for key in _MARKS if info.get(key)))
-
-
-def _is_lasting(error: Exception) -> bool:
-    return isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
 
 
 def _reason(error: Exception) -> str:

@@ -78,7 +78,7 @@ class Uploads(AbstractContextManager["Uploads"]):
         if self._pusher is not None:
             self._pusher.give_up()
         if self._mirror is not None and not self._mirror.failed:
-            say(f"ending   what is whole is uploaded first, within {_AFTER_AN_ERROR:g} s", error=True)
+            say(f"ending   complete checkpoints are uploaded first, within {_AFTER_AN_ERROR:g} s", error=True)
             try:
                 say_all(self._mirror.finish(flight.recorder.beat, _AFTER_AN_ERROR), error=True)
             except StorageError as problem:

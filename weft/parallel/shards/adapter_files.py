@@ -92,8 +92,8 @@ def plan_lora(model: PreTrainedModel, config: LoraConfig, *, merged: bool = Fals
         return None
     if config.path is not None and not merged and read_config(Path(config.path)).get("init_lora_weights") == "mica":
         raise UserError(
-            f"lora.path: {Path(config.path) / CONFIG}: init_lora_weights: mica trains A alone, and weft both matrices. "
-            f"weft merge {quote(config.path)} writes a model to go on from."
+            f"lora.path: {Path(config.path) / CONFIG}: init_lora_weights: mica trains only A, and weft trains both "
+            f"matrices. weft merge {quote(config.path)} writes a model to continue from."
         )
     lora_plan = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
     plan = replace(lora_plan, dropout=config.dropout)
@@ -124,14 +124,16 @@ def file_names(names: Iterable[str]) -> dict[str, str]:
         module, adapter, _ = name.rsplit(".", 2)
         if adapter not in wrapped.setdefault(module, []):
             wrapped[module].append(adapter)
-    return {name: PREFIX + (_stored(name, wrapped) if is_adapters(name) else name) for name in trained}
-
-
-def _stored(name: str, wrapped: Mapping[str, Sequence[str]]) -> str:
-    module, adapter, matrix = name.rsplit(".", 2)
-    inside = wrapped[module]
-    owner = module + ".base_layer" * (len(inside) - 1 - inside.index(adapter))
-    return f"{owner}.lora_embedding_{matrix}" if adapter == EMBEDDING else f"{owner}.lora_{matrix}.weight"
+    stored = {}
+    for name in trained:
+        stored[name] = PREFIX + name
+        if is_adapters(name):
+            module, adapter, matrix = name.rsplit(".", 2)
+            adapters = wrapped[module]
+            owner = PREFIX + module + ".base_layer" * (len(adapters) - 1 - adapters.index(adapter))
+            is_embedding = adapter == EMBEDDING
+            stored[name] = f"{owner}.lora_embedding_{matrix}" if is_embedding else f"{owner}.lora_{matrix}.weight"
+    return stored
 
 
 def names_of(plan: LoraPlan, module: nn.Module) -> dict[str, str]:
@@ -180,7 +182,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     support."""
     config = read_object(folder / CONFIG, "the config of an adapter")
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{folder} is an adapter of type {config.get('peft_type')}; weft knows LORA alone.")
+        raise UserError(f"{folder} is an adapter of type {config.get('peft_type')}; weft supports only LORA.")
     used = [f"{key}: {config[key]}" for key, unused in UNUSED.items() if key in config and config[key] not in unused]
     supported = HARMLESS | READ | UNUSED.keys()
     used += [
@@ -189,7 +191,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         if config[key] and _FEATURE.fullmatch(key)
     ]
     if used:
-        raise UserError(f"{folder / CONFIG} asks for what weft does not know: {', '.join(used)}. {_by_peft(folder)}")
+        raise UserError(
+            f"{folder / CONFIG} uses features that weft does not support: {', '.join(used)}. {_by_peft(folder)}"
+        )
     init = config.get("init_lora_weights", True)
     if (init.lower() if isinstance(init, str) else init) not in _BASE_STAYS:
         raise UserError(
@@ -222,10 +226,14 @@ def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
     """The adapters in a folder, from the names of its tensors. Raises UserError if they do not fit the model."""
     config = read_config(folder)
     if not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} holds no {WEIGHTS}; an adapter in a pickle (*.bin) has to be saved anew by peft.")
+        raise UserError(f"{folder} holds no {WEIGHTS}; an adapter in a pickle (*.bin) must be saved again by peft.")
     with TensorFile.open(folder / WEIGHTS) as file:
         shapes = {name: entry.shape for name, entry in file.entries.items() if not name.endswith(".base_layer.weight")}
-    trained = find_trained(model, _saved_whole(model, config.get("modules_to_save") or ()))
+    # peft's rule: names of modules that end with these letters, so that `norm` means input_layernorm, too. An end that
+    # matches nothing stays, for the error that says so.
+    modules = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    ends = config.get("modules_to_save") or ()
+    trained = find_trained(model, [name for end in ends for name in ([m for m in modules if m.endswith(end)] or [end])])
     targets = _targets_in(adaptable(model), shapes, config.get("target_parameters") or ())
     plan = LoraPlan(
         rank=int(config["r"]),
@@ -246,15 +254,6 @@ def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
     return plan
 
 
-def _saved_whole(model: PreTrainedModel, ends: Sequence[str]) -> list[str]:
-    """modules_to_save by peft's rule: names of modules end with these letters, so that `norm` means input_layernorm,
-    too. An end that matches nothing stays, for the error that says so."""
-    names = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
-    return [
-        name for end in ends for name in ([module_name for module_name in names if module_name.endswith(end)] or [end])
-    ]
-
-
 def _targets_in(
     candidates: Mapping[str, Target], shapes: Mapping[str, Any], parameters: Sequence[str]
 ) -> tuple[Target, ...]:
@@ -269,11 +268,16 @@ def _targets_in(
 
 
 def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, Any], folder: Path) -> None:
-    expected = _wanted_shapes(plan, model)
+    runtime_shapes = {
+        name: shape
+        for target in plan.targets
+        for name, shape in zip(target.names, target.shapes(plan.rank), strict=True)
+    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    runtime_shapes |= {name: tuple(p.shape) for name, p in parameters.items() if plan.trains(name)}
+    expected = {stored: runtime_shapes[name] for name, stored in file_names(runtime_shapes).items()}
     missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
-    base_weights = [
-        name for name in unknown if name.removeprefix(PREFIX) in dict(model.named_parameters(remove_duplicate=False))
-    ]
+    base_weights = [name for name in unknown if name.removeprefix(PREFIX) in parameters]
     if base_weights and not missing:
         raise UserError(
             f"{folder / WEIGHTS} holds {base_weights[0]}, a weight of the model itself that peft saved whole "
@@ -293,22 +297,12 @@ def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, A
         )
 
 
-def _wanted_shapes(plan: LoraPlan, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    shapes = {
-        name: shape
-        for target in plan.targets
-        for name, shape in zip(target.names, target.shapes(plan.rank), strict=True)
-    }
-    shapes |= {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if plan.trains(n)}
-    return {stored: shapes[name] for name, stored in file_names(shapes).items()}
-
-
 # ---------------------------------------------------------------- filling a model
 
 
 @torch.no_grad()
 def fill_adapters(module: nn.Module, plan: LoraPlan, specs: ShardSpecs, seed: int) -> None:
-    """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed. cuts: how tp divides them.
+    """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed. specs: how tp divides them.
 
     Modules that are trained whole keep the base's values if there is no plan.path.
     """

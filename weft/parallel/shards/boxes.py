@@ -6,6 +6,7 @@ A mesh reads what another mesh wrote by overlapping its own boxes with those on 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,17 @@ def overlap(a: Box, b: Box) -> Box | None:
     end = tuple(min(x, y) for x, y in zip(a.end, b.end, strict=True))
     size = tuple(y - x for x, y in zip(start, end, strict=True))
     return Box(start, size) if all(n > 0 for n in size) else None
+
+
+def slabs(box: Box, max_elements: int) -> Iterator[Box]:
+    """The box in parts along its first dimension, of at most about `max_elements` elements each."""
+    if not box.size:
+        yield box
+        return
+    rows = max(1, max_elements // max(1, box.numel // box.size[0]))
+    for first in range(0, box.size[0], rows):
+        count = min(rows, box.size[0] - first)
+        yield Box((box.start[0] + first, *box.start[1:]), (count, *box.size[1:]))
 
 
 def local_box(tensor: Tensor) -> tuple[Box, Tensor]:

@@ -48,11 +48,11 @@ class ShardSpec:
 
     @property
     def axes(self) -> tuple[Communicator, ...]:
-        """The ranks of each axis of the cut."""
+        """The ranks of each axis of the division."""
         return (self.ranks,)
 
     def for_rank(self, rank: int) -> ShardSpec:
-        """The cut of another rank of the axis."""
+        """The spec of another rank of the axis."""
         return replace(self, rank=rank)
 
     def boxes(self, box: Box) -> list[tuple[Box, Box, int]]:
@@ -141,7 +141,7 @@ class NestedShardSpec:
         return (self.outer.ranks, self.inner.ranks)
 
     def for_rank(self, rank: int) -> NestedShardSpec:
-        """The cut of another rank."""
+        """The spec of another rank."""
         outer, inner = divmod(rank, self.inner.size)
         shape = self.outer.local_shape(outer)
         return replace(self, outer=self.outer.for_rank(outer), inner=replace(self.inner, shape=shape, rank=inner))
@@ -187,35 +187,30 @@ class RankBox:
         return tuple(slice(start, start + size) for start, size in zip(starts, box.size, strict=True))
 
     def is_writer(self, number: int) -> bool:
-        """See Shard.is_mine."""
+        """Whether this rank writes the box for all its replicas; `number` spreads tensors over them."""
         return all(index == number % size for index, size in self.replicas)
 
 
 def rank_boxes(tensor: Tensor, spec: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[RankBox]:
-    """The boxes of the whole tensor that this rank holds. cut: None if no axis divides it. among: see shard_of."""
+    """The boxes of the whole tensor that this rank holds. spec: None if no axis divides it. among: see shard_of."""
     return _boxes_of_shard(shard_of(tensor, among), spec)
 
 
 def _boxes_of_shard(shard: Shard, spec: AnyShardSpec | None) -> list[RankBox]:
     if spec is None:
         return [RankBox(shard.box, (0,) * len(shard.box.start), shard.replicas)]
-    return [
-        RankBox(box, _minus(part.start, shard.box.start), (*shard.replicas, (spec.rank % copies, copies)))
-        for box, part, copies in spec.boxes(shard.box)
-    ]
-
-
-def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
+    boxes = []
+    for box, part, copies in spec.boxes(shard.box):
+        first = tuple(start - begin for start, begin in zip(part.start, shard.box.start, strict=True))
+        boxes.append(RankBox(box, first, (*shard.replicas, (spec.rank % copies, copies))))
+    return boxes
 
 
 def shards_of(tensor: Tensor, spec: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[Shard]:
     """As `rank_boxes`, with the elements. At least one shard, which may be empty. among: see shard_of."""
     shard = shard_of(tensor, among)
-    shards = [
-        Shard(rank_box.box, shard.values[rank_box.within(rank_box.box)], rank_box.replicas, shard.groups)
-        for rank_box in _boxes_of_shard(shard, spec)
-    ]
+    boxes = _boxes_of_shard(shard, spec)
+    shards = [Shard(b.box, shard.values[b.within(b.box)], b.replicas, shard.groups) for b in boxes]
     empty = Box((0,) * len(shard.box.start), shard.box.size)
     return shards or [Shard(empty, shard.values, shard.replicas, shard.groups)]
 
@@ -224,9 +219,8 @@ def split(parameter: Tensor, values: Tensor, spec: AnyShardSpec) -> list[tuple[i
     """(number of ranks that hold the box, its elements in `values`) for each box of a parameter, in the order of
     `shards_of`. values: of the shard's shape, such as a gradient or optimizer state."""
     shard_box = shard_of(parameter).box
-    return [(copies, values[part.within(shard_box)]) for _, part, copies in spec.boxes(shard_box)] or [
-        (spec.copies[0], values)
-    ]
+    boxes = [(copies, values[part.within(shard_box)]) for _, part, copies in spec.boxes(shard_box)]
+    return boxes or [(spec.copies[0], values)]
 
 
 def module_shards(module: nn.Module, specs: ShardSpecs, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.errors import UserError
 from weft.files import is_own_file, regular_file
-from weft.parallel.shards.boxes import Box, overlap
+from weft.parallel.shards.boxes import Box, overlap, slabs
 from weft.parallel.shards.pickles import Constructor, GlobalName, UnreadableError, new_dict, read_pickle
 from weft.parallel.shards.safetensors_files import DTYPES
 from weft.parallel.shards.torch_archives import SavedTensor, read_archive
@@ -90,7 +90,7 @@ class DcpDirectory:
             if shared is None:
                 continue
             saved = self._saved(name, stored.dtype, chunk, location)
-            for slab in _slabs(shared, stored.dtype.itemsize):
+            for slab in slabs(shared, _SLAB_BYTES // stored.dtype.itemsize):
                 inside = Box(tuple(a - b for a, b in zip(slab.start, chunk.start, strict=True)), slab.size)
                 values = saved.read(self._file(location.file), inside, f"{self.folder / location.file}: {name}")
                 out[slab.within(box)] = values
@@ -123,7 +123,7 @@ class DcpDirectory:
         return self._files[name]
 
     def _saved(self, name: str, dtype: torch.dtype, chunk: Box, location: ByteRange) -> SavedTensor:
-        """The tensor of a chunk in its file, compared with what .metadata says."""
+        """The tensor of a chunk in its file, compared with .metadata."""
         if location not in self._chunks:
             with self._readable(location, name):
                 saved = read_archive(self._file(location.file), location.begin, location.length)
@@ -178,7 +178,7 @@ def open_dcp(path: str, key: str) -> DcpDirectory:
 
 
 def _no_dcp(folder: Path, key: str) -> str:
-    """The error message for a path that is no such directory, with what the user probably meant."""
+    """The error message for a path that is no such directory, with a suggestion."""
     if not folder.is_dir():
         return f"{key}: {folder} is no directory: name one that torch.distributed.checkpoint wrote."
     if any(folder.glob("__*.metadata")):
@@ -194,7 +194,7 @@ def _no_dcp(folder: Path, key: str) -> str:
     return f"{key}: {folder} holds no {METADATA}, so torch.distributed.checkpoint has not finished writing it."
 
 
-# ---------------------------------------------------------------- what .metadata says
+# ---------------------------------------------------------------- reading .metadata
 
 
 def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict[str, ByteRange]]:
@@ -295,14 +295,3 @@ def chunks_fill(shape: tuple[int, ...], boxes: list[Box]) -> bool:
             corner = tuple(e if last else s for s, e, last in zip(box.start, box.end, ends, strict=True))
             corners[corner] = corners.get(corner, 0) + (-sign if sum(ends) % 2 else sign)
     return not any(corners.values())
-
-
-def _slabs(box: Box, itemsize: int) -> Iterator[Box]:
-    """The box in parts along its first dimension, of about _SLAB_BYTES each."""
-    if not box.size:
-        yield box
-        return
-    rows = max(1, _SLAB_BYTES // max(1, box.numel // box.size[0] * itemsize))
-    for first in range(0, box.size[0], rows):
-        count = min(rows, box.size[0] - first)
-        yield Box((box.start[0] + first, *box.start[1:]), (count, *box.size[1:]))

@@ -95,7 +95,7 @@ def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, 
         raise UserError(
             f"{key}: {folder} holds no tensors under names of {type(model).__name__}, but {examples}, ...: weft reads "
             "HuggingFace's names, and torchtitan's of llama and qwen3. Convert it with its own trainer (Megatron's: "
-            "python -m verl.model_merger merge --backend megatron), and set model.path to what comes of it."
+            "python -m verl.model_merger merge --backend megatron), and set model.path to the result."
         )
     trainer_names = {name: text.removeprefix(prefix) for name, text in plain.items() if not _is_state(text)}
     if not titan:

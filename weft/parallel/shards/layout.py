@@ -7,7 +7,7 @@ that no rule is needed: a checkpoint's tensor is a box of a parameter with permu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,14 +86,6 @@ def map_tensors(model: PreTrainedModel, names: Iterable[str] | None) -> list[Ten
             f"model.path: the layout of {type(model).__name__}'s checkpoints needs {error}, which weft cannot follow."
         ) from error
     mappings = [traced.mapping(name) for name, traced in on_disk.items()]
-    _check_complete(model, traced_tensors, mappings)
-    return mappings
-
-
-def _check_complete(
-    model: PreTrainedModel, traced_tensors: Mapping[str, _Traced], mappings: list[TensorMapping]
-) -> None:
-    """Raises UserError if the rules lose elements of the model."""
     mapped = dict.fromkeys(traced_tensors, 0)
     for mapping in mappings:
         mapped[mapping.runtime] += mapping.box.numel
@@ -103,6 +95,7 @@ def _check_complete(
             f"model.path: transformers' rules for writing {type(model).__name__} as this checkpoint lays it out would "
             f"lose weights of {', '.join(lost[:3])} ({len(lost)} in all). Is it quantised? Use one in bf16 or fp32."
         )
+    return mappings
 
 
 class UnsupportedRule(Exception):

@@ -1,8 +1,8 @@
 """Pickles read as data: files that other programs wrote with pickle or torch.save. Nothing in them is ever run.
 
-A pickle is a program for a small stack machine. This machine knows the instructions that build data; for those that
-would import or call something, it makes a `PickledObject` of the name and the arguments. A name that the caller does
-not list is an error. So a file can at worst be wrong about its own content.
+A pickle is a program for a small stack machine. This machine implements the instructions that build data. For an
+instruction that would import or call something, it makes a `PickledObject` of the name and the arguments. A name that
+the caller does not list is an error. So a file can at worst be wrong about its own content.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def new_dict(*_: Any) -> dict[Any, Any]:
 
 
 class UnreadableError(ValueError):
-    """A pickle that is not read. The message says why."""
+    """A pickle that cannot be read. The message gives the reason."""
 
 
 @dataclass(eq=False, slots=True)

@@ -68,16 +68,13 @@ class RangeWriter:
         first = min(max(begin, whole_blocks[0]), end)
         last = max(min(end, whole_blocks[1]), first)
         if first < last:
-            self._open(file).write(view[first - begin : last - begin], first)
+            if file not in self._files:
+                self._files[file] = self._stack.enter_context(RangeFile(self._folder / file))
+            self._files[file].write(view[first - begin : last - begin], first)
         for start, stop in ((begin, first), (last, end)):
             if start < stop:
                 assert self._seams is not None
                 self._seams.add(file, view[start - begin : stop - begin], start)
-
-    def _open(self, file: str) -> RangeFile:
-        if file not in self._files:
-            self._files[file] = self._stack.enter_context(RangeFile(self._folder / file))
-        return self._files[file]
 
     def __enter__(self) -> RangeWriter:
         return self

@@ -105,8 +105,12 @@ def open_model_weights(path: str) -> TensorSource:
                 f"model.path: {folder}: {repeated} is in both {files[repeated].path.name} and {name}: keep one."
             )
         files |= dict.fromkeys(file.entries, file)
-    if index is not None:
-        _check_index(index, files)
+    for name, file_name in ({} if index is None else _weight_map(index)).items():
+        if name not in files or files[name].path.name != file_name:  # such as a shard of another checkpoint
+            raise UserError(
+                f"model.path: {index} says that {name} is in {file_name}, but it is not: the files do not belong "
+                "together. Fetch them again."
+            )
     config = config_json.get("quantization_config")
     if config is not None and not isinstance(config, dict):
         raise UserError(f"model.path: {folder / 'config.json'}: quantization_config is no object. Fetch it again.")
@@ -203,16 +207,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _check_index(index: Path, files: Mapping[str, TensorFile]) -> None:
-    """Raises UserError if a tensor is not in the file that the index names, as with a shard of another checkpoint."""
-    for name, file in _weight_map(index).items():
-        if name not in files or files[name].path.name != file:
-            raise UserError(
-                f"model.path: {index} says that {name} is in {file}, but it is not: the files do not belong "
-                "together. Fetch them again."
-            )
-
-
 # ---------------------------------------------------------------- quantised checkpoints
 
 # Tensors are dequantised box by box while they are read: block-wise FP8 (DeepSeek) and MXFP4 (gpt_oss).
@@ -276,24 +270,20 @@ def find_decoders(
 ) -> tuple[dict[str, Decoder], frozenset[str]]:
     """(name -> decoder, names in the files that are part of another tensor). config: quantization_config; None if the
     model is not quantised. Raises UserError for other methods."""
-    method = None if config is None else str(config.get("quant_method"))
     if config is None:
         return {}, frozenset()
+    method = str(config.get("quant_method"))
     if method == "mxfp4":
         return _mxfp4(shapes, dtypes, path)
     block = config.get("weight_block_size")
     if method == "fp8" and block is not None:
-        return _fp8(shapes, dtypes, _block_of(block, path), path)
+        if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+            raise UserError(f"model.path: {path!r}: config.json: weight_block_size is {block!r}, not [rows, columns].")
+        return _fp8(shapes, dtypes, (block[0], block[1]), path)
     raise UserError(
         f"model.path: {path!r} is quantised ({method}{'' if block else ' without blocks' if method == 'fp8' else ''}), "
         "which weft cannot read. Use a checkpoint in bf16 or fp32, MXFP4, or FP8 in blocks."
     )
-
-
-def _block_of(block: Any, path: str) -> tuple[int, int]:
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise UserError(f"model.path: {path!r}: config.json: weight_block_size is {block!r}, not [rows, columns].")
-    return block[0], block[1]
 
 
 def _mxfp4(

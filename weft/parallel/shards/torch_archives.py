@@ -123,11 +123,7 @@ class _Archive:
         if type(kind) is not GlobalName or type(key) is not str or not key.isdecimal():
             raise TypeError
         if kind.name == "torch.storage.UntypedStorage":
-            dtype = (
-                _DTYPES[rest_args[0].name]
-                if type(rest_args[0]) is GlobalName and rest_args[0].name in _DTYPES
-                else None
-            )
+            dtype = _DTYPES.get(rest_args[0].name) if type(rest_args[0]) is GlobalName else None
         else:
             dtype = _STORAGES.get(kind.name.removeprefix("torch.").removesuffix("Storage"))
         if dtype is None or not all(_are_sizes(numbers) for numbers in (shape, strides, (offset,))):

@@ -62,7 +62,7 @@ class ShardSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """The placement of one tensor. shape: of the whole tensor. cut: its division by tp and ep, or None. mesh,
+    """The placement of one tensor. shape: of the whole tensor. spec: its division by tp and ep, or None. mesh,
     placements: FSDP's; None and () for a plain tensor. tensor: None if another stage holds it."""
 
     shape: tuple[int, ...]
@@ -152,7 +152,7 @@ class TensorPlacement:
 def placements_of(
     tensors: Mapping[str, Tensor], names: Iterable[str], specs: ShardSpecs, peers: StagePeers | None = None
 ) -> dict[str, TensorPlacement]:
-    """The TensorPlacement of each named tensor. lane: for names of all pipeline stages; then collective over it."""
+    """The TensorPlacement of each named tensor. peers: for names of all pipeline stages; then collective over it."""
     unique_names = list(dict.fromkeys(names))
     placements = {
         name: TensorPlacement.from_tensor(name, tensors[name], specs) for name in unique_names if name in tensors
@@ -164,38 +164,26 @@ def _of_all_stages(
     local: Mapping[str, TensorPlacement], names: Sequence[str], specs: ShardSpecs, peers: StagePeers
 ) -> dict[str, TensorPlacement]:
     """Add the placements of other stages' tensors, each described by the first stage that holds it."""
-    description = {name: _described(s, peers) for name, s in local.items() if peers.holders[name][0] == peers.rank}
+    description = {}  # name -> shape, index of the mesh, placements, device
+    for name, placement in local.items():
+        if peers.holders[name][0] == peers.rank:
+            mesh = None if placement.mesh is None else list(peers.meshes).index(placement.mesh)
+            description[name] = placement.shape, mesh, placement.placements, placement.device.type
     descriptions: list[Any] = [None] * dist.get_world_size(peers.group)
     dist.all_gather_object(descriptions, description, group=peers.group)
     placements = {}
     for name in names:
         stages = peers.holders[name]
-        placement = local.get(name) or _as_described(name, specs, peers, *descriptions[stages[0]][name])
+        if name in local:
+            placement = local[name]
+        else:
+            shape, mesh, axes, device = descriptions[stages[0]][name]
+            device_mesh = None if mesh is None else peers.meshes[mesh]
+            placement = TensorPlacement._placed(name, shape, specs, device_mesh, axes, torch.device(device))
         if len(stages) < len(descriptions):
             placement = replace(placement, group=placement.group._replace(source=(peers.group, stages[0])))
         placements[name] = placement
     return placements
-
-
-_Described = tuple[tuple[int, ...], int | None, tuple[Placement, ...], str]  # shape, mesh's index, placements, device
-
-
-def _described(placement: TensorPlacement, peers: StagePeers) -> _Described:
-    mesh = None if placement.mesh is None else list(peers.meshes).index(placement.mesh)
-    return placement.shape, mesh, placement.placements, placement.device.type
-
-
-def _as_described(
-    name: str,
-    specs: ShardSpecs,
-    peers: StagePeers,
-    shape: tuple[int, ...],
-    mesh: int | None,
-    placements: Any,
-    device: str,
-) -> TensorPlacement:
-    device_mesh = None if mesh is None else peers.meshes[mesh]
-    return TensorPlacement._placed(name, shape, specs, device_mesh, placements, torch.device(device))
 
 
 def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> tuple[DeviceMesh, int] | None:
@@ -203,7 +191,7 @@ def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Place
     weft cannot gather."""
     if mesh is None:
         return None
-    axes = [a for a, rank in enumerate(placements) if not isinstance(rank, Replicate) and mesh.size(a) > 1]
+    axes = [a for a, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(a) > 1]
     if len(axes) > 1 or not all(isinstance(placements[axis], Shard) for axis in axes):
         raise RuntimeError(f"{name} is placed as {tuple(placements)}: weft cannot gather that")
     return (mesh, axes[0]) if axes else None
@@ -226,11 +214,13 @@ def walk(
     """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
 
     Collective: all ranks of the mesh walk together, and each receives every tensor. A yielded tensor may be a view of
-    reused memory: copy it before taking the next. cuts: how tp and ep divide the model's tensors. lane: the stages, if
-    the module is one of a pipeline. bucket_bytes: bytes in flight; a rank of tp also holds its own part of a bucket,
+    reused memory: copy it before taking the next. specs: how tp and ep divide the model's tensors. peers: the stages,
+    if the module is one of a pipeline. bucket_bytes: bytes in flight; a rank of tp also holds its own part of a bucket,
     and a single tensor that cannot be split may exceed them. Raises RuntimeError if the ranks together lack elements.
     """
-    groups = _by_runtime(mappings)
+    groups: dict[str, list[TensorMapping]] = {}
+    for mapping in mappings:
+        groups.setdefault(mapping.runtime, []).append(mapping)
     state = placements_of(module.state_dict(keep_vars=True), groups, specs, peers)
     parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
@@ -278,13 +268,6 @@ class _GatherSlice:
     @property
     def bytes(self) -> int:
         return self.box.numel * self.dtype.itemsize
-
-
-def _by_runtime(mappings: Iterable[TensorMapping]) -> dict[str, list[TensorMapping]]:
-    groups: dict[str, list[TensorMapping]] = {}
-    for mapping in mappings:
-        groups.setdefault(mapping.runtime, []).append(mapping)
-    return groups
 
 
 def _cut(
@@ -343,15 +326,13 @@ class _Gather:
         for part in self.bucket:
             placement = self.state[part.runtime]
             shipment = self.shipments.get(placement.group)
-            values = _whole_values(placement, part) if shipment is None else shipment.take(part)
+            if shipment is None:  # the tensor is whole on this rank
+                values = placement.values[part.box.within(Box.from_shape(placement.shape))].to(part.dtype)
+            else:
+                values = shipment.take(part)
             for mapping in part.mappings:
                 tensor = mapping.to_disk(values[mapping.box.within(part.box)])
                 yield mapping.disk, tensor.to(self.manifest[mapping.disk].dtype)
-
-
-def _whole_values(placement: TensorPlacement, part: _GatherSlice) -> Tensor:
-    """A part of a tensor that is whole on this rank."""
-    return placement.values[part.box.within(Box.from_shape(placement.shape))].to(part.dtype)
 
 
 class _Shipment:
@@ -387,8 +368,12 @@ class _Shipment:
 
     def take(self, part: _GatherSlice) -> Tensor:
         """A part, assembled from every rank's shares."""
-        if self.sent is not None:
-            self._arrive()
+        if self.sent is not None:  # the first part that is taken
+            if self.work is not None:
+                self.work.wait()
+            if self.group.parts is not None:
+                self.gathered = self.group.parts.all_gather(self.gathered[0])
+            self.sent = None
         if self.in_order and self.gathered[0].numel() == part.bytes:  # no padding between the ranks' shares
             return self.gathered[0].view(part.dtype).reshape(part.box.size)
         out = torch.empty(part.box.size, dtype=part.dtype, device=self.gathered[0].device)
@@ -401,13 +386,6 @@ class _Shipment:
         if filled != part.box.numel:
             raise RuntimeError(f"{part.runtime}: the ranks hold {filled} of {part.box.numel} elements")
         return out
-
-    def _arrive(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        if self.group.parts is not None:
-            self.gathered = self.group.parts.all_gather(self.gathered[0])
-        self.sent = None
 
 
 _Laid = dict[_GatherSlice, list[tuple[int, Box]]]  # in the bytes that a rank sends: (first byte, box) of each share
