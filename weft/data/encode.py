@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,16 +103,12 @@ class Encoder:
         for kind, encode in encoders.items():
             indices = [i for i, record_kind in enumerate(kinds) if record_kind == kind]
             if indices:
-                self._check_marks([records[i] for i in indices])
+                if kind != "input_ids" and self._images is not None and self._images.marks:
+                    for i in indices:
+                        self._images.refuse_marks(records[i], texts_of(records[i].value))
                 for i, encoded in zip(indices, encode([records[i] for i in indices]), strict=True):
                     out[i] = encoded
         return [encoded for encoded in out if encoded is not None]
-
-    def _check_marks(self, records: Iterable[Record]) -> None:
-        if self._images is not None and self._images.marks:
-            for record in records:
-                if record.format != "input_ids":
-                    self._images.refuse_marks(record, texts_of(record.value))
 
     def _texts(self, records: Sequence[Record]) -> list[Encoded]:
         eos = self._eos(records[0])
@@ -147,33 +143,30 @@ class Encoder:
 
     def _chats(self, records: Sequence[Record]) -> list[Encoded]:
         """Each conversation is rendered and tokenised as a whole; a token with any trained character is trained."""
-        records, sizes = self._with_sizes(records)
+        sizes: list[list[MediaInfo]] = [[] for _ in records]
+        if self._images is not None:  # opens every image, and fetches URLs
+            opened = self._images.read(records)
+            records, sizes = [record for record, _ in opened], [infos for _, infos in opened]
+        elif with_images := next((record for record in records if record.images), None):
+            raise text_model_error(with_images.location)
         with self._lock:
             if self._backend is None:
                 self._backend = _chat_backend(self.tokenizer, records[0].location)
             chats = [self._rendered(record) for record in records]
-        placed = [self._placed(*expanded) for expanded in zip(records, chats, sizes, strict=True)]
+        expand = self._images.expand if self._images is not None else lambda record, chat, infos: ExpandedText(chat)
+        placed = [expand(*arguments) for arguments in zip(records, chats, sizes, strict=True)]
         encodings = self._backend.encode_batch([expanded.chat.text for expanded in placed], add_special_tokens=False)
         return [_encoded(encoding, expanded) for encoding, expanded in zip(encodings, placed, strict=True)]
 
-    def _with_sizes(self, records: Sequence[Record]) -> tuple[Sequence[Record], list[list[MediaInfo]]]:
-        """(records with fetched images, sizes of the images of each). Opens every image."""
-        if self._images is not None:
-            read = self._images.read(records)
-            return [record for record, _ in read], [sizes for _, sizes in read]
-        if with_images := next((record for record in records if record.images), None):
-            raise text_model_error(with_images.location)
-        return records, [[] for _ in records]
-
-    def _placed(self, record: Record, chat: MaskedText, sizes: Sequence[MediaInfo]) -> ExpandedText:
-        if self._images is None:
-            return ExpandedText(chat)
-        return self._images.expand(record, chat, sizes)
-
     def _rendered(self, record: Record) -> MaskedText:
         """The rendering of a chat, with its trained tokens. Raises BadRowError."""
+
+        def render(chat: ChatInput) -> MaskedText:
+            masks, kwargs = self.masks_of(record, chat), {**self.encoding.template_kwargs, **chat.kwargs}
+            return masks.mask_all(chat, kwargs) if self.encoding.train_on == "all" else masks.find(chat, kwargs)
+
         try:
-            return self._either(record, self.encoding.train_on, lambda chat: self._find(record, chat))
+            return self._either(record, self.encoding.train_on, render)
         except AmbiguousAnswerError as error:
             raise BadRowError(
                 f"{record.location}: cannot tell which tokens are the assistant's: {error}. This is the rendering, "
@@ -198,11 +191,6 @@ class Encoder:
                 raise BadRowError(limit_message(record.location, error)) from None
         assert first is not None
         raise template_refusal(record.location, first) from first
-
-    def _find(self, record: Record, chat: ChatInput) -> MaskedText:
-        answers = self.masks_of(record, chat)
-        kwargs = {**self.encoding.template_kwargs, **chat.kwargs}
-        return answers.mask_all(chat, kwargs) if self.encoding.train_on == "all" else answers.find(chat, kwargs)
 
     def masks_of(self, record: Record, chat: ChatInput) -> AssistantMasks:
         """The AssistantMasks of the template for this conversation; a tokenizer may have another template for tools."""
@@ -311,7 +299,10 @@ def renderer(
 
 def _template(source: str, tokenizer: PreTrainedTokenizerBase, encoding: Encoding) -> ChatTemplate:
     try:
-        return ChatTemplate(source, {**tokenizer.special_tokens_map, **_clock(encoding.date)})
+        variables: dict[str, Any] = {**tokenizer.special_tokens_map}
+        if encoding.date is not None:  # else the template reads the clock
+            variables["strftime_now"] = datetime.datetime.fromisoformat(encoding.date).strftime
+        return ChatTemplate(source, variables)
     except TemplateSyntaxError as error:
         raise UserError(
             f"the tokenizer's chat template is not valid Jinja: {first_line(error)[:200]} (line {error.lineno}). Set "
@@ -325,11 +316,6 @@ def limit_message(location: str, error: RenderLimitError) -> str:
         f"{location}: the chat template was stopped at this document: {error}, which no conversation needs. Set "
         "data.chat_template to another, or remove the document."
     )
-
-
-def _clock(date: str | None) -> dict[str, Any]:
-    """The template function `strftime_now`, fixed to the date; empty for None: the template then reads the clock."""
-    return {} if date is None else {"strftime_now": datetime.datetime.fromisoformat(date).strftime}
 
 
 def _ended(ids: list[int], eos: int) -> list[int]:
@@ -569,13 +555,8 @@ def _growth(normalizer: Mapping[str, Any], path: str) -> float:
         )
     if "String" in pattern:
         return max(1.0, len(content) / len(pattern["String"]))
-    return max(1.0, len(content) + float(_matches_nothing(pattern["Regex"])))
-
-
-def _matches_nothing(pattern: str) -> bool:
-    """Whether a regular expression matches the empty text, between any two characters; assumed of what Python cannot
-    read, because the library has another dialect."""
-    try:
-        return re.compile(pattern).match("") is not None
-    except re.error:
-        return True
+    try:  # a pattern that matches the empty text matches between any two characters
+        matches_empty = re.compile(pattern["Regex"]).match("") is not None
+    except re.error:  # the library has another dialect than Python
+        matches_empty = True
+    return max(1.0, len(content) + float(matches_empty))

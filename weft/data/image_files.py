@@ -14,7 +14,7 @@ import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -222,8 +222,10 @@ def _reason(image: Image, error: Exception) -> str:
     from PIL import Image as Pil
     from PIL import UnidentifiedImageError
 
-    empty = len(image.data) == 0 if image.data is not None else image.path is not None and _is_empty(image.path)
-    if empty:
+    size = None if image.data is None else len(image.data)
+    with suppress(OSError):
+        size = os.stat(image.path).st_size if image.path is not None else size
+    if size == 0:
         return "is empty."
     if isinstance(error, UnidentifiedImageError):
         return f"is no image that can be read (formats: {', '.join(FORMATS)})."
@@ -232,13 +234,6 @@ def _reason(image: Image, error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be read: {error.strerror}."
     return f"is damaged: {first_line(error)}."
-
-
-def _is_empty(path: str) -> bool:
-    try:
-        return os.stat(path).st_size == 0
-    except OSError:
-        return False
 
 
 # ---------------------------------------------------------------- prompts
@@ -366,12 +361,11 @@ def files_of(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path]
     names = [entry.name for entry in os.scandir(path) if entry.is_file() and not entry.name.startswith(".")]
-    return [os.path.join(path, name) for name in sorted(names, key=_in_order)]
 
+    def natural_order(name: str) -> list[tuple[int, str]]:  # frame_2 comes before frame_10
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """A sort key by which frame_2 comes before frame_10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [os.path.join(path, name) for name in sorted(names, key=natural_order)]
 
 
 def locate_media(

@@ -112,7 +112,12 @@ class StepSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._counts: list[int] = []  # steps of each epoch dealt so far
-        self.total = self._in_epochs(epochs) if epochs is not None else steps or 0
+        if epochs is None:
+            self.total = steps or 0
+        elif documents is not None:  # all epochs have as many steps, and there may be very many epochs
+            self.total = epochs * self._count(1)
+        else:
+            self.total = sum(self._count(epoch + 1) for epoch in range(epochs))
 
     def __len__(self) -> int:
         """The number of optimizer steps of the run."""
@@ -138,11 +143,6 @@ class StepSampler:
     def in_epoch(self) -> int:
         """The number of steps of the first epoch, also if the run ends earlier."""
         return self._count(1)
-
-    def _in_epochs(self, epochs: int) -> int:
-        if self._documents is not None:  # all epochs have as many steps, and there may be very many epochs
-            return epochs * self._count(1)
-        return sum(self._count(epoch + 1) for epoch in range(epochs))
 
     def _count(self, epoch: int) -> int:
         if self._documents is not None:

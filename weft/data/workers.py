@@ -44,9 +44,10 @@ class WorkerPool:
         self._oom_kills = oom_kills() or 0
 
     def __enter__(self) -> WorkerPool:
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         environment = {
             **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *_python_path()]),
+            "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, paths)]),
         }  # fmt: skip
         task = pickle.dumps(self._task)
         for _ in range(self._count):
@@ -137,7 +138,7 @@ class WorkerPool:
         status = ended[0] if ended else 0
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         return ActorError(
-            f"a process that tokenises has died ({how}). Where that was for want of memory, set data.workers to fewer.",
+            f"a process that tokenises has died ({how}). If it ran out of memory, set data.workers to fewer.",
             "killed",
         )
 
@@ -152,10 +153,6 @@ def _result(answer: tuple[str, Any]) -> Chunk:
         raise RuntimeError(f"a process that tokenises failed:\n{value}")
     chunk: Chunk = value
     return chunk
-
-
-def _python_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def serve(connection: Connection) -> None:
