@@ -53,7 +53,7 @@ def load_prompts(
     encoding: the chat template, if not the tokenizer's own, and its variables. rules: how messages are read. images:
     the image reader of a vision model. Raises UserError, with file and line.
     """
-    reader = _PromptReader(Encoder(tokenizer, encoding, images), rules, images)
+    reader = _EvalPromptReader(Encoder(tokenizer, encoding, images), rules, images)
     if isinstance(source, str):
         folder = str(Path(source).parent)
         lines = list(_lines(source))
@@ -81,7 +81,7 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _PromptReader:
+class _EvalPromptReader:
     """Reads single prompts. rules, images: as in load_prompts."""
 
     encoder: Encoder
