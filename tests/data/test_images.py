@@ -389,7 +389,7 @@ def test_a_template_that_renders_no_images_is_named(qwen: tuple[PreTrainedTokeni
 
 
 def test_images_are_no_matter_of_a_model_of_text() -> None:
-    with pytest.raises(UserError, match=r"data\[0\]: has images or videos, and model.path is a model of text alone"):
+    with pytest.raises(UserError, match=r"data\[0\]: has images or videos, and model.path is a text-only model"):
         load_documents([question("What?", "a cat", [CAT])], byte_tokenizer(), max_length=100)
 
 

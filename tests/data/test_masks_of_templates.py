@@ -280,7 +280,7 @@ def test_what_stays_unclear_is_refused_and_shown(template: str, messages: list[A
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"messages": [user("a") | {"train": True}, answer("b")]}, "message 1 says `train: true`"),
+        ({"messages": [user("a") | {"train": True}, answer("b")]}, "message 1 has `train: true`"),
         ({"messages": [user("a"), answer("b", train="no")]}, "`train` must be true or false"),
         ({"messages": [user("a"), answer("b")], "tools": "[oops"}, "`tools` is no JSON"),
         ({"messages": [user("a"), answer("b")], "tools": {"a": 1}}, "`tools` must be a list"),

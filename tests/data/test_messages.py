@@ -104,7 +104,7 @@ def test_a_mark_that_says_what_is_so_anyway() -> None:
     assert rows_trained(row) == ["One.<|end|>"]
     row = {"messages": [user("1?") | {"loss": False}, answer("One.", loss=True)]}
     assert rows_trained(row) == ["One.<|end|>"]
-    with pytest.raises(UserError, match="message 1 says `train: true`"):
+    with pytest.raises(UserError, match="message 1 has `train: true`"):
         rows_trained({"messages": [user("1?") | {"loss": True}, answer("One.")]})
 
 
@@ -340,8 +340,8 @@ def test_columns_that_say_what_is_trained(columns: dict[str, Any]) -> None:
         ({"unmask": True}, "`unmask: true`"),
         ({"train_on_inputs": True}, "data.train_on=all"),
         ({"mask_prompt": False}, "data.ignore=[mask_prompt]"),
-        ({"mask": "Assistant"}, "`mask`, which some write"),
-        ({"mask": [0, 1]}, "`mask`, which some write"),
+        ({"mask": "Assistant"}, "`mask`, which is ambiguous"),
+        ({"mask": [0, 1]}, "`mask`, which is ambiguous"),
         ({"history": [["a", "b"]]}, "`history` beside its messages"),
         ({"system": "A.", "system_prompt": "B."}, "`system` and `system_prompt`, and they differ"),
         ({"enable_thinking": "on"}, "`enable_thinking` must be true or false"),

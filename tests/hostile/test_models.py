@@ -393,7 +393,7 @@ ADAPTERS: list[tuple[dict[str, Any], str]] = [
     ({"modules_to_save": "lm_head"}, "modules_to_save cannot be"),
     ({"target_parameters": [7]}, "target_parameters cannot be"),
     ({"base_model_name_or_path": ["x"]}, "base_model_name_or_path cannot be"),
-    ({"rank_pattern": []}, "asks for what weft does not know"),
+    ({"rank_pattern": []}, "uses features that weft does not support"),
 ]
 
 

@@ -164,5 +164,5 @@ def test_models_that_take_no_images_are_named(data: Path) -> None:
     (prompt,), images = read(FAMILY, [asked("who?", "b")])
     with pytest.raises(UserError, match="Gallery replied with an image, and this model cannot be trained on images: x"):
         play(prompt, episodes(images, room=ImageRoom(900, 0.5, "x")), data)
-    with pytest.raises(UserError, match=r"a reply to .* has images, and model.path is a model of text alone"):
+    with pytest.raises(UserError, match=r"a reply to .* has images, and model.path is a text-only model"):
         play(replace(prompt, images=None, placeholders=()), episodes(None), data)
