@@ -380,7 +380,7 @@ def repeated_heads_sent_twice(plant: Plant, original: Original, self: ShardSpec,
 @bug(
     "B36", "weft.engine.executor:Executor.forward_backward",
     "ranks of tp draw different dropout masks for activations that all of them have",
-    caught_by="weft.parallel.tp.tensor.random_difference", issue=MEGATRON, ranks=2, needs=f"{NEEDS} and lora.dropout",
+    caught_by="weft.parallel.tp.divide.random_difference", issue=MEGATRON, ranks=2, needs=f"{NEEDS} and lora.dropout",
 )  # fmt: skip
 def dropout_apart(plant: Plant, original: Original, self: Any, *args: Any, **options: Any) -> Any:
     if self.mesh.tp is not None and self.mesh.tp.rank > 0 and self.config.lora.dropout:
