@@ -1,4 +1,4 @@
-"""The config of `weft eval`: which weights are measured, and what of a run's config says how. Imports no torch."""
+"""The config of `weft eval`: the weights, and the keys that are copied from a run's config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.errors import UserError
 from weft.files import read_object
 
 _ADAPTER = "adapter_config.json"
-# Of a run's config: what says how rows become documents, prompts and rewards, and how they are computed with.
+# Keys of a run's config that decide how rows become documents, prompts and rewards, and how these are computed.
 _OTHER_DATA = ("path", "sources", "split", "subset", "columns", "shuffle", "chat_template", "workers", "cache")
 _COPIED: dict[str, tuple[str, ...]] = {
     "step": ("max_tokens_per_device",),
@@ -40,11 +40,11 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
     if len(data) != 1 and not (not data and named & {"data.path", "data.sources"}):
         problem = "name the data" if not data else f"{data[1]} is a second file: name one, or a pattern in quotes"
         raise UserError(f"weft eval: {problem}, as in weft eval {path} held_out.jsonl [section.key=value ...].")
-    run, checkpoint = _weights(Path(path), step)
+    run, checkpoint = _find_weights(Path(path), step)
     sections = {} if run is None else plain_sections(read_config_file(str(run / "config.yaml")))
     written = with_current_names(sections, RlConfig)
     rewards = "rl" in written or any(name.startswith("rl.") for name in named)
-    base = _of_run(written, rewards)
+    base = _copied_keys(written, rewards)
     base["model"] = {"path": path if checkpoint is None else str(checkpoint)}
     if checkpoint is not None and (checkpoint / _ADAPTER).is_file():
         base_model = read_object(checkpoint / _ADAPTER, "the config of an adapter").get("base_model_name_or_path")
@@ -65,9 +65,10 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
     return load_config([], overrides, RlConfig, base=base)
 
 
-def _weights(path: Path, step: int | None) -> tuple[Path | None, Path | None]:
-    """(Run folder, checkpoint or model directory); None for what there is not: a hub id has neither."""
-    run = next((folder for folder in (path, path.resolve().parent.parent) if _is_run(folder)), None)
+def _find_weights(path: Path, step: int | None) -> tuple[Path | None, Path | None]:
+    """(Run folder, checkpoint or model directory); None for a missing one: a hub id has neither."""
+    candidates = (path, path.resolve().parent.parent)
+    run = next((f for f in candidates if (f / "config.yaml").is_file() and (f / "checkpoints").is_dir()), None)
     if run is not None and run == path:
         steps = complete_steps(path / "checkpoints")
         if not steps:
@@ -78,12 +79,8 @@ def _weights(path: Path, step: int | None) -> tuple[Path | None, Path | None]:
     return run, path if path.is_dir() else None
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
-
-
-def _of_run(written: Mapping[str, Mapping[str, Any]], rewards: bool) -> dict[str, dict[str, Any]]:
-    """What is taken over of a run's config. Its mesh is not: the ranks are others here."""
+def _copied_keys(written: Mapping[str, Mapping[str, Any]], rewards: bool) -> dict[str, dict[str, Any]]:
+    """The keys that are copied from a run's config. The mesh is not copied: the number of ranks may differ."""
     data = {key: value for key, value in written.get("data", {}).items() if key not in _OTHER_DATA}
     if written.get("data", {}).get("sources") is None and "columns" in written.get("data", {}):
         data["columns"] = written["data"]["columns"]

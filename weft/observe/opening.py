@@ -270,7 +270,7 @@ def _model_lines(
     if built.layout == "packed" and ranks.assumed is not None:
         notes = "".join(f"{name} document by document; " for name in built.support.mixers)
     elif built.layout == "packed":
-        mixers = {type(held.mixer).__name__: held.mixer for held in engine.module.mixers.values()}
+        mixers = {type(entry.mixer).__name__: entry.mixer for entry in engine.module.mixers.values()}
         for name, mixer in sorted(mixers.items()):
             notes += f"{name.removeprefix('FSDP')} {describe_kernels(mixer, ranks.device, precision.compute)}; "
     yield f"layout   documents {built.layout}; {notes}{_attention(engine)}"

@@ -215,8 +215,8 @@ class Evaluator:
         """The evaluation after a step (0: before the first of `steps`), as keys of its line in metrics.jsonl; empty if
         none is due."""
         self.is_best = False
-        every, at_start = self.config.every, self.config.at_start
-        is_due = at_start if step == 0 else step == steps or (every > 0 and step % every == 0)
+        interval, at_start = self.config.every, self.config.at_start
+        is_due = at_start if step == 0 else step == steps or (interval > 0 and step % interval == 0)
         if not is_due or (not self.held_out.documents and self.sampler is None):
             return {}
         with self.phases("eval"):

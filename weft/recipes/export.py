@@ -197,14 +197,14 @@ def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[FullTens
         def read(name: str) -> Tensor:
             stored = names[name]
             entry = state.content["tensors"][stored]
-            whole = Box.from_shape(tuple(entry["shape"]))
-            values = torch.empty(whole.size, dtype=getattr(torch, entry["dtype"]))
+            full = Box.from_shape(tuple(entry["shape"]))
+            values = torch.empty(full.size, dtype=getattr(torch, entry["dtype"]))
             for boxes, file in files:
                 if stored in boxes:
                     start, size = boxes[stored]
                     box = Box(tuple(start), tuple(size))
-                    assert overlap(box, whole) == box, stored
-                    values[box.within(whole)] = file.read(stored)
+                    assert overlap(box, full) == box, stored
+                    values[box.within(full)] = file.read(stored)
             return values
 
         yield FullTensors(list(names), read)

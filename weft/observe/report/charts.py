@@ -90,8 +90,8 @@ def charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], list[Chart]]:
             main.append(replace(chart, series=series, marks=marks))
     charted |= {key for key, _ in _CHARTS} | _NO_CHART
     names = list(dict.fromkeys(key for run in runs for line in run.lines for key in line))[:MAX_KEYS]
-    others = [key for key in names if key not in charted and not key.startswith("time/")]
-    return main, _other_charts(runs, [key for key in others if any(run.has(key) for run in runs)])
+    further = [key for key in names if key not in charted and not key.startswith("time/")]
+    return main, _other_charts(runs, [key for key in further if any(run.has(key) for run in runs)])
 
 
 def _rl_charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], set[str]]:

@@ -65,24 +65,24 @@ def page(runs: Sequence[ReportedRun]) -> str:
         lstrip_blocks=True,
         finalize=lambda value: clean(value) if type(value) is str else value,
     )
-    several = len(runs) > 1
-    main, others = charts(runs)
-    main, zero = without_zeros(main, one_run=not several)
-    others, zero_others = without_zeros(others, one_run=not several)
+    is_comparison = len(runs) > 1
+    main, further = charts(runs)
+    main, zero = without_zeros(main, one_run=not is_comparison)
+    further, zero_others = without_zeros(further, one_run=not is_comparison)
     figures, facts = [_figures(run) for run in runs], [_facts(run) for run in runs]
     figure_names = list(dict.fromkeys(name for values in figures for name in values))
     table = {"names": figure_names, "rows": [[row.get(name, ("-", "")) for name in figure_names] for row in figures]}
     fact_names = dict.fromkeys(name for texts in facts for name in texts)
     return environment.from_string(template).render(
         title=" / ".join(run.name for run in runs),
-        several=several,
+        several=is_comparison,
         runs=[_describe(run, index) for index, run in enumerate(runs)],
-        tiles=[] if several else [{"name": n, "number": v, "note": note} for n, (v, note) in figures[0].items()],
-        table=table if several else None,
-        differing=_differing(runs) if several else [],
-        facts=[{"name": n, "values": [f.get(n, "-") for f in facts]} for n in fact_names] if several else [],
+        tiles=[] if is_comparison else [{"name": n, "number": v, "note": note} for n, (v, note) in figures[0].items()],
+        table=table if is_comparison else None,
+        differing=_differing(runs) if is_comparison else [],
+        facts=[{"name": n, "values": [f.get(n, "-") for f in facts]} for n in fact_names] if is_comparison else [],
         charts=[_draw(chart) for chart in main],
-        others=[_draw(chart) for chart in others],
+        others=[_draw(chart) for chart in further],
         machine=[_draw(chart) for chart in system_charts(runs)],
         zero=zero + zero_others,
         version=__version__,
