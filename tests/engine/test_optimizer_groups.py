@@ -154,7 +154,7 @@ def test_they_train_as_in_a_plain_loop_with_the_same_groups(family: str, mesh: s
 
 def planted(path: str, bug: str) -> Verdict | None:
     """Parity where a group's rate, or its decay, is not followed."""
-    original = groups._treatment
+    original = groups.find_rule_of
 
     def treatment(names: Any, ndim: int, optimizer: Any) -> groups.ParamGroupRule:
         right = original(names, ndim, optimizer)
@@ -163,7 +163,7 @@ def planted(path: str, bug: str) -> Verdict | None:
             return groups.ParamGroupRule(right.group, 1.0, right.weight_decay)
         return groups.ParamGroupRule(right.group, right.lr_scale, usual)
 
-    with mock.patch.object(groups, "_treatment", treatment):
+    with mock.patch.object(groups, "find_rule_of", treatment):
         return parity(path, "2", {"optimizer": {"groups": GROUPS}})
 
 

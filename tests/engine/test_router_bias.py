@@ -16,8 +16,8 @@ from tests.support.cases import open_engine, saved_model, world_of
 from tests.support.pool import run
 from tests.support.resuming import lines, process
 from weft.engine.batch.document import Document
+from weft.engine.experts import check_biases, find_biases
 from weft.engine.losses.base import CrossEntropy
-from weft.engine.router_bias import check_biases, find_biases
 from weft.engine.selfcheck import architecture
 from weft.errors import UserError
 from weft.models import families, hf

@@ -50,7 +50,7 @@ def gathered(path: str) -> tuple[int, int, int]:
     engine = open_engine(path, "2", fsdp={"param_dtype": "bf16"})
     sizes = {name: p.numel() for name, p in engine.module.named_parameters()}
     layer = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
-    return engine.memory.gathered, 2 * (sum(sizes.values()) - 4 * layer + 2 * layer), engine.memory.whole
+    return engine.memory.gathered, 2 * (sum(sizes.values()) - 4 * layer + 2 * layer), engine.memory.unsharded
 
 
 def test_gathered_units_are_the_root_the_head_and_two_layers() -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -234,3 +235,17 @@ def test_the_walks_name_what_there_is() -> None:
         folders = [file.rpartition("/")[0] for file, _ in steps]
         entered = [folder for place, folder in enumerate(folders) if place == 0 or folders[place - 1] != folder]
         assert max(map(entered.count, entered)) <= 2, entered
+
+
+def test_a_loss_weight_is_followed_through_few_files() -> None:
+    """docs/explanation/loss-weight-to-gradient.md: each file and name exists; twelve files, each folder once."""
+    text = (ROOT / "docs/explanation/loss-weight-to-gradient.md").read_text()
+    files = re.findall(r"^\d+\. `([\w/]+\.py)(?::[\w.]+)?`", text, re.MULTILINE)
+    assert len(files) == len(set(files)) == 12
+    for file, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", text):
+        tree = ast.parse((ROOT / "weft" / file).read_text())
+        for part in name.split("."):
+            kinds = (ast.FunctionDef, ast.ClassDef)
+            tree = next(node for node in tree.body if isinstance(node, kinds) and node.name == part)
+    folders = [file.partition("/")[0] for file in files]
+    assert len([a for a, b in pairwise([*folders, ""]) if a != b]) == len(set(folders)), folders

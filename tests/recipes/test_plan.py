@@ -201,7 +201,7 @@ def test_a_dry_run_says_the_same(family: str, mesh: dict[str, int], sections: di
     model = Blueprint(config, "cpu", None)
     model.check(sizes)
     first = memory_by_stage(model, sizes, None)[0]
-    assert first.needs == replace(said, whole=0)
+    assert first.needs == replace(said, unsharded=0)
     assert first.rows and not first.unknown
 
 

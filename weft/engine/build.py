@@ -38,8 +38,8 @@ class BuiltModel:
 
     path: model.path. mappings: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
     None if there are none. lora: its adapters, which are not among the mappings. balance: the factor of the experts'
-    auxiliary loss, 0 for none. vision: None if the model takes no images. whole: for a pipeline stage, the whole
-    model's state dict, on meta; else None. adapter_config: for a pipeline stage, adapter_config.json of the whole
+    auxiliary loss, 0 for none. vision: None if the model takes no images. whole_tensors: for a pipeline stage, the
+    whole model's state dict, on meta; else None. adapter_config: for a pipeline stage, adapter_config.json of the whole
     model's adapters, if it has some.
     """
 
@@ -56,13 +56,13 @@ class BuiltModel:
     lora: LoraPlan | None = None
     balance: float = 0.0
     vision: Vision | None = None
-    whole: Mapping[str, torch.Tensor] | None = None
+    whole_tensors: Mapping[str, torch.Tensor] | None = None
     adapter_config: dict[str, Any] | None = None
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The whole model's state dict; on meta for a pipeline stage."""
-        return self.module.state_dict(keep_vars=True) if self.whole is None else self.whole
+        return self.module.state_dict(keep_vars=True) if self.whole_tensors is None else self.whole_tensors
 
     @property
     def layout(self) -> Layout:

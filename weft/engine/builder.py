@@ -17,12 +17,12 @@ from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.engine.config import EngineConfig
+from weft.engine.experts import check_biases
 from weft.engine.loaded_state import check_state, load_state
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.engine.optim.groups import check_groups
 from weft.engine.optim.loss_scale import LossScale
 from weft.engine.optim.optimizer import Ema, build_optimizer, moments
-from weft.engine.router_bias import check_biases
 from weft.engine.selfcheck.compile import try_compiled
 from weft.engine.selfcheck.context import check_context, choose_ulysses
 from weft.engine.selfcheck.device import check_collectives

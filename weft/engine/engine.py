@@ -16,6 +16,7 @@ from weft.engine.batch.rows import Row, RowBuilder, StepRows
 from weft.engine.builder import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.executor import WRONG, Executor, ForwardRequest, LossScaling
+from weft.engine.experts import RouterBiases
 from weft.engine.losses.base import Batch, Loss
 from weft.engine.losses.check import check_normaliser, check_terms, chosen_tokens
 from weft.engine.metrics import MetricSums, Reduced
@@ -31,7 +32,6 @@ from weft.engine.optim.optimizer import (
 )
 from weft.engine.pipeline_executor import PipelineExecutor
 from weft.engine.replicas import ReplicaCheck
-from weft.engine.router_bias import RouterBiases
 from weft.engine.sleep import PARTS, Offloader, Part, tensors_of
 from weft.engine.step_plan.plan import StepPlan, StepPlanner
 from weft.errors import RanksDisagreeError, UserError
@@ -106,7 +106,7 @@ class Engine:
         self.moments, self.state_dtypes = spec.moments, spec.state_dtypes
         self.built = built
         if sharded.pipeline is not None:
-            self.built = replace(built, whole=sharded.pipeline.tensors, adapter_config=sharded.adapter_config)
+            self.built = replace(built, whole_tensors=sharded.pipeline.tensors, adapter_config=sharded.adapter_config)
         self.module, self.lora, self.balance = built.module, built.lora, built.balance
         self.units, self.memory, self.room = sharded.units, sharded.memory, sharded.room
         self.input_casts, self.divided = sharded.input_casts, sharded.divided
@@ -544,11 +544,11 @@ class Engine:
         self.complete_gradients()
         local, cuts = {name: p.grad for name, p in self.module.named_parameters()}, self.divided.cuts
 
-        def whole(gradient: Tensor, cut: AnyShardSpec | None) -> Tensor:
-            return full_tensor(gradient, cut) / self._scale
+        def unscaled(grad: Tensor, cut: AnyShardSpec | None) -> Tensor:
+            return full_tensor(grad, cut) / self._scale
 
         if self.mesh.pp is None or self.pipeline is None:
-            yield from ((n, None if g is None else whole(g, cuts.get(n))) for n, g in local.items())
+            yield from ((n, None if g is None else unscaled(g, cuts.get(n))) for n, g in local.items())
         else:
             names = self.pipeline.parameter_names
-            yield from gather_over_stages(self.pipeline, self.mesh.pp, self.device, names, local, cuts, whole)
+            yield from gather_over_stages(self.pipeline, self.mesh.pp, self.device, names, local, cuts, unscaled)

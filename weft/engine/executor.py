@@ -17,7 +17,7 @@ from weft.engine.batch.replay import RouteReplay
 from weft.engine.batch.rows import Row, StepRows
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
-from weft.engine.expert_load import ExpertLoad
+from weft.engine.experts import ExpertLoad
 from weft.engine.losses.base import Batch, Loss, LossOutput, known_logprob_grad
 from weft.engine.losses.check import check_is_sum, check_terms, check_tokens, chosen_tokens
 from weft.engine.metrics import MetricSums

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from weft.launch.process import world_group
 from weft.parallel.mesh import local_shard
@@ -23,7 +23,11 @@ def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) 
 
 def name_gradients(module: nn.Module) -> str:
     """Parameters whose gradient was not finite although every loss was."""
-    local = [name for name, p in module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+    local = [
+        name
+        for name, p in module.named_parameters()
+        if p.grad is not None and not bool(local_shard(p.grad).isfinite().all())
+    ]
     names = _gathered(local)
     return "gradient norm is not finite, though every loss is" + (f": {_first(names, 4)}" if names else "")
 
@@ -40,7 +44,3 @@ def _first(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
     """The first few, and how many more there are."""
     ending = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return separator.join(texts[:limit]) + ending
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    return bool(local_shard(gradient).isfinite().all())

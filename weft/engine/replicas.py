@@ -53,7 +53,7 @@ class ReplicaCheck:
             for box in rank_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
                 if name in tied:
                     box = replace(box, replicas=(*box.replicas, tied[name]))
-                if _place(box.replicas)[1] > 1 and box.box.numel:
+                if _index_of(box.replicas)[1] > 1 and box.box.numel:
                     self._copies[box.replicas].append(_Copy(name, parameter, box))
 
     def add_to(self, sums: MetricSums, documents: Sequence[ReplicaChecksum], device: torch.device) -> None:
@@ -67,7 +67,7 @@ class ReplicaCheck:
     def _term(self, device: torch.device) -> Tensor | float:
         total: Tensor | float = 0.0
         for groups, copies in self._copies.items():
-            total = total + checksum_term(_number(copies), *_place(groups)).double().to(device, non_blocking=True)
+            total = total + checksum_term(_number(copies), *_index_of(groups)).double().to(device, non_blocking=True)
         return total
 
     def check(self, metrics: dict[str, float | None], documents: Sequence[ReplicaChecksum], mesh: Mesh) -> None:
@@ -88,8 +88,8 @@ class ReplicaCheck:
             raise_mismatch("ranks that hold the same weights have different ones", checksums, mesh.world_group)
 
 
-def _place(groups: Groups) -> tuple[int, int]:
-    """(this rank's place among the ranks that hold the same, their number)."""
+def _index_of(groups: Groups) -> tuple[int, int]:
+    """(this rank's index among the ranks that hold a copy, their number)."""
     position, count = 0, 1
     for index, size in groups:
         position, count = position * size + index, count * size

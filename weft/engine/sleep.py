@@ -119,7 +119,8 @@ class OffloadedTensors:
 def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
     """(bytes of a storage, their place on the host), piece by piece."""
     for storage, pieces in zip(waiting.storages, waiting.allocation.pieces, strict=True):
-        source, done = _bytes_of(storage), 0
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # all of it
+        done = 0
         for piece in pieces:
             yield source[done : done + len(piece)], piece
             done += len(piece)
@@ -157,8 +158,3 @@ def _plain(tensor: Any) -> Iterator[Tensor]:
         return
     for name in local.__tensor_flatten__()[0]:
         yield from _plain(getattr(local, name))
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """The whole of a storage, as uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

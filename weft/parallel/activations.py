@@ -77,7 +77,7 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     AttentionInterface.register(_ATTENTION, partial(_attend, shared))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     module = TrainModule(model)
-    firsts = once(module)
+    firsts = keep_one_of_each_kind(module)
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, TPAxis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
@@ -112,20 +112,16 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts():
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
+    # A layer's mixers with state gather other ranks' hidden states for a cut document.
+    gathered = (shared.ulysses - 1) * int(module.get_submodule(module.facts.embedding).weight.shape[1]) * dtype.itemsize
     per_token = tuple(
-        by_layer[first] / _TOKENS + _gathered(module, name, shared) * dtype.itemsize
+        by_layer[first] / _TOKENS + sum(mixer.startswith(f"{name}.") for mixer in module.mixers) * gathered
         for first, (name, _) in zip(firsts, module.layers, strict=True)
     )
     return Saved(per_token, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS)
 
 
-def _gathered(module: TrainModule, layer: str, shared: RowSharing) -> int:
-    """Elements per token of other ranks' hidden states that a layer's mixers with state gather for a cut document."""
-    hidden = int(module.get_submodule(module.facts.embedding).weight.shape[1])
-    return (shared.ulysses - 1) * sum(name.startswith(f"{layer}.") for name in module.mixers) * hidden
-
-
-def once(module: TrainModule) -> list[int]:
+def keep_one_of_each_kind(module: TrainModule) -> list[int]:
     """Keep the first of the layers that are built alike, and replace the others by stand-ins that pass hidden states
     on. Returns for each layer the number of the layer that runs for it."""
     types = getattr(module.hf_model.config.get_text_config(), "layer_types", None) or ()
@@ -143,11 +139,11 @@ def once(module: TrainModule) -> list[int]:
             holder[number] = placeholder = PlaceholderLayer(
                 layer, 0, StageIO(is_last=False), returns_received=False, keeps_input=False
             )
-            holder[firsts[-1]].register_forward_hook(partial(_imitate, placeholder))
+            holder[firsts[-1]].register_forward_hook(partial(_copy_outputs, placeholder))
     return firsts
 
 
-def _imitate(placeholder: PlaceholderLayer, _: nn.Module, args: Any, output: Any) -> None:
+def _copy_outputs(placeholder: PlaceholderLayer, _: nn.Module, args: Any, output: Any) -> None:
     """Let a placeholder return as many tensors as the layer that runs for it."""
     placeholder.num_outputs = len(output) if isinstance(output, tuple) else 0
 

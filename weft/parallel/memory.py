@@ -30,14 +30,14 @@ SMALL = 0.4  # share of a device that a whole model may take, to leave room for 
 @dataclass(frozen=True)
 class MemoryNeeds:
     """Bytes per rank: the maximum over ranks, equal on all. gathered: the largest set of gathered parameters, in the
-    compute dtype. whole: what a rank would hold if nothing were sharded, without `gathered`. average: the average of
-    the weights (optimizer.ema_decay)."""
+    compute dtype. unsharded: what a rank would hold if nothing were sharded, without `gathered`. average: the average
+    of the weights (optimizer.ema_decay)."""
 
     weights: int
     gradients: int
     optimizer: int
     gathered: int
-    whole: int
+    unsharded: int
     average: int = 0
 
     @property
@@ -80,11 +80,12 @@ def memory_needs(
     moments = 0 if training is None else sum(dtype.itemsize for dtype in training.moments)
     average = torch.float32.itemsize if training is not None and training.average else 0
     return MemoryNeeds(
-        weights=_bytes_on_rank(parameters),
+        weights=sum(math.prod(_largest_shard(p)) * p.element_size() for p in parameters),
         gradients=_elements_on_rank(trained) * master,
         optimizer=_elements_on_rank(trained) * moments,
         gathered=_gathered(parameters, units, reshard) * precision.compute.itemsize,
-        whole=sum(p.numel() * p.element_size() for p in parameters) + _elements(trained) * (master + moments + average),
+        unsharded=sum(p.numel() * p.element_size() for p in parameters)
+        + _elements(trained) * (master + moments + average),
         average=_elements_on_rank(trained) * average,
     )
 
@@ -163,10 +164,10 @@ def check_draws(elements: int, room: int) -> None:
 
 def hint(needs: MemoryNeeds, room: int, mesh: Mesh) -> str | None:
     """Advice if one accelerator could hold the whole model with ease, so that sharding only costs speed; else None."""
-    if mesh.shards == 1 or needs.whole > SMALL * room:
+    if mesh.shards == 1 or needs.unsharded > SMALL * room:
         return None
     return (
-        f"the whole model takes {byte_count(needs.whole)} of {byte_count(room)} on each device: with "
+        f"the whole model takes {byte_count(needs.unsharded)} of {byte_count(room)} on each device: with "
         f"mesh.dp_replicate={mesh.loss_ranks // mesh.cp_size} mesh.dp_shard=1 nothing needs to be gathered, which is "
         "faster"
     )
@@ -202,11 +203,6 @@ def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
 def _elements_on_rank(parameters: Iterable[nn.Parameter]) -> int:
     """Elements on the rank that holds most of them: shards are rounded up to whole rows."""
     return sum(math.prod(_largest_shard(parameter)) for parameter in parameters)
-
-
-def _bytes_on_rank(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes on that rank: a frozen base may be kept in another dtype than the masters."""
-    return sum(math.prod(_largest_shard(parameter)) * parameter.element_size() for parameter in parameters)
 
 
 def _largest_shard(parameter: nn.Parameter) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.config.schema import OptimizerConfig, ParameterGroup
+from weft.config.schema import OptimizerConfig
 from weft.errors import UserError
 from weft.models.patterns import matches, similar_names
 from weft.parallel.shards.cuts import AnyShardSpec, full_shape
@@ -64,7 +64,7 @@ def param_group_rules(named_parameters: NamedParameters, config: OptimizerConfig
     named_parameters: a tied parameter may come several times; patterns match any of its names.
     """
     return {
-        parameter: _treatment(names, parameter.ndim, config)
+        parameter: find_rule_of(names, parameter.ndim, config)
         for parameter, names in _names(named_parameters).items()
         if parameter.requires_grad
     }
@@ -77,20 +77,15 @@ def _names(named_parameters: NamedParameters) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def _treatment(names: Sequence[str], ndim: int, config: OptimizerConfig) -> ParamGroupRule:
+def find_rule_of(names: Sequence[str], ndim: int, config: OptimizerConfig) -> ParamGroupRule:
     usual = config.weight_decay if decays(names[0], ndim) else 0.0
     for number, group in enumerate(config.groups):
         if any(matches(pattern, name) for pattern in group.match for name in names):
-            return ParamGroupRule(
-                number, _lr_scale(group, config.lr), usual if group.weight_decay is None else group.weight_decay
-            )
+            lr_scale = 1.0 if group.lr_scale is None else group.lr_scale
+            if group.lr is not None:
+                lr_scale = group.lr / config.lr
+            return ParamGroupRule(number, lr_scale, usual if group.weight_decay is None else group.weight_decay)
     return ParamGroupRule(None, 1.0, usual)
-
-
-def _lr_scale(group: ParameterGroup, lr: float) -> float:
-    if group.lr is not None:
-        return group.lr / lr
-    return 1.0 if group.lr_scale is None else group.lr_scale
 
 
 def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
@@ -118,14 +113,14 @@ def describe_groups(
     """Rows of the table that is printed at start: parameters with and without weight decay, those of each optimizer
     group, and frozen ones. cuts: how tp divides parameters, to count elements over all ranks."""
     names = _names(named_parameters)
-    treated = param_group_rules(((name, p) for p, has_scales in names.items() for name in has_scales), config)
+    treated = param_group_rules(((name, p) for p, aliases in names.items() for name in aliases), config)
     rows: dict[_Row, list[nn.Parameter]] = {
         (-1, "decayed", config.weight_decay, config.lr): [],
         (-1, "not decayed", 0.0, config.lr): [],
     }
-    for parameter, has_scales in names.items():
-        rows.setdefault(_row(has_scales[0], parameter, treated.get(parameter), config), []).append(parameter)
-    trained = [name for parameter, has_scales in names.items() if parameter.requires_grad for name in has_scales]
+    for parameter, aliases in names.items():
+        rows.setdefault(_row(aliases[0], parameter, treated.get(parameter), config), []).append(parameter)
+    trained = [name for parameter, aliases in names.items() if parameter.requires_grad for name in aliases]
     return [
         OptimizerGroupRow(
             name=row[1],

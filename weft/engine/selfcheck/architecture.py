@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.selfcheck.image import check_images, check_videos
-from weft.engine.selfcheck.kinds import LayerKinds, kinds_of
+from weft.engine.selfcheck.kinds import kinds_of
 from weft.engine.selfcheck.shrink import fewer_layers, narrow
 from weft.errors import UserError
 from weft.models import hf
@@ -153,7 +153,9 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> ModelSupport:
     is."""
     hf.register_kernels()
     text = config.get_text_config()
-    _check_layer_types(text)
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES)
+    if unknown:
+        raise _refusal(text, f"weft does not know whether layers of type {', '.join(unknown)} keep documents apart")
     try:
         return _examine(config, noise)
     except UserError as refused:
@@ -266,12 +268,6 @@ def text_vocabulary(module: TrainModule) -> int:
     return int(module.head.weight.shape[0])
 
 
-def _check_layer_types(text: PretrainedConfig) -> None:
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES)
-    if unknown:
-        raise _refusal(text, f"weft does not know whether layers of type {', '.join(unknown)} keep documents apart")
-
-
 def _refusal(config: PretrainedConfig, reason: str) -> UserError:
     return UserError(
         f"model.path: weft does not train model_type {config.get_text_config().model_type!r} "
@@ -285,17 +281,6 @@ def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedMode
     return _small_copies(config, kernel)[0]
 
 
-def _shrinkings(config: PretrainedConfig, kinds: LayerKinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
-    """(description, function that makes the config) of the small copies to try, the cheapest first."""
-    fewer = fewer_layers(config, 2, kinds)
-    count = counted(fewer.get_text_config().num_hidden_layers, "layer")
-    return [
-        (f"{count}, narrow", lambda: narrow(fewer)),
-        ("all layers, narrow", lambda: narrow(config)),
-        (count, lambda: copy.deepcopy(fewer)),
-    ]
-
-
 def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedModel, PreTrainedModel, str]:
     """(a random model as weft runs it, the same model as HuggingFace's eager code runs it, its description).
 
@@ -303,12 +288,19 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
     """
     try:
         kinds = kinds_of(config)
-        shrinkings = _shrinkings(config, kinds)
+        fewer = fewer_layers(config, 2, kinds)
+        count = counted(fewer.get_text_config().num_hidden_layers, "layer")
     except UserError:
         raise
     except Exception as error:  # of any type: the family's code failed on its config
         raise _refusal(config, f"no model could be built from its config ({error})") from error
     failure = ""
+    # The cheapest first.
+    shrinkings: list[tuple[str, Callable[[], PretrainedConfig]]] = [
+        (f"{count}, narrow", lambda: narrow(fewer)),
+        ("all layers, narrow", lambda: narrow(config)),
+        (count, lambda: copy.deepcopy(fewer)),
+    ]
     for words, make in shrinkings:
         try:
             small = make()

@@ -93,10 +93,10 @@ def check_context(
         divided = f"mesh.cp = {cp}" if cp % ulysses else f"the {wrong[0]} attention heads of a rank"
         raise UserError(f"mesh.ulysses={ulysses} does not divide {divided}: set mesh.ulysses=null, and weft chooses.")
     small = small_copy(config, "per_document")
-    ranks, whole = _ranks_of_copy(small, cp, ulysses), copy_of(small)
-    plan, documents = _documents(whole, ranks, images)
-    expected = run_row(whole, row_of(documents, vision=find_vision(whole.base, whole.facts)))
-    return compare("cp", config, lambda: _run_cut(small, documents, plan), expected, tolerance_of(whole))
+    ranks, reference = _ranks_of_copy(small, cp, ulysses), copy_of(small)
+    plan, documents = _documents(reference, ranks, images)
+    expected = run_row(reference, row_of(documents, vision=find_vision(reference.base, reference.facts)))
+    return compare("cp", config, lambda: _run_cut(small, documents, plan), expected, tolerance_of(reference))
 
 
 def _ranks_of_copy(small: PreTrainedModel, cp: int, ulysses: int) -> tuple[int, int]:

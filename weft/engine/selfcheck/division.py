@@ -50,9 +50,9 @@ class Division:
 def check_division(config: PretrainedConfig, support: ModelSupport, tp: int) -> Division:
     """Check a division over `tp` ranks. Raises UserError, with the family and what differs, if it is not exact."""
     small = small_copy(config, "per_document")
-    whole, ranks = copy_of(small), _ranks(small, tp)
-    row = row_of(text_documents(whole), support.layout)
-    expected, tolerance = run_row(whole, row, support.uses_bounds), tolerance_of(whole)
+    reference, ranks = copy_of(small), _ranks(small, tp)
+    row = row_of(text_documents(reference), support.layout)
+    expected, tolerance = run_row(reference, row, support.uses_bounds), tolerance_of(reference)
 
     def run(sequence: bool) -> Result:
         def run_rank(rank: int, groups: Groups) -> Result:
@@ -98,15 +98,15 @@ def check_experts(config: PretrainedConfig, support: ModelSupport, ep: int) -> f
     """The largest difference of a gradient, relative to the largest gradient of its parameter. Raises UserError, with
     the family and what differs, if it is too large, or if the model has no experts to divide."""
     small = small_copy(config, "per_document")
-    whole = copy_of(small)
-    experts = find_experts(whole)
+    reference = copy_of(small)
+    experts = find_experts(reference)
     if not experts:
         raise UserError(
             f"mesh.ep={ep}: {config.get_text_config().model_type} has no experts that weft knows: set mesh.ep=1."
         )
-    documents = text_documents(whole)
+    documents = text_documents(reference)
     ranks = min(ep, len(documents), *(child.num_experts for child in experts.values()))
-    expected = run_row(whole, row_of(documents, support.layout), support.uses_bounds)
+    expected = run_row(reference, row_of(documents, support.layout), support.uses_bounds)
     return compare("ep", config, lambda: _run_experts(small, documents, support, ranks), expected)
 
 
@@ -131,5 +131,5 @@ def _run_experts(
         by_document[rank::ranks] = readouts.split(predictions[rank::ranks], 1)
     # Gradients of experts are joined, and equal, on each thread; the others are of each thread's own documents.
     experts = tuple(f"{path}." for path in find_experts(small))
-    others = [{n: g for n, g in gradients.items() if not n.startswith(experts)} for _, gradients in results]
-    return torch.cat(by_document, 1), {**results[0][1], **sum_by_name(others)}
+    shared_gradients = [{n: g for n, g in gradients.items() if not n.startswith(experts)} for _, gradients in results]
+    return torch.cat(by_document, 1), {**results[0][1], **sum_by_name(shared_gradients)}

@@ -51,7 +51,7 @@ def _check(
     try:
         samples = documents_with(kinds, vision, module.base, len(module.head.weight))
         expected = [_reference_logits(reference, vision, *sample) for sample in samples]
-        found = _row(module, vision, samples)
+        row_logits = _row(module, vision, samples)
         moved = [
             _row(module, vision, [*samples[:index], _changed(samples[index]), *samples[index + 1 :]])
             for index in (0, 2)
@@ -59,11 +59,11 @@ def _check(
     except Exception as error:  # of any type: the family's code ran on such a row
         return f"its code does not run on a row of documents with {kind} ({first_line(error)})"
     scale = max(float(logits.abs().max()) for logits in expected)
-    worst = max(_distance(a, b) for a, b in zip(found, expected, strict=True)) / scale
+    worst = max(_distance(a, b) for a, b in zip(row_logits, expected, strict=True)) / scale
     if not worst <= tolerance:
         return f"logits of documents with {kind} differ from HuggingFace's by {worst:.1e} of the largest"
     for index, row in zip((0, 2), moved, strict=True):
-        distances = [_distance(a, b) / scale for a, b in zip(row, found, strict=True)]
+        distances = [_distance(a, b) / scale for a, b in zip(row, row_logits, strict=True)]
         if not distances[index] > tolerance:
             return f"other {kind} change nothing of their document"
         if max(distances[:index] + distances[index + 1 :]) > tolerance:
@@ -136,9 +136,9 @@ def _row(module: TrainModule, vision: Vision, samples: Sequence[Sample]) -> list
 
 
 def _positions(module: TrainModule, vision: Vision, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    own = vision.positions(module.base, ids, inputs) if inputs else None
-    if own is not None:
-        return own
+    special = vision.positions(module.base, ids, inputs) if inputs else None
+    if special is not None:
+        return special
     positions = torch.arange(len(ids))
     return positions.repeat(3, 1) if hasattr(module.base, "get_rope_index") else positions
 

@@ -25,17 +25,17 @@ _NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """layers: the kind of each decoder layer, in order. rest: the classes of all other modules. numbering: attributes
+    """layers: the kind of each decoder layer, in order. other_classes: of all other modules. numbering: attributes
     that hold the layer's index, whose 0 makes no difference."""
 
     layers: tuple[Kind, ...]
-    rest: frozenset[str]
+    other_classes: frozenset[str]
     numbering: frozenset[str]
 
     def are_those_of(self, copy: PreTrainedModel) -> bool:
         """Whether a copy with other layers and sizes has exactly these kinds."""
-        other = _kinds(copy, self.numbering)
-        return set(self.layers) == set(other.layers) and self.rest == other.rest
+        kinds_of_copy = _kinds(copy, self.numbering)
+        return set(self.layers) == set(kinds_of_copy.layers) and self.other_classes == kinds_of_copy.other_classes
 
 
 def kinds_of(config: PretrainedConfig) -> LayerKinds:
@@ -50,39 +50,39 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def _kinds(model: PreTrainedModel, numbering: frozenset[str] | None) -> LayerKinds:
     path = find_facts(model).layers
-    said = [_statements(layer) for layer in model.get_submodule(path).children()]
+    facts_by_layer = [_facts(layer) for layer in model.get_submodule(path).children()]
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    for statements, kind in zip(said, types, strict=False):
+    for statements, kind in zip(facts_by_layer, types, strict=False):
         statements["layer_types"] = kind
-    numbering = _numbering(said) if numbering is None else numbering
+    numbering = _numbering(facts_by_layer) if numbering is None else numbering
     layers = tuple(
         frozenset((name, _meaning(value, name in numbering)) for name, value in statements.items())
-        for statements in said
+        for statements in facts_by_layer
     )
-    rest = (type(module).__name__ for name, module in model.named_modules() if not f"{name}.".startswith(f"{path}."))
-    return LayerKinds(layers, frozenset(rest), numbering)
+    others = (type(module).__name__ for name, module in model.named_modules() if not f"{name}.".startswith(f"{path}."))
+    return LayerKinds(layers, frozenset(others), numbering)
 
 
-def _statements(layer: nn.Module) -> dict[str, Any]:
+def _facts(layer: nn.Module) -> dict[str, Any]:
     """Name -> value of everything that distinguishes layers. Members of a list, such as experts, are merged."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for path, module in layer.named_modules():
-        place = _NUMBERS.sub(".*", f".{path}")
-        found[place] = type(module).__name__
+        pattern = _NUMBERS.sub(".*", f".{path}")
+        facts[pattern] = type(module).__name__
         tensors = (*module._parameters.items(), *module._buffers.items())
-        found.update((f"{place}:{name}", tensor is not None) for name, tensor in tensors)
+        facts.update((f"{pattern}:{name}", tensor is not None) for name, tensor in tensors)
         for name, value in vars(module).items():
             if not name.startswith("_") and name != "training" and (value is None or isinstance(value, _PLAIN)):
-                found[f"{place}:{name}"] = value
-    return found
+                facts[f"{pattern}:{name}"] = value
+    return facts
 
 
 def _numbering(layers: list[dict[str, Any]]) -> frozenset[str]:
     """Attributes that equal the layer's index in every layer that has them."""
-    found = set[str]().union(*layers)
-    for number, said in enumerate(layers):
-        found -= {name for name, value in said.items() if isinstance(value, bool) or value != number}
-    return frozenset(found)
+    names = set[str]().union(*layers)
+    for number, facts in enumerate(layers):
+        names -= {name for name, value in facts.items() if isinstance(value, bool) or value != number}
+    return frozenset(names)
 
 
 def _meaning(value: Any, numbers: bool) -> object:

@@ -46,19 +46,19 @@ def check_pipeline(
     delayed: gradients of weights are computed after the backward.
     """
     small = small_copy(config, "per_document")
-    whole = copy_of(small)
-    row = row_of(text_documents(whole), support.layout)
+    reference = copy_of(small)
+    row = row_of(text_documents(reference), support.layout)
     try:
         interface = _Trace(copy_of(small), compute).run(row, support)
     except _UnfitError as error:
         raise refusal("pp", config, str(error)) from error
     except Exception as error:  # of any type: the family's code ran
         raise refusal("pp", config, f"its layers could not be traced ({first_line(error)})") from error
-    rows, vision = [row], None if support.images else find_vision(whole.base, whole.facts)
+    rows, vision = [row], None if support.images else find_vision(reference.base, reference.facts)
     if vision is not None:
-        rows.append(row_of(image_documents(whole, vision, IMAGES if support.videos else VIDEOS), vision=vision))
+        rows.append(row_of(image_documents(reference, vision, IMAGES if support.videos else VIDEOS), vision=vision))
     for row in rows:
-        expected = run_row(copy.deepcopy(whole), row, support.uses_bounds)
+        expected = run_row(copy.deepcopy(reference), row, support.uses_bounds)
         compare("pp", config, partial(_run_staged, small, row, support, interface, delayed=delayed), expected)
     return interface
 

@@ -30,24 +30,24 @@ _WITH_HIDDEN = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ss
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def fewer_layers(config: PretrainedConfig, layers: int, whole: LayerKinds) -> PretrainedConfig:
-    """A copy with `layers` decoder layers, or more if that is needed to have every kind in `whole`. Widths stay.
+def fewer_layers(config: PretrainedConfig, layers: int, kinds: LayerKinds) -> PretrainedConfig:
+    """A copy with `layers` decoder layers, or more if that is needed to have every kind in `kinds`. Widths stay.
 
     The first layer of each kind is kept, if the config's per-layer lists can say so; otherwise the shortest prefix of
     the layers with every kind; otherwise all layers.
     """
-    total, firsts = len(whole.layers), [whole.layers.index(kind) for kind in set(whole.layers)]
-    others = [number for number in range(total) if number not in firsts]
-    spread = sorted(firsts + others[: max(0, layers - len(firsts))])
-    for kept in (spread, list(range(max(layers, max(firsts) + 1)))):
-        if len(kept) < total:
-            small = _with_layers(config, kept)
-            if _has_all_kinds(small, whole):
+    total, firsts = len(kinds.layers), [kinds.layers.index(kind) for kind in set(kinds.layers)]
+    remaining = [number for number in range(total) if number not in firsts]
+    spread = sorted(firsts + remaining[: max(0, layers - len(firsts))])
+    for numbers in (spread, list(range(max(layers, max(firsts) + 1)))):
+        if len(numbers) < total:
+            small = _with_layers(config, numbers)
+            if _has_all_kinds(small, kinds):
                 return small
     return copy.deepcopy(config)
 
 
-def _with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
+def _with_layers(config: PretrainedConfig, numbers: list[int]) -> PretrainedConfig:
     """A copy with these layers only. Lists with one entry per layer, and lists of layer numbers, are cut too."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
@@ -56,24 +56,26 @@ def _with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
         if not isinstance(value, list | tuple) or total < 2:
             continue
         if "layer" in name and value and list(value) == sorted(set(range(total)).intersection(value)):
-            setattr(text, name, type(value)(place for place, number in enumerate(kept) if number in value))
+            setattr(text, name, type(value)(index for index, old in enumerate(numbers) if old in value))
         elif len(value) == total:
-            setattr(text, name, type(value)(value[i] for i in kept))
-    text.num_hidden_layers = len(kept)
-    _renumber(text, kept)
+            setattr(text, name, type(value)(value[i] for i in numbers))
+    text.num_hidden_layers = len(numbers)
+    _renumber(text, numbers)
     return small
 
 
-def _renumber(text: Any, kept: list[int]) -> None:
+def _renumber(text: Any, numbers: list[int]) -> None:
     """Renumber per_layer_config: values of single layers, by number (head widths in gemma4)."""
-    said = text.to_dict().get("per_layer_config")
-    if said:
-        text.per_layer_config = {new: said[str(old)] for new, old in enumerate(kept) if str(old) in said} or None
+    per_layer = text.to_dict().get("per_layer_config")
+    if per_layer:
+        text.per_layer_config = {
+            new: per_layer[str(old)] for new, old in enumerate(numbers) if str(old) in per_layer
+        } or None
 
 
-def _has_all_kinds(config: PretrainedConfig, whole: LayerKinds) -> bool:
+def _has_all_kinds(config: PretrainedConfig, kinds: LayerKinds) -> bool:
     try:
-        return whole.are_those_of(meta_model(config))
+        return kinds.are_those_of(meta_model(config))
     except Exception:  # of any type: cut lists may not fit together
         return False
 
@@ -109,8 +111,8 @@ def _keep_placeholders(config: Any, vocabulary: int) -> None:
     """Move the placeholder ids of images and videos to the end of the vocabulary if any lies beyond it."""
     names = [name for name in ("image_token_id", "video_token_id") if isinstance(getattr(config, name, None), int)]
     if any(getattr(config, name) >= vocabulary for name in names):
-        for place, name in enumerate(names, start=1):
-            setattr(config, name, vocabulary - place)
+        for offset, name in enumerate(names, start=1):
+            setattr(config, name, vocabulary - offset)
 
 
 def _smaller_images(config: Any) -> None:
@@ -148,7 +150,7 @@ def _narrow_tower(vision: Any, text: Any) -> None:
 def _lower(config: Any, name: str, ceiling: int) -> None:
     value = getattr(config, name, None)
     if isinstance(value, list):
-        setattr(config, name, [min(one, ceiling) for one in value])
+        setattr(config, name, [min(entry, ceiling) for entry in value])
     elif isinstance(value, int) and not isinstance(value, bool) and value > ceiling:
         setattr(config, name, ceiling)
 

@@ -134,7 +134,9 @@ class _Refinement:
         self._sort()
         tries = _MOST_TRIES if self.ranks > 1 else 0
         batch = failures = 0
-        while tries > 0 and failures < len(self._leaders()) and not self._good():
+        while tries > 0 and failures < len(self._leaders()):
+            if self.bound >= _GOOD_ENOUGH * int(self._leaders().sum()):
+                break
             tries -= 1
             if self._improve(batch):
                 failures = 0
@@ -150,9 +152,6 @@ class _Refinement:
     def _leaders(self) -> Ints:
         """Cost of each micro-batch: that of its dearest row."""
         return self.row_costs[:: self.ranks]
-
-    def _good(self) -> bool:
-        return self.bound >= _GOOD_ENOUGH * int(self._leaders().sum())
 
     def _sort(self) -> None:
         """Numbers the rows by falling cost."""

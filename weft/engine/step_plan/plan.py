@@ -159,15 +159,11 @@ class StepPlan:
         """
         groups = (-1 if d.group is None else d.group for d in self.documents)
         made_of = tuple(
-            (d.length, d.omitted, _hashable(d.weight), d.loss_tokens, d.cost, d.patches, group)
+            (d.length, d.omitted, -1.0 if math.isnan(d.weight) else d.weight, d.loss_tokens, d.cost, d.patches, group)
             for d, group in zip(self.documents, groups, strict=True)
         )
         parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed", self.pieces)
         return f"{hash(parts) & (2**64 - 1):016x}"
-
-
-def _hashable(weight: float) -> float:
-    return -1.0 if math.isnan(weight) else weight
 
 
 def plan_step(

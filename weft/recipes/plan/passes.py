@@ -28,7 +28,7 @@ from weft.models.train_module import TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.head import KnownGrad, LogitTransform, chunked_readouts
 from weft.ops.shapes import GroupedProducts
-from weft.parallel.activations import RowSharing, once
+from weft.parallel.activations import RowSharing, keep_one_of_each_kind
 from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.divide import tensor_parallel
 
@@ -142,7 +142,7 @@ def layer_passes(
     AttentionInterface.register(_ATTENTION, _attend)
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     module = TrainModule(model)
-    firsts = once(module)
+    firsts = keep_one_of_each_kind(module)
     if fused_norms:
         fuse_norms(module)
     if shared.tp > 1:
