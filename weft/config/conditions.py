@@ -106,3 +106,43 @@ NO_TRACKERS = Unread(lambda c: not c.track.report_to, "track.report_to is empty"
 NO_SAMPLES = Unread(lambda c: not c.track.system, "track.system is false")
 NO_STORES = Unread(lambda c: not uses_stores(c), "no path of this config is on an object store")
 NO_PROFILE = Unread(lambda c: not c.profile.steps, "profile.steps is empty")
+
+# ---------------------------------------------------------------- weft rl
+
+SERVERS = ("vllm", "sglang")  # engines that are servers in processes of their own
+
+
+def _is_disaggregated(config: Any) -> bool:
+    """Whether the config alone settles that engines and trainers share no devices."""
+    cluster = config.cluster
+    apart = cluster.placement == "disaggregated" or cluster.max_staleness > 0
+    return bool(config.rollout.engine != "embedded" and apart)
+
+
+NO_KL = Unread(lambda c: c.rl.kl_coef == 0, "rl.kl_coef is 0: no KL is trained on")
+KL_IS_TRAINED = Unread(lambda c: c.rl.kl_coef > 0, "rl.kl_coef is above 0, and its KL is measured anyway")
+KL_IN_REWARD = Unread(lambda c: c.rl.kl_in == "reward", "rl.kl_in is reward, which has no gradient")
+NO_ENTROPY = Unread(lambda c: c.rl.entropy_coef == 0, "rl.entropy_coef is 0")
+ROLLOUT_LOGPROBS = Unread(
+    lambda c: c.rl.old_logprobs == "rollout",
+    "rl.old_logprobs is rollout: the ratio of current and old policy corrects the engine, too",
+)
+NO_CORRECTION = Unread(lambda c: c.rl.correction == "none", "rl.correction is none")
+EXACT = Unread(lambda c: c.rl.on_policy == "exact", "rl.on_policy is exact: there is nothing to correct")
+NONE_MASKED = Unread(lambda c: not c.rl.mask_truncated, "rl.mask_truncated is false: no sample is masked")
+COUNTS_TOKENS = Unread(lambda c: c.rl.loss_aggregation == "token_mean", "rl.loss_aggregation=token_mean counts tokens")
+NO_OVERLONG_BUFFER = Unread(lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set")
+NO_REWARD = Unread(lambda c: not c.rl.reward, "rl.reward is empty")
+NO_ENVIRONMENT = Unread(lambda c: c.rl.environment is None, "rl.environment is not set")
+ONLY_EMBEDDED = only_with("rollout.engine", "embedded", " (others have rollout.gpu_memory_utilization)")
+ONLY_SERVERS = Unread(lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")
+KEEPS_ALL_TOKENS = Unread(lambda c: not c.rollout.truncated, "rollout.top_p, top_k and min_p leave no token out")
+NO_ENGINE_PROCESSES = Unread(lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
+IN_TRAINER_RANKS = Unread(lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded is in the trainers' ranks")
+READS_A_FOLDER = Unread(lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
+DISAGGREGATED = Unread(_is_disaggregated, "engines have devices of their own: trainers stay awake")
+NOTHING_UNFINISHED = Unread(lambda c: c.cluster.max_staleness == 0, "nothing is unfinished when weights change")
+NO_HELD_OUT_PROMPTS = Unread(
+    lambda c: not is_held_out(c), "neither eval.path nor eval.sources is set: nothing is evaluated"
+)
+GREEDY = Unread(lambda c: c.eval.samples == 0, "eval.samples is 0: answers are greedy")

@@ -17,11 +17,10 @@ from weft.config.checks import (
     adapter_presets,
     common_combinations,
     held_out_problems,
+    inert_rules,
     pipeline_combinations,
 )
-from weft.config.checks import (
-    INERT as SFT_INERT,
-)
+from weft.config.conditions import SERVERS
 from weft.config.presets import LIKE
 from weft.config.ranges import MOST_DOCUMENTS
 from weft.config.rl_schema import (
@@ -33,21 +32,10 @@ from weft.config.rl_schema import (
     RlEvalConfig,
     reward_names,
 )
-from weft.config.server_checks import SERVERS, server_combinations
+from weft.config.server_checks import server_combinations
 from weft.config.yaml12 import override
 from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES
 from weft.rl.algorithms.base import AdvantageSpec, TokenLossSpec
-
-_DRAWN = "the policy's own completions are trained"
-_LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
-
-
-_NO_REFERENCE = "rl.kl_coef is 0: there is no reference (rl.measure_kl=true measures the KL from one)"
-_NO_PROMPTS = "neither eval.path nor eval.sources is set: nothing is evaluated"
-
-
-def _held_out(config: RlConfig) -> bool:
-    return config.eval.path is not None or config.eval.sources is not None
 
 
 def _reads_base(config: RlConfig) -> bool:
@@ -55,21 +43,8 @@ def _reads_base(config: RlConfig) -> bool:
     return config.lora.on and config.reference.path is None and not config.lora.modules_to_save
 
 
-def _is_disaggregated(config: RlConfig) -> bool:
-    """Whether the config alone settles that engines and trainers share no devices."""
-    cluster = config.cluster
-    return config.rollout.engine != "embedded" and (cluster.placement == "disaggregated" or cluster.max_staleness > 0)
-
-
-def _leaves(section: type[ReferenceConfig | CriticConfig]) -> list[str]:
-    return [spec.name for spec in fields(section)]
-
-
 def _always(_: Any) -> bool:
     return True
-
-
-_RATIO = "rl.old_logprobs is rollout: the ratio of current and old policy corrects the engine, too"
 
 
 def _unread_keys(leaf: str, specs: Mapping[str, AdvantageSpec | TokenLossSpec]) -> Iterator[Inert]:
@@ -82,15 +57,11 @@ def _unread_keys(leaf: str, specs: Mapping[str, AdvantageSpec | TokenLossSpec]) 
         yield Inert(f"rl.{read}", lambda c, others=others: getattr(c.rl, leaf) in others, reason)  # type: ignore[misc]
 
 
-_SYNC_KEYS = ("transport", "bucket_mb", "verify_every")
-
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
-# Sections and keys for which `weft rl` has rules of its own; the other rules of `weft sft` apply to both.
-_RL_RULES = ("eval.", "profile.", "checkpoint.keep_best")
-
+# Rules of `weft rl` for keys that it shares with `weft sft`, and for whole sections; others stand at their keys.
 INERT = (
-    *(rule for rule in SFT_INERT if not rule.key.startswith(_RL_RULES)),
+    *(rule for rule in inert_rules(RlConfig) if rule.key != "checkpoint.keep_best"),
     *(
         Inert(
             f"step.{leaf}",
@@ -99,105 +70,43 @@ INERT = (
         )
         for leaf in ("documents", "tokens")
     ),
-    Inert("data.train_on", _always, _DRAWN),
-    Inert("data.max_length", _always, _LIMITS),
+    Inert("data.train_on", _always, "the policy's own completions are trained"),
+    Inert(
+        "data.max_length",
+        _always,
+        "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be",
+    ),
     Inert("data.workers", _always, "prompts are tokenised as they are read"),
     Inert("data.cache", _always, "prompts are tokenised as they are read"),
-    Inert("eval.every", lambda c: not _held_out(c), _NO_PROMPTS),
-    Inert("eval.at_start", lambda c: not _held_out(c), _NO_PROMPTS),
-    *_unread_keys("advantage", ADVANTAGES),
-    *_unread_keys("policy_loss", TOKEN_LOSSES),
-    *(
-        Inert(f"rl.{leaf}", lambda c: c.rl.kl_coef == 0, "rl.kl_coef is 0: no KL is trained on")
-        for leaf in ("kl_in", "kl_estimator", "kl_clamp", "kl_unbiased")
-    ),
-    Inert("rl.measure_kl", lambda c: c.rl.kl_coef > 0, "rl.kl_coef is above 0, and its KL is measured anyway"),
-    Inert("rl.kl_unbiased", lambda c: c.rl.kl_in == "reward", "rl.kl_in is reward, which has no gradient"),
-    *(
-        Inert(f"rl.{leaf}", lambda c: c.rl.old_logprobs == "rollout", _RATIO)
-        for leaf in ("correction", "correction_level", "correction_limits")
-    ),
-    *(
-        Inert(f"rl.{leaf}", lambda c: c.rl.correction == "none", "rl.correction is none")
-        for leaf in ("correction_level", "correction_limits")
-    ),
-    *(
-        Inert(f"rl.{leaf}", lambda c: c.rl.on_policy == "exact", "rl.on_policy is exact: there is nothing to correct")
-        for leaf in ("correction", "correction_level", "correction_limits")
-    ),
-    Inert("model.attention", lambda c: c.rl.on_policy == "exact", "rl.on_policy=exact brings its own"),
-    *(Inert(f"reference.{leaf}", lambda c: not c.rl.has_reference, _NO_REFERENCE) for leaf in _leaves(ReferenceConfig)),
-    *(
-        Inert(f"reference.{leaf}", _reads_base, "the base under the adapters is the reference, and needs no engine")
-        for leaf in _leaves(ReferenceConfig)
-        if leaf != "path"
-    ),
-    *(
-        Inert(f"critic.{leaf}", lambda c: not c.rl.has_critic, "only rl.advantage=gae has a critic")
-        for leaf in _leaves(CriticConfig)
-    ),
-    Inert("rl.entropy_aggregation", lambda c: c.rl.entropy_coef == 0, "rl.entropy_coef is 0"),
-    Inert("rl.count_masked", lambda c: not c.rl.mask_truncated, "rl.mask_truncated is false: no sample is masked"),
-    Inert(
-        "rl.count_masked",
-        lambda c: c.rl.loss_aggregation == "token_mean",
-        "rl.loss_aggregation=token_mean counts tokens",
-    ),
-    Inert("rl.overlong_penalty", lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set"),
-    Inert(
-        "rollout.kv_cache_tokens",
-        lambda c: c.rollout.engine != "embedded",
-        "only rollout.engine=embedded reads it (others have rollout.gpu_memory_utilization)",
-    ),
-    *(
-        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")
-        for leaf in ("python", "tp", "gpu_memory_utilization", "engine_kwargs", "allow_truncated")
-    ),
-    Inert(
-        "rollout.allow_truncated",
-        lambda c: not c.rollout.truncated,
-        "rollout.top_p, top_k and min_p leave no token out",
-    ),
-    *(
-        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
-        for leaf in ("num_engines", "dtype", "timeout", *_SYNC_KEYS)
-    ),
-    Inert(
-        "cluster.placement",
-        lambda c: c.rollout.engine == "embedded",
-        "rollout.engine=embedded is in the trainers' ranks",
-    ),
-    Inert(
-        "cluster.offload_during_rollout", _is_disaggregated, "engines have devices of their own: trainers stay awake"
-    ),
-    Inert(
-        "rollout.on_weight_update", lambda c: c.cluster.max_staleness == 0, "nothing is unfinished when weights change"
-    ),
-    *(
-        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
-        for leaf in _SYNC_KEYS
-    ),
-    *(
-        Inert(f"rl.{leaf}", lambda c: not c.rl.reward, "rl.reward is empty")
-        for leaf in ("reward_weights", "reward_column", "reward_options", "reward_timeout", "reward_workers")
-    ),
-    *(
-        Inert(f"rl.{leaf}", lambda c: c.rl.environment is None, "rl.environment is not set")
-        for leaf in ("max_turns", "environment_timeout")
-    ),
-    *(
-        Inert(f"eval.{leaf}", lambda c: not _held_out(c), _NO_PROMPTS)
-        for leaf in ("samples", "pass_at", "temperature", "top_p", "top_k", "max_new_tokens", "correct_from")
-    ),
-    *(
-        Inert(f"eval.{leaf}", lambda c: c.eval.samples == 0, "eval.samples is 0: answers are greedy")
-        for leaf in ("pass_at", "temperature", "top_p", "top_k")
-    ),
     Inert("train.loss", _always, "rl.algorithm says what is trained"),
     Inert(
         "train.neftune_noise_alpha",
         _always,
         "logprobs of samples are those of the model that sampled them, without noise",
+    ),
+    Inert("model.attention", lambda c: c.rl.on_policy == "exact", "rl.on_policy=exact brings its own"),
+    *_unread_keys("advantage", ADVANTAGES),
+    *_unread_keys("policy_loss", TOKEN_LOSSES),
+    *(
+        Inert(
+            f"reference.{spec.name}",
+            lambda c: not c.rl.has_reference,
+            "rl.kl_coef is 0: there is no reference (rl.measure_kl=true measures the KL from one)",
+        )
+        for spec in fields(ReferenceConfig)
+    ),
+    *(
+        Inert(
+            f"reference.{spec.name}",
+            _reads_base,
+            "the base under the adapters is the reference, and needs no engine",
+        )
+        for spec in fields(ReferenceConfig)
+        if spec.name != "path"
+    ),
+    *(
+        Inert(f"critic.{spec.name}", lambda c: not c.rl.has_critic, "only rl.advantage=gae has a critic")
+        for spec in fields(CriticConfig)
     ),
 )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from weft.config import conditions as when
 from weft.config.keys import key, with_former_names
 from weft.config.ranges import (
     AT_LEAST_1,
@@ -59,23 +60,32 @@ class RlAlgorithm:
         (),
     )
     reward_weights: tuple[float, ...] | None = key(
-        "What each of rl.reward is multiplied by in the sum, in their order; null: 1 for each.", None
+        "What each of rl.reward is multiplied by in the sum, in their order; null: 1 for each.",
+        None,
+        unread=(when.NO_REWARD,),
     )
     reward_column: str | None = key(
-        "Column that names, for each row, which of rl.reward are asked (a name, or a list of names); null: all.", None
+        "Column that names, for each row, which of rl.reward are asked (a name, or a list of names); null: all.",
+        None,
+        unread=(when.NO_REWARD,),
     )
     reward_options: dict[str, bool | int | float | str | tuple[str, ...]] = key(  # noqa: RUF009 - dataclasses.field()
         "Arguments of reward functions by name, as in {regex.pattern: '#### (\\\\d+)', math.boxed: true}.",
         default_factory=dict,
+        unread=(when.NO_REWARD,),
     )
     reward_timeout: float = key(
         "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended "
         "then, and each sample tried alone.",
         30.0,
         within=POSITIVE,
+        unread=(when.NO_REWARD,),
     )
     reward_workers: int | None = key(
-        "Processes that run reward functions; null: one per core, at most 16.", None, within=PROCESSES
+        "Processes that run reward functions; null: one per core, at most 16.",
+        None,
+        within=PROCESSES,
+        unread=(when.NO_REWARD,),
     )
     environment: str | None = key(
         "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; null: the "
@@ -83,9 +93,14 @@ class RlAlgorithm:
         None,
     )
     max_turns: int = key(
-        "How often the policy may answer in one conversation with rl.environment.", 8, within=AT_LEAST_1
+        "How often the policy may answer in one conversation with rl.environment.",
+        8,
+        within=AT_LEAST_1,
+        unread=(when.NO_ENVIRONMENT,),
     )
-    environment_timeout: float = key("Seconds that one step of rl.environment may take.", 60.0, within=POSITIVE)
+    environment_timeout: float = key(
+        "Seconds that one step of rl.environment may take.", 60.0, within=POSITIVE, unread=(when.NO_ENVIRONMENT,)
+    )
     algorithm: AlgorithmName = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Sets those of the keys below that nobody has set, as the algorithm's paper has them "
         "(docs/reference/algorithms.md).",
@@ -156,22 +171,28 @@ class RlAlgorithm:
         "Measure the KL divergence from the reference (metric `kl`) where rl.kl_coef is 0, too; nothing is trained on "
         "it.",
         False,
+        unread=(when.KL_IS_TRAINED,),
     )
-    kl_in: Literal["loss", "reward"] = key("Whether it is part of the loss, or taken off each token's reward.", "loss")
+    kl_in: Literal["loss", "reward"] = key(
+        "Whether it is part of the loss, or taken off each token's reward.", "loss", unread=(when.NO_KL,)
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "Of each token's KL, d being log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. In the loss "
         "k2 has the gradient of the KL, and k3 that of the reverse one; all have the KL's with rl.kl_unbiased.",
         "k3",
+        unread=(when.NO_KL,),
     )
     kl_clamp: float | None = key(
         "Each token's estimate is no further from 0 than this; null: unbounded. verl, SkyRL, NeMo RL and ROLL have 10.",
         None,
         within=POSITIVE,
+        unread=(when.NO_KL,),
     )
     kl_unbiased: bool = key(
         "Multiply the estimate in the loss by the ratio of current and old policy, so that its gradient is that of "
         "the KL (DeepSeek-V3.2).",
         False,
+        unread=(when.NO_KL, when.KL_IN_REWARD),
     )
     entropy_coef: float = key(
         "Weight of the entropy of the policy, which is taken off the loss.",
@@ -180,7 +201,9 @@ class RlAlgorithm:
         within=NOT_NEGATIVE,
     )
     entropy_aggregation: Literal["token_mean", "sequence_mean"] | None = key(
-        "How that entropy is made of its tokens'; null: as the loss is, rl.loss_aggregation.", None
+        "How that entropy is made of its tokens'; null: as the loss is, rl.loss_aggregation.",
+        None,
+        unread=(when.NO_ENTROPY,),
     )
     old_logprobs: Literal["recompute", "rollout"] = key(
         "Where logprobs of the old policy come from: `recompute` reads them with the trainer, in one more forward, or "
@@ -200,16 +223,19 @@ class RlAlgorithm:
         "of old and rollout policy, cut at rl.correction_limits (`tis`), or 0 outside of them (`mis`: only above; "
         "`icepop`: above and below).",
         "tis",
+        unread=(when.ROLLOUT_LOGPROBS, when.EXACT),
     )
     correction_level: Literal["token", "sequence", "geometric"] = key(
         "Whether that is the ratio of each `token`, of the whole sample (`sequence`: their product), or their "
         "`geometric` mean.",
         "token",
+        unread=(when.ROLLOUT_LOGPROBS, when.NO_CORRECTION, when.EXACT),
     )
     correction_limits: tuple[float, float] | None = key(
         "Lowest and highest ratio; null: [0, 2] with tis and mis, [0.5, 5] with icepop.",
         None,
         within=Range(lambda v: 0 <= v[0] <= 1 <= v[1], "two numbers, 1 between them, neither below 0"),
+        unread=(when.ROLLOUT_LOGPROBS, when.NO_CORRECTION, when.EXACT),
     )
     dynamic_sampling: int = key(
         "Groups whose rewards are all equal teach nothing: they are replaced by those of other prompts, in so many "
@@ -225,6 +251,7 @@ class RlAlgorithm:
         "Count samples that rl.mask_truncated leaves out in the number that sequence_mean and sequence_sum divide by, "
         "as samples without a loss (TRL).",
         False,
+        unread=(when.NONE_MASKED, when.COUNTS_TOKENS),
     )
     overlong_buffer: int | None = key(
         "Tokens before rollout.max_new_tokens in which the reward of a sample falls, from 0 by up to "
@@ -232,7 +259,9 @@ class RlAlgorithm:
         None,
         within=AT_LEAST_1,
     )
-    overlong_penalty: float = key("What a sample of the greatest length loses.", 1.0, within=POSITIVE)
+    overlong_penalty: float = key(
+        "What a sample of the greatest length loses.", 1.0, within=POSITIVE, unread=(when.NO_OVERLONG_BUFFER,)
+    )
 
     @property
     def has_reference(self) -> bool:
@@ -282,6 +311,7 @@ class RolloutConfig:
         "much of the distribution it kept: logprobs are then of the kept tokens, which biases the correction by that "
         "share (metric `sampling/kept_share`, docs/reference/algorithms.md).",
         False,
+        unread=(when.ONLY_SERVERS, when.KEEPS_ALL_TOKENS),
     )
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
     on_weight_update: Literal["continue", "drop"] = key(
@@ -290,6 +320,7 @@ class RolloutConfig:
         "the same seeds.",
         "continue",
         formerly="unfinished",
+        unread=(when.NOTHING_UNFINISHED,),
     )
     transport: Literal["auto", "ipc", "shared", "group", "files"] = key(
         "How weights get to engines of their own: memory of the CUDA device that they share with a trainer rank "
@@ -297,18 +328,21 @@ class RolloutConfig:
         "a file system that all see; `auto`: the first of these that serves, but no files "
         "(docs/explanation/weight-sync.md).",
         "auto",
+        unread=(when.NO_ENGINE_PROCESSES, when.READS_A_FOLDER),
     )
     bucket_mb: int = key(
         "Megabytes of weights that are on their way to the engines at once, which is the memory that a sync takes. A "
         "tensor that is larger than a quarter of it goes alone.",
         192,
         within=AT_LEAST_1,
+        unread=(when.NO_ENGINE_PROCESSES, when.READS_A_FOLDER),
     )
     verify_every: int = key(
         "Syncs from one whose tensors are compared by checksum, where they arrived and where the engine keeps them, to "
         "the next; 0: only the first of each engine. Names, shapes, dtypes and versions are checked in each.",
         20,
         within=NOT_NEGATIVE,
+        unread=(when.NO_ENGINE_PROCESSES, when.READS_A_FOLDER),
     )
     kv_cache_tokens: int = key(
         "Tokens that the embedded engine remembers at once on each rank (its KV cache), where a completion counts as "
@@ -316,11 +350,13 @@ class RolloutConfig:
         65_536,
         formerly="max_tokens_per_device",
         within=AT_LEAST_1,
+        unread=(when.ONLY_EMBEDDED,),
     )
     python: str | None = key(
         "Python program, or folder of the environment, that engines of their own run with; null: the one that "
         "`weft engine install vllm` made.",
         None,
+        unread=(when.ONLY_SERVERS,),
     )
     num_engines: int | None = key(
         "Engines of their own; prompts are spread over them. null: 1, or as many as the devices of colocated trainers "
@@ -328,29 +364,40 @@ class RolloutConfig:
         None,
         formerly="engines",
         within=AT_LEAST_1,
+        unread=(when.NO_ENGINE_PROCESSES,),
     )
-    tp: int = key("Accelerators of each of them: tensor parallelism, as the engine does it.", 1, within=AT_LEAST_1)
+    tp: int = key(
+        "Accelerators of each of them: tensor parallelism, as the engine does it.",
+        1,
+        within=AT_LEAST_1,
+        unread=(when.ONLY_SERVERS,),
+    )
     gpu_memory_utilization: float | None = key(
         "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: whole GiB of KV "
         "cache. null: as the engine does by itself, on CPU 1.",
         None,
         formerly="memory",
         within=POSITIVE,
+        unread=(when.ONLY_SERVERS,),
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
-        "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.", "auto"
+        "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.",
+        "auto",
+        unread=(when.NO_ENGINE_PROCESSES,),
     )
     engine_kwargs: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Further arguments of the engine's server, as in {max_num_seqs: 512, enable_prefix_caching: false}; what it "
         "does not know it refuses when it starts.",
         default_factory=dict,
         formerly="options",
+        unread=(when.ONLY_SERVERS,),
     )
     timeout: float = key(
         "Seconds in which an engine has to start, to obey, and to finish at least one of the completions that it is "
         "working on; one that does not counts as hanging.",
         600.0,
         within=POSITIVE,
+        unread=(when.NO_ENGINE_PROCESSES,),
     )
 
     @property
@@ -383,12 +430,14 @@ class ClusterConfig:
         "others. `auto`: in long runs where both are possible, a few rollout steps of each are timed at first, and the "
         "faster is taken (docs/reference/rollout-engines.md).",
         "auto",
+        unread=(when.IN_TRAINER_RANKS,),
     )
     offload_during_rollout: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
         "What of the trainers (policy, reference, critic) waits in the host's memory while engines on their devices "
         "generate; null: all three on accelerators, nothing on CPU, where it would be copied from memory to memory.",
         None,
         formerly="sleep",
+        unread=(when.DISAGGREGATED,),
     )
     max_staleness: int = key(
         "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
@@ -512,30 +561,53 @@ class RlEvalConfig:
     sources: tuple[SourceConfig, ...] | None = key(
         "Several sets of held-out prompts in place of eval.path, each with a name; evaluated apart.", None
     )
-    every: int = key("Rollout steps between evaluations; 0: only after the last.", 0, within=NOT_NEGATIVE)
-    at_start: bool = key("Evaluate before the first step, too.", False)
+    every: int = key(
+        "Rollout steps between evaluations; 0: only after the last.",
+        0,
+        within=NOT_NEGATIVE,
+        unread=(when.NO_HELD_OUT_PROMPTS,),
+    )
+    at_start: bool = key("Evaluate before the first step, too.", False, unread=(when.NO_HELD_OUT_PROMPTS,))
     samples: int = key(
         "Answers drawn for each held-out prompt beside the greedy one, from which pass@k is estimated; 0: none.",
         0,
         within=NOT_NEGATIVE,
+        unread=(when.NO_HELD_OUT_PROMPTS,),
     )
     pass_at: tuple[int, ...] | None = key(
         "k of pass@k (Chen et al. 2021); null: 1, 2, 4, ... up to eval.samples, which is one of them.",
         None,
         within=Range(lambda v: len(v) > 0 and all(k >= 1 for k in v), "numbers of answers, 1 or more, or null"),
+        unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
     )
     temperature: float = key(
         "Temperature of the answers that eval.samples draws.",
         1.0,
         within=Range(lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
+        unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
     )
     top_p: float = key(
-        "Likeliest tokens that those are drawn from, by their probability together; 1: all.", 1.0, within=UP_TO_1
+        "Likeliest tokens that those are drawn from, by their probability together; 1: all.",
+        1.0,
+        within=UP_TO_1,
+        unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
     )
-    top_k: int = key("Likeliest tokens that those are drawn from, by number; 0: all.", 0, within=NOT_NEGATIVE)
-    max_new_tokens: int | None = key("Longest answer in tokens; null: rollout.max_new_tokens.", None, within=AT_LEAST_1)
+    top_k: int = key(
+        "Likeliest tokens that those are drawn from, by number; 0: all.",
+        0,
+        within=NOT_NEGATIVE,
+        unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
+    )
+    max_new_tokens: int | None = key(
+        "Longest answer in tokens; null: rollout.max_new_tokens.",
+        None,
+        within=AT_LEAST_1,
+        unread=(when.NO_HELD_OUT_PROMPTS,),
+    )
     correct_from: float = key(
-        "Value of the first reward function that has one, from which an answer counts as correct.", 1.0
+        "Value of the first reward function that has one, from which an answer counts as correct.",
+        1.0,
+        unread=(when.NO_HELD_OUT_PROMPTS,),
     )
 
 

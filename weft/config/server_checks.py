@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from weft.config.conditions import SERVERS
 from weft.config.rl_schema import RolloutConfig
 
 # Arguments of an engine's server that weft sets itself -> what to do instead.
@@ -24,7 +25,6 @@ SERVER_OPTIONS = {
     "worker_extension_cls": "weft's own takes the weights",
     **dict.fromkeys(("enable_lora", "max_lora_rank"), _ADAPTERS),
 }
-SERVERS = ("vllm", "sglang")
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 _COLDEST = 0.01  # vLLM raises lower temperatures to it
 

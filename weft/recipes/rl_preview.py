@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from weft.checkpoint.export import manifest_of
+from weft.config.conditions import SERVERS
 from weft.config.rl_schema import RlConfig
-from weft.config.server_checks import SERVERS
 from weft.engine.engine import Engine
 from weft.inference.types import Prompt
 from weft.launch.machine import accelerator

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from weft.config.conditions import SERVERS
 from weft.config.rl_schema import RlConfig
-from weft.config.server_checks import SERVERS
 from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener
 from weft.inference.servers import CALLS, HostedServer, server_variables

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from weft.config.conditions import SERVERS
 from weft.config.rl_schema import RlConfig
-from weft.config.server_checks import SERVERS
 from weft.engine.sleep import Part
 from weft.errors import ActorError, UserError
 from weft.inference.base import Completion, EnginePart, Request, Synced

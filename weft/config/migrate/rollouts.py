@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any
 
+from weft.config.conditions import SERVERS
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import weft_value
 from weft.config.migrate.ranks import devices_of
 from weft.config.migrate.trainer import TABLES, RlDraft
-from weft.config.server_checks import SERVERS
 
 
 def take_rl_columns(draft: Draft, column_settings: Mapping[str, str]) -> None:
