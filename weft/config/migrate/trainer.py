@@ -263,12 +263,12 @@ class Tables:
 
     @property
     def drafts(self) -> str:
-        """Of which configs `weft migrate` makes drafts, and what to do about others: said wherever one is asked for."""
+        """The configs for which `weft migrate` makes drafts, and the advice for others."""
         titles = [trainer.short for trainer in self.trainers if trainer.table.rl_draft is not None]
         return (
-            f"`weft migrate` drafts supervised fine-tuning of every trainer in docs/coming-from, and reinforcement "
-            f"learning of {' and '.join(titles)} alone. For another's, begin with docs/how-to/rl.md, and set what "
-            "`weft rl FILE --dry-run` answers to each name of the old config."
+            f"`weft migrate` drafts supervised fine-tuning for every trainer in docs/coming-from, and reinforcement "
+            f"learning only for {' and '.join(titles)}. For others, start with docs/how-to/rl.md, and set the keys "
+            "that `weft rl FILE --dry-run` names for each name of the old config."
         )
 
     def introduction(self, trainer: Trainer) -> str:
