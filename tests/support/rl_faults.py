@@ -140,7 +140,7 @@ class ReportingGroup(LocalGroup):
         super().__init__(name, hosts, hook)
 
     async def call_one(self, number: int, method: str, *args: Any) -> Any:
-        answer = await super().one(number, "call", method, *args)
+        answer = await super().call_one(number, "call", method, *args)
         if isinstance(answer, RankReport):
             raise ActorError(explain(answer, f"{self.name} {number} failed: ", debug=False), answer.kind, answer)
         return answer

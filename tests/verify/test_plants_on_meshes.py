@@ -21,7 +21,7 @@ from weft.checkpoint import export
 from weft.errors import RanksDisagreeError
 from weft.parallel.shards.walker import walk
 from weft.verify.bugs.context_parallel import HELD_OUT_CUT, SAMPLES
-from weft.verify.bugs.tensor_parallel import ALIKE, WALKED
+from weft.verify.bugs.tensor_parallel import REPLICA_CHECK, WALKED
 from weft.verify.harness import Verdict
 from weft.verify.plants import PLANTS, planted
 
@@ -141,7 +141,7 @@ def planted_images(plant: str | None, path: str) -> Verdict | None:
 
 
 TESTS: dict[str, Callable[[str | None], bool]] = {
-    ALIKE: ranks_agree,
+    REPLICA_CHECK: ranks_agree,
     "weft.parallel.tp.divide.random_difference": ranks_agree,
     WALKED: walked,
     SAMPLES: ratios_of_whole_samples,
