@@ -75,7 +75,11 @@ def table(count: int) -> Documents:
     ids = random.integers(0, 100_000, int(lengths.sum()), np.int32)
     trained = random.integers(0, 2, len(ids)).astype(np.uint8)
     losses = (np.add.reduceat(trained, starts, dtype=np.int64) - trained[starts]).astype(np.int32)
-    chunk = Chunk(ids, trained, lengths, losses, np.arange(count, dtype=np.int64), np.zeros(count, np.uint8))
+    none = np.zeros(count, np.int64)
+    chunk = Chunk(
+        ids, trained, lengths, losses, numbers=np.arange(count), formats=none.astype(np.uint8), patches=none,
+        pairs=none, reaches=none, images=none, videos=none, places=np.zeros(0, np.uint8), sizes=none[:0],
+    )  # fmt: skip
     piece = Limits(4096).select(in_memory("data.jsonl", True, [chunk]), "")
     return Documents([piece], [SourceShare(count)])
 

@@ -92,7 +92,7 @@ def test_a_family_whose_modules_are_not_found_is_laid_out_padded(family: str, mo
 
 def test_a_module_that_bounds_do_not_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not silently one document of the whole row. The check at start takes the other layout."""
-    monkeypatch.setattr(state_mixers._Entrance, "enter", lambda self, layer, args, kwargs: None)
+    monkeypatch.setattr(state_mixers, "_pass_bounds", lambda mixers, layer, args, kwargs: None)
     module = TrainModule(architecture.small_copy(tiny_config("lfm2")))
     ids = torch.arange(3, 20)[None]
     with pytest.raises(RuntimeError, match="bounds reached 0 of . modules that carry state"):
