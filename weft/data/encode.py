@@ -249,7 +249,7 @@ class Encoder:
             return plain
         anchored = self.plain(["\n" + text for text in texts])
         n = len(anchor)
-        return [ids[n:] if ids[:n] == anchor else alone for ids, alone in zip(anchored, plain, strict=True)]
+        return [ids[n:] if ids[:n] == anchor else unanchored for ids, unanchored in zip(anchored, plain, strict=True)]
 
     def _find_prefix(self) -> list[int]:
         """The tokens that the tokenizer puts before a text, such as bos."""

@@ -76,10 +76,11 @@ class TensorView:
 
 @dataclass(frozen=True)
 class TensorNaming:
-    """weights: HuggingFace's name -> view. own: stored name -> the trainer's own name, without prefix and wrappers."""
+    """weights: HuggingFace's name -> view. trainer_names: stored name -> the trainer's own name, without prefix and
+    wrappers."""
 
     weights: Mapping[str, TensorView]
-    own: Mapping[str, str]
+    trainer_names: Mapping[str, str]
 
 
 def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, key: str, folder: str) -> TensorNaming:
@@ -288,8 +289,8 @@ def _source(directory: DcpDirectory, views: Mapping[str, TensorView]) -> TensorS
 def _states(directory: DcpDirectory, naming: TensorNaming) -> tuple[dict[str, dict[str, str]], bool]:
     """(stored weight -> key -> stored state, from names such as optimizer.state.NAME.exp_avg; whether any NAME is a
     number)."""
-    stored_as = {tensor: stored for stored, tensor in naming.own.items()}
-    stored_as |= {unwrapped(stored): stored for stored in naming.own}
+    stored_as = {tensor: stored for stored, tensor in naming.trainer_names.items()}
+    stored_as |= {unwrapped(stored): stored for stored in naming.trainer_names}
     states: dict[str, dict[str, str]] = {}
     numbered = False
     for name in (*directory.tensors, *directory.values):

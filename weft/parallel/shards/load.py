@@ -191,13 +191,13 @@ def fill_tensors(
     filled = 0
     for number, name in enumerate(order):
         flight.beat()
-        own = shard_of(targets[name])
-        if own.is_reader(number):
+        local_shard = shard_of(targets[name])
+        if local_shard.is_reader(number):
             for shard in shards_of(targets[name], specs.get(name)):
                 _fill(shard.values, shard.box, fills[name], source)
-        for group in own.groups:
-            dist.broadcast(own.values, group=group, group_src=number % dist.get_world_size(group))
-        filled += own.values.nbytes
+        for group in local_shard.groups:
+            dist.broadcast(local_shard.values, group=group, group_src=number % dist.get_world_size(group))
+        filled += local_shard.values.nbytes
         if progress is not None:
             progress(filled, total)
 
