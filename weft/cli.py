@@ -454,10 +454,10 @@ def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [local_path("weft", word) for word in arguments.config if not _is_override(word)]
     dry_run = getattr(arguments, "dry_run", False)
-    return _localised(load_config(files, overrides, schema, weights=not dry_run), run, dry_run)
+    return _with_local_paths(load_config(files, overrides, schema, weights=not dry_run), run, dry_run)
 
 
-def _localised(config: Schema, run: Literal["new", "resumed"] | None, dry_run: bool = False) -> Schema:
+def _with_local_paths(config: Schema, run: Literal["new", "resumed"] | None, dry_run: bool = False) -> Schema:
     if not uses_stores(config):
         return config
     from weft.checkpoint.remote.local import with_local_paths
@@ -491,12 +491,12 @@ def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema
         raise UserError(f"--resume {run} continues in that folder: remove run.dir.")
     overrides = [*arguments.config, f"run.dir={json.dumps(run)}"]
     if not is_url(run):
-        return _localised(
+        return _with_local_paths(
             load_config([written_config(run, schema)], overrides, schema, of_run=True), "resumed", arguments.dry_run
         )
     with fetched_config(run) as folder:
         config = load_config([written_config(str(folder), schema, run)], overrides, schema, of_run=True)
-    return _localised(config, "resumed", arguments.dry_run)
+    return _with_local_paths(config, "resumed", arguments.dry_run)
 
 
 def _names_rl(arguments: argparse.Namespace) -> bool:

@@ -504,11 +504,11 @@ class Engine:
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a manifest, whole, on every rank: parallel/shards/walker.py, checked. Collective."""
         self.require_awake("parameters")
-        lane, cuts = self._lane(), self.divided.cuts
-        stream = walk(self.module, mappings, manifest, cuts, peers=lane, bucket_bytes=bucket_bytes)
+        peers, cuts = self._stage_peers(), self.divided.cuts
+        stream = walk(self.module, mappings, manifest, cuts, peers=peers, bucket_bytes=bucket_bytes)
         return check_stream(stream, manifest)
 
-    def _lane(self) -> StagePeers | None:
+    def _stage_peers(self) -> StagePeers | None:
         if self.pipeline is None or self.mesh.pp is None:
             return None
         meshes = [self.mesh.dp] if self.mesh.experts is None else [self.mesh.dp, self.mesh.experts]

@@ -127,7 +127,7 @@ class ReadableShard(Protocol):
 
 
 def shard_of(tensor: Tensor, among: tuple[int, int] | None = None) -> Shard:
-    """This rank's shard. among: (this rank's place, number) among the ranks that hold a plain tensor; default: all
+    """This rank's shard. among: (this rank's index, number) among the ranks that hold a plain tensor; default: all
     ranks."""
     box, values = local_box(tensor)
     if not isinstance(tensor, DTensor):

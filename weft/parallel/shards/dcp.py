@@ -61,7 +61,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the directory. chunks: (box, place) of each."""
+    """A tensor of the directory. chunks: (box, byte range) of each."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,8 +70,8 @@ class StoredTensor:
 
 @dataclass
 class DcpDirectory:
-    """A directory whose .metadata was read and checked. tensors: by the writer's names. values: places of values that
-    are no tensors. key: the config key that names the directory, for messages."""
+    """A directory whose .metadata was read and checked. tensors: by the writer's names. values: byte ranges of values
+    that are no tensors. key: the config key that names the directory, for messages."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -218,7 +218,7 @@ def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict
 
 
 def _byte_range(folder: Path, info: Any, sizes: dict[str, int]) -> ByteRange:
-    """The place that a _StorageInfo describes. sizes: of the files seen so far, by name."""
+    """The byte range that a _StorageInfo describes. sizes: of the files seen so far, by name."""
     file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or type(begin) is not int or type(length) is not int:
         raise TypeError

@@ -33,7 +33,7 @@ RankIndex = tuple[int, int]  # of a rank: (among the ranks of tp and ep that div
 
 class GatherGroup(NamedTuple):
     """The ranks that a tensor is gathered from. axis: (mesh, dimension) over which FSDP shards it. parts: ranks that
-    compute with other parts of it (tp, ep). source: (ranks at this one's place in each stage, the stage that sends);
+    compute with other parts of it (tp, ep). source: (ranks with these coordinates in each stage, the stage that sends);
     None if every stage holds it. axis and parts are None if no other ranks have elements of it."""
 
     axis: tuple[DeviceMesh, int] | None = None
@@ -43,9 +43,9 @@ class GatherGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePeers:
-    """The ranks at this one's place in each pipeline stage. place: of this rank on mesh.pp. holders: for each tensor of
-    the model, the places on mesh.pp that hold it, ascending. meshes: meshes that FSDP shards over; equal in all stages.
-    """
+    """The ranks with this rank's coordinates in each pipeline stage. rank: this rank on mesh.pp. holders: for each
+    tensor of the model, the ranks on mesh.pp that hold it, ascending. meshes: meshes that FSDP shards over; equal in
+    all stages."""
 
     group: dist.ProcessGroup
     rank: int
@@ -104,14 +104,14 @@ class TensorPlacement:
 
     @property
     def ranks(self) -> list[RankIndex]:
-        """The places of all ranks of the group, in gathering order."""
+        """All ranks of the group, in gathering order."""
         along = 1 if self.group.axis is None else self.group.axis[0].size(self.group.axis[1])
         over = 1 if self.spec is None else self.spec.size
         return [(part, fsdp) for part in range(over) for fsdp in range(along)]
 
     @property
     def own_rank(self) -> RankIndex:
-        """The place of this rank."""
+        """This rank."""
         along = 0 if self.group.axis is None else self.group.axis[0].get_local_rank(self.group.axis[1])
         return (0 if self.spec is None else self.spec.rank), along
 
