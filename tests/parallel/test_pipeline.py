@@ -144,7 +144,7 @@ def test_what_travels_in_16_bits(family: str, dtype: str) -> None:
     *expected, nothing = run(1, narrow_step, saved_model(family), "1", dtype)[0]
     for *found, hint in run(2, narrow_step, saved_model(family), "pp2", dtype):
         assert found == pytest.approx(expected, rel=2e-2)
-        assert "3 micro-batches for 2 stages" in hint[0] and "% of a step" in hint[0]
+        assert "3 micro-batches for 2 stages" in hint[0] and "% of such a step" in hint[0]
     assert nothing == []
 
 
