@@ -16,9 +16,9 @@ from weft.models.families import carries_state
 from weft.models.mixer_shards import MixerShard, MixerSpec, _joined, find_mixer_spec, view
 from weft.models.segments import DimSegment, TPSpec
 from weft.models.state_mixers import PerDocumentMixer
-from weft.ops.attention_call import Bounds
+from weft.ops.attention_call import Bounds, ContextRow
 from weft.ops.communicator import CPAxis
-from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
+from weft.ops.context import gather_documents, sum_to_tokens
 
 # Layers with biases, which every rank would add, among them; groups of B and C, and norms, on several ranks.
 MIXERS: list[tuple[str, dict[str, Any], int]] = [

@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant("parallel/cp/split.py", "spread", "total * n // ranks", "total // ranks * n", "tests/parallel/test_context_parallel.py"),
     Mutant("engine/batch/rows.py", "_shared_documents", "own[0][0] == 0", "True", "tests/parallel/test_context_parallel.py"),
     Mutant("engine/engine.py", "Engine._join_parts", "self.context.ranks.sum_(total)", "pass", "tests/parallel/test_context_parallel.py"),
-    Mutant("ops/context.py", "visible_keys", "start - window + 1", "start - window + 2", "tests/parallel/test_context_parallel.py"),
+    Mutant("ops/attention_call.py", "visible_keys", "start - window + 1", "start - window + 2", "tests/parallel/test_context_parallel.py"),
     Mutant("ops/context.py", "heads_for_tokens", "call.sinks_H.chunk(size)[place]", "call.sinks_H.chunk(size)[0]", "tests/parallel/test_context_parallel.py"),
     Mutant("ops/per_document.py", "_hidden", "place[keys - queries :, None]", "place[:queries, None]", "tests/parallel/test_context_parallel.py"),
     Mutant("ops/communicator.py", "_AddUp.backward", "all_reduce(grad, ctx.ranks)", "grad", "tests/parallel/test_context_parallel.py"),

@@ -41,7 +41,7 @@ from weft.models.flops import AttentionFacts, FlopFacts
 from weft.models.mixer_shards import can_share_documents
 from weft.models.train_module import TrainModule
 from weft.ops import context
-from weft.ops.attention_call import Bounds, Call
+from weft.ops.attention_call import Bounds, Call, ContextRow
 from weft.ops.communicator import (
     CPAxis,
     FeatureExchange,
@@ -50,7 +50,7 @@ from weft.ops.communicator import (
     ThreadCommunicator,
     ThreadGroup,
 )
-from weft.ops.context import ContextRow, attend_in_context
+from weft.ops.context import attend_in_context
 from weft.ops.per_document import per_document
 from weft.ops.shared_documents import SharedDocuments
 from weft.parallel.cp.split import CPGroup, assign, spread, zigzag

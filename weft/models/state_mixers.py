@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from weft.models.families import carries_state
 from weft.models.mixer_kernels import by_torch, dispatch_by_device, find_kernels, has_fused, trial_result, try_kernels
 from weft.models.mixer_shards import MixerShard, shard_for_documents, view
-from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, ContextRow
 from weft.ops.by_document import by_document, is_of_tokens
-from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
+from weft.ops.context import gather_documents, sum_to_tokens
 
 _CACHES = ("cache_params", "past_key_values")
 

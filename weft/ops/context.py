@@ -12,141 +12,17 @@ ring. The number of a token is (document, place in the document).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from math import gcd
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.ops.attention_call import Bounds, Call
-from weft.ops.communicator import Communicator, CPAxis, all_to_all
+from weft.ops.attention_call import Call, ContextRow
+from weft.ops.communicator import Communicator, all_to_all
 
-TokenRange = tuple[int, int, int]  # document, its first token here, one past its last
-Numbers = NDArray[np.int64]
 AttentionFunction = Callable[[Call], Tensor]
-
-_DOCUMENT = 32  # bits for the place in a document
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """The exchange of one row in the ring, for one window. sent: indices of this member's tokens (of S) to send, member
-    by member. run: index, among own and received tokens, of each key that queries see. bounds: of the attention."""
-
-    sent: Tensor
-    sent_counts: list[int]
-    received_counts: list[int]
-    run: Tensor
-    bounds: Bounds
-
-
-@dataclass(frozen=True, eq=False)
-class ContextRow:
-    """The shared documents of one row, over the ranks of its group.
-
-    ranges_by_rank: for each rank, the ranges of tokens at the start of its row, ascending. whole_lengths: lengths of
-    the unshared documents, and of the padding, that follow on this rank.
-    """
-
-    axis: CPAxis
-    ranges_by_rank: tuple[tuple[TokenRange, ...], ...]
-    whole_lengths: tuple[int, ...]
-    cache: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        return sum(stop - start for _, start, stop in self.ranges_by_rank[self.axis.rank])
-
-    @property
-    def member(self) -> int:
-        return self.axis.rank // self.axis.ulysses_size
-
-    def counts(self) -> list[int]:
-        """Number of tokens of shared documents on each rank of this Ulysses group."""
-        return [len(numbers) for numbers in self._group(self.member)]
-
-    def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """[S] indices that sort the group's tokens (rank by rank) by number, and the inverse."""
-        if "order" not in self.cache:
-            order = np.argsort(np.concatenate(self._group(self.member)), kind="stable")
-            self.cache["order"] = _on(order, device), _on(np.argsort(order, kind="stable"), device)
-        permutations: tuple[Tensor, Tensor] = self.cache["order"]
-        return permutations
-
-    def keys(self, window: int | None, device: torch.device) -> _Keys:
-        """The exchange for calls with this window, computed once per row."""
-        if ("keys", window) not in self.cache:
-            self.cache["keys", window] = self.build_keys(window, device)
-        exchange: _Keys = self.cache["keys", window]
-        return exchange
-
-    def unshared_bounds(self, device: torch.device) -> Bounds:
-        """The bounds of the unshared documents."""
-        if "rest" not in self.cache:
-            self.cache["rest"] = Bounds.packed(self.whole_lengths, device)
-        bounds: Bounds = self.cache["rest"]
-        return bounds
-
-    def shared_bounds(self, device: torch.device) -> Bounds:
-        """The bounds of the shared documents over the S tokens, sorted by `order`. Without a ring they are whole."""
-        if "documents" not in self.cache:
-            numbers = np.sort(np.concatenate(self._group(self.member)))
-            lengths = tuple(stop - start for _, start, stop in _runs(numbers))
-            self.cache["documents"] = Bounds.packed(lengths, device)
-        bounds: Bounds = self.cache["documents"]
-        return bounds
-
-    def _group(self, member: int) -> list[Numbers]:
-        size = self.axis.ulysses_size
-        return [_numbers(pieces) for pieces in self.ranges_by_rank[member * size : (member + 1) * size]]
-
-    def build_keys(self, window: int | None, device: torch.device) -> _Keys:
-        members = [np.sort(np.concatenate(self._group(m))) for m in range(self.axis.ring_size)]
-        visible = [visible_keys(_runs(numbers), window) for numbers in members]
-        needed = [np.setdiff1d(_numbers(runs), local) for runs, local in zip(visible, members, strict=True)]
-        local, local_needed = members[self.member], needed[self.member]
-        sent = [np.flatnonzero(np.isin(local, numbers, assume_unique=True)) for numbers in needed]
-        received = [np.intersect1d(numbers, local_needed, assume_unique=True) for numbers in members]
-        available = np.concatenate([local, *received])
-        order = np.argsort(available)
-        run = order[np.searchsorted(available, _numbers(visible[self.member]), sorter=order)]
-        lengths, keys = (tuple(stop - start for _, start, stop in r) for r in (_runs(local), visible[self.member]))
-        return _Keys(
-            _on(np.concatenate(sent), device), [len(x) for x in sent], [len(x) for x in received], _on(run, device),
-            Bounds.packed(lengths, device, keys),
-        )  # fmt: skip
-
-
-def _numbers(pieces: Sequence[TokenRange]) -> Numbers:
-    parts = [np.arange(start, stop, dtype=np.int64) + (d << _DOCUMENT) for d, start, stop in pieces]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def _runs(numbers: Numbers) -> list[TokenRange]:
-    """Ascending numbers as the longest possible pieces."""
-    if not len(numbers):
-        return []
-    ends = np.flatnonzero(np.diff(numbers) != 1)
-    firsts, lasts = numbers[[0, *(ends + 1)]], numbers[[*ends, -1]]
-    position_mask = (1 << _DOCUMENT) - 1
-    return [
-        (int(first) >> _DOCUMENT, int(first) & position_mask, (int(last) & position_mask) + 1)
-        for first, last in zip(firsts, lasts, strict=True)
-    ]
-
-
-def visible_keys(runs: Sequence[TokenRange], window: int | None) -> list[TokenRange]:
-    """The keys that the queries of each run see."""
-    return [(d, 0 if window is None else max(0, start - window + 1), stop) for d, start, stop in runs]
-
-
-def _on(indices: Numbers, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(indices)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def attend_in_context(call: Call, context: ContextRow, run: AttentionFunction) -> Tensor:

@@ -32,9 +32,8 @@ from weft.launch.consistency import ReplicaChecksum
 from weft.models.embedding_noise import StepNoise
 from weft.models.families.family import Layout
 from weft.models.vision import Vision
-from weft.ops.attention_call import Bounds
+from weft.ops.attention_call import Bounds, ContextRow
 from weft.ops.communicator import CPAxis, FeatureExchange
-from weft.ops.context import ContextRow
 from weft.ops.shared_documents import SharedDocuments
 from weft.parallel.cp.split import Interval
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from weft.engine.batch.document import Document
 from weft.engine.losses.base import Batch, Loss, LossOutput
-from weft.ops.attention_call import Bounds
+from weft.ops.attention_call import Bounds, TokenRange
 from weft.ops.communicator import GroupCommunicator
-from weft.ops.context import TokenRange, repeats
+from weft.ops.context import repeats
 from weft.verify.bugs import GRADIENTS, LOGPROB, LOSS, Original, Plant, bug, rehearsing
 from weft.verify.bugs.step import Altered
 
@@ -117,7 +117,7 @@ def positions_begin_at_the_cut(plant: Plant, original: Original, *arguments: Any
 
 
 @bug(
-    "B37", "weft.ops.context:visible_keys",
+    "B37", "weft.ops.attention_call:visible_keys",
     "a piece of a document does not see the pieces before it",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
@@ -132,7 +132,7 @@ def earlier_pieces_missing(
 
 
 @bug(
-    "B37", "weft.ops.context:visible_keys",
+    "B37", "weft.ops.attention_call:visible_keys",
     "sliding windows end where a rank's tokens begin",
     caught_by=LOGPROB, issue="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
 )  # fmt: skip
@@ -160,7 +160,7 @@ def windows_forgotten(plant: Plant, original: Original, call: Any, context: Any,
 
 
 @bug(
-    "B37", "weft.ops.context:ContextRow.build_keys",
+    "B37", "weft.ops.attention_call:ContextRow.build_keys",
     "keys that came from others lie behind the own ones, not in the order of the document",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
@@ -285,7 +285,7 @@ def repeated_keys_multiplied(plant: Plant, original: Original, call: Any, contex
 
 
 @bug(
-    "B6", "weft.ops.context:ContextRow.shared_bounds",
+    "B6", "weft.ops.attention_call:ContextRow.shared_bounds",
     "states and convolutions run on from one document that is cut to the next",
     caught_by=LOGPROB, issue="verl-project/verl#6660", ranks=4,
     needs="mesh.ulysses above 2, layers that carry state, and rows with two documents that are cut",
@@ -299,7 +299,7 @@ def state_runs_into_the_next(plant: Plant, original: Original, self: Any, device
 
 
 @bug(
-    "B37", "weft.ops.context:ContextRow.shared_bounds",
+    "B37", "weft.ops.attention_call:ContextRow.shared_bounds",
     "states and convolutions begin again where a rank's tokens of a document begin",
     caught_by=LOGPROB, issue="PrimeIntellect-ai/prime-rl#2562", ranks=2,
     needs="mesh.ulysses above 1 and layers that carry state",
