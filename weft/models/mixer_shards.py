@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -93,13 +93,12 @@ def _style(
         for tensor in (name, f"{name}.weight", f"{name}.bias"):
             if tensor in tensors:
                 specs[tensor] = TPSpec((dims or {}).get(name, 0), segments)
-    present_counts = {name: segments for name, segments in (counts or {}).items() if _has(mixer, name)}
+    present_counts = {}
+    for name, segments in (counts or {}).items():
+        owner, _, leaf = name.rpartition(".")
+        if hasattr(mixer.get_submodule(owner), leaf):
+            present_counts[name] = segments
     return MixerSpec(specs, output, present_counts, dict(norms or {}), sums, hidden_alone)
-
-
-def _has(mixer: nn.Module, attribute: str) -> bool:
-    owner, _, leaf = attribute.rpartition(".")
-    return hasattr(mixer.get_submodule(owner), leaf)
 
 
 def _heads(count: int, width: int = 1) -> DimSegment:
@@ -126,15 +125,10 @@ def _state_space(m: Any) -> MixerSpec:
         dims={"mup_vector": 2},
         counts={
             "num_heads": (heads,), "n_groups": (_repeated(m.n_groups),), "intermediate_size": (inner,),
-            "conv_dim": convolved, **{f"{name}.n_groups": (_one_wide(part),) for name, part in norms.items()},
+            "conv_dim": convolved, **{f"{name}.n_groups": (replace(part, width=1),) for name, part in norms.items()},
         },
         norms=norms,
     )  # fmt: skip
-
-
-def _one_wide(part: DimSegment) -> DimSegment:
-    """The same items, each one element wide."""
-    return DimSegment(part.count, 1, part.heads, part.repeat)
 
 
 def _norm_groups(m: Any) -> DimSegment:

@@ -81,7 +81,8 @@ def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Ite
 
     def keep(name: str, output: Any) -> None:
         values = output[0] if isinstance(output, tuple) else output
-        if not isinstance(values, Tensor) or not values.is_floating_point() or not _is_of_tokens(values, tokens):
+        is_float = isinstance(values, Tensor) and values.is_floating_point() and values.ndim >= 2
+        if not is_float or tokens not in (len(values), len(values) * values.shape[1]):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise UserError(
                 f"train.loss: `{HIDDEN}{name}` in `readouts`: the module gives {shape}, not a vector for each of "
@@ -98,7 +99,3 @@ def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Ite
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _is_of_tokens(values: Tensor, tokens: int) -> bool:
-    return values.ndim >= 2 and tokens in (len(values), len(values) * values.shape[1])

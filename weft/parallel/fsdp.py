@@ -169,7 +169,8 @@ class WorkingCopies:
         """always: from the first step on; else as soon as the steps so far show that memory suffices, on CUDA only."""
         units = [] if not isinstance(module, FSDPModule) else [*fsdp_modules(module)]
         self._units = units if all(_ranks(unit) == 1 for unit in units) else []
-        self._freed = [unit for unit in self._units if unit is not module and _frees(unit)]
+        groups = {unit: unit._get_fsdp_state()._fsdp_param_group for unit in self._units if unit is not module}
+        self._freed = [unit for unit, group in groups.items() if group is not None and group._reshard_after_forward]
         self._always, self._device, self._peak, self.on = always, device, 0, False
         self._measured = False  # whether a step has shown how much memory it takes
 
@@ -209,12 +210,6 @@ class WorkingCopies:
             if group is not None
             for parameter in group.fsdp_params
         )
-
-
-def _frees(unit: FSDPModule) -> bool:
-    """Whether the unit's gathered parameters are freed after forward."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return group is not None and bool(group._reshard_after_forward)
 
 
 def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dtype | None]]:

@@ -240,7 +240,10 @@ def _mlp_specs(name: str, module: nn.Module, plan: TPPlan) -> Iterator[tuple[str
 
 def _expert_specs(name: str, experts: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     """The division of experts whose weights are one tensor: [experts, out, in], or transposed, [experts, in, out]."""
-    transposed = experts.is_transposed if hf.is_fused_experts(experts) else _is_transposed(experts)
+    if hf.is_fused_experts(experts):
+        transposed = experts.is_transposed
+    else:  # weights are [experts, in, 2 x width] and [experts, width, out] if transposed
+        transposed = bool(experts.gate_up_proj.shape[2] == 2 * experts.down_proj.shape[1])
     for leaf, parameter in experts.named_parameters(recurse=False):
         if leaf.startswith("down_proj"):
             if parameter.ndim == 3:
@@ -257,11 +260,6 @@ def _expert_specs(name: str, experts: nn.Module, plan: TPPlan) -> Iterator[tuple
         else:
             halves = 2 if leaf.startswith("gate_up_proj") else 1
             yield f"{name}.{leaf}", TPSpec(dim, (_columns(width // halves),) * halves)
-
-
-def _is_transposed(experts: nn.Module) -> bool:
-    """Whether weights are [experts, in, 2 x width] and [experts, width, out], for experts without `is_transposed`."""
-    return bool(experts.gate_up_proj.shape[2] == 2 * experts.down_proj.shape[1])
 
 
 def _columns(width: int, elements: int = 1) -> DimSegment:
