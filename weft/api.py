@@ -255,19 +255,13 @@ def _beside_loops(body: Callable[[], None]) -> None:
     sees this thread's signals."""
     from weft.launch.stopping import StopSignals
 
-    if not _in_a_loop():
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # there is none
         body()
         return
     with StopSignals(), ThreadPoolExecutor(1) as thread:
         thread.submit(body).result()
-
-
-def _in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _text(path: str | Path | None) -> str | None:

@@ -198,12 +198,8 @@ def _resume_command(arguments: argparse.Namespace, words: Sequence[str], run: Pa
     if arguments.resume is not None:
         return words
     options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
-    return ["sft", "--resume", display_name(str(run)), *options, *_flags(arguments)]
-
-
-def _flags(arguments: argparse.Namespace) -> list[str]:
-    """The options without a value that every attempt of a run keeps."""
-    return [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(arguments, name)]
+    options += [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(arguments, name)]
+    return ["sft", "--resume", display_name(str(run)), *options]
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:

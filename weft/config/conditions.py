@@ -110,6 +110,7 @@ NO_PROFILE = Unread(lambda c: not c.profile.steps, "profile.steps is empty")
 # ---------------------------------------------------------------- weft rl
 
 SERVERS = ("vllm", "sglang")  # engines that are servers in processes of their own
+KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}  # key of rollout -> the value that leaves no token out
 
 
 def _is_disaggregated(config: Any) -> bool:

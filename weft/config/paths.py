@@ -24,7 +24,9 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     """The problems of paths in a config, as messages. explicit: where each key that the user set was written. weights:
     whether model.path must hold weights already."""
     location = explicit or {}
-    data, prompts = _data_paths(config), _prompts_path(config)
+    prompts = getattr(config.eval, "prompts", None)  # only `weft sft` has the key
+    prompts = prompts if isinstance(prompts, str) else None
+    data = _data_paths(config)
     named = [("model.path", config.model.path), ("lora.path", config.lora.path), ("run.dir", config.run.dir)]
     named += [("data.chat_template", config.data.chat_template), ("eval.prompts", prompts)]
     named += [("model.dcp_weights", config.model.dcp_weights)]
@@ -80,11 +82,6 @@ def _extra_problem(config: Any) -> str:
     if rl is None or "math" not in rl.reward or find_spec("math_verify") is not None:
         return ""
     return f"{NEEDS_MATH_VERIFY}."
-
-
-def _prompts_path(config: Any) -> str | None:
-    prompts = getattr(config.eval, "prompts", None)  # only `weft sft` has the key
-    return prompts if isinstance(prompts, str) else None
 
 
 def _unnameable(named: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:

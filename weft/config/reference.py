@@ -30,7 +30,8 @@ A config is one or more YAML (or TOML) files, merged left to right, and `section
 
 `model.path` and `data.path` are required; no file is. Numbers and booleans are those of YAML 1.2: `1e-5` is a
 number, `yes` is a string. An unknown key, a value of another type, and a key that would have no effect are errors.
-`weft sft --dry-run` prints the resolved config. Paths are relative to where the command is run.
+`weft sft --dry-run` prints the resolved config. The tables give the former names of renamed keys: configs may still use
+them, and the resolved config has the new ones. Paths are relative to where the command is run.
 """
 
 _REINFORCEMENT = """\

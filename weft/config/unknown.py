@@ -37,7 +37,7 @@ class Unknown:
 
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     """The unknown keys in `name`, a key or section that the schema does not have."""
-    if name.partition(".")[0] in _of_rl_alone() - set(sections(schema)):
+    if name.partition(".")[0] in {*sections(RlConfig)} - {*sections(SftConfig), *sections(schema)}:
         return [Unknown(name, node.location, "belongs to `weft rl`: remove it for supervised fine-tuning.")]
     advice = advice_for(name, reinforcement="rl" in sections(schema))
     message = f"is not a key of weft: {advice or _nearest(name, schema)}"
@@ -46,11 +46,6 @@ def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
         if advice is None or any(key.foreign and key.answer != message for key in inside):
             return inside
     return [Unknown(name, node.location, message, advice is not None)]
-
-
-def _of_rl_alone() -> set[str]:
-    """Sections that only configs of reinforcement learning have."""
-    return set(sections(RlConfig)) - set(sections(SftConfig))
 
 
 def messages(unknown: Sequence[Unknown]) -> list[str]:

@@ -19,10 +19,11 @@ def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list
     location, rules = explicit or {}, rules_of(type(config))
     problems = _out_of_range(config, location)
     problems += _exclusive(config, location, rules)
+    reported = {key for key, partner in rules.exclusive if key in location and partner in location}
     problems += [
         f"{location[rule.key]}: {rule.key} would have no effect: {rule.because}. Leave it out, or set it to null."
         for rule in rules.inert
-        if rule.key in location and rule.when(config) and not _pair_is_reported(rule.key, location, rules)
+        if rule.key in location and rule.key not in reported and rule.when(config)
     ]
     return problems + [_prefix(location, key) + text for key, text in rules.combinations(config)]
 
@@ -68,18 +69,11 @@ def _exclusive(config: Any, location: Mapping[str, str], rules: Rules) -> list[s
                 f"{partner} replaces {key}; keep one, and set the other to null."
             )
             continue
-        if _nullable(config, key) and (get(config, key) is None) == (get(config, partner) is None):
+        nullable = type(None) in getattr(schema_keys(type(config))[key].type, "__args__", ())
+        if nullable and (get(config, key) is None) == (get(config, partner) is None):
             state = "neither is" if get(config, key) is None else "both are"
             problems.append(f"of {key} and {partner} {state} set: set exactly one, the other null.")
     return problems
-
-
-def _pair_is_reported(key: str, location: Mapping[str, str], rules: Rules) -> bool:
-    return any(key == default and partner in location for default, partner in rules.exclusive)
-
-
-def _nullable(config: Any, name: str) -> bool:
-    return type(None) in getattr(schema_keys(type(config))[name].type, "__args__", ())
 
 
 def _prefix(location: Mapping[str, str], name: str) -> str:

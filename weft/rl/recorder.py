@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weft.config import resolve_mesh, to_dict
+from weft.config.conditions import KEEPS_ALL
 from weft.config.rl_schema import RlConfig, RolloutConfig
-from weft.config.server_checks import KEEPS_ALL
 from weft.engine.metrics import MetricsFile
 from weft.inference.base import Synced
 from weft.inference.records import EVALUATIONS, write_rollouts

@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from weft.config.conditions import SERVERS
+from weft.config.conditions import KEEPS_ALL, SERVERS
 from weft.config.migrate.draft import Draft, numbers_of
-from weft.config.server_checks import KEEPS_ALL
 from weft.config.yaml12 import show
 
 # Name -> ROLL's default, of everything that is read here.
