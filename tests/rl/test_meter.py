@@ -24,7 +24,7 @@ from weft.rl.meter import Meter
 def test_what_it_says() -> None:
     now, drawn = [0.0], [1000]
     meter = Meter("rollout step 3", lambda: drawn[0], clock=lambda: now[0])
-    meter.wanted = 256
+    meter.expected = 256
     now[0], drawn[0] = 2.0, 3468
     assert meter.text() == "rollout step 3: 0/256 samples, 1,234 tokens/s"
     meter.done = 96

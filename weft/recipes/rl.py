@@ -78,36 +78,36 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     if not options.rollout_only:
         prepare_uploads(config)
     task, resume = read_task(config, hooks), options.resume is not None
-    plan, replayed = RlPlan.of(config, task.stream), list_replayed(options)
+    plan, replayed = RlPlan.from_config(config, task.stream), list_replayed(options)
     if replayed:
         plan = replace(plan, rollouts=min(plan.rollouts, len(replayed)))
-    with reaping(), lock_folder(config, resume=resume) as held:
+    with reaping(), lock_folder(config, resume=resume) as run_lock:
         start = FRESH
         if resume and options.rollout_only:
-            start = find_collected(held.folder)
+            start = find_collected(run_lock.folder)
         elif resume:
-            start = find_start(config, held.folder, task.prompts, plan, replayed=bool(replayed))
+            start = find_start(config, run_lock.folder, task.prompts, plan, replayed=bool(replayed))
         if start.rollout == plan.rollouts:
-            more = advice_after_last_step(start, config, plan.steps, held.folder, "rl")
-            say_all(upload_all(config, held.folder))
-            say(f"{held.folder} has finished already: step {start.step}. {more}".rstrip())
+            note = advice_after_last_step(start, config, plan.steps, run_lock.folder, "rl")
+            say_all(upload_all(config, run_lock.folder))
+            say(f"{run_lock.folder} has finished already: step {start.step}. {note}".rstrip())
             return
         if resume:
-            start = prepare_folder(config, held.folder, start)
-        seconds = partial(time_rollout_steps, options, hooks, held.folder)
+            start = prepare_folder(config, run_lock.folder, start)
+        seconds = partial(time_rollout_steps, options, hooks, run_lock.folder)
         resolved = resolve_placement(config, options, plan.rollouts, seconds)
         notes = (*exposure(config.cluster.address), *start.notes, *resolved.notes, *notes_on_replay(config, replayed))
         config, start = resolved.config, replace(start, notes=notes)
-        write_config(resolved.recorded, held.folder)
-        write_bad_rows([*task.prompts.bad, *task.held_out.bad], held.folder)
-        command = resume_command(held.folder, options)
+        write_config(resolved.recorded, run_lock.folder)
+        write_bad_rows([*task.prompts.bad, *task.held_out.bad], run_lock.folder)
+        command = resume_command(run_lock.folder, options)
         with (
             open_actors(config, options, fill=start.state is None) as actors,
-            report_failures(held.folder, actors.groups, command),
+            report_failures(run_lock.folder, actors.groups, command),
         ):
             opened = RlRun(
                 config,
-                held,
+                run_lock,
                 task,
                 actors,
                 plan,
@@ -124,14 +124,14 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
 
 def resume_command(folder: Path, options: RlOptions) -> str:
     """The command line that resumes a run."""
-    more = (
+    options_text = (
         " --rollout-only"
         if options.rollout_only
         else f" --replay {shlex.quote(options.replay)}"
         if options.replay
         else ""
     )
-    return f"weft rl --resume {shlex.quote(str(folder))}{more}"
+    return f"weft rl --resume {shlex.quote(str(folder))}{options_text}"
 
 
 def list_replayed(options: RlOptions) -> list[Path]:
@@ -201,7 +201,7 @@ class RlPlan:
         return self.rollouts * self.per_rollout
 
     @staticmethod
-    def of(config: RlConfig, stream: PromptStream) -> RlPlan:
+    def from_config(config: RlConfig, stream: PromptStream) -> RlPlan:
         """The plan for train.steps optimizer steps, rounded up to whole rollout steps, or for train.epochs."""
         per_rollout = config.rl.minibatches * config.rl.epochs
         if config.train.steps is not None:
@@ -215,7 +215,7 @@ class RlRun:
     """The state of the controller's loop. resume_command: the command that resumes the run."""
 
     config: RlConfig
-    held: RunLock
+    run_lock: RunLock
     task: RlTask
     actors: Actors
     plan: RlPlan
@@ -259,11 +259,11 @@ class RolloutStep:
 async def train(run: RlRun) -> None:
     """The loop: rollouts, rewards, advantages, optimizer steps, weight sync. Raises StoppedError after a signal."""
     config, plan, first = run.config, run.plan, run.start.rollout + 1
-    recorder = RlRecorder(config, run.held.folder, run.start, run.on_step, cuda=run.device == "cuda")
+    recorder = RlRecorder(config, run.run_lock.folder, run.start, run.on_step, cuda=run.device == "cuda")
     progress = Progress(plan.steps, interval=config.train.log_every)
     run.show = progress.doing
     async with AsyncExitStack() as opened:
-        uploads = opened.enter_context(Uploads(config, run.held.folder, resume=run.resume))
+        uploads = opened.enter_context(Uploads(config, run.run_lock.folder, resume=run.resume))
         opened.push_async_exit(run.trainer_group.ending)  # runs before the uploads end: its last checkpoint is uploaded
         switch, sampling, evaluator = await prepare(run, opened)
         note_rl_start(run)
@@ -284,11 +284,11 @@ async def train(run: RlRun) -> None:
                     synced = await switch.to_rollouts(number)
                 step.phases.add(switch.take_seconds())
                 run.version = number
-                found = await evaluate(evaluator, number, plan)
+                evaluated = await evaluate(evaluator, number, plan)
                 progress.notes(step.failures.pop_messages())
-                for line in recorder.record(step, lines, synced, found):
+                for line in recorder.record(step, lines, synced, evaluated):
                     progress.step(line)
-                progress.notes(recorder.record_evaluation(number * plan.per_rollout, found))
+                progress.notes(recorder.record_evaluation(number * plan.per_rollout, evaluated))
                 progress.notes(recorder.stop_if_unproductive(step, lines))
                 done = bool(signals.number) or number == plan.rollouts
                 if done or recorder.due(number, plan):
@@ -322,11 +322,11 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
     try:
         with (
             redirect_stdout(io.StringIO()),
-            lock_folder(config) as held,
+            lock_folder(config) as run_lock,
             open_actors(config, options, fill=True) as actors,
         ):
             task = read_task(config, hooks)
-            return asyncio.run(timed(RlRun(config, held, task, actors, plan, FRESH, device=options.device)))
+            return asyncio.run(timed(RlRun(config, run_lock, task, actors, plan, FRESH, device=options.device)))
     finally:
         shutil.rmtree(trial, ignore_errors=True)
 
@@ -351,10 +351,10 @@ async def timed(run: RlRun) -> float:
 
 async def collect(run: RlRun) -> None:
     """The loop of `--rollout-only`: rollouts with the current weights, without training."""
-    recorder = RlRecorder(run.config, run.held.folder, run.start, cuda=run.device == "cuda")
+    recorder = RlRecorder(run.config, run.run_lock.folder, run.start, cuda=run.device == "cuda")
     async with AsyncExitStack() as opened:
         switch, sampling, _ = await prepare(run, opened)
-        uploads = opened.enter_context(Uploads(run.config, run.held.folder, resume=run.resume))
+        uploads = opened.enter_context(Uploads(run.config, run.run_lock.folder, resume=run.resume))
         progress = Progress(run.plan.rollouts, interval=run.config.train.log_every)
         run.show = progress.doing
         note_rl_start(run)
@@ -373,7 +373,7 @@ async def collect(run: RlRun) -> None:
     if signals.number and number < run.plan.rollouts:
         say_stopped(signal.Signals(signals.number).name, number, run.resume_command)
         raise StoppedError(signals.number)
-    folder = display_name(str(run.held.folder))
+    folder = display_name(str(run.run_lock.folder))
     say(
         f"done     {counted(number, 'rollout step')}, nothing trained: {folder}/rollouts",
         f"next     weft rollouts {shlex.quote(folder)}  what was sampled, and how it was rewarded",
@@ -403,16 +403,16 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
         run.device_name = await trainers.call_one(0, "device_name")
         texts = task.ends.files(config.model.path)
         notes = await run.trainer_group.open_run(
-            str(run.held.folder), run.held.token, constants(run), start.step, texts
+            str(run.run_lock.folder), run.run_lock.token, constants(run), start.step, texts
         )
         parts = sleeping_parts(config, run.device)
-        engine = await open_engines(config, trainers, run.actors.engines, run.held.folder, run.compute, parts)
+        engine = await open_engines(config, trainers, run.actors.engines, run.run_lock.folder, run.compute, parts)
         opened.push_async_callback(engine.close)
         switch = DeviceSharing(engine, trainers, shared=shares_devices(config), parts=parts)
         await switch.to_training()
     if run.opening:
         print_rl_opening(run, opening, [*task.ends.lines(), *notes])
-    opened.enter_context(watching_controller(config.train.timeout, run.held.folder, run.resume_command))
+    opened.enter_context(watching_controller(config.train.timeout, run.run_lock.folder, run.resume_command))
     ends, rewards = task.ends.ids, task.rewards
     evaluator = RlEvaluator(config, task.held_out, engine, rewards, task.tokenizer, task.episodes, ends, run.show)
     return switch, sampling_of(config, ends), evaluator
@@ -472,7 +472,7 @@ async def roll_out(run: RlRun, engine: RolloutEngine, sampling: SamplingParams, 
             await run.task.rewards.score(group.samples, step.failures)
 
     async def answer(prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        meter.wanted += len(prompts) * rl.group_size
+        meter.expected += len(prompts) * rl.group_size
         return await rewarded_groups(prompts, generate, reward, step.phases)
 
     async with meter.shown(run.show):
@@ -512,8 +512,8 @@ async def compute_advantages(run: RlRun, step: RolloutStep) -> None:
 
 def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
     """The models that must read the samples before training. old: whether the policy is one of them."""
-    wanted: dict[Role, bool] = {"policy": old, "reference": rl.has_reference, "critic": rl.has_critic}
-    return [role for role, is_wanted in wanted.items() if is_wanted]
+    is_read_by_role: dict[Role, bool] = {"policy": old, "reference": rl.has_reference, "critic": rl.has_critic}
+    return [role for role, is_wanted in is_read_by_role.items() if is_wanted]
 
 
 async def update(run: RlRun, step: RolloutStep) -> list[dict[str, object]]:
@@ -544,12 +544,12 @@ async def save(run: RlRun, recorder: RlRecorder, step: RolloutStep) -> list[str]
     return await run.trainer_group.save(step.number * run.plan.per_rollout, progress)
 
 
-def staleness(samples: Sequence[Sample], version: int, most: int | None) -> dict[str, float]:
+def staleness(samples: Sequence[Sample], version: int, max_lag: int | None) -> dict[str, float]:
     """Metrics of how many versions the weights that sampled a token lag behind `version`, the weights that are trained.
-    Raises RuntimeError if a lag exceeds `most`."""
+    Raises RuntimeError if a lag exceeds `max_lag`."""
     lags = version - np.concatenate([sample.versions[sample.sampled] for sample in samples])
-    if most is not None and lags.max(initial=0) > most:
-        raise RuntimeError(f"a sample is {lags.max()} versions older than what trains on it: more than {most}")
+    if max_lag is not None and lags.max(initial=0) > max_lag:
+        raise RuntimeError(f"a sample is {lags.max()} versions older than what trains on it: more than {max_lag}")
     return {"staleness/mean": float(lags.mean()), "staleness/max": float(lags.max())} if len(lags) else {}
 
 

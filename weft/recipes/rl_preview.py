@@ -63,9 +63,9 @@ async def _try(rewards: Rewards, task: RlTask | None) -> list[str]:
 
 def _task_lines(config: RlConfig, task: RlTask) -> list[str]:
     """Lines about the prompts: their number, the steps that they make, and the first as the model sees it."""
-    plan, rl = RlPlan.of(config, task.stream), config.rl
+    plan, rl = RlPlan.from_config(config, task.stream), config.rl
     lines = [f"prompts  {task.prompts}", f"template {task.prompts.template_use()}"]
-    lines += [f"held out {name or config.eval.path}: {len(found):,}" for name, found in task.held_out.named.items()]
+    lines += [f"held out {name or config.eval.path}: {len(prompts):,}" for name, prompts in task.held_out.named.items()]
     lines += task.held_out.leaks(task.prompts)
     lines.append(
         f"steps    {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts_per_step, 'prompt')} x "
@@ -91,17 +91,17 @@ def _columns(prompt: Prompt) -> str:
 
 def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
     """The memory of each engine on a rank."""
-    own = own_ranks(config)
-    reference = None if "reference" in own else reference_engine(config, ranks, shares_with=policy, weights=False)
-    critic = None if "critic" in own else critic_engine(config, ranks, shares_with=policy, weights=False)
+    separate = own_ranks(config)
+    reference = None if "reference" in separate else reference_engine(config, ranks, shares_with=policy, weights=False)
+    critic = None if "critic" in separate else critic_engine(config, ranks, shares_with=policy, weights=False)
     engines = {"policy": policy, "reference": reference, "critic": critic}
     rows = [
         EngineRow(name, e.memory.weights, e.memory.gradients, e.memory.optimizer, e.memory.gathered)
         for name, e in engines.items()
         if e is not None
     ]
-    rows += separate_engines(own.items())
-    if reference is None and config.rl.has_reference and "reference" not in own:
+    rows += separate_engines(separate.items())
+    if reference is None and config.rl.has_reference and "reference" not in separate:
         rows.append(EngineRow("reference", note="the policy without its adapters"))
     return [*rows, _rollout_row(config, policy)]
 
@@ -110,9 +110,9 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
     """The memory of the rollout engine."""
     rollout, size = config.rollout, policy.precision.compute.itemsize
     if rollout.engine in SERVERS:
-        each = counted(rollout.tp, "accelerator")
-        which = f"{rollout.num_engines} x {each}" if rollout.num_engines else f"engines of {each}"
-        note = f"{rollout.engine}: {which}, of each as much as rollout.gpu_memory_utilization says"
+        engine_size = counted(rollout.tp, "accelerator")
+        engines = f"{rollout.num_engines} x {engine_size}" if rollout.num_engines else f"engines of {engine_size}"
+        note = f"{rollout.engine}: {engines}, of each as much as rollout.gpu_memory_utilization says"
         return EngineRow("rollout", note=note)
     copy = sum(tensor.nbytes for tensor in manifest_of(policy, policy.precision.compute).values())
     cache = byte_count(cache_bytes(policy.built.config, size) * rollout.kv_cache_tokens)

@@ -50,9 +50,11 @@ def actor_resources(config: RlConfig, world: int, gpu: bool) -> ActorResources:
         half = Bundle(gpus=0.5) if gpu and not serves else None
         ranks = [number * rollout.tp if gpu else number % world for number in range(count)]
         return ActorResources([bundle] * world, half or bundle, [half or Bundle()] * count, ranks, max(world, count))
-    own = Bundle(gpus=float(rollout.tp)) if serves and gpu else bundle
+    engine_bundle = Bundle(gpus=float(rollout.tp)) if serves and gpu else bundle
     turns = not config.cluster.max_staleness  # trainers and engines alternate, so each may use all cores
-    return ActorResources([bundle] * world, bundle, [own] * count, None, max(world, count) if turns else world + count)
+    return ActorResources(
+        [bundle] * world, bundle, [engine_bundle] * count, None, max(world, count) if turns else world + count
+    )
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,25 @@ class Actors:
     @property
     def groups(self) -> dict[str, ActorGroup]:
         """All groups, by the subfolder of RUN for their evidence."""
-        found: dict[str, ActorGroup] = {
+        groups: dict[str, ActorGroup] = {
             "": self.trainers,
-            **{str(role): own for role, own in self.reference_critic.items()},
+            **{str(role): group for role, group in self.reference_critic.items()},
         }
-        return found if self.engines is None else {**found, "engines": self.engines}
+        return groups if self.engines is None else {**groups, "engines": self.engines}
 
 
 @contextmanager
 def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[Actors]:
     """Start a process for each trainer rank, each separate reference or critic rank, and each engine. fill: as in
     Trainer."""
-    alone, gpu, serves = config.cluster.address is None, options.device == "cuda", config.rollout.engine in SERVERS
+    is_local, gpu, serves = config.cluster.address is None, options.device == "cuda", config.rollout.engine in SERVERS
     resources, rank_counts = actor_resources(config, options.world, gpu), own_ranks(config)
     busy = resources.busy + sum(rank_counts.values())
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // busy)))
-    common = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if alone else {})}
+    common = {
+        "OMP_NUM_THREADS": threads,
+        **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if is_local else {}),
+    }
 
     def ranks(world: int) -> list[Mapping[str, str]]:
         return [
@@ -90,14 +95,16 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
             for rank in range(world)
         ]
 
-    def group(name: str, make: Callable[[int], Any], *more: Any, **options: Any) -> ActorGroup:
-        return opened.enter_context(actor_group(name, make, *more, **{"timeout": config.train.timeout, **options}))
+    def group(name: str, make: Callable[[int], Any], *arguments: Any, **options: Any) -> ActorGroup:
+        return opened.enter_context(actor_group(name, make, *arguments, **{"timeout": config.train.timeout, **options}))
 
-    own = resources.engines if resources.colocated_with is None else ()
+    engine_bundles = resources.engines if resources.colocated_with is None else ()
     bundle = Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
     with ExitStack() as opened:
-        others = [bundle] * sum(rank_counts.values())
-        opened.enter_context(ray_session(config.cluster.address, [*resources.reservations, *others, *own]))
+        other_bundles = [bundle] * sum(rank_counts.values())
+        opened.enter_context(
+            ray_session(config.cluster.address, [*resources.reservations, *other_bundles, *engine_bundles])
+        )
         make_trainer = partial(_make_trainer, config, options, fill)
         own_bundles = [resources.trainer] * options.world
         trainers = group(
@@ -117,10 +124,10 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
             return
         make: Any = partial(HostedServer, config) if serves else partial(_make_engine, config, options)
         env = [common | (server_variables() if serves else {})] * len(resources.engines)
-        beside = None if resources.colocated_with is None else (trainers, resources.colocated_with)
+        share_with = None if resources.colocated_with is None else (trainers, resources.colocated_with)
         calls = CALLS if serves else 1
         limits = {"timeout": config.rollout.timeout, "key": "rollout.timeout", "at_once": calls}
-        engines = group("rollout engine", make, resources.engines, env, share_with=beside, **limits)
+        engines = group("rollout engine", make, resources.engines, env, share_with=share_with, **limits)
         yield Actors(trainers, reference_critic, engines)
 
 
@@ -139,9 +146,9 @@ def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalon
     flight.enter("load")
     hf.import_architectures(config.model.imports, config.model.path)
     auto = "bf16" if options.device == "cuda" else "fp32"
-    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
+    dtype = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
     return Standalone(
-        config.model.path, config.lora, dtype=DTYPES[auto if wanted == "auto" else wanted], device=options.device,
+        config.model.path, config.lora, dtype=DTYPES[auto if dtype == "auto" else dtype], device=options.device,
         tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
         opener=image_opener(config.model.path, config.data),
     )  # fmt: skip

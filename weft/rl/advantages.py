@@ -43,15 +43,15 @@ def advantages(groups: Sequence[SampleGroup], config: RlAlgorithm) -> dict[str, 
 def value_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """critic/explained_variance: 1 - Var(R - V) / Var(R) over sampled tokens, with returns R and values V. It is 1 for
     a perfect critic and 0 for a constant one. Empty without a critic, or if all returns are equal."""
-    known = [
+    pairs = [
         (sample.returns[sample.sampled], sample.values[sample.sampled])
         for group in groups
         for sample in group.samples
         if sample.returns is not None and sample.values is not None
     ]
-    if not known:
+    if not pairs:
         return {}
-    returns, values = (np.concatenate(column).astype(np.float64) for column in zip(*known, strict=True))
+    returns, values = (np.concatenate(column).astype(np.float64) for column in zip(*pairs, strict=True))
     if not len(returns) or np.ptp(returns) == 0:
         return {}
     return {"critic/explained_variance": float(1 - (returns - values).var() / returns.var())}
@@ -61,11 +61,11 @@ def choose_estimator(name: str) -> Estimator:
     """One of weft's estimators, or the user's at an import path. UserError if the path does not name a callable."""
     if name in ADVANTAGES:
         return ADVANTAGES[name].estimate
-    found = import_named(name, "rl.advantage")
-    if not callable(found):
+    loaded = import_named(name, "rl.advantage")
+    if not callable(loaded):
         raise UserError(f"rl.advantage: {name} is no function of (groups, config).")
-    own: Estimator = found
-    return own
+    estimator: Estimator = loaded
+    return estimator
 
 
 def _set(sample: Sample, estimate: Any, name: str) -> None:
@@ -102,14 +102,14 @@ def reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Metrics of rewards, under TRL's names. reward: mean over all samples. reward_std: mean over the groups' standard
     deviations."""
     rewards = [np.array([s.reward for s in group.samples], np.float64) for group in groups]
-    found = {
+    metrics = {
         "reward": float(np.concatenate(rewards).mean()),
         "reward_std": float(np.mean([deviation(r) for r in rewards])),
         "frac_reward_zero_std": float(np.mean([not group.has_signal for group in groups])),
     }
     samples = samples_of(groups)
     for name in sorted({name for sample in samples for name in sample.rewards}):
-        known = np.array([r for r in (s.rewards.get(name) for s in samples) if r is not None], np.float64)
-        if len(known):
-            found |= {f"rewards/{name}/mean": float(known.mean()), f"rewards/{name}/std": deviation(known)}
-    return found
+        values = np.array([r for r in (s.rewards.get(name) for s in samples) if r is not None], np.float64)
+        if len(values):
+            metrics |= {f"rewards/{name}/mean": float(values.mean()), f"rewards/{name}/std": deviation(values)}
+    return metrics

@@ -32,11 +32,11 @@ class BatchPool:
         self.actors, self.drawn = actors, 0
         self._turns = [asyncio.Lock() for _ in range(len(actors))]
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[list[Completion]]] = {}
+        self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
         self._waiting: list[Entry] = []
         self._idle = set(range(len(actors)))
         self._working: set[asyncio.Task[None]] = set()
-        self._dealing = self._held = False
+        self._dealing = self._is_paused = False
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed of the request. Concurrent requests are batched."""
@@ -47,14 +47,14 @@ class BatchPool:
 
     def _deal_soon(self) -> None:
         """Deal after all coroutines that are ready now have queued their requests."""
-        if not self._dealing and not self._held:
+        if not self._dealing and not self._is_paused:
             self._dealing = True
             loop = asyncio.get_running_loop()
             loop.call_soon(lambda: loop.call_soon(self._deal))
 
     def _deal(self) -> None:
         self._dealing = False
-        if self._held:
+        if self._is_paused:
             return
         shares = deal_requests([request for request, _ in self._waiting], len(self._idle))
         for number, share in zip(sorted(self._idle), shares, strict=False):
@@ -63,8 +63,8 @@ class BatchPool:
                 task = asyncio.ensure_future(self._work(number, [self._waiting[i] for i in share]))
                 self._working.add(task)
                 task.add_done_callback(self._working.discard)
-        taken = {i for share in shares for i in share}
-        self._waiting = [entry for i, entry in enumerate(self._waiting) if i not in taken]
+        dealt = {i for share in shares for i in share}
+        self._waiting = [entry for i, entry in enumerate(self._waiting) if i not in dealt]
 
     async def _work(self, number: int, entries: Sequence[Entry]) -> None:
         try:
@@ -80,35 +80,35 @@ class BatchPool:
 
     async def _generate(self, number: int, entries: Sequence[Entry]) -> None:
         """Complete these requests on actor `number`, turn by turn."""
-        asked = {next(self._numbers): entry for entry in entries}
-        self._asked |= {key: future for key, (_, future) in asked.items()}
-        requests = {key: request for key, (request, _) in asked.items()}
+        numbered = {next(self._numbers): entry for entry in entries}
+        self._futures |= {key: future for key, (_, future) in numbered.items()}
+        requests = {key: request for key, (request, _) in numbered.items()}
         try:
-            while self._asked.keys() & asked.keys():
+            while self._futures.keys() & numbered.keys():
                 async with self._turns[number]:
                     finished, drawn = await self.actors.call_one(number, self.method, requests, self.turn)
                 self.drawn += drawn
                 requests = {}
                 self._answer(finished)
         finally:
-            for key in self._asked.keys() & asked.keys():
-                del self._asked[key]
+            for key in self._futures.keys() & numbered.keys():
+                del self._futures[key]
 
     def _answer(self, finished: Mapping[int, list[Completion]]) -> None:
         for key, completions in finished.items():
-            future = self._asked.pop(key)
+            future = self._futures.pop(key)
             if not future.done():
                 future.set_result(completions)
 
     async def pause(self) -> None:
         """Start no request, and wait for the running ones."""
-        self._held = True
+        self._is_paused = True
         while self._working:
             await asyncio.wait(set(self._working))
 
     async def resume(self) -> None:
         """Start waiting requests."""
-        self._held = False
+        self._is_paused = False
         if self._waiting:
             self._deal_soon()
 
@@ -153,7 +153,7 @@ class StandalonePool(BatchPool):
     ) -> None:
         super().__init__(actors)
         self._trainers, self._keep = trainers, keep
-        self._tickets = [own[0] for own in tickets.values()]
+        self._tickets = [engine_tickets[0] for engine_tickets in tickets.values()]
 
     async def sync(self, version: int) -> Synced:
         """Send the trainers' weights to all engines, between two turns."""
@@ -173,7 +173,7 @@ class StandalonePool(BatchPool):
 
     async def pause(self) -> None:
         """Start no turn, and wait for the running ones."""
-        self._held = True
+        self._is_paused = True
         for turn in self._turns:
             await turn.acquire()
 

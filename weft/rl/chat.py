@@ -50,31 +50,31 @@ class ChatRenderer:
         self._asks: dict[tuple[ChatTemplate, str], bool] = {}  # whether a generation prompt follows this role
 
     def question(
-        self, where: str, messages: Sequence[Message], row: Mapping[str, Any], images: Sequence[Image] = ()
+        self, source: str, messages: Sequence[Message], row: Mapping[str, Any], images: Sequence[Image] = ()
     ) -> tuple[ChatInput, str]:
         """The conversation in the template's format, and its rendering up to the start of the answer. UserError for an
         invalid row.
 
         row: the row's columns, of which `tools` and `chat_template_kwargs` are read. images: those of the messages.
         """
-        value = {"messages": messages, **template_inputs(where, row)}
-        chat, answers, kwargs = self._encoder.question(Record(where, "messages", value, tuple(images)))
+        value = {"messages": messages, **template_inputs(source, row)}
+        chat, answers, kwargs = self._encoder.question(Record(source, "messages", value, tuple(images)))
         try:
-            return chat, self._asked(answers.template, chat, kwargs)
+            return chat, self._render_question(answers.template, chat, kwargs)
         except RenderError as error:
-            raise template_refusal(where, error) from error
+            raise template_refusal(source, error) from error
         except RenderLimitError as error:
-            raise UserError(limit_message(where, error)) from None
+            raise UserError(limit_message(source, error)) from None
 
     def continuation(
         self,
         prompt: Prompt,
-        then: Sequence[Message],
+        following: Sequence[Message],
         calls: Sequence[Message] = (),
         reply_images: PromptImages | None = None,
     ) -> Continuation:
-        """The tokens between an answer and the next one, with the messages `then` (tool results, user turns) between
-        them.
+        """The tokens between an answer and the next one, with the messages `following` (tool results, user turns)
+        between them.
 
         The tokens are what the template writes after a stand-in answer, so that sampled text is never rendered or
         tokenised again. calls: the answer's tool calls, if the template needs them to render their results.
@@ -82,69 +82,71 @@ class ChatRenderer:
         images of earlier replies. UserError if the template would render the earlier messages differently, or if the
         model takes no images; BadRowError for messages and images that cannot be read.
         """
-        where, asked = prompt.source, prompt.messages
-        then, given = self._taken(where, then)
-        assert asked is not None, "a text is continued as text"
+        source, prompt_messages = prompt.source, prompt.messages
+        following, new_images = self._take_images(source, following)
+        assert prompt_messages is not None, "a text is continued as text"
         answer: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
         if calls:
             answer = {"role": "assistant", "content": "", "tool_calls": list(calls)}
-        chat = self._conversation(where, [*asked, answer, *then], prompt.columns)
-        chat = replace(chat, trained=(len(asked),))
+        chat = self._conversation(source, [*prompt_messages, answer, *following], prompt.columns)
+        chat = replace(chat, trained=(len(prompt_messages),))
         before = () if prompt.images is None else prompt.images.images
-        answers, kwargs = self._answers(where, chat, (*before, *given))
-        question = replace(chat, messages=chat.messages[: len(asked)])
+        answers, kwargs = self._answers(source, chat, (*before, *new_images))
+        question = replace(chat, messages=chat.messages[: len(prompt_messages)])
         try:
-            found = answers.find(chat, kwargs)
-            text = self._asked(answers.template, chat, kwargs)
+            mask = answers.find(chat, kwargs)
+            text = self._render_question(answers.template, chat, kwargs)
             plain = answers.template.render(question.messages, kwargs, tools=chat.tools).text
             header = common_header(
-                plain, self._asked(answers.template, question, kwargs), (*answers.specials, *answers.added)
+                plain, self._render_question(answers.template, question, kwargs), (*answers.specials, *answers.added)
             )
         except AmbiguousAnswerError as error:
             raise UserError(
-                f"{where}: cannot tell how the chat template goes on behind an answer: {error}. Set data.chat_template "
-                "to one that renders each message by itself."
+                f"{source}: cannot tell how the chat template goes on behind an answer: {error}. Set "
+                "data.chat_template to one that renders each message by itself."
             ) from error
         except RenderError as error:
             raise UserError(
-                f"{where}: the chat template refused what the environment replied: {first_line(error)}. Reply with "
+                f"{source}: the chat template refused what the environment replied: {first_line(error)}. Reply with "
                 "other messages, or set data.chat_template."
             ) from error
         except RenderLimitError as error:
-            raise UserError(limit_message(where, error)) from None
-        start, end = found.spans[-1]
-        if not header or not text.startswith(header.rstrip()) or text[:end] != found.text[:end]:
+            raise UserError(limit_message(source, error)) from None
+        start, end = mask.spans[-1]
+        if not header or not text.startswith(header.rstrip()) or text[:end] != mask.text[:end]:
             raise UserError(
-                f"{where}: the chat template writes what came first otherwise once more follows, so that a longer "
+                f"{source}: the chat template writes what came first otherwise once more follows, so that a longer "
                 "conversation does not extend the tokens of a shorter one. Set data.chat_template to one that renders "
                 "each message by itself, or let the environment reply with `text`."
             )
         closing = self._encoder.plain([text[start:end]])[0][-1:]
         special, after = set(self.tokenizer.added_tokens_decoder), text[end:]
         if self.images is not None:
-            after, reply_images = self.images.reply(f"{where}, a reply", after, given, prompt.images, reply_images)
+            after, reply_images = self.images.reply(
+                f"{source}, a reply", after, new_images, prompt.images, reply_images
+            )
         closing = [token for token in closing if token in special]
         return Continuation(tuple(closing), tuple(self.tokens([after])[0]), reply_images)
 
-    def _taken(self, where: str, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[Image, ...]]:
+    def _take_images(self, source: str, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[Image, ...]]:
         """The messages, with a bare part in place of each image, and the images."""
         if not any(isinstance(message.get("content"), list) for message in messages):
-            self._refuse_marks(where, messages)
+            self._refuse_marks(source, messages)
             return messages, ()
         try:
-            read = read_messages(f"{where}, a reply", "messages", [dict(message) for message in messages], images=True)
-            bare, found = take_images(f"{where}, a reply", read, {}, "")
+            read = read_messages(f"{source}, a reply", "messages", [dict(message) for message in messages], images=True)
+            bare, extracted = take_images(f"{source}, a reply", read, {}, "")
         except UserError as error:
             raise BadRowError(str(error)) from error
-        images = images_alone(found)
+        images = images_alone(extracted)
         if images and self.images is None:
-            raise UserError(f"rl.environment: a reply to {where} has images, and model.path is a text-only model.")
-        self._refuse_marks(where, bare)
+            raise UserError(f"rl.environment: a reply to {source} has images, and model.path is a text-only model.")
+        self._refuse_marks(source, bare)
         return bare, images
 
-    def _refuse_marks(self, where: str, messages: Sequence[Message]) -> None:
+    def _refuse_marks(self, source: str, messages: Sequence[Message]) -> None:
         if self.images is not None:
-            self.images.refuse_marks(Record(f"{where}, a reply", "messages", {}), texts_of(messages))
+            self.images.refuse_marks(Record(f"{source}, a reply", "messages", {}), texts_of(messages))
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts that continue other texts (Encoder.continuations)."""
@@ -158,7 +160,7 @@ class ChatRenderer:
         """Token ids of rendered chats, which contain their special tokens as text."""
         return self._encoder.plain(texts)
 
-    def _asked(self, template: ChatTemplate, chat: ChatInput, kwargs: Mapping[str, Any]) -> str:
+    def _render_question(self, template: ChatTemplate, chat: ChatInput, kwargs: Mapping[str, Any]) -> str:
         """The rendering up to the start of the answer, even if the template has no generation prompt."""
 
         def render(messages: Any, ask: bool) -> str:
@@ -169,9 +171,11 @@ class ChatRenderer:
             self._asks[key] = render(chat.messages, True) != render(chat.messages, False)
         return render(chat.messages, True) if self._asks[key] else up_to_the_answer(render, chat.messages)
 
-    def _conversation(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> ChatInput:
-        return conversation(Record(where, "messages", {"messages": messages, **template_inputs(where, row)}), "answers")
+    def _conversation(self, source: str, messages: Sequence[Message], row: Mapping[str, Any]) -> ChatInput:
+        return conversation(
+            Record(source, "messages", {"messages": messages, **template_inputs(source, row)}), "answers"
+        )
 
-    def _answers(self, where: str, chat: ChatInput, images: Sequence[Image]) -> tuple[AssistantMasks, dict[str, Any]]:
-        answers = self._encoder.masks_of(Record(where, "messages", {}, tuple(images)), chat)
+    def _answers(self, source: str, chat: ChatInput, images: Sequence[Image]) -> tuple[AssistantMasks, dict[str, Any]]:
+        answers = self._encoder.masks_of(Record(source, "messages", {}, tuple(images)), chat)
         return answers, {**self.encoding.template_kwargs, **chat.kwargs}

@@ -51,12 +51,12 @@ class DeviceSharing:
     async def to_rollouts(self, version: int) -> Synced:
         """Sync the trainers' current weights to the engines as `version`, and give the engines the devices."""
         if self._shared:
-            await self._rest(sends=True)
+            await self._offload_trainers(sends=True)
             await self._wake_engine("weights")
         with self._phases("sync"):
             synced = await self.engine.sync(version)
         if self._shared:
-            await self._rest()
+            await self._offload_trainers()
             await self._wake_engine("cache")
         self._version, self._asleep = version, False
         return synced
@@ -84,10 +84,10 @@ class DeviceSharing:
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds of `sync`, `sleep` and `wake` since the last call."""
-        taken, self._phases = self._phases, Phases()
-        return taken.seconds
+        phases, self._phases = self._phases, Phases()
+        return phases.seconds
 
-    async def _rest(self, sends: bool = False) -> None:
+    async def _offload_trainers(self, sends: bool = False) -> None:
         if self._parts:
             with self._phases("sleep"):
                 await self._trainers.call_all("sleep", self._parts, sends)

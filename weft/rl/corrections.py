@@ -40,9 +40,11 @@ def old_is_current(config: RlConfig) -> bool:
     sample in its forward.
     """
     rl = config.rl
-    asked = (rl.kl_coef > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
-    once = rl.minibatches * rl.epochs == 1 and config.mesh.cp == 1
-    return rl.old_logprobs == "recompute" and once and not asked and config.lora.dropout == 0
+    is_needed_earlier = (
+        (rl.kl_coef > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
+    )
+    is_one_step = rl.minibatches * rl.epochs == 1 and config.mesh.cp == 1
+    return rl.old_logprobs == "recompute" and is_one_step and not is_needed_earlier and config.lora.dropout == 0
 
 
 def comparable(sample: Sample) -> Floats:
@@ -69,11 +71,11 @@ def correct(samples: Sequence[Sample], config: RlAlgorithm, *, truncated: bool =
     rl.old_logprobs=rollout, set `old` to `rollout` instead; there is no difference then, and no metrics of it.
     truncated: whether the engine left tokens out of sampling."""
     chosen = [sample for sample in samples if sample.counts and sample.length]
-    found = _kept_share(chosen) if truncated and chosen else {}
+    metrics = _kept_share(chosen) if truncated and chosen else {}
     if config.old_logprobs == "rollout":
         for sample in chosen:
             sample.old_logprobs = comparable(sample)
-        return found
+        return metrics
     if not chosen:
         return {}
     differences = [_difference(sample) for sample in chosen]
@@ -86,7 +88,7 @@ def correct(samples: Sequence[Sample], config: RlAlgorithm, *, truncated: bool =
         for sample, part in zip(chosen, parts, strict=True):
             sample.correction = np.zeros(len(sample), np.float32)
             sample.correction[sample.sampled] = part.numpy()
-    return found | mismatch_metrics(np.concatenate(differences), ratios.numpy(), weights.numpy(), config)
+    return metrics | mismatch_metrics(np.concatenate(differences), ratios.numpy(), weights.numpy(), config)
 
 
 def _kept_share(samples: Sequence[Sample]) -> dict[str, float]:
@@ -119,7 +121,7 @@ def mismatch_metrics(differences: Exact, ratios: Exact, weights: Exact, config: 
     token. kl: k3 estimate of KL(rollout || old). effective_sample_size: (sum rho)^2 / (n sum rho^2), as a share of n.
     clipped, masked: share of the ratios that the limits changed.
     """
-    found = {
+    metrics = {
         "sampling/sampling_logp_difference/mean": float(np.abs(differences).mean()),
         "sampling/sampling_logp_difference/max": float(np.abs(differences).max()),
         "sampling/kl": float(kl(-differences.clip(-LARGEST, LARGEST), "k3").mean()),
@@ -130,15 +132,15 @@ def mismatch_metrics(differences: Exact, ratios: Exact, weights: Exact, config: 
     }
     if config.correction != "none":
         name = "clipped" if config.correction == "tis" else "masked"
-        found[f"sampling/{name}"] = float((weights != ratios).mean())
-    return found
+        metrics[f"sampling/{name}"] = float((weights != ratios).mean())
+    return metrics
 
 
 def parity_is_due(config: RlConfig, steps: int) -> bool:
     """Whether to compare logprobs after this rollout step. steps: rollout steps since the engines started, including
     this one."""
-    every = config.rollout.verify_every
-    return config.rollout.engine != "embedded" and (steps == 1 or (every > 0 and steps % every == 0))
+    interval = config.rollout.verify_every
+    return config.rollout.engine != "embedded" and (steps == 1 or (interval > 0 and steps % interval == 0))
 
 
 def require_parity(
@@ -154,10 +156,10 @@ def require_parity(
 
     def expected(sample: Sample, old: Floats) -> Floats:
         """[G] what of the engine's logprobs truncation does not explain."""
-        own = comparable(sample)[sample.sampled]
+        logprobs = comparable(sample)[sample.sampled]
         if sample.kept_logmass is not None or not rollout.truncated:
-            return own
-        explained: Floats = own - (own - old).clip(0, most_above)
+            return logprobs
+        explained: Floats = logprobs - (logprobs - old).clip(0, most_above)
         return explained
 
     read = [
@@ -166,6 +168,6 @@ def require_parity(
         if sample.old_logprobs is not None and sample.length and (sample.versions[sample.sampled] == version).all()
     ]
     try:
-        check_parity(engine, version, [own for own, _ in read], [old for _, old in read], dtypes)
+        check_parity(engine, version, [sampled for sampled, _ in read], [old for _, old in read], dtypes)
     except SyncError as error:
         raise ActorError(str(error), "failed") from error

@@ -67,14 +67,14 @@ class _Samples(MeasuredDocuments):
         columns = {name: _column(arrays, np.float32) for name, arrays in self.arrays(chosen).items()}
         return {
             index: Document(
-                tokens=tokens[place],
-                weights=weights[place],
-                arrays={name: column[place] for name, column in columns.items()},
-                routes=self._routes(chosen[place]),
+                tokens=tokens[position],
+                weights=weights[position],
+                arrays={name: column[position] for name, column in columns.items()},
+                routes=self._routes(chosen[position]),
                 source=self.source(index),
-                media=self._media(chosen[place]),
+                media=self._media(chosen[position]),
             )
-            for place, index in enumerate(indices)
+            for position, index in enumerate(indices)
         }
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
@@ -107,8 +107,8 @@ class TrainedSamples(_Samples):
     """
 
     def __init__(self, samples: Sequence[Sample], config: RlConfig, opener: ImageOpener | None = None) -> None:
-        self.places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
-        trained = [samples[place] for place in self.places]
+        self.places = [index for index, sample in enumerate(samples) if is_trained(sample, config)]
+        trained = [samples[index] for index in self.places]
         # Number of samples that only rl.mask_truncated leaves out.
         self.masked = sum(sample.counts and sample.length > 0 for sample in samples) - len(trained)
         super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True, opener=opener)
@@ -126,10 +126,10 @@ class TrainedSamples(_Samples):
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
         """Per-token arrays for losses, of those that every trained sample has: name -> one array [T] per sample."""
-        found = {key: [getattr(sample, key) for sample in samples] for key in self._keys}
+        arrays = {key: [getattr(sample, key) for sample in samples] for key in self._keys}
         if self._corrects and not self.old_is_known:
-            found["rollout_logprobs"] = [comparable(sample) for sample in samples]
-        return found
+            arrays["rollout_logprobs"] = [comparable(sample) for sample in samples]
+        return arrays
 
 
 # Arrays of a sample that losses read. Either all trained samples have an array, or none has.

@@ -50,10 +50,10 @@ class HeldOutPrompts:
         """Lines about held-out prompts that are trained on, too. Equal are tokens, and sizes of images."""
         lines: list[str] = []
         for name, prompts in self.named.items():
-            wanted = {_content(prompt) for prompt in prompts}
+            held_out = {_content(prompt) for prompt in prompts}
             trained: dict[Any, str] = {}
             for prompt in training.prompts:
-                if (content := _content(prompt)) in wanted:
+                if (content := _content(prompt)) in held_out:
                     trained.setdefault(content, prompt.source)
             equal = [(p.source, trained[_content(p)]) for p in prompts.prompts if _content(p) in trained]
             lines += leak_hint(name, equal, len(prompts), "prompts")
@@ -90,14 +90,14 @@ def read_held_out_prompts(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, images: Images | None = None
 ) -> HeldOutPrompts:
     """The prompts of eval.path and eval.sources. Arguments and errors are as in load_rl_prompts()."""
-    found, read = {}, partial(load_rl_prompts, config, tokenizer, vocab_size=vocab_size, images=images)
+    prompts, read = {}, partial(load_rl_prompts, config, tokenizer, vocab_size=vocab_size, images=images)
     if config.eval.path is not None:
         data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
-        found[_UNNAMED] = read(data)
+        prompts[_UNNAMED] = read(data)
     for source in config.eval.sources or ():
         data = replace(config.data, path=None, sources=(source,))
-        found[source_name(source)] = read(data)
-    return HeldOutPrompts(found)
+        prompts[source_name(source)] = read(data)
+    return HeldOutPrompts(prompts)
 
 
 class RlEvaluator:
@@ -133,7 +133,7 @@ class RlEvaluator:
         """Answer every held-out prompt once greedily and eval.samples times by sampling, with rewards."""
         began = time.perf_counter()
         meter = Meter("evaluation", lambda: self.engine.drawn)
-        meter.wanted = len(self.held_out.all()) * (1 + self.config.samples)
+        meter.expected = len(self.held_out.all()) * (1 + self.config.samples)
         drawn: dict[str, list[SampleGroup]] = {}
         async with meter.shown(self._show):
             greedy = await self._answers(self.sampling, 1, "greedy", meter)
@@ -162,41 +162,41 @@ class RlEvaluator:
             return group
 
         groups = await asyncio.gather(*(answered(name, prompt) for name, prompt in places))
-        found: dict[str, list[SampleGroup]] = {name: [] for name in self.held_out.named}
+        answers: dict[str, list[SampleGroup]] = {name: [] for name in self.held_out.named}
         for (name, _), group in zip(places, groups, strict=True):
-            found[name].append(group)
+            answers[name].append(group)
             for sample in group.samples:
                 sample.notes["evaluation"] = f"{name} {kind}".strip()
-        return found
+        return answers
 
 
 def evaluation_metrics(
     greedy: Mapping[str, Sequence[SampleGroup]], drawn: Mapping[str, Sequence[SampleGroup]], config: RlEvalConfig
 ) -> dict[str, float]:
     """Metrics over all prompts, and per named source. A sample without a reward counts as wrong, with reward 0."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in [_UNNAMED, *(name for name in greedy if name)]:
         prefix = f"{PREFIX}{name}/" if name else PREFIX
-        ours = greedy.values() if name == _UNNAMED else (greedy[name],)
-        samples = [sample for groups in ours for group in groups for sample in group.samples]
-        found[f"{prefix}reward"] = _mean(sample.reward or 0.0 for sample in samples)
-        found[f"{prefix}accuracy"] = _mean(float(is_correct(sample, config.correct_from)) for sample in samples)
-        found[f"{prefix}length"] = _mean(float(sample.length) for sample in samples)
-        found[f"{prefix}clipped_ratio"] = _mean(float(sample.finish == "length") for sample in samples)
-        found[f"{prefix}failed"] = float(sum(sample.reward is None for sample in samples))
-        several = drawn.values() if name == _UNNAMED else (drawn.get(name, ()),)
-        groups = [group for part in several for group in part]
+        greedy_groups = greedy.values() if name == _UNNAMED else (greedy[name],)
+        samples = [sample for groups in greedy_groups for group in groups for sample in group.samples]
+        metrics[f"{prefix}reward"] = _mean(sample.reward or 0.0 for sample in samples)
+        metrics[f"{prefix}accuracy"] = _mean(float(is_correct(sample, config.correct_from)) for sample in samples)
+        metrics[f"{prefix}length"] = _mean(float(sample.length) for sample in samples)
+        metrics[f"{prefix}clipped_ratio"] = _mean(float(sample.finish == "length") for sample in samples)
+        metrics[f"{prefix}failed"] = float(sum(sample.reward is None for sample in samples))
+        drawn_groups = drawn.values() if name == _UNNAMED else (drawn.get(name, ()),)
+        groups = [group for part in drawn_groups for group in part]
         if groups:
             right = [sum(is_correct(sample, config.correct_from) for sample in group.samples) for group in groups]
             for k in config.pass_at or _powers(config.samples):
-                found[f"{prefix}pass@{k}"] = _mean(pass_at(config.samples, c, k) for c in right)
-    return found
+                metrics[f"{prefix}pass@{k}"] = _mean(pass_at(config.samples, c, k) for c in right)
+    return metrics
 
 
 def is_correct(sample: Sample, correct_from: float) -> bool:
     """Whether the sample's first reward that is not None is at least `correct_from`; False for a failed sample."""
-    said = next((value for value in sample.rewards.values() if value is not None), None)
-    return sample.reward is not None and said is not None and said >= correct_from
+    first_reward = next((value for value in sample.rewards.values() if value is not None), None)
+    return sample.reward is not None and first_reward is not None and first_reward >= correct_from
 
 
 def pass_at(n: int, c: int, k: int) -> float:
@@ -209,8 +209,8 @@ def pass_at(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length())]
+def _powers(limit: int) -> list[int]:
+    return [2**i for i in range(limit.bit_length())]
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -63,13 +63,13 @@ def prove_exact(
     """
     proof = _compare(engine, embedded, _requests(engine, longest_prompt, longest_completion))
     if not proof.exact:
-        found = [f"{proof.moved} completions depend on what is generated beside them"] if proof.moved else []
+        reasons = [f"{proof.moved} completions depend on what is generated beside them"] if proof.moved else []
         if proof.differing:
-            found.insert(
+            reasons.insert(
                 0, f"{proof.differing} or more have another logprob in the trainer, by {proof.worst:.1e} at most"
             )
         raise UserError(
-            f"rl.on_policy=exact: of {proof.tokens} tokens that were sampled to try it, {'; '.join(found)}. "
+            f"rl.on_policy=exact: of {proof.tokens} tokens that were sampled to try it, {'; '.join(reasons)}. "
             f"{_reason(engine)} {_INSTEAD}."
         )
     return proof
@@ -88,25 +88,25 @@ def _requests(engine: Engine, longest_prompt: int, longest_completion: int) -> l
 
 def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) -> ExactnessResult:
     """Every rank samples all requests, and reads its own documents."""
-    together = embedded.generate(requests)
-    apart = [completions for request in requests[::-1] for completions in embedded.generate([request])][::-1]
+    batched = embedded.generate(requests)
+    separate = [completions for request in requests[::-1] for completions in embedded.generate([request])][::-1]
     moved = sum(
-        one.tokens != other.tokens or one.logprobs != other.logprobs
-        for first, second in zip(together, apart, strict=True)
-        for one, other in zip(first, second, strict=True)
+        (a.tokens, a.logprobs) != (b.tokens, b.logprobs)
+        for first, second in zip(batched, separate, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
     documents, recorded = [], []
-    for request, completions in zip(requests, together, strict=True):
+    for request, completions in zip(requests, batched, strict=True):
         for completion in completions:
             tokens = torch.tensor(request.tokens + completion.tokens)
             documents.append(Document(tokens, torch.ones(len(tokens)), source=request.id))
             recorded.append(torch.tensor(completion.logprobs, dtype=torch.float32))
     read = engine.readout(*engine.plan_step(documents))
-    differences = [(found["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, found in read.items()]
-    mine = torch.cat([torch.zeros(1), *differences])
-    numbers = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]
-    most = max_over_ranks(numbers, engine.mesh.world_group, engine.device)
-    return ExactnessResult(sum(map(len, recorded)), int(most[0]), most[1], int(most[2]))
+    differences = [(readouts["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, readouts in read.items()]
+    local = torch.cat([torch.zeros(1), *differences])
+    numbers = [float((local != 0).sum()), float(local.nan_to_num(nan=float("inf")).max()), moved]
+    worst = max_over_ranks(numbers, engine.mesh.world_group, engine.device)
+    return ExactnessResult(sum(map(len, recorded)), int(worst[0]), worst[1], int(worst[2]))
 
 
 def _reason(engine: Engine) -> str:
@@ -134,25 +134,24 @@ async def try_engine(
     """Sample answers to the run's first prompts with a separate engine, and read them with the trainer. Returns the
     line that reports exactness. UserError if a logprob differs. read: sets `old` of samples."""
     short = replace(sampling, max_new_tokens=min(_TOKENS, sampling.max_new_tokens))
-    asked = (
+    rollouts = (
         rollout_group(prompt, _SAMPLES, engine, short, None, config.train.seed, "exact ")
         for prompt in prompts[:_PROMPTS]
     )
-    samples = [sample for sample in samples_of(await asyncio.gather(*asked)) if sample.length]
+    samples = [sample for sample in samples_of(await asyncio.gather(*rollouts)) if sample.length]
     await read(samples)
-    own, old = (np.concatenate([values(s)[s.sampled] for s in samples]) for values in (comparable, _old))
-    apart, name = np.abs(own.astype(np.float64) - old), config.rollout.engine
-    if apart.any():
+    sampled, old = (np.concatenate([values(s)[s.sampled] for s in samples]) for values in (comparable, _old))
+    differences, name = np.abs(sampled.astype(np.float64) - old), config.rollout.engine
+    if differences.any():
         asked_for, why = min(len(prompts), _PROMPTS), _ENGINES.get(name, "It computes otherwise than the trainer")
         raise UserError(
-            f"rl.on_policy=exact: rollout.engine={name} is not exact here: {int((apart > 0).sum())} of {len(apart)} "
-            f"tokens that it sampled for {asked_for} of this run's prompts have another logprob in the trainer, by "
-            f"{apart.mean():.1e} in the mean and {apart.max():.1e} at most. {why}. {_INSTEAD}, or "
-            "rollout.engine=embedded, which is exact on CPU in fp32."
+            f"rl.on_policy=exact: rollout.engine={name} is not exact here: {int((differences > 0).sum())} of "
+            f"{len(differences)} tokens that it sampled for {asked_for} of this run's prompts have another logprob in "
+            f"the trainer, by {differences.mean():.1e} in the mean and {differences.max():.1e} at most. {why}. "
+            f"{_INSTEAD}, or rollout.engine=embedded, which is exact on CPU in fp32."
         )
-    return (
-        f"exact    {len(apart)} tokens sampled by {name} to try it: the trainer has the same logprobs, to the last bit"
-    )
+    count = len(differences)
+    return f"exact    {count} tokens sampled by {name} to try it: the trainer has the same logprobs, to the last bit"
 
 
 def _old(sample: Sample) -> Floats:
@@ -167,9 +166,9 @@ def require_exact(samples: Sequence[Sample]) -> None:
             continue
         old, rollout = (x[sample.sampled] for x in (_old(sample), comparable(sample)))
         if not np.array_equal(old, rollout):
-            place = int((old != rollout).argmax())
+            index = int((old != rollout).argmax())
             raise UserError(
                 f"rl.on_policy=exact: sample {sample.id}: {int((old != rollout).sum())} of {len(old)} tokens have "
-                f"another logprob in the trainer than where they were sampled; the first is token {place} of what was "
-                f"sampled, with {old[place]:.9g} and {rollout[place]:.9g}. {_INSTEAD}."
+                f"another logprob in the trainer than where they were sampled; the first is token {index} of what was "
+                f"sampled, with {old[index]:.9g} and {rollout[index]:.9g}. {_INSTEAD}."
             )

@@ -25,11 +25,11 @@ _SHOWN_CALLS = 4
 
 
 @contextmanager
-def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) -> Iterator[None]:
+def report_failures(folder: Path, groups: Mapping[str, ActorGroup], command: str) -> Iterator[None]:
     """Inside, after an actor's failure, the evidence of all actors is written to RUN, and the error gets a note with
     the command that resumes. A file that cannot be written becomes a StorageError.
 
-    groups: actor groups by the subfolder of RUN for their evidence. again: the command that resumes.
+    groups: actor groups by the subfolder of RUN for their evidence. command: the command that resumes.
     """
     try:
         yield
@@ -37,29 +37,29 @@ def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) 
         for name, group in groups.items():
             group.save_evidence(folder / name)
         if error.kind != "user":
-            error.add_note(describe_remaining_files(str(folder)).strip() + f"\nGo on with: {again}")
+            error.add_note(describe_remaining_files(str(folder)).strip() + f"\nGo on with: {command}")
         raise
     except OSError as error:
         if failure_kind(error, str(folder)) != "storage":
             raise
-        raise StorageError(_said(error, folder, again)) from error
+        raise StorageError(storage_message(error, folder, command)) from error
 
 
-def _said(error: OSError, folder: Path, again: str) -> str:
-    where = f"{error.filename}: " if error.filename else ""
+def storage_message(error: OSError, folder: Path, command: str) -> str:
+    file = f"{error.filename}: " if error.filename else ""
     failed = (
-        f"could not write {where}{error.strerror or error}. The storage is full, read-only or gone: look at `df -h` "
+        f"could not write {file}{error.strerror or error}. The storage is full, read-only or gone: look at `df -h` "
         "and at the folder."
     )
-    return " ".join(filter(None, (failed, last_whole_checkpoint(folder), f"Then go on: {again}")))
+    return " ".join(filter(None, (failed, last_whole_checkpoint(folder), f"Then go on: {command}")))
 
 
 @contextmanager
-def watching_controller(timeout: float, folder: Path, again: str) -> Iterator[None]:
+def watching_controller(timeout: float, folder: Path, command: str) -> Iterator[None]:
     """Inside, a function that holds the controller's event loop for `timeout` seconds ends the process with its stack.
 
     The actors' watchdog acts only while the controller waits for actors; this one is for what runs in the controller,
-    where rl.advantage and on_step are the user's. again: the command that resumes.
+    where rl.advantage and on_step are the user's. command: the command that resumes.
     """
     loop, main = asyncio.get_running_loop(), threading.get_ident()
     answered, then_frozen = time.monotonic(), 0.0
@@ -72,7 +72,7 @@ def watching_controller(timeout: float, folder: Path, again: str) -> Iterator[No
         loop.call_soon_threadsafe(answer, frozen)
         seconds = time.monotonic() - answered - (frozen - then_frozen)
         if seconds > timeout:
-            say(_held(seconds, sys._current_frames().get(main), folder, again), error=True)
+            say(hang_message(seconds, sys._current_frames().get(main), folder, command), error=True)
             sys.stderr.flush()
             os._exit(STATUS["hang"])
 
@@ -80,12 +80,12 @@ def watching_controller(timeout: float, folder: Path, again: str) -> Iterator[No
         yield
 
 
-def _held(seconds: float, frame: FrameType | None, folder: Path, again: str) -> str:
+def hang_message(seconds: float, frame: FrameType | None, folder: Path, command: str) -> str:
     """The message for a controller whose event loop has been held."""
     calls = "".join(traceback.format_stack(frame)[-_SHOWN_CALLS:]) if frame is not None else ""
-    held = (
+    hang = (
         f"error: the controller has not come back from one call for {seconds:.0f} seconds (train.timeout). A function "
         f"that runs in it, such as rl.advantage or on_step, hangs or takes longer than that:\n{calls.rstrip()}"
     )
-    goes_on = filter(None, (last_whole_checkpoint(folder), f"Go on with: {again}"))
-    return f"{held}\n{' '.join(goes_on)}"
+    goes_on = filter(None, (last_whole_checkpoint(folder), f"Go on with: {command}"))
+    return f"{hang}\n{' '.join(goes_on)}"

@@ -13,18 +13,18 @@ _SECONDS = 0.5  # between two progress texts
 
 class Meter:
     """what: name of the rollouts in `text`. drawn: returns the number of tokens that the engine has sampled so far.
-    wanted, done: numbers of samples. pending: number of samples whose rewards are pending."""
+    expected, done: numbers of samples. pending: number of samples whose rewards are pending."""
 
-    def __init__(self, what: str, drawn: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
-        self.what, self._drawn, self._clock = what, drawn, clock
-        self.wanted = self.done = self.pending = 0
+    def __init__(self, name: str, drawn: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self._drawn, self._clock = name, drawn, clock
+        self.expected = self.done = self.pending = 0
         self._began, self._before = clock(), drawn()
 
     def text(self) -> str:
         """For example `rollout step 3: 96/256 samples, 1,234 tokens/s, 12 rewards waited for`."""
         rate = (self._drawn() - self._before) / max(self._clock() - self._began, 1e-9)
-        words = [f"{self.what}: {self.done:,}/{self.wanted:,} samples"]
-        words += [f"{rate:,.0f} tokens/s"] if self.done < self.wanted else []
+        words = [f"{self.name}: {self.done:,}/{self.expected:,} samples"]
+        words += [f"{rate:,.0f} tokens/s"] if self.done < self.expected else []
         words += [f"{self.pending:,} rewards waited for"] if self.pending else []
         return ", ".join(words)
 

@@ -30,11 +30,11 @@ def policy_config(config: RlConfig) -> EngineConfig:
 def reference_config(config: RlConfig) -> EngineConfig | None:
     """The engine config of the reference. None without rl.kl_coef and rl.measure_kl, or if the policy without its
     adapters is the reference (Engine.without_adapter)."""
-    own = config.reference
-    if not config.rl.has_reference or (config.lora.on and own.path is None and not config.lora.modules_to_save):
+    section = config.reference
+    if not config.rl.has_reference or (config.lora.on and section.path is None and not config.lora.modules_to_save):
         return None
-    base = _from_policy(policy_config(config), own)
-    fsdp = replace(base.fsdp, param_dtype=own.param_dtype or base.fsdp.param_dtype)
+    base = _from_policy(policy_config(config), section)
+    fsdp = replace(base.fsdp, param_dtype=section.param_dtype or base.fsdp.param_dtype)
     return replace(base, fsdp=fsdp, optimizer=OptimizerConfig(), purpose="inference", replay=False)
 
 
@@ -42,11 +42,11 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
     """The engine config of the critic; None unless rl.advantage needs one."""
     if not config.rl.has_critic:
         return None
-    own = config.critic
-    base = _from_policy(policy_config(config), own)
-    optimizer = replace(config.optimizer, lr=own.lr, groups=(), ema_decay=None, load_state=False)
+    section = config.critic
+    base = _from_policy(policy_config(config), section)
+    optimizer = replace(config.optimizer, lr=section.lr, groups=(), ema_decay=None, load_state=False)
     model = replace(base.model, recompute=config.model.recompute)
-    return replace(base, model=model, optimizer=optimizer, temperature=1.0, value_head=own.head, replay=False)
+    return replace(base, model=model, optimizer=optimizer, temperature=1.0, value_head=section.head, replay=False)
 
 
 def reference_engine(
@@ -59,11 +59,11 @@ def reference_engine(
 ) -> Engine | None:
     """The engine of reference_config, or None; collective. weights: False builds only shapes. shares_with: the policy's
     engine."""
-    wanted = reference_config(config)
-    if wanted is None:
+    engine_config = reference_config(config)
+    if engine_config is None:
         return None
     with _named("reference"):
-        return Engine(wanted, ranks, weights=weights, shares_with=shares_with, progress=progress)
+        return Engine(engine_config, ranks, weights=weights, shares_with=shares_with, progress=progress)
 
 
 def critic_engine(
@@ -77,19 +77,19 @@ def critic_engine(
 ) -> Engine | None:
     """The engine of critic_config, or None; collective. weights: False builds only shapes. fill: False if a checkpoint
     will fill the weights. shares_with: the policy's engine."""
-    wanted = critic_config(config)
-    if wanted is None:
+    engine_config = critic_config(config)
+    if engine_config is None:
         return None
     with _named("critic"):
-        return Engine(wanted, ranks, weights=weights, fill=fill, shares_with=shares_with, progress=progress)
+        return Engine(engine_config, ranks, weights=weights, fill=fill, shares_with=shares_with, progress=progress)
 
 
 def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | None) -> list[str]:
     """Lines that describe the reference and the critic at start."""
     lines, only = [], "; not trained on (rl.measure_kl)" * config.rl.measure_kl
     if reference is not None:
-        kept = str(reference.precision.compute).removeprefix("torch.")
-        lines.append(f"kl       measured against {reference.config.model.path}, in {kept}{only}: {reference.memory}")
+        dtype = str(reference.precision.compute).removeprefix("torch.")
+        lines.append(f"kl       measured against {reference.config.model.path}, in {dtype}{only}: {reference.memory}")
     elif config.rl.has_reference and reference_config(config) is None:
         lines.append(f"kl       measured against the base under the adapters{only}")
     if critic is not None:
@@ -130,28 +130,32 @@ def _named(section: str) -> Iterator[None]:
         raise UserError(f"the {section} (keys {section}.*, others as the policy's): {error}") from error
 
 
-def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> EngineConfig:
+def _from_policy(policy: EngineConfig, section: ReferenceConfig | CriticConfig) -> EngineConfig:
     """The policy's engine config without policy-only settings, with the section's own settings on top."""
     model = ModelConfig(
-        path=own.path or policy.model.path,
-        init=policy.model.init if own.path is None else "pretrained",
-        dcp_weights=policy.model.dcp_weights if own.path is None else None,
+        path=section.path or policy.model.path,
+        init=policy.model.init if section.path is None else "pretrained",
+        dcp_weights=policy.model.dcp_weights if section.path is None else None,
         ignore_weights=policy.model.ignore_weights,
         attention=policy.model.attention,
         compile=policy.model.compile,
     )
-    usual = policy.mesh if own.ranks is None else MeshConfig()
+    usual = policy.mesh if section.ranks is None else MeshConfig()
     mesh = MeshConfig(
-        dp_replicate=own.dp_replicate or usual.dp_replicate, dp_shard=own.dp_shard or usual.dp_shard,
-        tp=own.tp or usual.tp, cp=usual.cp, ulysses=usual.ulysses if own.path is None else None,
-        ep=usual.ep if own.path is None and own.dp_shard in (None, usual.dp_shard) else 1,
-        pp=own.pp or usual.pp, pp_schedule=policy.mesh.pp_schedule,
+        dp_replicate=section.dp_replicate or usual.dp_replicate, dp_shard=section.dp_shard or usual.dp_shard,
+        tp=section.tp or usual.tp, cp=usual.cp, ulysses=usual.ulysses if section.path is None else None,
+        ep=usual.ep if section.path is None and section.dp_shard in (None, usual.dp_shard) else 1,
+        pp=section.pp or usual.pp, pp_schedule=policy.mesh.pp_schedule,
         pp_stages_per_rank=policy.mesh.pp_stages_per_rank,
     )  # fmt: skip
-    fsdp = policy.fsdp if own.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
-    if own.cpu_offload is not None:
-        fsdp = replace(fsdp, cpu_offload=own.cpu_offload)
-    whole = 1 if own.ranks is None else policy.mesh.cp  # separate ranks have no cp: a row holds cp times the tokens
-    budget = own.max_tokens_per_device or policy.step.max_tokens_per_device * whole
+    fsdp = (
+        policy.fsdp if section.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
+    )
+    if section.cpu_offload is not None:
+        fsdp = replace(fsdp, cpu_offload=section.cpu_offload)
+    factor = (
+        1 if section.ranks is None else policy.mesh.cp
+    )  # separate ranks have no cp: a row holds cp times the tokens
+    budget = section.max_tokens_per_device or policy.step.max_tokens_per_device * factor
     step = replace(policy.step, max_tokens_per_device=budget)
     return replace(policy, model=model, lora=LoraConfig(), mesh=mesh, fsdp=fsdp, step=step)

@@ -42,9 +42,9 @@ def resolve_placement(
     """
     if config.rollout.engine == "embedded":
         return ResolvedPlacement(config, config)
-    wanted = config.cluster.placement
-    if wanted != "auto":
-        return ResolvedPlacement(_placed(config, options, wanted), config)
+    requested = config.cluster.placement
+    if requested != "auto":
+        return ResolvedPlacement(_placed(config, options, requested), config)
     placement, why = _by_rule(config, options, rollouts)
     if placement is None:
         placement, why = _by_trial(config, options, seconds)
@@ -64,9 +64,9 @@ def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Place
             return "disaggregated", f"{options.world} trainer ranks are no multiple of rollout.tp = {rollout.tp}"
         if cluster.trainer_ranks is None:
             return "colocated", "trainers have all accelerators (cluster.trainer_ranks would leave some)"
-        there = accelerator_count("cuda") if cluster.address is None else None
-        if there is not None and there < options.world + rollout.count * rollout.tp:
-            return "colocated", f"of {there} accelerators trainers leave too few"
+        num_accelerators = accelerator_count("cuda") if cluster.address is None else None
+        if num_accelerators is not None and num_accelerators < options.world + rollout.count * rollout.tp:
+            return "colocated", f"of {num_accelerators} accelerators trainers leave too few"
     if rollouts < LONG:
         return "colocated", f"{rollouts} rollout steps are too few to time both (from {LONG} on)"
     return None, ""
@@ -74,19 +74,19 @@ def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Place
 
 def _by_trial(config: RlConfig, options: RlOptions, seconds: Callable[[RlConfig], float]) -> tuple[Placement, str]:
     """(the faster placement, the measured seconds). UserError if neither can run."""
-    found: dict[Placement, float] = {}
-    said: list[str] = []
+    measured: dict[Placement, float] = {}
+    results: list[str] = []
     for placement in PLACEMENTS:
         try:
-            found[placement] = seconds(_placed(config, options, placement))
-            said.append(f"{placement} {found[placement]:.3g}")
+            measured[placement] = seconds(_placed(config, options, placement))
+            results.append(f"{placement} {measured[placement]:.3g}")
         except (UserError, ActorError) as error:
-            said.append(f"{placement} not possible ({first_line(error)})")
-    if not found:
+            results.append(f"{placement} not possible ({first_line(error)})")
+    if not measured:
         raise UserError(
-            "cluster.placement=auto found none that is possible:\n" + "\n".join(f"  {text}" for text in said)
+            "cluster.placement=auto found none that is possible:\n" + "\n".join(f"  {text}" for text in results)
         )
-    return min(found, key=lambda placement: found[placement]), f"seconds of a rollout step: {', '.join(said)}"
+    return min(measured, key=lambda placement: measured[placement]), f"seconds of a rollout step: {', '.join(results)}"
 
 
 def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlConfig:
@@ -109,12 +109,12 @@ def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlCon
                 "rollout.transport is group, but with cluster.placement=colocated trainers and engines have the same "
                 "devices, which NCCL does not join: set rollout.transport=auto."
             )
-        most = world // rollout.tp
-        engines = rollout.num_engines or most
-        if engines > most:
+        max_engines = world // rollout.tp
+        engines = rollout.num_engines or max_engines
+        if engines > max_engines:
             raise UserError(
                 f"rollout.num_engines is {engines}, but with cluster.placement=colocated {world} trainer ranks have "
-                f"room for {most}: set rollout.num_engines={most} or fewer, or null."
+                f"room for {max_engines}: set rollout.num_engines={max_engines} or fewer, or null."
             )
     cluster = replace(config.cluster, placement=placement)
     return replace(config, cluster=cluster, rollout=replace(rollout, num_engines=engines))

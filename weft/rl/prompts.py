@@ -127,12 +127,12 @@ class Prompts(Sequence[Prompt]):
             return "the chat template renders all prompts"
         if not self.template:
             return "there is no chat template: prompts are continued as plain text"
-        said = (
+        use = (
             "NOT used"
             if texts == len(self)
             else f"the chat template renders {len(self) - texts:,} prompts, not {texts:,}"
         )
-        return f"{said}: `prompt` is text, continued as it stands. rl.chat=true makes it what a user says"
+        return f"{use}: `prompt` is text, continued as it stands. rl.chat=true makes it what a user says"
 
     @property
     def digest(self) -> str:
@@ -181,25 +181,25 @@ def read_prompts(
     images: Images | None = None,
 ) -> Prompts:
     """Read, check and tokenise prompts, source by source."""
-    reader = _PromptReader(tokenizer, encoding, rules, images)
+    reader = _RlPromptReader(tokenizer, encoding, rules, images)
     shares: list[SourceShare] = []
     prompts: list[Prompt] = []
     dropped, bad = 0, list[tuple[str, str]]()
     sources = open_data(data)
     for source in sources:
         wrong: list[str] = []
-        found = list(reader.read(source, partial(_keep, wrong) if rules.drop_bad else raise_bad_row))
+        read = list(reader.read(source, partial(_keep, wrong) if rules.drop_bad else raise_bad_row))
         bad += [(source.label, text) for text in wrong]
-        if wrong and not found:
+        if wrong and not read:
             raise UserError(
                 f"data.bad_rows: drop leaves no prompt of {source.label}: all {len(wrong):,} rows are bad. The first: "
                 f"{wrong[0]}"
             )
-        kept = [prompt for prompt in found if len(prompt.tokens) <= rules.longest]
-        _check(source, found, kept, rules)
-        shares.append(SourceShare(len(kept), source.weight))
-        prompts += [replace(prompt, index=len(prompts) + i) for i, prompt in enumerate(kept)]
-        dropped += len(found) - len(kept)
+        short = [prompt for prompt in read if len(prompt.tokens) <= rules.longest]
+        _check(source, read, short, rules)
+        shares.append(SourceShare(len(short), source.weight))
+        prompts += [replace(prompt, index=len(prompts) + i) for i, prompt in enumerate(short)]
+        dropped += len(read) - len(short)
     label = sources[0].label if len(sources) == 1 else f"{len(sources)} sources"
     return Prompts(label, prompts, shares, dropped, bad, reader.has_template)
 
@@ -208,23 +208,23 @@ def _keep(wrong: list[str], number: int, error: UserError) -> None:
     wrong.append(first_line(error))
 
 
-def _check(source: DataSource, found: Sequence[Prompt], kept: Sequence[Prompt], rules: PromptRules) -> None:
-    if not found:
+def _check(source: DataSource, read: Sequence[Prompt], short: Sequence[Prompt], rules: PromptRules) -> None:
+    if not read:
         raise UserError(f"{source.label}: holds no prompts. data.path must name data with {_NEEDED}.")
-    longest = max(found, key=lambda prompt: len(prompt.tokens))
-    if rules.drop and not kept:
+    longest = max(read, key=lambda prompt: len(prompt.tokens))
+    if rules.drop and not short:
         raise UserError(
-            f"{source.label}: data.long_documents: drop leaves no prompt: all {len(found):,} are longer than "
+            f"{source.label}: data.long_documents: drop leaves no prompt: all {len(read):,} are longer than "
             f"rollout.max_prompt_tokens = {rules.longest}. Raise rollout.max_prompt_tokens."
         )
-    if len(kept) < len(found) and not rules.drop:
+    if len(short) < len(read) and not rules.drop:
         raise UserError(
-            f"{longest.source}: {len(found) - len(kept):,} of {len(found):,} prompts are longer than "
+            f"{longest.source}: {len(read) - len(short):,} of {len(read):,} prompts are longer than "
             f"rollout.max_prompt_tokens = {rules.longest}; this is the longest, with {len(longest.tokens)}. Set "
             f"rollout.max_prompt_tokens={len(longest.tokens)}, or data.long_documents=drop to leave them out."
         )
     if rules.vocab_size is not None:
-        for prompt in kept:
+        for prompt in short:
             if max(prompt.tokens) >= rules.vocab_size:
                 raise UserError(
                     f"{prompt.source}: the tokenizer gives id {max(prompt.tokens)}, but the model's vocabulary has "
@@ -233,11 +233,11 @@ def _check(source: DataSource, found: Sequence[Prompt], kept: Sequence[Prompt], 
 
 
 @dataclass(frozen=True, slots=True)
-class _PromptRow:
+class _RlPromptRow:
     """A row before it is tokenised. text: what is tokenised; a chat's rendering. shown: Prompt.text. images: found in
     the row. opened: the same images, measured."""
 
-    where: str
+    location: str
     text: str
     shown: str
     messages: tuple[Mapping[str, Any], ...] | None
@@ -246,7 +246,7 @@ class _PromptRow:
     opened: PromptImages | None = None
 
 
-class _PromptReader:
+class _RlPromptReader:
     """Rows -> prompts."""
 
     def __init__(
@@ -269,32 +269,32 @@ class _PromptReader:
                         bad(row.number, error)
                 yield from self._tokenised(list(self._opened(rows, bad)), bad)
 
-    def _checked(self, row: SourceRow, source: DataSource, folder: str) -> _PromptRow:
+    def _checked(self, row: SourceRow, source: DataSource, folder: str) -> _RlPromptRow:
         if row.escaped:
             check_unicode(row.location, row.values)
-        return self._row(row.location, _named(row, source.columns), source, folder)
+        return self._row(row.location, _rename_columns(row, source.columns), source, folder)
 
-    def _opened(self, rows: Sequence[tuple[int, _PromptRow]], bad: OnBad) -> Iterator[_PromptRow]:
+    def _opened(self, rows: Sequence[tuple[int, _RlPromptRow]], bad: OnBad) -> Iterator[_RlPromptRow]:
         """The rows whose images can be opened, with placeholders for images in their texts."""
         if self.images is None:
             yield from (row for _, row in rows)
             return
         with opening_pool() as pool:
-            for (number, _), found in zip(rows, pool.map(self._placed, [row for _, row in rows]), strict=True):
-                if isinstance(found, UserError):
-                    bad(number, found)
+            for (number, _), opened_row in zip(rows, pool.map(self._placed, [row for _, row in rows]), strict=True):
+                if isinstance(opened_row, UserError):
+                    bad(number, opened_row)
                 else:
-                    yield found
+                    yield opened_row
 
-    def _placed(self, row: _PromptRow) -> _PromptRow | UserError:
+    def _placed(self, row: _RlPromptRow) -> _RlPromptRow | UserError:
         assert self.images is not None
         try:
-            text, opened = self.images.prompt(row.where, row.text, row.images)
+            text, opened = self.images.prompt(row.location, row.text, row.images)
         except UserError as error:
             return error
         return replace(row, text=text, columns={**row.columns, COLUMN: opened or ()}, opened=opened)
 
-    def _tokenised(self, rows: Sequence[_PromptRow], bad: OnBad) -> Iterator[Prompt]:
+    def _tokenised(self, rows: Sequence[_RlPromptRow], bad: OnBad) -> Iterator[Prompt]:
         ids: dict[int, list[int]] = {}
         for is_chat, tokenise in ((True, self.chats.rendered), (False, self.chats.beginnings)):
             places = [i for i, row in enumerate(rows) if (row.messages is not None) == is_chat]
@@ -302,30 +302,30 @@ class _PromptReader:
                 ids.update(zip(places, tokenise([rows[i].text for i in places]), strict=True))
         for i, row in enumerate(rows):
             if not ids[i]:
-                bad(i, UserError(f"{row.where}: `prompt` is empty: write what is to be answered."))
+                bad(i, UserError(f"{row.location}: `prompt` is empty: write what is to be answered."))
                 continue
             shown = row.opened, self.placeholders
-            yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, *shown)
+            yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.location, *shown)
 
-    def _row(self, where: str, row: dict[str, Any], source: DataSource, folder: str) -> _PromptRow:
+    def _row(self, location: str, row: dict[str, Any], source: DataSource, folder: str) -> _RlPromptRow:
         rules = source.rules
         row = {key: item for key, item in row.items() if key not in rules.ignored}
-        refuse_media(where, row, VIDEOS)
+        refuse_media(location, row, VIDEOS)
         if row.get("prompt") is None:
             conversations = conversations_of({key: item for key, item in row.items() if item is not None})
             row |= {} if conversations is None else {"messages": conversations}
-        name = _prompt_column(where, row, source.columns, self.has_template and not self.rules.chat)
+        name = _prompt_column(location, row, source.columns, self.has_template and not self.rules.chat)
         value = row[name]
-        rest = {key: item for key, item in row.items() if key != name}
+        other_columns = {key: item for key, item in row.items() if key != name}
         if isinstance(value, str) and name == "prompt" and not is_json_list(value):
             text = value if self.rules.instruction is None else f"{value}\n{self.rules.instruction}"
             if not self.rules.chat:
-                return _text_prompt(where, text, rest, rules)
-            messages = with_system(where, rest, [{"role": "user", "content": text}])
+                return _text_prompt(location, text, other_columns, rules)
+            messages = with_system(location, other_columns, [{"role": "user", "content": text}])
         else:
-            messages = with_system(where, rest, read_messages(where, name, value, rules, images=True))
-            messages = self._instructed(_to_be_answered(where, name, messages))
-        return self._chat(where, with_default_system(messages, rules), rest, folder)
+            messages = with_system(location, other_columns, read_messages(location, name, value, rules, images=True))
+            messages = self._instructed(_without_last_answers(location, name, messages))
+        return self._chat(location, with_default_system(messages, rules), other_columns, folder)
 
     def _instructed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation with rl.instruction appended to its last message."""
@@ -338,64 +338,68 @@ class _PromptReader:
             return [*before, {**last, "content": [*content, {"type": "text", "text": f"\n{text}"}]}]
         return [*before, {**last, "content": f"{content}\n{text}"}]
 
-    def _chat(self, where: str, messages: list[dict[str, Any]], rest: dict[str, Any], folder: str) -> _PromptRow:
+    def _chat(
+        self, location: str, messages: list[dict[str, Any]], other_columns: dict[str, Any], folder: str
+    ) -> _RlPromptRow:
         if not self.has_template:
             raise UserError(
-                f"{where}: is a chat, but the tokenizer has no chat template. Use the model's chat (instruct) variant, "
-                "set data.chat_template (chatml, or a file), or write `prompt` as a text to be continued."
+                f"{location}: is a chat, but the tokenizer has no chat template. Use the model's chat (instruct) "
+                "variant, set data.chat_template (chatml, or a file), or write `prompt` as a text to be continued."
             )
-        if self.rules.tools and not rest.get("tools"):
-            rest = {**rest, "tools": [dict(tool) for tool in self.rules.tools]}
-        messages, found = take_images(where, messages, rest, folder)
-        images = images_alone(found)
+        if self.rules.tools and not other_columns.get("tools"):
+            other_columns = {**other_columns, "tools": [dict(tool) for tool in self.rules.tools]}
+        messages, extracted = take_images(location, messages, other_columns, folder)
+        images = images_alone(extracted)
         if images and self.images is None:
-            raise text_model_error(where)
+            raise text_model_error(location)
         if self.images is not None:
-            self.images.refuse_marks(Record(where, "messages", {}), texts_of(messages))
-        chat, text = self.chats.question(where, messages, rest, images)
-        asked = tuple(with_parts(message) for message in chat.messages)
-        return _PromptRow(where, text, as_text(asked), asked, rest, images)
+            self.images.refuse_marks(Record(location, "messages", {}), texts_of(messages))
+        chat, text = self.chats.question(location, messages, other_columns, images)
+        answerable = tuple(with_parts(message) for message in chat.messages)
+        return _RlPromptRow(location, text, as_text(answerable), answerable, other_columns, images)
 
 
-def _named(row: SourceRow, columns: Mapping[str, str]) -> dict[str, Any]:
+def _rename_columns(row: SourceRow, columns: Mapping[str, str]) -> dict[str, Any]:
     """All columns of a row, and those of `columns` under weft's names. Rewards get nulls as the data have them; what
     the chat template renders has none that an Arrow table put into its objects."""
-    found = add_named_columns(row.location, row.values, columns)
+    named_columns = add_named_columns(row.location, row.values, columns)
     if row.cleaners:
         paths = {name: path for name, path in columns.items() if name in _RENDERED}
         cleaned = add_named_columns(row.location, row.cleaned(), paths)
-        found |= {name: cleaned[name] for name in _RENDERED if name in cleaned}
-    return found
+        named_columns |= {name: cleaned[name] for name in _RENDERED if name in cleaned}
+    return named_columns
 
 
-def _text_prompt(where: str, text: str, rest: dict[str, Any], rules: MessageRules) -> _PromptRow:
+def _text_prompt(location: str, text: str, other_columns: dict[str, Any], rules: MessageRules) -> _RlPromptRow:
     if rules.system is not None:
         raise UserError(
-            f"{where}: data.system has no effect on a `prompt` that is a text to be continued. Set rl.chat=true if it "
-            "is what a user says, write it as messages, or leave data.system out."
+            f"{location}: data.system has no effect on a `prompt` that is a text to be continued. Set rl.chat=true if "
+            "it is what a user says, write it as messages, or leave data.system out."
         )
-    if unread := [name for name in ("system", *SYSTEMS, "tools", "chat_template_kwargs", COLUMN) if rest.get(name)]:
+    if unread := [
+        name for name in ("system", *SYSTEMS, "tools", "chat_template_kwargs", COLUMN) if other_columns.get(name)
+    ]:
         raise UserError(
-            f"{where}: has `{unread[0]}`, but `prompt` is a text that is continued as it stands. Set rl.chat=true if "
-            f"it is what a user says, write it as messages, or remove `{unread[0]}`."
+            f"{location}: has `{unread[0]}`, but `prompt` is a text that is continued as it stands. Set rl.chat=true "
+            f"if it is what a user says, write it as messages, or remove `{unread[0]}`."
         )
-    return _PromptRow(where, text, text, None, rest)
+    return _RlPromptRow(location, text, text, None, other_columns)
 
 
-def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str], chat: bool) -> str:
+def _prompt_column(location: str, row: Mapping[str, Any], columns: Mapping[str, str], chat: bool) -> str:
     """The name of the column that holds the prompt. chat: as in _columns_to_set."""
-    found = [name for name in ("prompt", "messages") if row.get(name) is not None]
-    named = [name for name in found if name in columns]
-    if len(named) == 1 or len(found) == 1:
-        return (named or found)[0]
-    if found:
+    candidates = [name for name in ("prompt", "messages") if row.get(name) is not None]
+    named = [name for name in candidates if name in columns]
+    if len(named) == 1 or len(candidates) == 1:
+        return (named or candidates)[0]
+    if candidates:
         raise UserError(
-            f"{where}: has `prompt` and `messages`. Remove one of them, or name the one to be answered in "
+            f"{location}: has `prompt` and `messages`. Remove one of them, or name the one to be answered in "
             f"data.columns, as in {override('data.columns', {'prompt': 'prompt'})}."
         )
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
-    advice = _columns_to_set(row, chat) or divided_columns(where, row)
-    raise UserError(f"{where}: has {names}; it needs {_NEEDED}.{advice}")
+    advice = _columns_to_set(row, chat) or divided_columns(location, row)
+    raise UserError(f"{location}: has {names}; it needs {_NEEDED}.{advice}")
 
 
 def _columns_to_set(row: Mapping[str, Any], chat: bool) -> str:
@@ -403,32 +407,36 @@ def _columns_to_set(row: Mapping[str, Any], chat: bool) -> str:
     be used that a text would not go through."""
     if row.get("instruction") and row.get("input"):
         return " Write `instruction` and `input` into one column, `prompt`: both are the question."
-    ours, name = next(((ours, name) for name, ours in _FOREIGN.items() if row.get(name) is not None), ("", ""))
+    weft_name, name = next(
+        ((weft_name, name) for name, weft_name in _FOREIGN.items() if row.get(name) is not None), ("", "")
+    )
     if not name:
         return ""
-    is_text = ours == "prompt" and isinstance(row[name], str) and not is_json_list(row[name])
+    is_text = weft_name == "prompt" and isinstance(row[name], str) and not is_json_list(row[name])
     also = " rl.chat=true: a question then goes through the chat template" if chat and is_text else ""
-    return f" Set {override('data.columns', {ours: name})}{also}."
+    return f" Set {override('data.columns', {weft_name: name})}{also}."
 
 
-def _to_be_answered(where: str, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_last_answers(location: str, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages without assistant messages at their end."""
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not any(message["role"] != "system" for message in messages):
-        raise UserError(f"{where}: `{name}` holds no message that could be answered: end it with one of the user.")
+        raise UserError(f"{location}: `{name}` holds no message that could be answered: end it with one of the user.")
     return messages
 
 
 def with_images(prompt: Prompt, prompts: Sequence[Prompt]) -> Prompt:
     """A recorded prompt with the images of the same prompt in the data, because records hold no images. UserError if
     the data's prompt with this index has images and other tokens."""
-    own = prompts[prompt.index] if prompt.index < len(prompts) else None
-    if own is None or own.images is None:
+    data_prompt = prompts[prompt.index] if prompt.index < len(prompts) else None
+    if data_prompt is None or data_prompt.images is None:
         return prompt
-    if own.tokens != prompt.tokens:
-        raise UserError(f"{prompt.source}: the recorded prompt is not {own.source} of data.path, which has its images.")
-    return replace(prompt, images=own.images)
+    if data_prompt.tokens != prompt.tokens:
+        raise UserError(
+            f"{prompt.source}: the recorded prompt is not {data_prompt.source} of data.path, which has its images."
+        )
+    return replace(prompt, images=data_prompt.images)
 
 
 class PromptStream:
@@ -475,8 +483,8 @@ class PromptStream:
     def _forever(self) -> Iterator[Prompt]:
         epoch = 1
         while True:
-            for place in order_of(self._shares, self._seed, epoch, self._shuffle):
-                visit = self._visits[place]
-                self._visits[place] += 1
-                yield replace(self._prompts[place], visit=visit)
+            for index in order_of(self._shares, self._seed, epoch, self._shuffle):
+                visit = self._visits[index]
+                self._visits[index] += 1
+                yield replace(self._prompts[index], visit=visit)
             epoch += 1

@@ -144,9 +144,9 @@ class RlRecorder:
     def due(self, rollout: int, plan: RlPlan) -> bool:
         """Whether to save after this rollout step: one of its optimizer steps is a multiple of checkpoint.every, or the
         last save is longer ago than checkpoint.every_minutes."""
-        every, minutes = self.config.checkpoint.every, self.config.checkpoint.every_minutes
+        interval, minutes = self.config.checkpoint.every, self.config.checkpoint.every_minutes
         last = rollout * plan.per_rollout
-        by_steps = every > 0 and last // every > (last - plan.per_rollout) // every
+        by_steps = interval > 0 and last // interval > (last - plan.per_rollout) // interval
         return by_steps or (minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes)
 
     def stop_if_unproductive(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
@@ -183,15 +183,15 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Statistics of completion lengths, under TRL's names. `terminated`: completions with finish `end`."""
     lengths = [sample.length for sample in samples]
     ended = [sample.length for sample in samples if sample.finish == "end"]
-    found = {
+    metrics = {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": sum(sample.finish == "length" for sample in samples) / len(samples),
     }
     if ended:
-        found["completions/mean_terminated_length"] = sum(ended) / len(ended)
-    return found
+        metrics["completions/mean_terminated_length"] = sum(ended) / len(ended)
+    return metrics
 
 
 def truncation_line(rollout: RolloutConfig) -> str:
@@ -209,7 +209,7 @@ def note_rl_start(run: RlRun) -> None:
     config, actors, start = run.config, run.actors, run.start
     ranks = len(actors.trainers)
     note_start(
-        run.held.folder,
+        run.run_lock.folder,
         start.step or start.rollout,
         device=run.device_name,
         ranks=ranks,
@@ -226,7 +226,7 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
     like = "" if rl.preset is None else f" like {rl.preset}"
     rewards = [*rl.reward, *([] if rl.environment is None else [f"those of {rl.environment}"])]
     lines = [
-        f"run      {run.held.folder}",
+        f"run      {run.run_lock.folder}",
         f"prompts  {run.task.prompts}",
         f"template {run.task.prompts.template_use()}",
         *run.task.held_out.leaks(run.task.prompts),
@@ -241,4 +241,4 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
     ]
     if rollout.truncated:
         lines.append(f"sampled  {truncation_line(rollout)}")
-    show_opening(lines, model, run.held.folder, run.detail)
+    show_opening(lines, model, run.run_lock.folder, run.detail)

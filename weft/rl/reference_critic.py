@@ -47,8 +47,8 @@ READS: dict[Role, str] = {"policy": "old_logprobs", "reference": "ref_logprobs",
 def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:
     """Set on each sample the arrays that the roles have read. parts: the result of read_all on each rank."""
     for part in parts:
-        for role, found in part.items():
-            for index, values in found.items():
+        for role, readings in part.items():
+            for index, values in readings.items():
                 setattr(samples[index], READS[role], values)
 
 
@@ -65,17 +65,17 @@ def start_rank(config: RlConfig, device: Device) -> Ranks:
 
 def own_ranks(config: RlConfig) -> dict[Role, int]:
     """Number of separate ranks of the reference and of the critic, if they have any."""
-    wanted: dict[Role, int | None] = {
+    counts: dict[Role, int | None] = {
         "reference": config.reference.ranks if config.rl.has_reference else None,
         "critic": config.critic.ranks if config.rl.has_critic else None,
     }
-    return {role: count for role, count in wanted.items() if count is not None}
+    return {role: count for role, count in counts.items() if count is not None}
 
 
 def critic_checkpoint(run: Path, step: int) -> Path:
     """The folder of the critic's checkpoint of a step: the one of separate ranks if it exists, else in the policy's."""
-    own = step_folder(run / CRITIC / "checkpoints", step)
-    return own if own.is_dir() else step_folder(run / "checkpoints", step) / CRITIC
+    separate = step_folder(run / CRITIC / "checkpoints", step)
+    return separate if separate.is_dir() else step_folder(run / "checkpoints", step) / CRITIC
 
 
 def steps_of_all(run: Path) -> list[int]:
@@ -90,8 +90,12 @@ def steps_of_all(run: Path) -> list[int]:
 def checkpoints_of(config: RlConfig) -> CheckpointConfig:
     """The checkpoint section. With a critic in separate ranks, one more checkpoint is kept, because a step counts only
     if the checkpoints of policy and critic are both complete."""
-    own = config.checkpoint
-    return replace(own, keep=own.keep + 1) if own.keep is not None and CRITIC in own_ranks(config) else own
+    checkpoint = config.checkpoint
+    return (
+        replace(checkpoint, keep=checkpoint.keep + 1)
+        if checkpoint.keep is not None and CRITIC in own_ranks(config)
+        else checkpoint
+    )
 
 
 def finish_step(engine: Engine, saver: Saver | None) -> float:
@@ -116,8 +120,8 @@ class Critic:
     def train(self, documents: Sequence[Document], share: float) -> dict[str, object]:
         """One optimizer step on the policy's samples; returns metrics. share: factor on critic.lr."""
         engine = self.engine
-        plan, own = engine.plan_step(documents)
-        metrics, result = engine.step(plan, own, ValueLoss(self.config.critic.clip), self.config.critic.lr * share)
+        plan, local = engine.plan_step(documents)
+        metrics, result = engine.step(plan, local, ValueLoss(self.config.critic.clip), self.config.critic.lr * share)
         if not self._checked:
             check_contract(engine)
             self._checked = True
@@ -142,8 +146,8 @@ class ReferenceCriticRank:
 
     def describe(self) -> list[str]:
         """Lines that describe this reference or critic at start."""
-        mine = (self.engine, None) if self.values is None else (None, self.engine)
-        count, line = self.ranks.world, opening_lines(self.config, *mine)[-1]
+        engines = (self.engine, None) if self.values is None else (None, self.engine)
+        count, line = self.ranks.world, opening_lines(self.config, *engines)[-1]
         return [f"{line}; on {counted(count, 'rank')} of its own"]
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
@@ -163,13 +167,13 @@ class ReferenceCriticRank:
         if last:
             restore_engine(self.engine, read_state(critic_checkpoint(run, last)), self.config.train.seed, command="rl")
         (run / CRITIC).mkdir(exist_ok=True)
-        kept, timeout = checkpoints_of(self.config), self.config.train.timeout
-        self.saver = Saver(self.engine, run / CRITIC, kept, constants, last, command="rl", timeout=timeout)
+        checkpoint, timeout = checkpoints_of(self.config), self.config.train.timeout
+        self.saver = Saver(self.engine, run / CRITIC, checkpoint, constants, last, command="rl", timeout=timeout)
 
     def read_all(self, roles: Sequence[Role], samples: Sequence[Sample]) -> dict[Role, dict[int, Floats]]:
         """Read this rank's samples: a reference reads logprobs, a critic values. roles: ignored; a rank has one."""
-        what = "logprob" if self.values is None else "value"
-        return {self.role: readout(self.engine, samples, what, self.opener)}
+        readout_name = "logprob" if self.values is None else "value"
+        return {self.role: readout(self.engine, samples, readout_name, self.opener)}
 
     def update(self, samples: Sequence[Sample], number: int, steps: int, share: float) -> dict[str, object]:
         """The critic's optimizer step, at the same time as the policy's step `number`; returns metrics. share: as in
@@ -208,14 +212,14 @@ class ReferenceCriticRank:
 
 
 def readout(
-    engine: Engine, samples: Sequence[Sample], what: str, opener: ImageOpener, routes: bool = False
+    engine: Engine, samples: Sequence[Sample], name: str, opener: ImageOpener, routes: bool = False
 ) -> dict[int, Floats]:
     """This rank's samples, read by the engine: index -> [T], zero at tokens that the policy did not sample. If several
-    ranks have the same samples, only the first returns them. what: `logprob` or `value`. routes: whether to replay the
+    ranks have the same samples, only the first returns them. name: `logprob` or `value`. routes: whether to replay the
     recorded experts. Collective."""
     flight.enter("logprobs")
-    plan, own = engine.plan_step(ReadSamples(samples, routes, opener))
-    read = engine.readout(plan, own, (what,))
+    plan, local = engine.plan_step(ReadSamples(samples, routes, opener))
+    read = engine.readout(plan, local, (name,))
     if engine.mesh.model_parallel_rank[0]:
         return {}
-    return {i: np.where(samples[i].sampled, found[what].numpy(), 0).astype(np.float32) for i, found in read.items()}
+    return {i: np.where(samples[i].sampled, values[name].numpy(), 0).astype(np.float32) for i, values in read.items()}

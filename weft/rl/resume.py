@@ -33,14 +33,14 @@ from weft.rl.reference_critic import CRITIC, steps_of_all
 if TYPE_CHECKING:
     from weft.recipes.rl import RlPlan, RlRun
 
-_BESIDE = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
+_HOW_IT_COMPUTES = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
 # Keys that a resumed run may change: they affect how it computes or generates, not what it learns.
 MAY_CHANGE = (
     "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout",
     *(f"rollout.{leaf}" for leaf in ("engine", "num_engines", "tp", "gpu_memory_utilization", "python", "engine_kwargs",
         "timeout")),
     *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "kv_cache_tokens")),
-    *(f"{section}.{leaf}" for section in ("reference", "critic") for leaf in _BESIDE),
+    *(f"{section}.{leaf}" for section in ("reference", "critic") for leaf in _HOW_IT_COMPUTES),
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: RlPlan, *
     """The start at the newest complete checkpoint of RUN, or at step 1 without one. UserError if config or data differ
     from that training, or if all checkpoints are damaged. replayed: whether rollouts are read from files (--replay)."""
     checkpoints = folder / "checkpoints"
-    state, skipped = find_newest(checkpoints, steps_of_all(folder), _whole)
+    state, skipped = find_newest(checkpoints, steps_of_all(folder), _judge_checkpoint)
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
         if skipped:
@@ -119,16 +119,16 @@ def find_collected(folder: Path) -> RlStart:
             f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another: "
             f"{from_weights(step_folder(folder / 'checkpoints', steps[-1]), 'rl')} --rollout-only"
         )
-    files, metrics, whole, skipped = rollout_files(folder / FOLDER), folder / "metrics.jsonl", [RlStart()], list[str]()
+    files, metrics, starts, skipped = rollout_files(folder / FOLDER), folder / "metrics.jsonl", [RlStart()], list[str]()
     for text in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []:
         line = json.loads(text) if text.endswith("\n") else {}
-        if line.get("rollout") != len(whole) or line["rollout"] not in files:
+        if line.get("rollout") != len(starts) or line["rollout"] not in files:
             break
-        whole.append(RlStart(rollout=line["rollout"], taken=line["taken"]))
-    while whole[-1].rollout and (problem := _unreadable(files[whole[-1].rollout])):
+        starts.append(RlStart(rollout=line["rollout"], taken=line["taken"]))
+    while starts[-1].rollout and (problem := _unreadable(files[starts[-1].rollout])):
         skipped.append(f"skipped  {problem}")
-        whole.pop()
-    return replace(whole[-1], notes=(*skipped, f"resumed  behind rollout step {whole[-1].rollout}"))
+        starts.pop()
+    return replace(starts[-1], notes=(*skipped, f"resumed  behind rollout step {starts[-1].rollout}"))
 
 
 def _unreadable(rollouts: Path) -> str:
@@ -155,14 +155,14 @@ def prepare_folder(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
     return replace(start, notes=(*start.notes, *notes))
 
 
-def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
+def _judge_checkpoint(checkpoint: Path) -> tuple[TrainerState | None, str]:
     """(state, reason why it cannot be resumed) of the policy's checkpoint and, with separate ranks, the critic's."""
     state, reason = read_or_reason(checkpoint, RL_RUN)
-    own = checkpoint.parent.parent / CRITIC / "checkpoints" / checkpoint.name
-    if state is None or not own.is_dir():
+    critic_folder = checkpoint.parent.parent / CRITIC / "checkpoints" / checkpoint.name
+    if state is None or not critic_folder.is_dir():
         return state, reason
-    critic, reason = read_or_reason(own, {})
-    return (state, "") if critic is not None else (None, f"its critic, {own}: {reason}")
+    critic, reason = read_or_reason(critic_folder, {})
+    return (state, "") if critic is not None else (None, f"its critic, {critic_folder}: {reason}")
 
 
 def _set_aside_critic(checkpoints: Path, step: int) -> None:

@@ -81,15 +81,17 @@ async def episode(
         await environment.start(prompt)
         while True:
             turn, name = transcript.turns, label + prompt.id
-            most = episodes.max_completion_tokens(prompt, transcript.reply_images)
-            asked = replace(sampling, max_new_tokens=most - transcript.length)
+            max_tokens = episodes.max_completion_tokens(prompt, transcript.reply_images)
+            turn_sampling = replace(sampling, max_new_tokens=max_tokens - transcript.length)
             seeds = (seed_of(seed, name, number, turn),)
-            request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked, transcript.images)
+            request = Request(
+                f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, turn_sampling, transcript.images
+            )
             (completion,) = await engine.generate(request)
             transcript.add_completion(completion)
             if transcript.untrained:
                 break
-            text, ended = _heard(completion, sampling, episodes.chats.tokenizer)
+            text, ended = _decode_answer(completion, sampling, episodes.chats.tokenizer)
             transcript.add_answer(text)
             if completion.finish != "end":
                 break
@@ -123,14 +125,14 @@ async def rewarded_groups(
     """
     began = drawn = time.perf_counter()
 
-    async def one(prompt: Prompt) -> SampleGroup:
+    async def generate_and_reward(prompt: Prompt) -> SampleGroup:
         nonlocal drawn
         group = await generate(prompt)
         drawn = time.perf_counter()
         await reward(group)
         return group
 
-    groups = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    groups = await asyncio.gather(*(generate_and_reward(prompt) for prompt in prompts))
     phases.add({"generate": drawn - began, "reward": time.perf_counter() - drawn})
     return list(groups)
 
@@ -144,15 +146,15 @@ async def groups_to_train(
     If groups are still missing then, those set aside first are used after all. roll: generates and scores groups, in
     prompt order. The choice depends only on rewards, not on timing, so runs are reproducible.
     """
-    kept: list[SampleGroup] = []
+    chosen: list[SampleGroup] = []
     aside: list[SampleGroup] = []
     for _ in range(rounds + 1):
-        for group in await roll(stream.take(stream.per_step - len(kept))):
-            (kept if group.has_signal or rounds == 0 else aside).append(group)
-        if len(kept) == stream.per_step:
+        for group in await roll(stream.take(stream.per_step - len(chosen))):
+            (chosen if group.has_signal or rounds == 0 else aside).append(group)
+        if len(chosen) == stream.per_step:
             break
-    missing = stream.per_step - len(kept)
-    return kept + aside[:missing], len(aside) - missing
+    missing = stream.per_step - len(chosen)
+    return chosen + aside[:missing], len(aside) - missing
 
 
 async def _close(environment: EnvironmentSession, transcript: TrajectoryBuilder) -> None:
@@ -162,7 +164,9 @@ async def _close(environment: EnvironmentSession, transcript: TrajectoryBuilder)
         transcript.error = transcript.error or str(error)
 
 
-def _heard(completion: Completion, sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+def _decode_answer(
+    completion: Completion, sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, bool]:
     """The text of an answer without its end token, and whether it has one."""
     tokens = completion.tokens
     ended = bool(tokens) and tokens[-1] in sampling.ends
@@ -178,7 +182,7 @@ class TrajectoryBuilder:
         self.turns, self.error, self.untrained = 0, "", ""  # reasons: of a failure, or why the sample is not trained
         self.reply_images: PromptImages | None = None  # as in Sample
         self._tokens = list(prompt.tokens)
-        self._sampled, self._logprobs, self._versions, self._kept = (
+        self._sampled, self._logprobs, self._versions, self._kept_logmass = (
             [value] * len(self._tokens) for value in (False, 0.0, -1, 0.0)
         )
         self._truncated = False
@@ -205,12 +209,14 @@ class TrajectoryBuilder:
         the sample is not trained, because no forward accepts a placeholder without an image."""
         if completion.tokens and completion.tokens[-1] in self.prompt.placeholders:
             completion, self.untrained = _without_the_last(completion), "it drew a token that stands for an image"
-        self._extend(completion.tokens, True, completion.logprobs, _each(completion), completion.kept_logmass)
+        self._extend(completion.tokens, True, completion.logprobs, _token_versions(completion), completion.kept_logmass)
         if completion.routes is not None:
             # An engine sends the routes of all tokens so far; keep the routes that earlier answers were sampled with.
-            known = 0 if self._routes is None else len(self._routes)
-            whole = completion.routes if known == 0 else np.concatenate([self._routes, completion.routes[known:]])
-            self._routes = whole
+            num_known = 0 if self._routes is None else len(self._routes)
+            routes = (
+                completion.routes if num_known == 0 else np.concatenate([self._routes, completion.routes[num_known:]])
+            )
+            self._routes = routes
         self.finish, self.turns = completion.finish, self.turns + 1
 
     def add_reply_tokens(self, following: ReplyTokens) -> None:
@@ -251,7 +257,7 @@ class TrajectoryBuilder:
             versions=np.array(self._versions, np.int32),
             finish=self.finish,
             turns=self.turns,
-            kept_logmass=np.array(self._kept, np.float32) if self._truncated else None,
+            kept_logmass=np.array(self._kept_logmass, np.float32) if self._truncated else None,
             routes=self._routes,
             rewards={"environment": self._reward} if gives_reward else {},
             trained=not (self.error or self.untrained),
@@ -265,15 +271,15 @@ class TrajectoryBuilder:
         sampled: bool,
         logprobs: Sequence[float],
         versions: Sequence[int],
-        kept: Sequence[float] | None,
+        kept_logmass: Sequence[float] | None,
     ) -> None:
         assert len(tokens) == len(logprobs) == len(versions)
         self._tokens += tokens
         self._sampled += [sampled] * len(tokens)
         self._logprobs += logprobs
         self._versions += versions
-        self._kept += [0.0] * len(tokens) if kept is None else kept
-        self._truncated = self._truncated or kept is not None
+        self._kept_logmass += [0.0] * len(tokens) if kept_logmass is None else kept_logmass
+        self._truncated = self._truncated or kept_logmass is not None
 
 
 def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,11 +297,11 @@ def _without_the_last(completion: Completion) -> Completion:
     mass, routes = completion.kept_logmass, completion.routes
     return replace(
         completion, tokens=completion.tokens[:-1], logprobs=completion.logprobs[:-1], finish="length",
-        versions=spans_of(_each(completion)[:-1]), kept_logmass=None if mass is None else mass[:-1],
+        versions=spans_of(_token_versions(completion)[:-1]), kept_logmass=None if mass is None else mass[:-1],
         routes=None if routes is None else routes[:-1],
     )  # fmt: skip
 
 
-def _each(completion: Completion) -> list[int]:
+def _token_versions(completion: Completion) -> list[int]:
     """The version of the weights that sampled each token."""
     return [version for version, count in completion.versions for _ in range(count)]

@@ -62,31 +62,31 @@ def _pack(samples: Sequence[Sample]) -> _Packed:
         (s.prompt.index, s.prompt.visit, s.prompt.source, s.number, s.finish, s.reward, s.trained) for s in samples
     ]
     columns = {name: _column([getattr(s, name) for s in samples], dtype) for name, dtype in _BY_TOKEN.items()}
-    there = {name: column for name, column in columns.items() if column is not None}
-    return _Packed(labels, [s.images for s in samples], there, [s.routes for s in samples])
+    present = {name: column for name, column in columns.items() if column is not None}
+    return _Packed(labels, [s.images for s in samples], present, [s.routes for s in samples])
 
 
 def _column(arrays: Sequence[Any], dtype: Any) -> _Column | None:
     """The arrays joined; None if no sample has one."""
-    there = [array for array in arrays if array is not None]
-    if not there:
+    present = [array for array in arrays if array is not None]
+    if not present:
         return None
     lengths = np.array([-1 if array is None else len(array) for array in arrays])
-    return _Column(lengths, np.concatenate(there).astype(dtype, copy=False))
+    return _Column(lengths, np.concatenate(present).astype(dtype, copy=False))
 
 
 def _unpacked(packed: _Packed) -> list[Sample]:
     count = len(packed.labels)
     parts = {name: column.parts() for name, column in packed.columns.items()}
     arrays: list[dict[str, Any]] = [{name: values[i] for name, values in parts.items()} for i in range(count)]
-    for own, routes in zip(arrays, packed.routes, strict=True):
-        own["routes"] = routes
+    for sample_arrays, routes in zip(arrays, packed.routes, strict=True):
+        sample_arrays["routes"] = routes
     return [
         Sample(
             prompt=Prompt(index, visit, (), "", source=source, images=images), number=number, finish=finish,
-            reward=reward, trained=trained, versions=_NO_VERSIONS, **own,
+            reward=reward, trained=trained, versions=_NO_VERSIONS, **sample_arrays,
         )
-        for (index, visit, source, number, finish, reward, trained), images, own in zip(
+        for (index, visit, source, number, finish, reward, trained), images, sample_arrays in zip(
             packed.labels, packed.images, arrays, strict=True
         )
     ]  # fmt: skip

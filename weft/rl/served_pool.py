@@ -30,29 +30,33 @@ class ServedPool:
     ) -> None:
         """tickets: of each vLLM engine; empty for SGLang. folder: where SGLang's directories are written."""
         self.actors = actors
-        self._trainers, self._tickets, self._folder = trainers, [own[0] for own in tickets.values()], folder
+        self._trainers, self._tickets, self._folder = (
+            trainers,
+            [engine_tickets[0] for engine_tickets in tickets.values()],
+            folder,
+        )
         self._loads = [0] * len(actors)
         self.drawn = 0  # tokens of completed requests
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed of the request."""
-        place = min(range(len(self._loads)), key=lambda n: (self._loads[n], n))
+        index = min(range(len(self._loads)), key=lambda n: (self._loads[n], n))
         load = len(request.seeds) * (len(request.tokens) + request.sampling.max_new_tokens)
-        self._loads[place] += load
+        self._loads[index] += load
         try:
-            completions: list[Completion] = await self.actors.call_one(place, "ask", "generate", request)
+            completions: list[Completion] = await self.actors.call_one(index, "ask", "generate", request)
             self.drawn += sum(len(completion.tokens) for completion in completions)
             return completions
         finally:
-            self._loads[place] -= load
+            self._loads[index] -= load
 
     async def sync(self, version: int) -> Synced:
         """Send the trainers' current weights to every engine."""
         synced: Synced
         if self._tickets:
             taking = [
-                decline_on_error(self.actors.call_one(n, "ask", "receive", own, version), own)
-                for n, own in enumerate(self._tickets)
+                decline_on_error(self.actors.call_one(n, "ask", "receive", ticket, version), ticket)
+                for n, ticket in enumerate(self._tickets)
             ]
             try:
                 sent, *_ = await gather_calls([self._trainers.call_all("send", version), *taking])
@@ -110,17 +114,17 @@ async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tu
     ranks whose devices it shares; UserError if these ranks are on several hosts. Otherwise (None, []): Ray chooses."""
     if config.cluster.placement != "colocated":
         return [(None, [])] * config.rollout.count
-    tp, found = config.rollout.tp, await trainers.call_all("devices")
+    tp, rank_devices = config.rollout.tp, await trainers.call_all("devices")
     devices: list[tuple[str | None, list[str]]] = []
     for number in range(config.rollout.count):
-        own = found[number * tp : (number + 1) * tp]
-        if len({one.host for one in own}) > 1:
+        shared = rank_devices[number * tp : (number + 1) * tp]
+        if len({rank.host for rank in shared}) > 1:
             raise UserError(
                 f"rollout.tp is {tp}, but trainer ranks {number * tp} to {number * tp + tp - 1}, whose devices an "
                 "engine is to have (cluster.placement=colocated), are on several hosts: set rollout.tp to fewer."
             )
-        visible = ",".join(one.visible for one in own if one.visible) or None
-        devices.append((visible, [uuid for one in own for uuid in one.uuids]))
+        visible = ",".join(rank.visible for rank in shared if rank.visible) or None
+        devices.append((visible, [uuid for rank in shared for uuid in rank.uuids]))
     return devices
 
 
@@ -142,22 +146,25 @@ async def open_engines(
     assert standalone is not None
     if config.rollout.engine == "hf":
         hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.call_all("host"))}
-        seen = dict(zip(hosts, await standalone.call_all("devices"), strict=True))
+        visible = dict(zip(hosts, await standalone.call_all("devices"), strict=True))
         torches = dict(zip(hosts, await standalone.call_all("torch_version"), strict=True))
-        tickets = (await trainers.call_all("open_sync", hosts, 1, seen, torches))[0]
+        tickets = (await trainers.call_all("open_sync", hosts, 1, visible, torches))[0]
         return StandalonePool(standalone, trainers, tickets, keep=config.rollout.on_weight_update == "continue")
     takes = config.rollout.engine == "vllm"
     hosts = dict(zip(server_names(config), await standalone.call_all("host"), strict=True)) if takes else {}
     devices = await devices_of_trainers(config, trainers)
-    seen = dict(zip(hosts, (uuids for _, uuids in devices), strict=False))  # hosts: empty for SGLang
+    visible = dict(zip(hosts, (uuids for _, uuids in devices), strict=False))  # hosts: empty for SGLang
     torches = dict(zip(hosts, await standalone.call_all("torch_version"), strict=True)) if takes else {}
-    tickets = (await trainers.call_all("open_sync", hosts, config.rollout.tp, seen, torches))[0]
+    tickets = (await trainers.call_all("open_sync", hosts, config.rollout.tp, visible, torches))[0]
     run = run.absolute()
     pool = ServedPool(standalone, trainers, tickets, run / "engines")
     try:
         if parts:
             await trainers.call_all("sleep", list(parts))
-        starting = [standalone.call_one(n, "start", str(run), compute, own) for n, (own, _) in enumerate(devices)]
+        starting = [
+            standalone.call_one(n, "start", str(run), compute, visible_devices)
+            for n, (visible_devices, _) in enumerate(devices)
+        ]
         await gather_calls(starting)
     except BaseException:
         await pool.close()

@@ -16,15 +16,15 @@ from weft.terminal import counted
 
 @dataclass
 class EmptySteps:
-    """Counts consecutive rollout steps without a trained sample. most: train.max_nonfinite."""
+    """Counts consecutive rollout steps without a trained sample. max_steps: train.max_nonfinite."""
 
-    most: int
+    max_steps: int
     in_a_row: int = 0
 
     def count(self, samples: Sequence[Sample], config: RlConfig) -> None:
-        """Count one rollout step. UserError, with the reasons, after `most` in a row."""
+        """Count one rollout step. UserError, with the reasons, after `max_steps` in a row."""
         self.in_a_row = 0 if any(is_trained(sample, config) for sample in samples) else self.in_a_row + 1
-        if self.in_a_row >= self.most:
+        if self.in_a_row >= self.max_steps:
             raise UserError(
                 f"{self.in_a_row} rollout steps in a row had no sample to train (train.max_nonfinite). Of the "
                 f"{len(samples)} of the last one {why_untrained(samples, config)}. Look at them with `weft rollouts`."
@@ -76,14 +76,14 @@ class CutSamples:
     """Warns once of a run, in the first rollout step of which nearly all samples were cut at their longest."""
 
     longest: int
-    said: bool = False
+    has_warned: bool = False
 
     def count(self, samples: Sequence[Sample]) -> list[str]:
         """Look at one rollout step; returns lines to print. longest: rollout.max_new_tokens."""
         cut = sum(sample.finish == "length" for sample in samples)
-        if self.said or cut < _MOSTLY * len(samples):
+        if self.has_warned or cut < _MOSTLY * len(samples):
             return []
-        self.said = True
+        self.has_warned = True
         return [
             f"warning  {cut} of {counted(len(samples), 'sample')} were cut at rollout.max_new_tokens={self.longest}: "
             "their rewards are those of unfinished answers. Give them room "
@@ -111,8 +111,13 @@ def why_untrained(samples: Sequence[Sample], config: RlConfig) -> str:
     reasons = {"failed in rl.environment": 0, "have no reward": 0, "drew no token": 0, "ended at their longest": 0}
     for sample in samples:
         if not is_trained(sample, config):
-            held = ("error" in sample.notes or not sample.trained, sample.reward is None, not sample.length, True)
-            reasons[list(reasons)[held.index(True)]] += 1
+            applies = (
+                "error" in sample.notes or not sample.trained,
+                sample.reward is None,
+                not sample.length,
+                True,
+            )
+            reasons[list(reasons)[applies.index(True)]] += 1
     advice = {
         "have no reward": " (their functions failed, or gave None)",
         "ended at their longest": " (rl.mask_truncated, rollout.max_new_tokens)",

@@ -98,10 +98,10 @@ class TrainerRank:
         self.config = config
         self.ranks = start_rank(config, device)
         self.engine = Engine(policy_config(config), self.ranks, fill=fill)
-        others = own_ranks(config)
-        here = "reference" not in others
-        self.reference = reference_engine(config, self.ranks, shares_with=self.engine) if here else None
-        critic = None if CRITIC in others else critic_engine(config, self.ranks, fill=fill, shares_with=self.engine)
+        separate = own_ranks(config)
+        has_reference = "reference" not in separate
+        self.reference = reference_engine(config, self.ranks, shares_with=self.engine) if has_reference else None
+        critic = None if CRITIC in separate else critic_engine(config, self.ranks, fill=fill, shares_with=self.engine)
         self.critic, self.values = critic, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
@@ -152,10 +152,10 @@ class TrainerRank:
             critics = {} if self.critic is None else {str(critic_checkpoint(run.resolve(), last)): self.critic}
             notes = restore_engine(self.engine, state, self.config.train.seed, critics, command="rl")
         texts = {**changed_files(self.config.model.path, self.config.data), **texts}
-        others: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
-        kept = checkpoints_of(self.config)
+        other_engines: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
+        checkpoint = checkpoints_of(self.config)
         self.saver = Saver(
-            self.engine, run, kept, constants, last, texts=texts, further_engines=others, command="rl",
+            self.engine, run, checkpoint, constants, last, texts=texts, further_engines=other_engines, command="rl",
             timeout=self.config.train.timeout,
         )  # fmt: skip
         return notes
@@ -187,10 +187,10 @@ class TrainerRank:
             self.engine.sleep(*asleep)
         return f"exact    {proof.tokens} tokens sampled to try it: the trainer has the same logprobs, to the last bit"
 
-    def generate(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
+    def generate(self, requests: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
         """Completions from this rank's embedded engine (EmbeddedEngine.advance)."""
         flight.enter("generate")
-        return self.embedded.advance(asked, seconds)
+        return self.embedded.advance(requests, seconds)
 
     def sleep_engine(self) -> int:
         """Free the embedded engine's copy of the weights; returns its bytes."""
@@ -201,8 +201,8 @@ class TrainerRank:
         parameters stay, because a sync follows."""
         moved = 0
         for engine in self._engines():
-            own = [part for part in parts if not (sends and engine is self.engine and part == "parameters")]
-            moved += engine.sleep(*own) if own else 0
+            moving = [part for part in parts if not (sends and engine is self.engine and part == "parameters")]
+            moved += engine.sleep(*moving) if moving else 0
         return moved
 
     def wake(self) -> int:
@@ -230,9 +230,9 @@ class TrainerRank:
         devices that it sees. torches: engine -> version of its torch.
         """
         assert self.folder is not None, "open_run comes first"
-        seen, versions = devices or {}, torches or {}
+        uuids, versions = devices or {}, torches or {}
         receivers = [
-            EngineTarget(name, host, workers, seen.get(name, ()), versions.get(name, ""))
+            EngineTarget(name, host, workers, uuids.get(name, ()), versions.get(name, ""))
             for name, host in hosts.items()
         ]
         self.sender = Sender(self.engine, receivers, options_of(self.config, self.folder))
@@ -288,27 +288,27 @@ class TrainerRank:
         began = time.perf_counter()
         documents = TrainedSamples(samples, self.config, self.opener)
         if not documents:  # on every rank alike
-            nothing = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
-            return UpdateResult({**nothing, **_NOTHING})
+            skipped = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
+            return UpdateResult({**skipped, **_NO_STEP})
         loss = PolicyLoss(self.config.rl, old_is_current=not documents.old_is_known, masked=documents.masked)
         # Only the policy's step is timed: readouts and the critic pass through phases of the same names.
         with contextlib.nullcontext() if self.times is None else contextlib.closing(self.times.open()):
             flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
             plan, local = self.engine.plan_step(documents)
             metrics, result = self.engine.step(plan, local, loss, lr)
-        taken = StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
+        outcome = StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
         values = {} if self.values is None else self.values.train(documents, lr / self.config.optimizer.lr)
         if not self._contract_checked:
             check_contract(self.engine)
             self._contract_checked = True
         memory = finish_step(self.engine, self.saver)
-        line = step_line(number, epoch, taken, self.throughput, memory) | values
+        line = step_line(number, epoch, outcome, self.throughput, memory) | values
         if self.times is not None:
             line |= self.times.take()
-        alike = self.engine.mesh.tp is not None and self.engine.mesh.tp.rank > 0  # the first tp rank returns them
-        old = {} if alike else loss.old_logprobs()
-        read = {documents.places[index]: found.numpy() for index, found in old.items()}
-        return UpdateResult(line, {index: _spread(samples[index], found) for index, found in read.items()})
+        is_copy = self.engine.mesh.tp is not None and self.engine.mesh.tp.rank > 0  # the first tp rank returns them
+        old = {} if is_copy else loss.old_logprobs()
+        read = {documents.places[index]: logprobs.numpy() for index, logprobs in old.items()}
+        return UpdateResult(line, {index: _spread(samples[index], logprobs) for index, logprobs in read.items()})
 
     # ------------------------------------------------------------ saving
 
@@ -339,7 +339,7 @@ class TrainerRank:
 
 
 # The other fields in the line of a step without documents.
-_NOTHING: dict[str, object] = {
+_NO_STEP: dict[str, object] = {
     "loss": None, "grad_norm": None, "lr": None, "documents": 0, "tokens": 0, "loss_tokens": 0, "empty": True,
 }  # fmt: skip
 

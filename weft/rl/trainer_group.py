@@ -28,9 +28,9 @@ class TrainerGroup:
 
     async def describe(self) -> ModelOpening:
         """The opening about the models. The first call waits until all ranks have built their engines."""
-        (opening, *_), *others = await gather_calls([group.call_all("describe") for group in self._all])
+        (opening, *_), *other_groups = await gather_calls([group.call_all("describe") for group in self._all])
         described: ModelOpening = opening
-        return described.followed_by(line for first, *_ in others for line in first)
+        return described.followed_by(line for first, *_ in other_groups for line in first)
 
     async def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """Trainer.check_images on all ranks."""
@@ -57,12 +57,12 @@ class TrainerGroup:
     async def read(self, roles: Sequence[Role], samples: Sequence[Sample]) -> None:
         """Let each role read the samples, and set its array on them (READS). Each group of ranks gets the samples
         once."""
-        asked = {role: self._reference_critic.get(role, self._trainers) for role in roles}
+        groups_by_role = {role: self._reference_critic.get(role, self._trainers) for role in roles}
         batch = SampleBatch(samples)
         parts = await gather_calls(
             [
-                group.call_all("read_all", tuple(role for role, own in asked.items() if own is group), batch)
-                for group in dict.fromkeys(asked.values())
+                group.call_all("read_all", tuple(role for role in roles if groups_by_role[role] is group), batch)
+                for group in dict.fromkeys(groups_by_role.values())
             ]
         )
         set_readings(samples, (part for group in parts for part in group))
@@ -94,11 +94,11 @@ class TrainerGroup:
 
     async def finish(self) -> tuple[str, list[str]]:
         """Wait for the last save; returns its folder and messages."""
-        (saved, news), *others = [
-            found[0] for found in await gather_calls([group.call_all("finish") for group in self._savers])
+        (saved, news), *other_news = [
+            results[0] for results in await gather_calls([group.call_all("finish") for group in self._savers])
         ]
         self._is_saving = False
-        return saved, [*news, *(text for own in others for text in own)]
+        return saved, [*news, *(text for texts in other_news for text in texts)]
 
     async def ending(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Exit callback: after an error, finish the save in progress within train.timeout, if the ranks still run."""
@@ -107,8 +107,8 @@ class TrainerGroup:
         finishing, timeout = asyncio.ensure_future(self.finish()), self.config.train.timeout
         with suppress(Exception):  # the first error is the one to show
             if not (await asyncio.wait([finishing], timeout=1.0))[0]:
-                what = first_line(error) if isinstance(error, Exception) else type(error).__name__
-                text = f"ending   {what}: a checkpoint is being written, and finished first, within {timeout:g} s"
+                reason = first_line(error) if isinstance(error, Exception) else type(error).__name__
+                text = f"ending   {reason}: a checkpoint is being written, and finished first, within {timeout:g} s"
                 say(f"{text} (train.timeout)", error=True)
             _, news = await asyncio.wait_for(finishing, timeout)
             say(*news, error=True)

@@ -44,10 +44,10 @@ class ByteWriter(Protocol):
     def flush(self) -> None: ...
 
 
-def supervise(most: int) -> None:
+def supervise(max_processes: int) -> None:
     """Fork, and return in the child. This process waits until the child has ended or the controller asks for that
     (SIGTERM, or the end of standard input), kills all that the child has started, and exits with the child's status,
-    which is 128 + the number for a signal. most: processes that the child may start.
+    which is 128 + the number for a signal. max_processes: processes that the child may start.
 
     The child may not notice the controller's end itself: a function that hangs reads no input, and may hold the
     interpreter's lock for ever.
@@ -56,8 +56,8 @@ def supervise(most: int) -> None:
     woken, wakes = socket.socketpair()
     for end in (woken, wakes):
         end.setblocking(False)
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
     supervisor, child = os.getpid(), os.fork()
@@ -76,15 +76,15 @@ def supervise(most: int) -> None:
     events.register(0, 0)  # wait only for the hang-up, not for input
     events.register(woken, select.POLLIN)
     status: int | None = None
-    while status is None and not asked:
-        ready = dict(events.poll(_LOOK_SECONDS * 1000))
+    while status is None and not signals:
+        events_by_descriptor = dict(events.poll(_LOOK_SECONDS * 1000))
         with contextlib.suppress(BlockingIOError):
             woken.recv(1 << 12)
         status = _bury().get(child)
-        if 0 in ready:
+        if 0 in events_by_descriptor:
             break
-        if len(psutil.pids()) - before > most and len(descendants([psutil.Process()])) > most:
-            os.write(2, f"user code has started more than {most} processes, and is ended\n".encode())
+        if len(psutil.pids()) - before > max_processes and len(descendants([psutil.Process()])) > max_processes:
+            os.write(2, f"user code has started more than {max_processes} processes, and is ended\n".encode())
             break
     buried = _end_descendants()
     status = buried.get(child, -signal.SIGKILL) if status is None else status
@@ -95,8 +95,8 @@ def _bury() -> dict[int, int]:
     """Process id -> status (negative: the signal) of children that have ended."""
     ended: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+        while (waited := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[waited[0]] = os.waitstatus_to_exitcode(waited[1])
     return ended
 
 
@@ -107,15 +107,15 @@ def _end_descendants() -> dict[int, int]:
     end = time.monotonic() + _END_SECONDS
     while time.monotonic() < end:
         ended |= _bury()
-        there = descendants([psutil.Process()])
-        if not there:
+        running = descendants([psutil.Process()])
+        if not running:
             break
-        more = [process for process in there if process not in stopped]
-        stopped.update(more)
-        for process in more or there:
+        unstopped = [process for process in running if process not in stopped]
+        stopped.update(unstopped)
+        for process in unstopped or running:
             with contextlib.suppress(psutil.Error):
-                process.suspend() if more else process.kill()
-        if not more:
+                process.suspend() if unstopped else process.kill()
+        if not unstopped:
             time.sleep(0.01)
     return ended
 
@@ -145,13 +145,13 @@ def receive(stream: ByteReader) -> Any:
     return pickle.loads(stream.read(*HEADER.unpack(header))) if len(header) == HEADER.size else None
 
 
-def send(stream: ByteWriter, thing: Any) -> None:
+def send(stream: ByteWriter, message: Any) -> None:
     """Send a message and flush."""
-    stream.write(packed(thing))
+    stream.write(packed(message))
     stream.flush()
 
 
-def packed(thing: Any) -> bytes:
+def packed(message: Any) -> bytes:
     """The bytes of a message."""
-    data = pickle.dumps(thing)
+    data = pickle.dumps(message)
     return HEADER.pack(len(data)) + data

@@ -85,11 +85,11 @@ async def start_worker(
     string, which is the message. words: command-line arguments. pass_fds: file descriptors to inherit.
     """
     root, run = str(PACKAGE.parent), reaper.current()
-    ours, theirs = socket.socketpair()
-    with theirs:
+    worker_socket, child_socket = socket.socketpair()
+    with child_socket:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *words],
-            stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=pass_fds,
+            stdin=child_socket.fileno(), stdout=child_socket.fileno(), pass_fds=pass_fds,
             env={
                 **os.environ, **run.mark, "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": _joined(root, os.environ.get("PYTHONPATH")),
@@ -98,7 +98,7 @@ async def start_worker(
         )  # fmt: skip
     run.add(process.pid)
     threading.Thread(target=process.wait, name=f"weft end of {module}", daemon=True).start()  # it is no zombie
-    answers, requests = await asyncio.open_connection(sock=ours)
+    answers, requests = await asyncio.open_connection(sock=worker_socket)
 
     async def ended() -> int | None:
         """Wait for the supervisor; the status is that of the process below it. asyncio's own wait would be over only

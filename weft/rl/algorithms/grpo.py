@@ -34,11 +34,11 @@ def plain(rows: Sequence[Any], rewards: Sequence[Any], keys: Any) -> Sequence[An
     from weft.rl.algorithms.plain import per_token, scores_of_groups
 
     pairs = scores_of_groups(rows, rewards)
-    everything = torch.stack([score for score, _ in pairs])
+    all_scores = torch.stack([score for score, _ in pairs])
     values = []
     for score, group in pairs:
         value = 0.0 if bool((group == group[0]).all()) else float(score - group.mean())
-        divisor = {"group": group, "batch": everything}.get(keys.advantage_norm)
+        divisor = {"group": group, "batch": all_scores}.get(keys.advantage_norm)
         values.append(value / (float(divisor.std()) + 1e-4) if divisor is not None and value else value)
     return per_token(rows, values)
 

@@ -16,7 +16,7 @@ def scores_of_groups(rows: Sequence[Any], rewards: Sequence[Tensor]) -> list[tup
     """For each row: the sum of its rewards, and those of all rows of its group."""
     scores = [reward.sum() for reward in rewards]
     members = {
-        row.group: [s for other, s in zip(rows, scores, strict=True) if other.group == row.group] for row in rows
+        row.group: [s for _member, s in zip(rows, scores, strict=True) if _member.group == row.group] for row in rows
     }
     return [(score, torch.stack(members[row.group])) for row, score in zip(rows, scores, strict=True)]
 

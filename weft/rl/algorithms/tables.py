@@ -16,10 +16,10 @@ def presets_table() -> str:
     """The presets, an algorithm to a line."""
     rows = []
     for spec in ALGORITHMS.values():
-        others = [f"{leaf} {_shown(value)}" for leaf, value in spec.preset.items() if leaf not in _COLUMNS]
+        other_keys = [f"{leaf} {_shown(value)}" for leaf, value in spec.preset.items() if leaf not in _COLUMNS]
         paper = f"[{spec.paper}](https://arxiv.org/abs/{spec.paper})"
         rows.append(
-            [f"`{spec.name}`", *(str(spec.preset.get(leaf, "")) for leaf in _COLUMNS), ", ".join(others), paper]
+            [f"`{spec.name}`", *(str(spec.preset.get(leaf, "")) for leaf in _COLUMNS), ", ".join(other_keys), paper]
         )
     return _table(["`rl.algorithm`", *(f"`{leaf}`" for leaf in _COLUMNS), "other keys", "paper"], rows)
 
@@ -40,8 +40,8 @@ def filled(page: str) -> str:
     """The page with its three tables as they are declared. Each stands between two comments with its name."""
     for name, table in {"presets": presets_table(), "advantages": advantages_table(), "losses": losses_table()}.items():
         begin, end = f"<!-- {name}: written by weft/rl/algorithms/tables.py -->\n", f"<!-- end of {name} -->\n"
-        before, _, rest = page.partition(begin)
-        _, found_end, after = rest.partition(end)
+        before, _, remainder = page.partition(begin)
+        _, found_end, after = remainder.partition(end)
         assert found_end, f"no place for the table of {name}"
         page = before + begin + table + end + after
     return page

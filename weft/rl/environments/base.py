@@ -59,15 +59,15 @@ def environment_class(config: RlConfig) -> type[Environment] | None:
     path = config.rl.environment
     if path is None:
         return None
-    found = import_named(path, "rl.environment")
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    loaded = import_named(path, "rl.environment")
+    if not (isinstance(loaded, type) and issubclass(loaded, Environment)):
         raise UserError(
             f"rl.environment: {path} is no environment: write a class of weft.rl.environments.base.Environment "
             "(docs/how-to/environments.md)."
         )
-    if not config.rl.reward and not found.gives_reward:
+    if not config.rl.reward and not loaded.gives_reward:
         raise UserError(
             f"rl.reward is empty, and {path} gives no rewards: name a reward function, or set gives_reward = True in "
             "the class and `reward` in its replies."
         )
-    return found
+    return loaded

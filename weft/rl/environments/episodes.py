@@ -86,15 +86,15 @@ class Episodes:
                 "messages (or set rl.chat=true), or reply with `text`."
             )
         try:
-            found = self.chats.continuation(prompt, reply.messages, reply.calls, reply_images)
+            continuation = self.chats.continuation(prompt, reply.messages, reply.calls, reply_images)
         except BadRowError as error:
             raise EnvironmentFailure(f"{self.kind.__name__}.step: {error}") from error
-        if found.reply_images is not None and self.room is not None and self.room.refusal:
+        if continuation.reply_images is not None and self.room is not None and self.room.refusal:
             raise UserError(
                 f"rl.environment: {self.kind.__name__} replied with an image, and this model cannot be trained on "
                 f"images: {self.room.refusal}."
             )
-        return ReplyTokens([*(() if ended else found.closing), *found.tokens], found.reply_images)
+        return ReplyTokens([*(() if ended else continuation.closing), *continuation.tokens], continuation.reply_images)
 
 
 class EnvironmentSession:
@@ -102,7 +102,7 @@ class EnvironmentSession:
 
     def __init__(self, name: str, worker: Worker, timeout: float) -> None:
         self._name, self._worker, self._timeout = name, worker, timeout
-        self._gone = False
+        self._has_ended = False
 
     async def start(self, prompt: Prompt) -> None:
         """Call Environment.start."""
@@ -116,7 +116,7 @@ class EnvironmentSession:
     async def close(self) -> None:
         """Call Environment.close if its process still runs; then end the process and its children."""
         try:
-            if not self._gone:
+            if not self._has_ended:
                 await self._call("close")
         finally:
             await self._worker.end()
@@ -125,11 +125,11 @@ class EnvironmentSession:
         try:
             result, error = await self._worker.ask((method, arguments, self._timeout), self._timeout + _GRACE)
         except WorkerError as failure:
-            self._gone = True
+            self._has_ended = True
             late = f" took more than {self._timeout:g} seconds"
             error = late if failure.late else f": its process {failure}"
         except asyncio.CancelledError:
-            self._gone = True
+            self._has_ended = True
             raise
         if error is not None:
             raise EnvironmentFailure(f"{self._name}.{method}{error}")

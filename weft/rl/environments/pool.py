@@ -49,35 +49,35 @@ class _ForkServer:
         self._worker, self._control = worker, control
         self._numbers = itertools.count(1)
         self._ended = dict[int, asyncio.Future[int | None]]()
-        self._heard = b""
+        self._listening = b""
         asyncio.get_running_loop().add_reader(control.fileno(), self._listen)
 
     @classmethod
     async def start(cls, path: str) -> _ForkServer:
         _allow_many_files()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            words, descriptors = [str(theirs.fileno())], [theirs.fileno()]
+        control, server_end = socket.socketpair()
+        with server_end:
+            words, descriptors = [str(server_end.fileno())], [server_end.fileno()]
             refused = f"rl.environment: the process that imports {path}"
             try:
                 worker, _ = await start_worker("weft.rl.environments.worker", path, refused, words, descriptors)
             except BaseException:
-                ours.close()
+                control.close()
                 raise
-        return cls(worker, ours)
+        return cls(worker, control)
 
     async def open(self, when_ended: Callable[[], None]) -> Worker:
         number = next(self._numbers)
         ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(lambda _: when_ended())
-        ours, theirs = socket.socketpair()
-        with theirs:
+        connection, child_end = socket.socketpair()
+        with child_end:
             self._ended[number] = ended
             try:
-                socket.send_fds(self._control, [ORDER.pack(number)], [theirs.fileno()])
+                socket.send_fds(self._control, [ORDER.pack(number)], [child_end.fileno()])
             except OSError:
                 self._lost()  # resolves `ended`, so the caller's next request fails
-        answers, requests = await asyncio.open_connection(sock=ours)
+        answers, requests = await asyncio.open_connection(sock=connection)
 
         def kill() -> None:
             if not ended.done():
@@ -99,10 +99,10 @@ class _ForkServer:
         if not data:
             self._lost()
             return
-        self._heard += data
-        while len(self._heard) >= ENDED.size:
-            number, status = ENDED.unpack_from(self._heard)
-            self._heard = self._heard[ENDED.size :]
+        self._listening += data
+        while len(self._listening) >= ENDED.size:
+            number, status = ENDED.unpack_from(self._listening)
+            self._listening = self._listening[ENDED.size :]
             self._ended.pop(number).set_result(status)
 
     def _require_end(self, ended: asyncio.Future[int | None]) -> None:
@@ -124,5 +124,5 @@ class _ForkServer:
 def _allow_many_files() -> None:
     """Raise the limit on open files: each of hundreds of simultaneous conversations has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = hard if hard != resource.RLIM_INFINITY else 1 << 16
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, 1 << 16)), hard))
+    hard_limit = hard if hard != resource.RLIM_INFINITY else 1 << 16
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard_limit, 1 << 16)), hard))

@@ -107,7 +107,7 @@ class ForkServer:
             return False
         (number,) = ORDER.unpack(data)
         if number < 0:
-            for process in [process for process, own in self._numbers.items() if own == -number]:
+            for process in [process for process, session in self._numbers.items() if session == -number]:
                 _kill(process)
             return True
         process = os.fork()
@@ -134,8 +134,8 @@ class ForkServer:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setpgid(0, 0)
-            for mine in (self._control, self._woken, self._wakes):
-                mine.close()
+            for open_socket in (self._control, self._woken, self._wakes):
+                open_socket.close()
             end_with_parent(signal.SIGKILL)
             prefer_oom_kill()
             np.random.seed()  # else all processes draw the same numbers; Python reseeds `random` itself after a fork
@@ -154,18 +154,18 @@ def converse(kind: type[Environment], connection: socket.socket) -> None:
     environment: Environment | None = None
     while (request := receive(stream)) is not None:
         name, arguments, seconds = request
-        found: tuple[Any, str | None]
+        answer: tuple[Any, str | None]
         try:
             if environment is None:
                 environment = kind()
             result = _call(getattr(environment, name), arguments, seconds)
-            found = (plain(result) if name == "step" else None), None
+            answer = (plain(result) if name == "step" else None), None
         except LateError:
-            found = None, f" took more than {seconds:g} seconds"
+            answer = None, f" took more than {seconds:g} seconds"
         except (Exception, SystemExit) as error:
-            found = None, f": {type(error).__name__}: {first_line(error)}"
+            answer = None, f": {type(error).__name__}: {first_line(error)}"
         try:
-            send(stream, found)
+            send(stream, answer)
         except Exception as error:  # pickle's; nothing has been written yet
             send(stream, (None, f": its reply cannot be sent: {first_line(error)}"))
 
@@ -174,7 +174,7 @@ def plain(reply: Any) -> Reply:
     """The reply with its containers and numbers as built-in types. TypeError or ValueError if it is no valid reply."""
     if not isinstance(reply, Reply):
         raise TypeError(f"returned {reply!r:.80}, which is no Reply (weft.rl.environments.base)")
-    if not all(isinstance(one, Mapping) for one in (*reply.messages, *reply.calls)):
+    if not all(isinstance(entry, Mapping) for entry in (*reply.messages, *reply.calls)):
         raise TypeError("`messages` and `calls` of a Reply are lists of dicts")
     if reply.text is not None and not isinstance(reply.text, str):
         raise TypeError(f"`text` of a Reply is {type(reply.text).__name__}, no text")

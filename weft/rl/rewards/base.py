@@ -17,7 +17,7 @@ from weft.errors import UserError
 from weft.inference.types import Prompt, Sample
 from weft.launch.machine import cpu_cores
 from weft.rl.rewards.builtin import INLINE, has_reference, reference_answers
-from weft.rl.rewards.calls import GIVEN, RewardBatch, RewardFunction, RewardOutcome, RewardSignature, RewardSpec
+from weft.rl.rewards.calls import STANDARD, RewardBatch, RewardFunction, RewardOutcome, RewardSignature, RewardSpec
 from weft.rl.rewards.pool import RewardPool
 
 ENVIRONMENT = "environment"  # the reward that comes from replies of an environment
@@ -42,12 +42,12 @@ class Failures:
     """Counts of calls and failures by function."""
 
     def __init__(self) -> None:
-        self._asked, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
+        self._calls, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
         self._news: list[str] = []
 
     def count(self, name: str, sample: Sample, error: str | None) -> None:
         """Count one call for a sample. error: None if it succeeded."""
-        self._asked[name] += 1
+        self._calls[name] += 1
         if error is None:
             return
         self._last[name] = f"sample {sample.id} ({sample.prompt.source}): {error}"
@@ -58,10 +58,10 @@ class Failures:
     def metrics(self) -> dict[str, float]:
         """`rewards/failed`, in total and per function with failures; resets the counts. UserError if a function, or the
         environment, failed for every sample."""
-        failed, asked, last = self._failed, self._asked, self._last
-        self._asked, self._failed, self._last = Counter(), Counter(), {}
+        failed, calls, last = self._failed, self._calls, self._last
+        self._calls, self._failed, self._last = Counter(), Counter(), {}
         for name, count in failed.items():
-            if count == asked[name]:
+            if count == calls[name]:
                 key = "rl.environment" if name == ENVIRONMENT else f"rl.reward: {name}"
                 raise UserError(
                     f"{key} failed for every one of the {count} samples of this step: nothing is left to learn from. "
@@ -80,10 +80,10 @@ class Rewards:
     """Scores samples with the reward functions: built-in ones that cannot hang run here, others in worker processes. A
     failed call loses only its sample."""
 
-    def __init__(self, config: RlAlgorithm, given: Mapping[str, bytes] | None = None) -> None:
-        """given: pickled functions by their name in rl.reward."""
+    def __init__(self, config: RlAlgorithm, pickled: Mapping[str, bytes] | None = None) -> None:
+        """pickled: pickled functions by their name in rl.reward."""
         self.functions = [
-            RewardSpec(name, path, _options(config, name), (given or {}).get(path))
+            RewardSpec(name, path, _options(config, name), (pickled or {}).get(path))
             for name, path in zip(reward_names(config.reward), config.reward, strict=True)
         ]
         weights = config.reward_weights or (1.0,) * len(self.functions)
@@ -101,8 +101,8 @@ class Rewards:
     async def start(self, prompts: Sequence[Prompt] = ()) -> None:
         """Import the functions. UserError if that fails, or if a prompt lacks a column that a function requires."""
         if self._outside:
-            found = await self._pool.describe()
-            self._signatures = {f.name: d for f, d in zip(self._outside, found, strict=True)}
+            signatures = await self._pool.describe()
+            self._signatures = {f.name: d for f, d in zip(self._outside, signatures, strict=True)}
         self._signatures |= {name: function.signature for name, function in self._inline.items()}
         for prompt in prompts:
             self._check(prompt)
@@ -122,7 +122,7 @@ class Rewards:
         lines = []
         for function in self.functions:
             signature = self._signatures[function.name]
-            arguments = [name for name in signature.columns if name in GIVEN or name in signature.required]
+            arguments = [name for name in signature.columns if name in STANDARD or name in signature.required]
             arguments += ["the right answer"] * signature.reference
             arguments += ["and all other columns" if arguments else "all columns"] * signature.takes_all
             lines.append(
@@ -176,14 +176,14 @@ class Rewards:
         right = next(iter(reference_answers(prompt.columns)), "42")
         texts = [text.replace("ANSWER", str(right)) for text in _STAND_INS]
         samples = [stand_in(prompt, number, text, encode(text)) for number, text in enumerate(texts)]
-        where = f"{len(samples)} stand-in answers to {prompt.source}"
+        description = f"{len(samples)} stand-in answers to {prompt.source}"
         try:
             outcomes = await self._outcomes(function, samples)
         except UserError as error:
             raise UserError(f"{error} It is defined at {self._signatures[function.name].source}.") from error
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         values = ", ".join("no reward" if outcome.value is None else f"{outcome.value:g}" for outcome in outcomes)
-        line = f"{function.name}: {values} for {where}"
+        line = f"{function.name}: {values} for {description}"
         if not errors:
             return line
         # A slow function may be waking a judge, and replies of an environment, which a function may need, are missing.
@@ -191,8 +191,8 @@ class Rewards:
             return f"{line}; the last error: {errors[-1]}"
         source = self._signatures[function.name].source
         raise UserError(
-            f"rl.reward: {function.name}{f' ({source})' if source else ''} fails for each of {where}: {errors[-1]}"
-            f"{_about_messages(errors[-1])}"
+            f"rl.reward: {function.name}{f' ({source})' if source else ''} fails for each of {description}: "
+            f"{errors[-1]}{_about_messages(errors[-1])}"
         )
 
     def _sum(self, sample: Sample, failures: Failures) -> None:
@@ -201,20 +201,22 @@ class Rewards:
             failures.count(ENVIRONMENT, sample, error)
         order = [*(f.name for f in self.functions), ENVIRONMENT]  # calls end in any order
         sample.rewards = {name: sample.rewards[name] for name in order if name in sample.rewards}
-        said = {name: value for name, value in sample.rewards.items() if value is not None}
+        values = {name: value for name, value in sample.rewards.items() if value is not None}
         lost = error or "reward_errors" in sample.notes
-        sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
+        sample.reward = (
+            None if lost or not values else sum(self.weights[name] * value for name, value in values.items())
+        )
 
     def _batch(self, function: RewardSpec, samples: Sequence[Sample]) -> RewardBatch:
         prompt, signature = samples[0].prompt, self._signatures[function.name]
         names = [name for name in signature.columns if name in prompt.columns]
         if signature.takes_all:  # a row without a column of other rows has None there, as in a table
-            others = {**self._columns, **dict.fromkeys(prompt.columns)}
-            names += [name for name in others if name not in signature.columns]
+            all_columns = {**self._columns, **dict.fromkeys(prompt.columns)}
+            names += [name for name in all_columns if name not in signature.columns]
         chat, ids = prompt.messages is not None, signature.takes_all or "completion_ids" in signature.columns
         return RewardBatch(
             prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
-            completions=[_said(sample) if chat else sample.text for sample in samples],
+            completions=[_as_messages(sample) if chat else sample.text for sample in samples],
             completion_ids=[sample.completion() if ids else () for sample in samples],
             columns={name: [prompt.columns.get(name)] * len(samples) for name in names},
         )
@@ -227,14 +229,14 @@ class Rewards:
         return [named] if isinstance(named, str) else list(named or ())
 
     def _check(self, prompt: Prompt) -> None:
-        asked = self._named(prompt)
-        known = [function.name for function in self.functions]
-        if self.column is not None and (not asked or set(asked) - set(known)):
+        named = self._named(prompt)
+        names = [function.name for function in self.functions]
+        if self.column is not None and (not named or set(named) - set(names)):
             raise UserError(
                 f"{prompt.source}: rl.reward_column: `{self.column}` is {prompt.columns.get(self.column)!r}, which is "
-                f"none of rl.reward: {', '.join(known)}."
+                f"none of rl.reward: {', '.join(names)}."
             )
-        for name in asked:
+        for name in named:
             if problem := _missing(name, self._signatures[name], prompt):
                 raise UserError(f"{prompt.source}: rl.reward: {problem}")
 
@@ -270,13 +272,13 @@ def try_rewards(
     """
     messages = None if isinstance(prompt, str) else tuple(prompt)
     text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
-    asked = Prompt(0, 0, (), text, messages, columns, "the prompt")
-    samples = [stand_in(asked, number, text, list(text.encode())) for number, text in enumerate(completions)]
+    test_prompt = Prompt(0, 0, (), text, messages, columns, "the prompt")
+    samples = [stand_in(test_prompt, number, text, list(text.encode())) for number, text in enumerate(completions)]
 
     async def run() -> None:
         rewards = Rewards(RlAlgorithm(reward=tuple(reward), reward_timeout=timeout, reward_workers=1))
         async with rewards:
-            await rewards.start([asked])
+            await rewards.start([test_prompt])
             await rewards.score(samples, Failures())
 
     asyncio.run(run())
@@ -301,8 +303,8 @@ def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | Non
     if absent is None:
         return f"{name} needs the right answer, and the row has {columns}. Set {named}."
     return (
-        f"{name} asks for `{absent}`, and the row has {columns}. Weft gives {', '.join(GIVEN)} and the columns of the "
-        f"data: set {named}, or give the parameter a default."
+        f"{name} asks for `{absent}`, and the row has {columns}. Weft gives {', '.join(STANDARD)} and the columns of "
+        f"the data: set {named}, or give the parameter a default."
     )
 
 
@@ -314,11 +316,11 @@ def _note(name: str, sample: Sample, outcome: RewardOutcome) -> None:
         sample.notes.setdefault("reward_errors", {})[name] = outcome.error
 
 
-def _said(sample: Sample) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] | None = sample.notes.get("messages")
-    return said if said is not None else [{"role": "assistant", "content": sample.text}]
+def _as_messages(sample: Sample) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] | None = sample.notes.get("messages")
+    return messages if messages is not None else [{"role": "assistant", "content": sample.text}]
 
 
 def _options(config: RlAlgorithm, name: str) -> dict[str, Any]:
-    found = ((option.rpartition("."), value) for option, value in config.reward_options.items())
-    return {argument: value for (of, _, argument), value in found if of == name}
+    options = ((option.rpartition("."), value) for option, value in config.reward_options.items())
+    return {argument: value for (function, _, argument), value in options if function == name}

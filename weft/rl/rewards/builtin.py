@@ -55,13 +55,13 @@ def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> li
         return next(iter([*compiled.finditer(text)][-1:]), None)
 
     def answer(reference: str) -> str:
-        found = last(reference)
-        marked = found is not None and (found.group(1) or "").strip() != found.group(0).strip()
-        return (found.group(1) or "" if found is not None and marked else reference).strip()
+        match = last(reference)
+        marked = match is not None and (match.group(1) or "").strip() != match.group(0).strip()
+        return (match.group(1) or "" if match is not None and marked else reference).strip()
 
-    said = [None if (found := last(text)) is None else (found.group(1) or "").strip() for text in texts]
+    matched = [None if (match := last(text)) is None else (match.group(1) or "").strip() for text in texts]
     expected = references(len(completions), columns)
-    return [float(text == answer(reference)) for reference, text in zip(expected, said, strict=True)]
+    return [float(text == answer(reference)) for reference, text in zip(expected, matched, strict=True)]
 
 
 def format(completions: Sequence[Completion], tags: Sequence[str] = ("think",), **_: Any) -> list[float]:
@@ -108,8 +108,8 @@ def completion_text(completion: Completion) -> str:
     """The text of a completion; for a list of messages, the last assistant message."""
     if isinstance(completion, str):
         return completion
-    said = [message.get("content") or "" for message in completion if message.get("role") == "assistant"]
-    return str(said[-1]) if said else ""
+    answers = [message.get("content") or "" for message in completion if message.get("role") == "assistant"]
+    return str(answers[-1]) if answers else ""
 
 
 def references(count: int, columns: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -140,16 +140,16 @@ def reference_answers(row: Mapping[str, Any]) -> Iterator[Any]:
 
 def _has_format(text: str, tags: Sequence[str]) -> bool:
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    rest = text.strip()
+    remainder = text.strip()
     for number, tag in enumerate(tags):
-        opened = rest.startswith(f"<{tag}>")
+        opened = remainder.startswith(f"<{tag}>")
         if not opened and number > 0:
             return False
-        inside, closed, rest = rest.removeprefix(f"<{tag}>").partition(f"</{tag}>")
+        inside, closed, remainder = remainder.removeprefix(f"<{tag}>").partition(f"</{tag}>")
         if not closed or not inside.strip() or any(mark in inside for mark in marks):
             return False
-        rest = rest.strip()
-    return not rest if len(tags) > 1 else bool(rest) and not any(mark in rest for mark in marks)
+        remainder = remainder.strip()
+    return not remainder if len(tags) > 1 else bool(remainder) and not any(mark in remainder for mark in marks)
 
 
 def _same(reference: str, text: str, boxed: bool) -> float:
@@ -159,13 +159,15 @@ def _same(reference: str, text: str, boxed: bool) -> float:
         raise ImportError(NEEDS_MATH_VERIFY) from None
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    said = text.rpartition("</think>")[2]
-    if boxed and r"\boxed" not in said:
+    answer = text.rpartition("</think>")[2]
+    if boxed and r"\boxed" not in answer:
         return 0.0
     expected = reference.rpartition("####")[2].strip()  # GSM8K's answers end with #### and the number
-    if expected == said.strip():
+    if expected == answer.strip():
         return 1.0
     marked = expected if "$" in expected or r"\boxed" in expected else f"${expected}$"
     return float(
-        verify(parse(marked, parsing_timeout=_SECONDS), parse(said, parsing_timeout=_SECONDS), timeout_seconds=_SECONDS)
+        verify(
+            parse(marked, parsing_timeout=_SECONDS), parse(answer, parsing_timeout=_SECONDS), timeout_seconds=_SECONDS
+        )
     )

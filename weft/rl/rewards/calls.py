@@ -23,7 +23,7 @@ from weft.errors import UserError
 from weft.importing import import_named
 from weft.rl.rewards.builtin import BUILT_IN, COMPARING, completion_text
 
-GIVEN = ("prompts", "completions", "completion_ids")
+STANDARD = ("prompts", "completions", "completion_ids")
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -68,8 +68,8 @@ class RewardBatch:
     def only(self, i: int) -> RewardBatch:
         """A batch of sample `i` alone."""
         columns = {name: values[i : i + 1] for name, values in self.columns.items()}
-        at = slice(i, i + 1)
-        return RewardBatch(self.prompts[at], self.completions[at], self.completion_ids[at], columns)
+        index = slice(i, i + 1)
+        return RewardBatch(self.prompts[index], self.completions[index], self.completion_ids[index], columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class RewardFunction:
     def __init__(self, spec: RewardSpec) -> None:
         """UserError if the function does not exist or has unsupported parameters."""
         self.spec = spec
-        self._call = _found(spec)
+        self._call = _load(spec)
         if not callable(self._call):
             raise UserError(f"rl.reward: {spec.path} is a {type(self._call).__name__}, which cannot be called.")
         self.signature = _describe(spec, self._call)
@@ -124,19 +124,19 @@ class RewardFunction:
         return [outcome for i in range(len(batch)) for outcome in self._outcomes(batch.only(i), runner)]
 
     def _list(self, batch: RewardBatch) -> Any:
-        given = {name: getattr(batch, name) for name in GIVEN if self._takes(name)}
+        standard = {name: getattr(batch, name) for name in STANDARD if self._takes(name)}
         columns = {name: list(values) for name, values in batch.columns.items() if self._takes(name)}
-        return self._call(**{**columns, **given, **self.spec.options})
+        return self._call(**{**columns, **standard, **self.spec.options})
 
     def _takes(self, name: str) -> bool:
         return self.signature.takes_all or name in self.signature.columns
 
     async def _side_by_side(self, batch: RewardBatch) -> list[RewardOutcome]:
         """Call the function once per sample, concurrently, so that a slow or failing call affects no other."""
-        ask = self._verl if self.signature.kind == "verl" else self._alone
+        ask = self._verl if self.signature.kind == "verl" else self._call_one
         return list(await asyncio.gather(*(ask(batch.only(i)) for i in range(len(batch)))))
 
-    async def _alone(self, batch: RewardBatch) -> RewardOutcome:
+    async def _call_one(self, batch: RewardBatch) -> RewardOutcome:
         try:
             return _outcomes(await self._list(batch), 1)[0]
         except _CountError:
@@ -156,18 +156,18 @@ class RewardFunction:
             "extra_info": row.get("extra_info"),
         }
         try:
-            found = self._call(**{name: values[name] for name in _OF_VERL if self._takes(name)}, **self.spec.options)
-            found = await found if inspect.isawaitable(found) else found
-            if not isinstance(found, Mapping):
-                return _outcome(found)
-            if "score" not in found:
-                raise ValueError(f"returned a dict without `score`: it has {', '.join(map(str, found))}")
-            return RewardOutcome(_outcome(found["score"]).value, _outcome(found["score"]).error, {**found})
+            returned = self._call(**{name: values[name] for name in _OF_VERL if self._takes(name)}, **self.spec.options)
+            returned = await returned if inspect.isawaitable(returned) else returned
+            if not isinstance(returned, Mapping):
+                return _outcome(returned)
+            if "score" not in returned:
+                raise ValueError(f"returned a dict without `score`: it has {', '.join(map(str, returned))}")
+            return RewardOutcome(_outcome(returned["score"]).value, _outcome(returned["score"]).error, {**returned})
         except (Exception, SystemExit) as error:
             return RewardOutcome(None, _last_line(error))
 
 
-def _found(spec: RewardSpec) -> Any:
+def _load(spec: RewardSpec) -> Any:
     if spec.path in BUILT_IN:
         return BUILT_IN[spec.path]
     if spec.code is None:
@@ -195,11 +195,11 @@ def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
         raise UserError(
             f"rl.reward_options: {spec.name} has no parameter {unknown[0]}; it has {', '.join(names) or 'none'}."
         )
-    wanted = [name for name in required if name not in (*GIVEN, *spec.options)]
+    needed = [name for name in required if name not in (*STANDARD, *spec.options)]
     if {"solution_str", "ground_truth"} <= set(names):
-        own = [name for name in wanted if name not in _OF_VERL]
+        columns_needed = [name for name in needed if name not in _OF_VERL]
         columns = (*names, "reward_model", "answer")
-        return RewardSignature("verl", columns, tuple(own), takes_all, reference=True, source=_source(call))
+        return RewardSignature("verl", columns, tuple(columns_needed), takes_all, reference=True, source=_source(call))
     if required[:2] == ["args", "sample"] or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise UserError(
             f"rl.reward: {spec.path} has the parameters {', '.join(p.name for p in parameters)}; a reward function is "
@@ -209,7 +209,7 @@ def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
     reference = spec.path in COMPARING or (spec.path == "regex" and "(" in str(spec.options.get("pattern", "")))
     kind: Literal["list", "async"] = "async" if is_async else "list"
-    return RewardSignature(kind, tuple(names), tuple(wanted), takes_all, reference, _source(call))
+    return RewardSignature(kind, tuple(names), tuple(needed), takes_all, reference, _source(call))
 
 
 def _source(call: Callable[..., Any]) -> str:
@@ -226,12 +226,12 @@ def _opened(values: Sequence[Any]) -> Sequence[Any]:
     return [pictures.get(id(value), value) for value in values]
 
 
-def _outcomes(found: Any, count: int) -> list[RewardOutcome]:
-    if isinstance(found, str | Mapping) or not hasattr(found, "__len__"):
-        raise TypeError(f"returned {type(found).__name__}, not a list of {count} numbers")
-    if len(found) != count:
-        raise _CountError(f"returned {len(found)} values for {count} completions")
-    return [_outcome(value) for value in found]
+def _outcomes(returned: Any, count: int) -> list[RewardOutcome]:
+    if isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
+        raise TypeError(f"returned {type(returned).__name__}, not a list of {count} numbers")
+    if len(returned) != count:
+        raise _CountError(f"returned {len(returned)} values for {count} completions")
+    return [_outcome(value) for value in returned]
 
 
 def _outcome(value: Any) -> RewardOutcome:

@@ -11,19 +11,19 @@ from weft.errors import UserError, first_line
 from weft.importing import MAIN, import_extra
 
 
-def name_rewards(given: Any) -> tuple[list[str], dict[str, bytes]]:
+def name_rewards(rewards: Any) -> tuple[list[str], dict[str, bytes]]:
     """(names for rl.reward, name -> pickled function, for functions that workers cannot import).
 
-    given: a name or import path as in rl.reward, a function, or a list of these. UserError if an item is neither, or if
-    a function cannot be pickled.
+    rewards: a name or import path as in rl.reward, a function, or a list of these. UserError if an item is neither, or
+    if a function cannot be pickled.
     """
-    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    listed = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
     names: list[str] = []
     pickled: dict[str, bytes] = {}
-    for place, reward in enumerate(several, start=1):
+    for number, reward in enumerate(listed, start=1):
         name = reward if isinstance(reward, str) else _import_path(reward)
         if name is None:
-            name = _own_name(reward, place, names)
+            name = _own_name(reward, number, names)
             pickled[name] = _pickled(reward, name)
         names.append(name)
     return names, pickled
@@ -39,10 +39,10 @@ def _import_path(function: Any) -> str | None:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(name, str) or "<" in name or module not in sys.modules or module == MAIN:
         return None
-    found: Any = sys.modules[module]
+    target: Any = sys.modules[module]
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return f"{module}:{name}" if found is function and _can_be_imported(module) else None
+        target = getattr(target, part, None)
+    return f"{module}:{name}" if target is function and _can_be_imported(module) else None
 
 
 def _can_be_imported(module: str) -> bool:
@@ -52,11 +52,11 @@ def _can_be_imported(module: str) -> bool:
         return False
 
 
-def _own_name(function: Any, place: int, taken: Sequence[str]) -> str:
-    """A name such as `__main__:is_right`; numbered by `place` if the function has no usable name, or a taken one."""
+def _own_name(function: Any, number: int, used: Sequence[str]) -> str:
+    """A name such as `__main__:is_right`; numbered by `number` if the function has no usable name, or a taken one."""
     name = getattr(function, "__name__", type(function).__name__)
-    own = f"{MAIN}:{name}"
-    return own if name.isidentifier() and own not in taken else f"{MAIN}:reward_{place}"
+    qualified = f"{MAIN}:{name}"
+    return qualified if name.isidentifier() and qualified not in used else f"{MAIN}:reward_{number}"
 
 
 def _pickled(function: Any, name: str) -> bytes:

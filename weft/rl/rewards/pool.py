@@ -37,8 +37,8 @@ class RewardPool:
         except WorkerError as error:
             if len(batch) == 1:
                 return [RewardOutcome(None, f"the function's process {error}", late=error.late)]
-        alone = await asyncio.gather(*(self.call(number, batch.only(i)) for i in range(len(batch))))
-        return [outcome for outcomes in alone for outcome in outcomes]
+        single = await asyncio.gather(*(self.call(number, batch.only(i)) for i in range(len(batch))))
+        return [outcome for outcomes in single for outcome in outcomes]
 
     async def close(self) -> None:
         """End all processes."""

@@ -20,7 +20,7 @@ def main() -> None:
     path, named = receive(requests)
     add_import_folders(path)
     try:
-        functions = [RewardFunction(one) for one in named]
+        functions = [RewardFunction(spec) for spec in named]
     except UserError as error:
         send(answers, str(error))
         return
