@@ -279,7 +279,7 @@ def test_refusals_say_what_to_set() -> None:
     message = r"document 1 of the step has 9 tokens, but a row holds 8: .*step\.max_tokens_per_device=12 or more"
     with pytest.raises(ValueError, match=message):
         plan_step([DocumentMeta(3, 1.0, 1), DocumentMeta(9, 1.0, 1)], ranks=1, budget=10, multiple=4)
-    with pytest.raises(ValueError, match=r"step\.shapes=buckets"):
+    with pytest.raises(ValueError, match=r"step\.padding=buckets"):
         plan_step([DocumentMeta(3, 1.0, 1)], ranks=1, budget=10, layout="padded", shapes="fixed")
     with pytest.raises(ValueError, match=r"has 30 tokens.*of this model are never cut: set .*=30 or more, or"):
         plan_step([DocumentMeta(30, 1.0, 1)], ranks=2, budget=10, cuts=False)
