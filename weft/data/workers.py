@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from weft.data.blocks import Block
 from weft.errors import ActorError, UserError
@@ -26,17 +26,27 @@ from weft.launch.machine import end_with_parent, oom_kills
 from weft.version import PACKAGE
 
 if TYPE_CHECKING:
+    from weft.data.encode import Encoder
     from weft.data.table import Chunk
-    from weft.data.tokenise import TokeniseTask
 
 _AHEAD = 3  # finished blocks, for each worker, that may wait for their turn
 _ENDING_SECONDS = 1.0  # how long to wait for the exit status of a worker whose connection has closed
 
 
+class BlockTask(Protocol):
+    """The work of a worker: make an encoder once, and encode blocks with it (TokeniseTask). seconds_for: the time limit
+    of a block, if it has one. too_slow: the error for a block that exceeds it."""
+
+    def make_encoder(self) -> Encoder: ...
+    def encode(self, encoder: Encoder, block: Block) -> Chunk: ...
+    def seconds_for(self, block: Block) -> float | None: ...
+    def too_slow(self, block: Block) -> UserError: ...
+
+
 class WorkerPool:
     """A pool of processes: `with WorkerPool(task, 4) as pool: for size, chunk in pool.map(blocks): ...`"""
 
-    def __init__(self, task: TokeniseTask, count: int) -> None:
+    def __init__(self, task: BlockTask, count: int) -> None:
         self._task, self._count = task, count
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: list[Connection] = []
@@ -156,10 +166,10 @@ def _result(answer: tuple[str, Any]) -> Chunk:
 
 
 def serve(connection: Connection) -> None:
-    """The main loop of a worker: receives a TokeniseTask, then blocks, until the connection is closed."""
+    """The main loop of a worker: receives a BlockTask, then blocks, until the connection is closed."""
     encoder = None
     try:
-        task: TokeniseTask = pickle.loads(connection.recv_bytes())
+        task: BlockTask = pickle.loads(connection.recv_bytes())
         while True:
             block: Block = pickle.loads(connection.recv_bytes())
             answer: tuple[str, Any]
