@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -44,11 +43,11 @@ def room(module: str) -> str:
 
 
 def imports() -> set[tuple[str, str]]:
-    """(importer, imported), by folder or file under weft/; not what only a type checker reads."""
+    """(importer, imported), by folder or file under weft/; what only a type checker reads counts, too."""
     found = set()
     for path in FILES:
         ours = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for node in _run(tree(path)):
+        for node in ast.walk(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"weft.{alias.name}" for alias in node.names] if node.module == "weft" else [str(node.module)]
@@ -66,7 +65,7 @@ def test_nothing_imports_upwards() -> None:
         for by, of in imports()
         if by != "__init__" and place.get(of, 99) < place.get(by, 98 if by in BELOW else 0)
     }
-    assert upwards == set()
+    assert upwards == {("rl", "recipes")}  # types of the controller's loop
 
 
 def test_everything_is_printed_by_one_file() -> None:
@@ -81,22 +80,29 @@ def test_everything_is_printed_by_one_file() -> None:
     assert printing <= own
 
 
+# The last circle, of types alone: plan, run and step of `weft rl` are defined in its recipe.
+OF_THE_LOOP = {"weft.recipes.rl", "weft.rl.recorder", "weft.rl.resume"}
+
+
 def test_no_two_files_import_each_other() -> None:
-    """Not in a circle of any length either, whether at the top of the file or within a function."""
+    """Not in a circle of any length either, whether at the top of the file, within a function or for types."""
     waiting = imports_of_files()
-    while ready := [module for module, needed in waiting.items() if not needed & waiting.keys()]:
-        for module in ready:
-            del waiting[module]
-    assert sorted(waiting) == []
+    while True:
+        first = {module for module, needed in waiting.items() if not needed & waiting.keys()}
+        last = waiting.keys() - set().union(*waiting.values())
+        if not first | last:
+            break
+        waiting = {module: needed for module, needed in waiting.items() if module not in first | last}
+    assert set(waiting) <= OF_THE_LOOP
 
 
 def imports_of_files() -> dict[str, set[str]]:
-    """module -> modules of weft that it imports; not what only a type checker reads."""
+    """module -> modules of weft that it imports; what only a type checker reads counts, too."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
         named = set()
-        for node in _run(tree(path)):
+        for node in ast.walk(tree(path)):
             named |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
@@ -105,17 +111,9 @@ def imports_of_files() -> dict[str, set[str]]:
     return found
 
 
-def _run(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but what is below `if TYPE_CHECKING`."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-            yield node
-            yield from _run(node)
-
-
 # Names that say nothing of the thing: pronouns, articles and participles alone.
 EMPTY_NAMES = {
-    "again", "alike", "alone", "anything", "apart", "asked", "at", "before", "behind", "beside", "both", "by",
+    "again", "alike", "alone", "anything", "apart", "asked", "at", "behind", "beside", "both", "by",
     "due", "each", "elsewhere", "enough", "every", "everyone", "everything", "few", "found", "given", "having",
     "heard", "held", "here", "it", "its", "kept", "known", "least", "left", "lots", "made", "many", "mine", "more",
     "most", "nothing", "of", "once", "one", "other", "others", "ours", "own", "place", "ready", "rest", "said",
@@ -123,7 +121,7 @@ EMPTY_NAMES = {
     "these", "they", "thing", "things", "those", "told", "took", "twice", "wanted", "wants", "what", "where",
     "which", "who", "whole", "whom", "whose",
 }  # fmt: skip
-MOST_EMPTY = 0.045  # of all names that are bound
+MOST_EMPTY = 0.0075  # of all names that are bound
 
 
 def bound_names() -> list[str]:
@@ -152,7 +150,7 @@ def test_a_class_name_stands_once() -> None:
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(str(path.relative_to(ROOT)))
     twice = {name: paths for name, paths in files.items() if len(paths) > 1}
-    assert twice.keys() <= {"Ranks", "Total", "Trainer", "_PromptReader"}, twice
+    assert twice == {}
 
 
 # What torch.distributed does over all ranks of the process where it is given no group, and where `group` stands.

@@ -30,7 +30,7 @@ from weft.models import hf
 from weft.recipes.verify import EPSILON
 from weft.verify import harness
 from weft.verify.documents import awkward_steps, special_ids
-from weft.verify.expected import Expected, Trainer, expect, with_noise, with_rounding
+from weft.verify.expected import Expected, ReferenceTrainer, expect, with_noise, with_rounding
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents
 
@@ -213,8 +213,8 @@ def references_once() -> Iterator[None]:
 
     def once(compute: Callable[..., Expected]) -> Callable[..., Expected]:
         def kept(*args: Any) -> Expected:
-            args = tuple(replace(arg, device="cpu") if isinstance(arg, Trainer) else arg for arg in args)
-            (trainer,) = (arg for arg in args if isinstance(arg, Trainer))
+            args = tuple(replace(arg, device="cpu") if isinstance(arg, ReferenceTrainer) else arg for arg in args)
+            (trainer,) = (arg for arg in args if isinstance(arg, ReferenceTrainer))
             before = [len(arg.noise_samples) for arg in args if isinstance(arg, Expected)]
             key = repr((compute.__name__, before, *(arg for arg in args if not isinstance(arg, Expected))))
             if trainer.adapter is not None or key not in _expected:

@@ -20,7 +20,7 @@ from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.models.flops import FlopFacts
 from weft.verify import harness, rl_harness
 from weft.verify.documents import awkward_steps, boundary_ids, special_ids
-from weft.verify.expected import Expected, Trainer, expect, plain_optimizer, with_noise, with_rounding
+from weft.verify.expected import Expected, ReferenceTrainer, expect, plain_optimizer, with_noise, with_rounding
 from weft.verify.observed import Observed, largest
 from weft.verify.reference import Document, Reference
 from weft.verify.routing import Differences
@@ -127,7 +127,7 @@ def test_a_later_loss_that_is_no_number_fails(sides: tuple[Observed, Expected]) 
 
 def of_experts(path: str) -> list[float]:
     """The differences to fp64 of the gradients of each step, and of the weights, of a reference with experts."""
-    trainer = Trainer(path, [1e-3] * 3, OptimizerConfig(eps=1e-5), "cpu", "model.layers")
+    trainer = ReferenceTrainer(path, [1e-3] * 3, OptimizerConfig(eps=1e-5), "cpu", "model.layers")
     steps, facts = awkward_steps(128), FlopFacts(1, expert=1, experts=5, experts_per_token=2)
     found = with_rounding(with_noise(expect(trainer, steps, facts), trainer, steps), trainer, steps, facts)
     in_double = [harness.compare_gradients(step.noise_samples[-1], step.gradients, {}) for step in found.steps]
@@ -173,7 +173,7 @@ def test_weights_are_as_far_off_as_their_difference_is_long(optimizer: str) -> N
 @pytest.mark.parametrize("pads", [True, False])
 def test_padding_is_noise_only_where_it_changes_rounding_alone(pads: bool) -> None:
     """Elsewhere it is another result, and tolerances would widen by it."""
-    trainer = Trainer(saved_model("llama"), [1e-3], OptimizerConfig(lr=1e-3), "cpu", "model.layers", pads=pads)
+    trainer = ReferenceTrainer(saved_model("llama"), [1e-3], OptimizerConfig(lr=1e-3), "cpu", "model.layers", pads=pads)
     steps, facts = [awkward_steps(128)[0][:2]], FlopFacts(dense=1)
     expected = with_noise(expect(trainer, steps, facts), trainer, steps)
     assert len(expected.steps[0].noise_samples) == len(expected.noise_samples) == 1 + pads

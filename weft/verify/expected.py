@@ -56,7 +56,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class ReferenceTrainer:
     """Trains fresh references from the weights at `path`. lrs: the learning rate of each step. layers: name of the list
     of decoder layers.
 
@@ -105,7 +105,7 @@ class Trainer:
         return start, on_cpu(plain.weights()), curve
 
 
-def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts, image_step: Step = ()) -> Expected:
+def expect(trainer: ReferenceTrainer, steps: Sequence[Step], facts: FlopFacts, image_step: Step = ()) -> Expected:
     """Compute all values that an engine will be compared with, without their noise. image_step: documents of which
     logprobs and the gradient are compared by themselves."""
     out = Expected()
@@ -167,7 +167,7 @@ def _evaluated(
     return results, sum(all_hits) / max(1, len(all_hits)), sum(map(all, counted)) / max(1, len(counted))
 
 
-def with_noise(expected: Expected, trainer: Trainer, steps: Sequence[Step]) -> Expected:
+def with_noise(expected: Expected, trainer: ReferenceTrainer, steps: Sequence[Step]) -> Expected:
     """The same values with the reference's noise by other orders of summation."""
     plain = trainer.reference()
     gradients = [_noise_gradients(trainer, plain, step) for step in steps]
@@ -178,7 +178,7 @@ def with_noise(expected: Expected, trainer: Trainer, steps: Sequence[Step]) -> E
     return _with_noise(expected, gradients, weights)
 
 
-def with_rounding(expected: Expected, trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
+def with_rounding(expected: Expected, trainer: ReferenceTrainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
     """The same values with the reference's difference to fp64 among its noise, which takes as long as they did."""
     recorder = Recorder(facts.experts, facts.experts_per_token, expected.routes) if facts.expert else None
     plain = trainer.reference()
@@ -188,7 +188,7 @@ def with_rounding(expected: Expected, trainer: Trainer, steps: Sequence[Step], f
     return _with_noise(expected, gradients, [trainer.train(steps, double=True, recorder=recorder)[1]])
 
 
-def _noise_gradients(trainer: Trainer, plain: reference.Reference, step: Step) -> list[Tensors]:
+def _noise_gradients(trainer: ReferenceTrainer, plain: reference.Reference, step: Step) -> list[Tensors]:
     noise_samples = [on_cpu(plain.gradients(list(step)[::-1])[1])]
     if trainer.pads:
         noise_samples.append(on_cpu(plain.padded_gradients(step)))

@@ -26,7 +26,15 @@ from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
 from weft.verify.adapter import optimizer_by_files, randomize_adapters, renamed, saved_adapter
-from weft.verify.expected import Expected, ExpectedGradient, Trainer, expect, norm_of, with_noise, with_rounding
+from weft.verify.expected import (
+    Expected,
+    ExpectedGradient,
+    ReferenceTrainer,
+    expect,
+    norm_of,
+    with_noise,
+    with_rounding,
+)
 from weft.verify.image_reference import Images
 from weft.verify.objective_check import LossAndGradients, divisor, expect_objective, observe_objective
 from weft.verify.observed import (
@@ -141,7 +149,7 @@ def verify(
 
 
 def _judge_with_noise(
-    engine: Engine, observed: Observed, expected: Expected, trainer: Trainer, steps: Sequence[Step]
+    engine: Engine, observed: Observed, expected: Expected, trainer: ReferenceTrainer, steps: Sequence[Step]
 ) -> Verdict:
     """All comparisons; the reference's noise is measured if something is beyond its tolerance."""
     optimizer, facts, at_once = engine.config.optimizer.name, engine.built.flops, rounds(engine)
@@ -202,10 +210,12 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
     ]
 
 
-def trainer_of(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None, images: Images) -> Trainer:
+def trainer_of(
+    engine: Engine, path: str, lrs: Sequence[float], adapter: str | None, images: Images
+) -> ReferenceTrainer:
     """The trainer of references with the settings of this engine."""
     model = engine.config.model
-    return Trainer(
+    return ReferenceTrainer(
         path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers,
         resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.engine.engine import Engine
 from weft.verify.adapter import as_in_files, randomize_adapters, saved_adapter
-from weft.verify.expected import Trainer, on_cpu, recording
+from weft.verify.expected import ReferenceTrainer, on_cpu, recording
 from weft.verify.harness import SCALAR, Figure, compare_gradients, relative, trainer_of, worst_of
 from weft.verify.observed import Step, Tensors, following, gather_readouts, neighbours, one_gradient
 from weft.verify.routing import Recorder, Routes
@@ -63,7 +63,7 @@ def compare_as_configured(engine: Engine, path: str, step: Step) -> tuple[list[F
         return _compare(engine, trainer_of(engine, path, (), adapter, {}), step)
 
 
-def _compare(engine: Engine, trainer: Trainer, step: Step) -> tuple[list[Figure], str]:
+def _compare(engine: Engine, trainer: ReferenceTrainer, step: Step) -> tuple[list[Figure], str]:
     facts, dtype = engine.built.flops, narrow_dtype(engine)
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
     exact = None
@@ -183,7 +183,7 @@ def _finite_gradients(engine: Engine, step: Step) -> tuple[float, Tensors]:
 
 
 def _of_reference(
-    trainer: Trainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, scale: float
+    trainer: ReferenceTrainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, scale: float
 ) -> NarrowResults:
     """Results of plain transformers in `dtype`: in fp32 the recorder records their routes, else they follow it."""
     plain = trainer.reference(dtype)
@@ -197,7 +197,7 @@ def _of_reference(
 
 
 def _finite_reference(
-    trainer: Trainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, engine: Engine
+    trainer: ReferenceTrainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, engine: Engine
 ) -> NarrowResults | None:
     """_of_reference at the largest loss scale, up to the engine's, at which it is finite; None if it is at none."""
     scale = 1.0 if engine.loss_scale is None else engine.loss_scale.scale

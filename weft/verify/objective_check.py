@@ -12,7 +12,7 @@ from weft.engine.losses.base import Batch, Loss
 from weft.engine.losses.check import check_normaliser, check_terms, chosen_tokens
 from weft.models.readouts import HIDDEN, TOP, TOP_IDS
 from weft.verify.adapter import as_in_files
-from weft.verify.expected import ExpectedGradient, Trainer, norm_of, on_cpu
+from weft.verify.expected import ExpectedGradient, ReferenceTrainer, norm_of, on_cpu
 from weft.verify.image_reference import Images
 from weft.verify.observed import Step, Tensors, following, one_gradient, short_budget, to_documents
 from weft.verify.reference import Document, Reference
@@ -36,7 +36,7 @@ def divisor(engine: Engine, objective: Loss, step: Step, images: Images) -> floa
     return check_normaliser(objective.normaliser(engine.plan(to_documents(engine, step, images)[1])), objective)
 
 
-def expect_objective(trainer: Trainer, objective: Loss, step: Step, divided_by: float) -> ExpectedGradient:
+def expect_objective(trainer: ReferenceTrainer, objective: Loss, step: Step, divided_by: float) -> ExpectedGradient:
     """What one plain process computes of it. others: with the documents in reverse."""
     plain = trainer.reference()
     loss, gradients = _gradients(plain, objective, step, divided_by)

@@ -107,7 +107,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankNames:
     """Names that give the number of GPUs of the old run, and the ways in which they shared work."""
 
     all: tuple[str, ...]
@@ -140,7 +140,7 @@ class Shared:
     betas: dict[str, tuple[Any, ...]]
     unlimited: tuple[str, ...]
     per_device: tuple[str, ...]
-    ranks: Ranks
+    ranks: RankNames
     columns: Groups
     column_switches: tuple[str, ...]
     sources: Sources
