@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import weft
+from tests.support.cases import saved_model
+from tests.support.toy_tokenizers import byte_tokenizer
 from weft import cli
 from weft.config import load_config, to_dict, to_yaml
 from weft.config.keys import former_names, get, with_current_names
@@ -221,6 +223,15 @@ def test_the_resolved_config_is_printed_with_new_names(capsys: pytest.CaptureFix
     assert "  prompts_per_step: 4" in out and "  kl_coef: 0.1" in out
     assert cli.main(["keys", "cluster.sleep"]) == 0
     assert "cluster.offload_during_rollout" in capsys.readouterr().out
+
+
+def test_a_dry_run_prints_new_names(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(saved_model("llama"), "toy")
+    byte_tokenizer().save_pretrained("toy")
+    words = ["sft", "model.path=toy", "data.path=d.jsonl", "step.shapes=fixed", "track.to=[]"]
+    assert cli.main([*words, "--device", "cpu", "--nproc", "1", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "  padding: fixed" in out and "  report_to: []" in out and "shapes:" not in out
 
 
 def test_a_foreign_config_is_not_read_by_former_names(capsys: pytest.CaptureFixture[str]) -> None:

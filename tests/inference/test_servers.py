@@ -413,7 +413,15 @@ def test_keys_reach_the_server(tmp_path: Path) -> None:
 
 
 def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    for key in ("python=x", "engines=2", "tp=2", "memory=0.5", "dtype=fp32", "options={a: 1}", "timeout=9"):
+    for key in (
+        "python=x",
+        "num_engines=2",
+        "tp=2",
+        "gpu_memory_utilization=0.5",
+        "dtype=fp32",
+        "engine_kwargs={a: 1}",
+        "timeout=9",
+    ):
         with pytest.raises(UserError, match=rf"rollout\.{key.split('=')[0]} would have no effect"):
             config_of(tmp_path, f"rollout.{key}")
     with pytest.raises(UserError, match=r"holds `max-model-len`, .* set rollout.max_prompt_tokens"):

@@ -116,8 +116,8 @@ KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}  # key of rollout -> the value 
 def _is_disaggregated(config: Any) -> bool:
     """Whether the config alone settles that engines and trainers share no devices."""
     cluster = config.cluster
-    apart = cluster.placement == "disaggregated" or cluster.max_staleness > 0
-    return bool(config.rollout.engine != "embedded" and apart)
+    separate = cluster.placement == "disaggregated" or cluster.max_staleness > 0
+    return bool(config.rollout.engine != "embedded" and separate)
 
 
 NO_KL = Unread(lambda c: c.rl.kl_coef == 0, "rl.kl_coef is 0: no KL is trained on")

@@ -51,10 +51,10 @@ def _unread_keys(leaf: str, specs: Mapping[str, AdvantageSpec | TokenLossSpec]) 
     """A rule for each key that only some values of rl.`leaf` read. A user's own function may read every key."""
     for read in dict.fromkeys(name for spec in specs.values() for name in spec.reads):
         readers = [name for name, spec in specs.items() if read in spec.reads]
-        others = specs.keys() - set(readers)
+        non_readers = specs.keys() - set(readers)
         *first, last = readers
         reason = f"only rl.{leaf}={', '.join(first)}{' and ' * bool(first)}{last} read{'' if first else 's'} it"
-        yield Inert(f"rl.{read}", lambda c, others=others: getattr(c.rl, leaf) in others, reason)  # type: ignore[misc]
+        yield Inert(f"rl.{read}", lambda c, non_readers=non_readers: getattr(c.rl, leaf) in non_readers, reason)  # type: ignore[misc]
 
 
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
