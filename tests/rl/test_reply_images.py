@@ -136,12 +136,12 @@ def test_a_conversation_ends_where_its_images_leave_no_room(data: Path) -> None:
     whole, _ = play(prompt, episodes(images), data)
     assert whole.finish == "end" and whole.images is not None
     tower = ImageRoom(len(whole) + 100, 0.5)
-    fits = replace(tower, tokens=len(whole) + tower.of(whole.images.patches))
+    fits = replace(tower, tokens=len(whole) + tower.in_tokens(whole.images.patches))
     assert play(prompt, episodes(images, room=fits), data)[0].turns == 4
     short, asked_for = play(prompt, episodes(images, room=replace(fits, tokens=fits.tokens - 3)), data)
     assert short.turns == 3 and short.finish == "length" and short.trained
     assert short.images is not None and len(short.images.images) == 3
-    room = fits.tokens - 3 - tower.of(short.images.patches)
+    room = fits.tokens - 3 - tower.in_tokens(short.images.patches)
     assert asked_for[-1].sampling.max_new_tokens == room - len(asked_for[-1].tokens)
 
 
