@@ -266,7 +266,7 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
         ({"prompt": "a", "images": ["x"]}, "has `images`, but `prompt` is a text .* rl.chat=true"),
         (
             {"prompt": [{"role": "user", "content": "a"}], "images": ["x"]},
-            "has images or videos, and model.path is a model of text",
+            "has images or videos, and model.path is a text-only model",
         ),
         (
             {"prompt": [{"role": "user", "content": "<video>a"}], "videos": ["x"]},
