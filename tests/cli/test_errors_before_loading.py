@@ -124,7 +124,7 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        with pytest.raises(UserError, match=f"port {port} of this machine, .*is in use.*set a free one"):
+        with pytest.raises(UserError, match=f"port {port} of this machine, .*is in use.*choose a free port"):
             process.join("cpu", 5)
 
 
