@@ -121,7 +121,7 @@ EMPTY_NAMES = {
     "these", "they", "thing", "things", "those", "told", "took", "twice", "wanted", "wants", "what", "where",
     "which", "who", "whole", "whom", "whose",
 }  # fmt: skip
-MOST_EMPTY = 0.0075  # of all names that are bound
+MOST_EMPTY = 0.005  # of all names that are bound
 
 
 def bound_names() -> list[str]:
