@@ -353,7 +353,7 @@ def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     save_alone(saved_model("llama"), tmp_path / "saved")
     for words, text in (
         (["run", "--optimizer"], "--optimizer needs --format dcp"),
-        (["run", "--model", "m", "--format", "dcp"], "leave --check, --ema and --format out"),
+        (["run", "--model", "m", "--format", "dcp"], "remove --check, --ema and --format"),
         ([str(tmp_path / "saved")], "is another trainer's checkpoint: name with --model"),
     ):
         assert cli.main(["export", *words]) == 2
