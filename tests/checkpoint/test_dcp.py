@@ -354,7 +354,7 @@ def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for words, text in (
         (["run", "--optimizer"], "--optimizer needs --format dcp"),
         (["run", "--model", "m", "--format", "dcp"], "remove --check, --ema and --format"),
-        ([str(tmp_path / "saved")], "is another trainer's checkpoint: name with --model"),
+        ([str(tmp_path / "saved")], "is another trainer's checkpoint: set --model to"),
     ):
         assert cli.main(["export", *words]) == 2
         assert text in capsys.readouterr().err
