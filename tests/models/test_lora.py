@@ -468,7 +468,8 @@ def test_weights_that_peft_keeps_tied_are_refused(tmp_path: Path) -> None:
 
 def test_the_base_of_a_revision_is_not_taken_from_another(adapter: str, tmp_path: Path) -> None:
     path = written(adapter, tmp_path, revision="v2", base_model_name_or_path="someone/model")
-    with pytest.raises(UserError, match=r"hf download someone/model --revision v2 --local-dir BASE, then use --base BASE"):
+    advice = "hf download someone/model --revision v2 --local-dir BASE, then use --base BASE"
+    with pytest.raises(UserError, match=advice):
         merge.run(MergeOptions(path=path))
 
 
