@@ -16,8 +16,8 @@ _PROMPTS = (5, 23, 37)  # lengths in tokens; some exceed the windows and chunks 
 
 
 def open_rows(model: PreTrainedModel, routes: bool = False) -> DecodingRows:
-    """CachedRows if they are exact for this family; else WholeRows, which are slow and exact. routes: whether to record
-    the chosen experts."""
+    """CachedRows if they are exact for this family; else UncachedRows, which are slow and exact. routes: whether to
+    record the chosen experts."""
     return (CachedRows if caches(model.config) else UncachedRows)(model, routes)
 
 

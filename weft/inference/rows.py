@@ -188,7 +188,7 @@ class CachedRows:
     def join(
         self, prompts: Sequence[Sequence[int]], copies: Sequence[int], media: Sequence[Media | None] | None = None
     ) -> Tensor:
-        """See Rows. Prompts ordered by length need the least padding."""
+        """As in DecodingRows. Prompts ordered by length need the least padding."""
         logits = []
         self.routes = []
         media = [None] * len(prompts) if media is None else media
@@ -198,7 +198,7 @@ class CachedRows:
         return torch.cat(logits)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
-        """See Rows."""
+        """As in DecodingRows."""
         device, rows = self._model.device, len(tokens)
         assert rows == len(self.lengths), (rows, len(self.lengths))
         self._longest = int(self.lengths.max()) + 1
@@ -215,7 +215,7 @@ class CachedRows:
         return self._model.logits(hidden_R1H[:, 0])
 
     def leave(self, finished: Sequence[int]) -> list[int]:
-        """See Rows. The last rows fill the gaps, so that little is moved."""
+        """As in DecodingRows. The last rows fill the gaps, so that little is moved."""
         order = _without(finished, len(self.lengths))
         gaps = [row for row in finished if row < len(order)]
         movers = [order[gap] for gap in gaps]
@@ -229,7 +229,7 @@ class CachedRows:
         return order
 
     def drop(self) -> None:
-        """See Rows."""
+        """As in DecodingRows."""
         self.lengths, self._tensors_by_layer, self._room = np.zeros(0, dtype=np.int64), {}, (0, 0)
         self._ahead = self.lengths.copy()
         self._states = self._new_cache()
@@ -336,7 +336,7 @@ class UncachedRows:
     def join(
         self, prompts: Sequence[Sequence[int]], copies: Sequence[int], media: Sequence[Media | None] | None = None
     ) -> Tensor:
-        """See Rows."""
+        """As in DecodingRows."""
         media = [None] * len(prompts) if media is None else media
         self._tokens += [list(prompt) for prompt, n in zip(prompts, copies, strict=True) for _ in range(n)]
         self._media += [images for images, n in zip(media, copies, strict=True) for _ in range(n)]
@@ -344,7 +344,7 @@ class UncachedRows:
         return self._logits(prompts, media)
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
-        """See Rows."""
+        """As in DecodingRows."""
         for row, token in zip(self._tokens, tokens, strict=True):
             row.append(token)
         self._count()
@@ -353,7 +353,7 @@ class UncachedRows:
         return logits_RV
 
     def leave(self, finished: Sequence[int]) -> list[int]:
-        """See Rows."""
+        """As in DecodingRows."""
         order = _without(finished, len(self._tokens))
         self._tokens = [self._tokens[row] for row in order]
         self._media = [self._media[row] for row in order]
@@ -361,7 +361,7 @@ class UncachedRows:
         return order
 
     def drop(self) -> None:
-        """See Rows."""
+        """As in DecodingRows."""
         self._tokens, self._media = [], []
         self._count()
 

@@ -79,7 +79,7 @@ class Actors:
 @contextmanager
 def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator[Actors]:
     """Start a process for each trainer rank, each separate reference or critic rank, and each engine. fill: as in
-    Trainer."""
+    TrainerRank."""
     is_local, gpu, serves = config.cluster.address is None, options.device == "cuda", config.rollout.engine in SERVERS
     resources, rank_counts = actor_resources(config, options.world, gpu), own_ranks(config)
     busy = resources.busy + sum(rank_counts.values())

@@ -12,8 +12,8 @@ Step = TypeVar("Step")
 
 
 class RolloutQueue(Generic[Step]):
-    """`async with Producer(make, first, last, ahead) as producer:` then repeat `await producer.take()`, train, sync,
-    `await producer.trained(number)`.
+    """`async with RolloutQueue(make, first, last, ahead) as queue:` then repeat `await queue.take()`, train, sync,
+    `await queue.trained(number)`.
 
     make: makes a rollout step, given its number. first, last: numbers of the first and the last step. ahead:
     cluster.max_staleness. Step n starts once step n - 1 - ahead is trained, so with 0 generation and training never

@@ -1,7 +1,7 @@
 """The reference, which is only read, and the critic, which learns values.
 
 Each runs in the trainer's ranks, or in separate ranks (reference.ranks, critic.ranks), which form their own process
-group and work at the same time as the trainers. A Trainer has no engine for a role with separate ranks.
+group and work at the same time as the trainers. A TrainerRank has no engine for a role with separate ranks.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ReferenceCriticRank:
         return [f"{line}; on {counted(count, 'rank')} of its own"]
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
-        """See engines.check_images."""
+        """Raise UserError if a model cannot take these samples (model_engines.check_images)."""
         check_images({self.role: self.engine}, samples)
 
     def image_room(self) -> ImageRoom:
@@ -159,7 +159,7 @@ class ReferenceCriticRank:
         return self.engine.planner.image_room
 
     def open_run(self, folder: str, constants: Mapping[str, Any], last: int = 0) -> None:
-        """Enter RUN, like Trainer.open_run. A reference has nothing to restore or save."""
+        """Enter RUN, like TrainerRank.open_run. A reference has nothing to restore or save."""
         run = Path(folder)
         flight.in_run(run)
         if self.values is None:

@@ -161,7 +161,7 @@ class TrainerRank:
         return notes
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
-        """See engines.check_images."""
+        """Raise UserError if a model cannot take these samples (model_engines.check_images)."""
         check_images({"policy": self.engine, "reference": self.reference, CRITIC: self.critic}, samples)
 
     def image_room(self) -> ImageRoom:

@@ -33,7 +33,7 @@ class TrainerGroup:
         return described.followed_by(line for first, *_ in other_groups for line in first)
 
     async def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
-        """Trainer.check_images on all ranks."""
+        """TrainerRank.check_images on all ranks."""
         if samples:
             await gather_calls([group.call_all("check_images", samples) for group in self._all])
 
@@ -68,7 +68,7 @@ class TrainerGroup:
         set_readings(samples, (part for group in parts for part in group))
 
     async def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, Any]:
-        """One optimizer step over these samples (Trainer.update); returns its line of metrics.jsonl. Sets `old` on
+        """One optimizer step over these samples (TrainerRank.update); returns its line of metrics.jsonl. Sets `old` on
         samples without it."""
         batch, share = SampleBatch(samples), lr / self.config.optimizer.lr
         updated, *critics = await gather_calls(
