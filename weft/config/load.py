@@ -58,12 +58,7 @@ def load_config(
     return _finish(tree, schema, weights, (*(files if of_run else ()), _BASE))
 
 
-def load_values(
-    values: Mapping[str, Any],
-    location: str,
-    schema: type[Schema],
-    files: Sequence[str] = (),
-) -> Schema:
+def load_values(values: Mapping[str, Any], location: str, schema: type[Schema], files: Sequence[str] = ()) -> Schema:
     """The config of a program. values: section -> key -> value, which override those of `files`. location: the name of
     the program's call, for messages. Raises UserError, as load_config."""
     tree = _merged([*map(read_config_file, files), node_of(values, location)], schema)

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from weft.config.checks import (
-    EXCLUSIVE as SFT_EXCLUSIVE,
-)
+from weft.config.checks import EXCLUSIVE as SFT_EXCLUSIVE
 from weft.config.checks import (
     IMPORT_PATH,
     Inert,
@@ -72,9 +70,7 @@ INERT = (
     ),
     Inert("data.train_on", _always, "the policy's own completions are trained"),
     Inert(
-        "data.max_length",
-        _always,
-        "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be",
+        "data.max_length", _always, "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
     ),
     Inert("data.workers", _always, "prompts are tokenised as they are read"),
     Inert("data.cache", _always, "prompts are tokenised as they are read"),
@@ -97,9 +93,7 @@ INERT = (
     ),
     *(
         Inert(
-            f"reference.{spec.name}",
-            _reads_base,
-            "the base under the adapters is the reference, and needs no engine",
+            f"reference.{spec.name}", _reads_base, "the base under the adapters is the reference, and needs no engine"
         )
         for spec in fields(ReferenceConfig)
         if spec.name != "path"
@@ -265,10 +259,7 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "'model.transforms=[]'.",
         )
     if config.mesh.cp > 1:
-        yield (
-            "rl.on_policy",
-            "rl.on_policy is exact, but mesh.cp cuts documents where engines do not: set mesh.cp=1.",
-        )
+        yield ("rl.on_policy", "rl.on_policy is exact, but mesh.cp cuts documents where engines do not: set mesh.cp=1.")
     if config.mesh.ep > 1:
         yield (
             "rl.on_policy",

@@ -103,10 +103,7 @@ def page(trainer: Trainer) -> str:
         f"# Coming from {trainer.title}\n",
         _WRITTEN.format(name=trainer.name) + "\n",
         introduction,
-        _MOVE.format(
-            file="theirs.sh" if "file=theirs.sh" in introduction else "theirs.yaml",
-            drafts=TABLES.drafts,
-        ),
+        _MOVE.format(file="theirs.sh" if "file=theirs.sh" in introduction else "theirs.yaml", drafts=TABLES.drafts),
     ]
     defaults = {key: value for key, value in trainer.table.defaults.items() if key in schema_keys(SftConfig)}
     if defaults:
