@@ -36,8 +36,8 @@ from weft.recipes.run_data import dated, read_data
 from weft.rl.actors import open_actors
 from weft.rl.evaluate import EvaluationResult, HeldOutPrompts
 from weft.rl.placement import resolve_placement
-from weft.rl.resume import FRESH
 from weft.rl.served_pool import check_engines
+from weft.rl.state import FRESH, RlPlan, RlRun
 from weft.terminal import say
 
 _SHARES = ("accuracy", "exact", "clipped_ratio")
@@ -107,10 +107,8 @@ def _rewards(config: RlConfig, options: MeasureOptions) -> dict[str, Any]:
         task = replace(task, held_out=HeldOutPrompts({"": task.prompts}))
         quiet = redirect_stdout(io.StringIO()) if options.json else nullcontext()
         with quiet, lock_folder(config) as run_lock, open_actors(config, rl_options, fill=True) as actors:
-            plan = reinforcement.RlPlan(1, 1)
-            run = reinforcement.RlRun(
-                config, run_lock, task, actors, plan, FRESH, device=rl_options.device, opening=False
-            )
+            plan = RlPlan(1, 1)
+            run = RlRun(config, run_lock, task, actors, plan, FRESH, device=rl_options.device, opening=False)
             evaluated = asyncio.run(_answer(run))
     return {"prompts": len(task.prompts), "bad_rows": len(task.prompts.bad), **evaluated.metrics}
 
@@ -119,7 +117,7 @@ def _untimed(config: RlConfig) -> float:
     raise UserError("rl: one evaluation needs no trial of placements")
 
 
-async def _answer(run: reinforcement.RlRun) -> EvaluationResult:
+async def _answer(run: RlRun) -> EvaluationResult:
     """One evaluation with the weights as they are."""
     async with AsyncExitStack() as opened:
         switch, _, evaluator = await reinforcement.prepare(run, opened)

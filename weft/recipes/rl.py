@@ -10,19 +10,19 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from weft.checkpoint.remote.uploads import Uploads, upload_all
 from weft.checkpoint.remote.uploads import prepare as prepare_uploads
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.encode import load_tokenizer, read_encoding
-from weft.data.ends import AnswerEnds, answer_ends, template_ends
+from weft.data.ends import answer_ends, template_ends
 from weft.data.images import read_images
 from weft.engine.losses.policy import choose_policy_loss
 from weft.engine.optim.schedule import learning_rate
@@ -31,39 +31,38 @@ from weft.inference.base import RolloutEngine, SamplingParams
 from weft.inference.records import import_arrow, read_rollouts, recorded_files
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.launch import flight
-from weft.launch.options import Detail, Device, RlOptions
+from weft.launch.options import RlOptions
 from weft.launch.ray_actors import exposure, import_ray
 from weft.launch.reaper import reaping
 from weft.launch.stopping import StopSignals
-from weft.launch.summary import Phases
 from weft.models import hf
 from weft.observe.closing import say_stopped
-from weft.observe.folder import RunLock, lock_folder, write_bad_rows, write_config
-from weft.observe.hooks import NO_RL_HOOKS, OnStep, RlHooks
+from weft.observe.folder import lock_folder, write_bad_rows, write_config
+from weft.observe.hooks import NO_RL_HOOKS, RlHooks
 from weft.observe.progress import Progress
 from weft.observe.resume import advice_after_last_step
 from weft.observe.trackers import check_installed
-from weft.rl.actors import Actors, open_actors
+from weft.rl.actors import open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.colocation import DeviceSharing, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
 from weft.rl.documents import deal, longest_samples
 from weft.rl.environments.base import environment_class
-from weft.rl.environments.episodes import Episodes, load_environment
-from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
+from weft.rl.environments.episodes import load_environment
+from weft.rl.evaluate import RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
 from weft.rl.failure import report_failures, watching_controller
-from weft.rl.meter import Meter, Show
+from weft.rl.meter import Meter
 from weft.rl.placement import TIMED, resolve_placement
 from weft.rl.producer import RolloutQueue
-from weft.rl.prompts import Prompts, PromptStream, check_lengths, load_rl_prompts, with_images
+from weft.rl.prompts import PromptStream, check_lengths, load_rl_prompts, with_images
 from weft.rl.recorder import RlRecorder, note_rl_start, print_rl_opening
 from weft.rl.reference_critic import Role
-from weft.rl.resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, prepare_folder
-from weft.rl.rewards.base import Failures, Rewards, decode
+from weft.rl.resume import constants, find_collected, find_start, notes_on_replay, prepare_folder
+from weft.rl.rewards.base import Rewards, decode
 from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
-from weft.rl.trainer_group import TrainerGroup
+from weft.rl.state import FRESH, RlPlan, RlRun, RlTask, RolloutStep
 from weft.terminal import counted, display_name, say, say_all
 
 _PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"
@@ -142,20 +141,6 @@ def list_replayed(options: RlOptions) -> list[Path]:
     return [] if folder is None else recorded_files(folder, "--replay")
 
 
-@dataclass(frozen=True)
-class RlTask:
-    """Prompts, rewards and environment of a run. stream: the order of the training prompts. ends: of answers, in
-    every engine and in checkpoints."""
-
-    prompts: Prompts
-    held_out: HeldOutPrompts
-    stream: PromptStream
-    tokenizer: PreTrainedTokenizerBase
-    rewards: Rewards
-    episodes: Episodes | None
-    ends: AnswerEnds
-
-
 def check_task(config: RlConfig) -> PretrainedConfig:
     """The text config of the model. Raises UserError, before anything is loaded, if a user's function is missing or
     samples do not fit the model."""
@@ -186,74 +171,6 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> RlTask:
     chats = any(p.messages is not None or not set(ends).isdisjoint(p.tokens) for p in (*prompts, *held_out.all()))
     ends_of_answers = answer_ends(config.model.path, tokenizer, ends if chats else ())
     return RlTask(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes, ends_of_answers)
-
-
-@dataclass(frozen=True)
-class RlPlan:
-    """The number of steps of a run. rollouts: rollout steps. per_rollout: optimizer steps of each, rl.minibatches x
-    rl.epochs. steps: optimizer steps of the whole run."""
-
-    rollouts: int
-    per_rollout: int
-
-    @property
-    def steps(self) -> int:
-        return self.rollouts * self.per_rollout
-
-    @staticmethod
-    def from_config(config: RlConfig, stream: PromptStream) -> RlPlan:
-        """The plan for train.steps optimizer steps, rounded up to whole rollout steps, or for train.epochs."""
-        per_rollout = config.rl.minibatches * config.rl.epochs
-        if config.train.steps is not None:
-            return RlPlan(-(-config.train.steps // per_rollout), per_rollout)
-        assert config.train.epochs is not None
-        return RlPlan(stream.steps(config.train.epochs), per_rollout)
-
-
-@dataclass
-class RlRun:
-    """The state of the controller's loop. resume_command: the command that resumes the run."""
-
-    config: RlConfig
-    run_lock: RunLock
-    task: RlTask
-    actors: Actors
-    plan: RlPlan
-    start: RlStart
-    replayed: Sequence[Path] = ()  # files of recorded rollouts to train on, instead of new ones
-    on_step: OnStep | None = None
-    resume_command: str = ""
-    device: Device = "cpu"
-    resume: bool = False
-    detail: Detail = "normal"  # how much of the opening is printed
-    opening: bool = True  # print an opening
-    show: Show = lambda text: None  # shows the progress of rollouts
-    phases: Phases = field(default_factory=Phases)
-    compute: str = ""  # the trainers' dtype
-    device_name: str = ""  # of the first trainer
-    version: int = 0  # of the trainers' weights: the number of rollout steps trained so far
-    updates: int = 0  # optimizer steps that were not skipped, which the learning rate depends on
-    trainer_group: TrainerGroup = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.trainer_group = TrainerGroup(self.config, self.actors.trainers, self.actors.reference_critic)
-
-
-@dataclass
-class RolloutStep:
-    """One rollout step. number: counts from 1. taken: prompts of the stream that were consumed by its end, in total.
-    phases: its seconds by phase."""
-
-    number: int
-    groups: Sequence[SampleGroup] = ()
-    taken: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    failures: Failures = field(default_factory=Failures)
-    phases: Phases = field(default_factory=Phases)
-
-    @property
-    def samples(self) -> list[Sample]:
-        return samples_of(self.groups)
 
 
 async def train(run: RlRun) -> None:

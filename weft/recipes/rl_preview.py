@@ -15,12 +15,13 @@ from weft.launch.process import Ranks, fake_ranks
 from weft.observe.opening import few_rollout_steps, print_dry_run
 from weft.observe.tables import EngineRow, engine_table, separate_engines, show
 from weft.parallel.memory import cache_bytes
-from weft.recipes.rl import RlPlan, RlTask, check_task, read_task
+from weft.recipes.rl import check_task, read_task
 from weft.recipes.run_data import why_unread
 from weft.rl.environments.base import environment_class
 from weft.rl.model_engines import critic_engine, policy_config, reference_engine
 from weft.rl.reference_critic import own_ranks
 from weft.rl.rewards.base import Rewards
+from weft.rl.state import RlPlan, RlTask
 from weft.terminal import byte_count, counted, say_folded
 
 _LONGEST = 2000  # characters of the prompt that is shown

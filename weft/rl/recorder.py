@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.config import resolve_mesh, to_dict
 from weft.config.conditions import KEEPS_ALL
@@ -27,12 +27,9 @@ from weft.observe.system import SYSTEM, SystemMonitor
 from weft.observe.trackers import Trackers
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import EvaluationResult
-from weft.rl.resume import RlStart
+from weft.rl.state import RlPlan, RlRun, RlStart, RolloutStep
 from weft.rl.stop_conditions import CutSamples, EmptySteps, FlatSteps
 from weft.terminal import counted, say
-
-if TYPE_CHECKING:
-    from weft.recipes.rl import RlPlan, RlRun, RolloutStep
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.checkpoint.resume import (
     find_newest,
@@ -26,12 +26,10 @@ from weft.models import hf
 from weft.models.cost import expert_counts
 from weft.observe import resume
 from weft.observe.folder import cut_lines, write_config
-from weft.observe.resume import Start, model_fingerprint
+from weft.observe.resume import model_fingerprint
 from weft.rl.prompts import Prompts
 from weft.rl.reference_critic import CRITIC, steps_of_all
-
-if TYPE_CHECKING:
-    from weft.recipes.rl import RlPlan, RlRun
+from weft.rl.state import RlPlan, RlRun, RlStart
 
 _HOW_IT_COMPUTES = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
 # Keys that a resumed run may change: they affect how it computes or generates, not what it learns.
@@ -42,20 +40,6 @@ MAY_CHANGE = (
     *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "kv_cache_tokens")),
     *(f"{section}.{leaf}" for section in ("reference", "critic") for leaf in _HOW_IT_COMPUTES),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RlStart(Start):
-    """Where a run starts. rollout: number of rollout steps done. taken: number of prompts taken. empty_in_a_row,
-    flat_in_a_row: counts of EmptySteps and FlatSteps."""
-
-    rollout: int = 0
-    taken: int = 0
-    empty_in_a_row: int = 0
-    flat_in_a_row: int = 0
-
-
-FRESH = RlStart()
 
 
 def constants(run: RlRun) -> dict[str, Any]:
