@@ -83,13 +83,13 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     from weft.rl.actors import Actors
     from weft.rl.batch_pool import EmbeddedPool
     from weft.rl.colocation import DeviceSharing
-    from weft.rl.resume import FRESH
+    from weft.rl.state import FRESH
     from weft.rl.trainer import TrainerRank
 
     config = load_config([], [*spec["keys"], f"rl.old_logprobs={old_logprobs}"], RlConfig)
     task = recipe.read_task(config)
     trainers = cast(ActorGroup, InProcess(TrainerRank(config, "cpu")))
-    plan = recipe.RlPlan.of(config, task.stream)
+    plan = recipe.RlPlan.from_config(config, task.stream)
     run = recipe.RlRun(config, cast(RunLock, None), task, Actors(trainers, {}, None), plan, FRESH)  # nothing is written
     switch = DeviceSharing(EmbeddedPool(trainers), trainers, shared=True)
     await task.rewards.start(list(task.prompts))

@@ -98,11 +98,13 @@ def stages_in_another_order(plant: Plant, original: Original, *args: Any) -> lis
     "the first layer of a later stage is skipped, as by a cut that is off by one",
     caught_by=LOGPROB, issue=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
-def layer_skipped(plant: Plant, original: Original, module: Any, pipeline: Pipeline, index: int, *rest: Any) -> None:
-    original(module, pipeline, index, *rest)
-    if index:
+def layer_skipped(
+    plant: Plant, original: Original, module: Any, pipeline: Pipeline, pp_rank: int, **options: Any
+) -> None:
+    original(module, pipeline, pp_rank, **options)
+    if pp_rank:
         plant.hit()
-        layer = module.layers[pipeline.spans[pipeline.placement.stage_of(index, 0)][0]][1]
+        layer = module.layers[pipeline.spans[pipeline.placement.stage_of(pp_rank, 0)][0]][1]
         layer.register_forward_hook(lambda _, args, output: args[0] + 0.0 * output)
 
 
