@@ -403,7 +403,7 @@ def test_a_feature_of_a_later_peft_is_refused_and_a_note_of_another_trainer_is_n
 ) -> None:
     for name, value in (("use_later", True), ("later_config", {"a": 1})):
         (tmp_path / name).mkdir()
-        with pytest.raises(UserError, match=f"what weft does not know: {name}"):
+        with pytest.raises(UserError, match=f"uses features that weft does not support: {name}"):
             plan_for("llama", rank=None, path=written(adapter, tmp_path / name, **{name: value}))
     plan_for("llama", rank=None, path=written(adapter, tmp_path, lorap_lr_ratio=2.0, later_config=None))
 
