@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from weft.former_modules import install as install_former_modules
 from weft.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from weft.api import Run, rl, sft
+    from weft.engine.batch.document import Document
     from weft.engine.engine import Engine
+    from weft.engine.losses import Batch, Loss, LossOutput
+    from weft.rl.environments import Environment, Reply
 
-__all__ = ["Engine", "Run", "rl", "sft"]
+__all__ = ["Batch", "Document", "Engine", "Environment", "Loss", "LossOutput", "Reply", "Run", "rl", "sft"]
+
+_MODULES = {
+    "Batch": "weft.engine.losses",
+    "Document": "weft.engine.batch.document",
+    "Engine": "weft.engine.engine",
+    "Environment": "weft.rl.environments",
+    "Loss": "weft.engine.losses",
+    "LossOutput": "weft.engine.losses",
+    "Reply": "weft.rl.environments",
+    "Run": "weft.api",
+    "rl": "weft.api",
+    "sft": "weft.api",
+}
 
 
 def __getattr__(name: str) -> object:
     """Import public names at their first use: programs that only read configs need nothing else."""
-    if name == "Engine":
-        from weft.engine import engine
-
-        return engine.Engine
-    if name in __all__:
-        from weft import api
-
-        return getattr(api, name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 
@@ -50,47 +59,4 @@ class _Weft(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Weft
-
-# Modules that the docs once named, and where they are now: programs written with them still run. None: a folder.
-FORMER_MODULES = {
-    "weft.cluster": None,
-    "weft.cluster.process": "weft.launch.process",
-    "weft.engine.document": "weft.engine.batch.document",
-    "weft.engine.plan": "weft.engine.step_plan.plan",
-    "weft.objectives": None,
-    "weft.objectives.base": "weft.engine.losses.base",
-    "weft.objectives.cross_entropy": "weft.engine.losses.base",
-    "weft.optim": None,
-    "weft.optim.schedule": "weft.engine.optim.schedule",
-    "weft.rl.builtin_rewards": "weft.rl.rewards",
-    "weft.rollout": None,
-    "weft.rollout.base": "weft.inference.base",
-    "weft.rollout.vllm": "weft.inference.vllm",
-    "weft.rollout.vllm.engine": "weft.inference.vllm.engine",
-    "weft.rollout.vllm.server": "weft.inference.vllm.server",
-    "weft.sharding": None,
-    "weft.sharding.walker": "weft.parallel.shards.walker",
-}
-
-
-class _FormerModules(MetaPathFinder, Loader):
-    """Imports a module of FORMER_MODULES as the module that it became."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name in FORMER_MODULES else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        present = FORMER_MODULES[spec.name]
-        if present is None:
-            return None
-        module = import_module(present)
-        spec.loader_state = dict(vars(module))
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give a module its own name and spec back, which Python has replaced: it has run under its present name."""
-        assert module.__spec__ is not None
-        vars(module).update(module.__spec__.loader_state or {})
-
-
-sys.meta_path.append(_FormerModules())  # after Python's own finders, which find what exists
+install_former_modules()

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from importlib import import_module
 
-import weft
+from weft.former_modules import FORMER_MODULES
 
 
 def test_former_modules_are_the_present_ones() -> None:
-    for name, present in weft.FORMER_MODULES.items():
+    for name, present in FORMER_MODULES.items():
         module = import_module(name)
         if present is not None and "vllm" not in name:
             assert module is import_module(present), name

@@ -34,7 +34,7 @@ HOUSE = (
     "engine", "parallel", "models", "ops", "launch", "hub", "config", "rl.algorithms",
 )  # fmt: skip
 # Files that stand beside the folders; they import one another and no folder.
-BELOW = {"errors", "files", "importing", "strict_json", "terminal", "upstream", "version", "versions"}
+BELOW = {"errors", "files", "former_modules", "importing", "strict_json", "terminal", "upstream", "version", "versions"}
 
 
 def room(module: str) -> str:
