@@ -437,7 +437,7 @@ def test_a_run_on_cuda_is_checked_and_one_on_the_cpu_is_not(monkeypatch: pytest.
     tiny_config("llama").save_pretrained(tmp_path)
     config = build.ModelConfig(path=str(tmp_path), init="random")
     of_run: dict[str, Any] = {"dtype": torch.float32, "compute": BF16}
-    with pytest.raises(ReachedError, match=r"'auto', Findings.*device\(type='cuda'\), torch.bfloat16"):
+    with pytest.raises(ReachedError, match=r"'auto', ModelSupport.*device\(type='cuda'\), torch.bfloat16"):
         build.build_model(config, device=CUDA, **of_run)
     build.build_model(config, device=CPU, **of_run)
 
