@@ -11,14 +11,14 @@ Detail = Literal["quiet", "normal", "verbose"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftOptions:
-    """`weft sft`. world: ranks of the whole run; a dry run describes that many from one process.
+class RunOptions:
+    """Options of every command that trains. world: ranks of the whole run, in `weft rl` trainer ranks; a dry run
+    describes that many from one process.
 
     resume: the run folder whose newest checkpoint is resumed. dry_run: print the resolved config, the mesh and the
     sharding, and train nothing. parameters: in a dry run, also one line per parameter. json: in a dry run, config and
-    model as JSON, and nothing else. assume: in a dry run, the
-    accelerator of each rank, by its name in launch/machine.py. quiet: print the essential lines of the opening only.
-    verbose: print all of it, tables included.
+    model as JSON, and nothing else. assume: in a dry run, the accelerator of each rank, by its name in
+    launch/machine.py. quiet: print the essential lines of the opening only. verbose: print all of it, tables included.
     """
 
     device: Device = "auto"
@@ -39,31 +39,18 @@ class SftOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptions:
-    """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint is resumed.
+class SftOptions(RunOptions):
+    """`weft sft`."""
 
-    replay: train from the rollouts of this folder, RUN/rollouts of another run, instead of new ones. rollout_only:
-    generate and reward, and train nothing. dry_run, parameters, json, assume, quiet, verbose:
-    as for `weft sft`.
+
+@dataclass(frozen=True, kw_only=True)
+class RlOptions(RunOptions):
+    """`weft rl`. replay: train from the rollouts of this folder, RUN/rollouts of another run, instead of new ones.
+    rollout_only: generate and reward, and train nothing.
     """
 
-    device: Device = "auto"
-    world: int = 1
-    resume: str | None = None
     replay: str | None = None
     rollout_only: bool = False
-    dry_run: bool = False
-    parameters: bool = False
-    json: bool = False
-    assume: str | None = None
-    quiet: bool = False
-    verbose: bool = False
-    debug: bool = False
-
-    @property
-    def detail(self) -> Detail:
-        """How much of the opening is printed."""
-        return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
 
 
 @dataclass(frozen=True, kw_only=True)
