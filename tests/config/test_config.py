@@ -40,16 +40,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a model `m`, an adapter `a` and data `d.jsonl`."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
-    (tmp_path / "m" / "model.safetensors").write_text("")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "adapter_config.json").write_text("{}")
-    (tmp_path / "d.jsonl").write_text("")
-    return tmp_path
+def _folder(model_folder: Path) -> Path:
+    """The working folder has an adapter `a`, too."""
+    (model_folder / "a").mkdir()
+    (model_folder / "a" / "adapter_config.json").write_text("{}")
+    return model_folder
 
 
 def load(*overrides: str, **files: str) -> SftConfig:

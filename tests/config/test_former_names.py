@@ -54,14 +54,7 @@ GIVEN: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with a model `m` and data `d.jsonl`."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
-    (tmp_path / "m" / "model.safetensors").write_text("")
-    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+pytestmark = pytest.mark.usefixtures("model_folder")
 
 
 def schema_of(former: str) -> tuple[type, list[str]]:

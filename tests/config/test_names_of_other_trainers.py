@@ -30,14 +30,7 @@ FOREIGN = Path(__file__).parents[1] / "foreign"
 BY_NAME = {trainer.name: trainer for trainer in TABLES.trainers}
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with a model `m` and data `d.jsonl`."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
-    (tmp_path / "m" / "model.safetensors").write_text("")
-    (tmp_path / "d.jsonl").write_text("")
+pytestmark = pytest.mark.usefixtures("model_folder")
 
 
 def refusal(*files: str, overrides: tuple[str, ...] = (), schema: type = SftConfig) -> str:
