@@ -7,12 +7,15 @@ import keyword
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.config.conditions import Unread
 from weft.config.ranges import Range
 
-Section = TypeVar("Section")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Section = TypeVar("Section", bound="DataclassInstance")
 
 # (key, value) that are planned and refused until the feature exists.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
@@ -40,7 +43,7 @@ def key(
 def with_former_names(section: type[Section]) -> type[Section]:
     """Let Python code give and read the keys of a section by their former names, too: functions of users get sections
     as arguments."""
-    names = {spec.metadata["formerly"]: spec.name for spec in fields(section) if spec.metadata.get("formerly")}  # type: ignore[arg-type]
+    names = {spec.metadata["formerly"]: spec.name for spec in fields(section) if spec.metadata.get("formerly")}
     make = section.__init__
 
     @functools.wraps(make)

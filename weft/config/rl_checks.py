@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from weft.config.checks import EXCLUSIVE as SFT_EXCLUSIVE
@@ -52,7 +53,11 @@ def _unread_keys(leaf: str, specs: Mapping[str, AdvantageSpec | TokenLossSpec]) 
         non_readers = specs.keys() - set(readers)
         *first, last = readers
         reason = f"only rl.{leaf}={', '.join(first)}{' and ' * bool(first)}{last} read{'' if first else 's'} it"
-        yield Inert(f"rl.{read}", lambda c, non_readers=non_readers: getattr(c.rl, leaf) in non_readers, reason)  # type: ignore[misc]
+        yield Inert(f"rl.{read}", partial(_has_value, leaf, non_readers), reason)
+
+
+def _has_value(leaf: str, values: Set[str], config: Any) -> bool:
+    return getattr(config.rl, leaf) in values
 
 
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")

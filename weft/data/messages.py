@@ -110,12 +110,6 @@ class ContentParts(str):
         return [part["text"] for part in self.parts if part["type"] == "text"]
 
 
-def as_parts(message: Message) -> Message:
-    """The message with a list content as ContentParts, which templates can read as a text or as a list."""
-    content = message.get("content")
-    return {**message, "content": ContentParts(content)} if isinstance(content, list) else message
-
-
 def with_parts(message: Message) -> Message:
     """The message with its content as a list if it has images or videos, which its text would lose."""
     content = message.get("content")

@@ -94,8 +94,8 @@ class Loss(Protocol):
 
 def known_logprob_grad(objective: Loss, weights_N: Tensor) -> Tensor | None:
     """What Loss.logprob_grad returns. `upstream` is its former name, which losses of users may still have."""
-    method = getattr(objective, "logprob_grad", None) or objective.upstream  # type: ignore[attr-defined]
-    gradient_N: Tensor | None = method(weights_N)
+    name = "logprob_grad" if hasattr(objective, "logprob_grad") else "upstream"
+    gradient_N: Tensor | None = getattr(objective, name)(weights_N)
     return gradient_N
 
 
