@@ -83,6 +83,7 @@ def prepare(fault: Fault, folder: Path = Path()) -> None:
         if here and (not fault.after or os.path.exists(fault.after)) and next(times) == fault.nth:
             if fault.once:
                 Path(fault.once).touch()
+            _wait_for_records(record)
             struck.write_text(str(time.monotonic()))
             DO[fault.do](record)
 
@@ -94,6 +95,18 @@ def prepare(fault: Fault, folder: Path = Path()) -> None:
     flight.enter, flight.step = at, step
     if fault.do in BEFORE:
         BEFORE[fault.do](fault)
+
+
+def _wait_for_records(record: Any) -> None:
+    """Until every rank has written to its flight record what RUN is, where this one has: of a rank that is ended before,
+    no record is left."""
+    from weft.launch import flight
+
+    path, end = flight.recorder._path, time.monotonic() + 20
+    while record.run and path is not None and time.monotonic() < end:
+        if sum(bool(other.run) for other in flight.read_all(path.parent).values()) >= record.world:
+            return
+        time.sleep(0.01)
 
 
 def _signal(number: signal.Signals) -> Callable[[Any], None]:
