@@ -98,7 +98,7 @@ def prepare(fault: Fault, folder: Path = Path()) -> None:
 
 
 def _wait_for_records(record: Any) -> None:
-    """Until every rank has written to its flight record what RUN is, where this one has: of a rank that is ended before,
+    """Until every rank has written RUN into its flight record, where this one has: of a rank that ends before,
     no record is left."""
     from weft.launch import flight
 
