@@ -294,7 +294,7 @@ def test_products_are_added_to_a_wide_sum_without_rounding(narrow: torch.dtype) 
     for inner in (3, 70, 1):
         a = torch.randn(8, inner, generator=generator).to(narrow)
         b = torch.randn(inner, 5, generator=generator).to(narrow)
-        head._add_product(total, a, b)
+        head.add_product(total, a, b)
         truth += a.double() @ b.double()
     torch.testing.assert_close(total.double(), truth, rtol=1e-6, atol=1e-5)
 

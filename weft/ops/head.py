@@ -246,7 +246,7 @@ class _Readouts(torch.autograd.Function):
         running = _Running.start(len(targets), hidden.device, logits.wide, entropy)
         if known_grad is not None and any(needs):
             gradients = _fold_and_differentiate(logits, targets, known_grad.values_N, running, needs, tile)
-            ctx.anticipated = _Anticipated(known_grad, gradients)
+            ctx.anticipated = Anticipated(known_grad, gradients)
         else:
             ctx.anticipated = None
             if sampled is None:
@@ -263,7 +263,7 @@ class _Readouts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        anticipated: _Anticipated | None = ctx.anticipated
+        anticipated: Anticipated | None = ctx.anticipated
         ctx.anticipated = None  # its tensors are given away, so a second backward computes anew
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(lse)
@@ -325,12 +325,12 @@ def _differentiate(
 def add_input_gradients(grad: Tensor, logits: Logits, rows: slice, columns: slice, out: Gradients) -> None:
     """Add a tile's gradient [t, v] to the gradients of the hidden states and the bias."""
     if out.hidden is not None:
-        _add_product(out.hidden[rows], grad, logits.weight[columns])
+        add_product(out.hidden[rows], grad, logits.weight[columns])
     if out.bias is not None:
         out.bias[columns] += grad.sum(0, dtype=logits.wide)
 
 
-class _Anticipated:
+class Anticipated:
     """Gradients computed in forward for a presumed upstream gradient of logprob, right up to one factor."""
 
     def __init__(self, direction: KnownGrad, gradients: Gradients) -> None:
@@ -381,7 +381,7 @@ def _fold_and_differentiate(
         grad = _softmax_and_gradient(logits, rows, targets[rows], direction[rows], running)
         add_input_gradients(grad, logits, rows, columns, out)
         if out.weight is not None:
-            _add_product(out.weight, grad.T, logits.hidden[rows])
+            add_product(out.weight, grad.T, logits.hidden[rows])
     return out
 
 
@@ -712,7 +712,7 @@ def tanh_slope_(x: Tensor) -> Tensor:
     return torch.square(x.tanh_()).neg_().add_(1.0)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where total may be wider than a and b: the product is then not rounded to their dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -768,7 +768,7 @@ class WideSum:
         if self._first and self._total is self.out:
             torch.mm(a, b, out=self.out)
         else:
-            _add_product(self._total, a, b)
+            add_product(self._total, a, b)
         self._first = False
 
     def finish(self) -> None:

@@ -1,0 +1,357 @@
+"""Divergences between a student's and a teacher's distribution over the whole vocabulary, without holding all logits.
+
+N predictions, H hidden width of the student, V rows of its head, C tokens that both heads have, t tokens of a tile.
+Both models' logits are computed from hidden states, some tokens at a time with the whole vocabulary, so that the
+largest tensors are two tiles [t, V]. With p = softmax(z / T) of the student, q of the teacher and KL(a || b) = sum a (log a -
+log b), a divergence is a sum over the vocabulary of terms(log p, log q). With s = d terms / d log p, its gradient with
+respect to z / T is s - p sum(s); the teacher's logits get none. So a divergence is one function of two tiles, and what
+it needs of other ranks of a divided vocabulary are sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.launch.simulated import device_kind
+from weft.ops.head import (
+    Anticipated,
+    Gradients,
+    KnownGrad,
+    Logits,
+    LogitTransform,
+    NeededGradients,
+    Scaling,
+    VocabularyShard,
+    add_input_gradients,
+    add_product,
+    block_bytes,
+    local_columns,
+    may_anticipate,
+    slices,
+    tanh_slope_,
+    through_transform_,
+)
+
+# (log p, log q), [t, C] each -> (terms, [t, C], whose sum over the vocabulary is the divergence; their derivative with
+# respect to log p, up to a multiple of p, which cancels).
+Terms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q || p) = sum q (log q - log p); the gradient with respect to logits is p - q."""
+    q = log_q.exp()
+    return (log_q - log_p).mul_(q), q.neg_()
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p || q) = sum p (log p - log q); the gradient with respect to logits is p (log p - log q - KL)."""
+    terms = (log_p - log_q).mul_(log_p.exp())
+    return terms, terms
+
+
+def jsd(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (Agarwal et al., 2306.13649, as in TRL).
+
+    Computed from log(m / p) = log(1 - beta) + softplus(log q - log p + log(beta / (1 - beta))), which neither overflows
+    nor loses digits. The gradient with respect to logits is (1 - beta) p (log(p / m) - KL(p || m)).
+    """
+    difference = log_q - log_p
+    odds = math.log(beta) - math.log1p(-beta)
+    ratio = torch.nn.functional.softplus(difference + odds, threshold=40.0).add_(math.log1p(-beta))  # log(m / p)
+    slope = log_p.exp().mul_(ratio).mul_(beta - 1.0)
+    terms = difference.sub_(ratio).mul_(log_q.exp()).mul_(beta).add_(slope)
+    return terms, slope
+
+
+def differentiated(function: Callable[[Tensor, Tensor], Tensor], name: str) -> Terms:
+    """A divergence from a function that gives the terms alone, which autograd differentiates a tile at a time.
+
+    name: for messages. Raises ValueError at the first call if the function gives another shape.
+    """
+
+    def terms_and_slope(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            log_p = log_p.detach().requires_grad_()
+            terms = function(log_p, log_q)
+            if not isinstance(terms, Tensor) or terms.shape != log_p.shape:
+                shape = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
+                raise ValueError(
+                    f"{name} gives {shape}; it must give a term for each token of the vocabulary, "
+                    f"{tuple(log_p.shape)}, without summing them"
+                )
+            (slope,) = torch.autograd.grad(terms.sum(), log_p)
+        return terms.detach(), slope
+
+    return terms_and_slope
+
+
+def make_jsd(beta: float) -> Terms:
+    """The generalised Jensen-Shannon divergence for 0 < beta < 1."""
+    assert 0 < beta < 1, beta
+    return partial(jsd, beta=beta)
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """What turns a teacher's hidden states into logits. weight: [rows, width]; a rank of a divided vocabulary needs
+    only its student's rows. bias: [rows] or None. first: the token of the first row. vocabulary: C, the number of tokens
+    that both heads have: the divergence is between distributions over these."""
+
+    weight: Tensor
+    bias: Tensor | None
+    transform: LogitTransform
+    vocabulary: int
+    first: int = 0
+
+    def rows(self, first: int, count: int) -> TeacherHead:
+        """The rows of tokens first to first + count - 1, as far as they are there."""
+        start = max(0, min(first - self.first, len(self.weight)))
+        part = slice(start, max(start, min(start + count, self.vocabulary - self.first, len(self.weight))))
+        bias = None if self.bias is None else self.bias[part]
+        return replace(self, weight=self.weight[part], bias=bias, first=self.first + start)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the readout `divergence` compares a student with. hidden_NH: the teacher's last hidden states, in the dtype
+    of its head, at the positions of the predictions. temperature: T."""
+
+    terms: Terms
+    hidden_NH: Tensor
+    head: TeacherHead
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0 to compare distributions, got {self.temperature}")
+
+
+class Divergences(NamedTuple):
+    """[N] each, fp32 (fp64 for fp64 weights): logprob of the target; the divergence, in nats; whether both models' most
+    likely token is the same (1.0 or 0.0), or None."""
+
+    logprob: Tensor
+    divergence: Tensor
+    agreement: Tensor | None
+
+
+def divergences(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    comparison: Comparison,
+    *,
+    temperature: float = 1.0,
+    known_grad: KnownGrad | None = None,
+    agreement: bool = False,
+    rows_per_tile: int | None = None,
+    shard: VocabularyShard | None = None,
+) -> Divergences:
+    """The divergence from the teacher, and the log-probability of the target from the same logits; exact gradients.
+
+    hidden, weight, bias, targets, transform, shard: as in head.chunked_readouts. temperature: of logprob alone.
+    known_grad: [2 N], the gradients that logprob and then the divergence will receive, up to one factor, if they are
+    known: logits are then computed once. agreement: without gradients only. rows_per_tile: tokens of a tile, by default
+    chosen by bytes. Tokens that one of the heads lacks have no part in the divergence; logprob is over all V.
+    """
+    assert comparison.hidden_NH.shape[0] == hidden.shape[0], (comparison.hidden_NH.shape, hidden.shape)
+    assert not (agreement and torch.is_grad_enabled() and hidden.requires_grad), "agreement has no gradient"
+    if not may_anticipate(weight.dtype):
+        known_grad = None
+    settings = _Settings(Scaling.from_transform(transform, temperature), temperature, agreement, rows_per_tile, shard)
+    out = _Divergences.apply(hidden, weight, bias, targets, comparison, known_grad, settings)
+    return Divergences(*out)
+
+
+class _Settings(NamedTuple):
+    scaling: Scaling
+    temperature: float
+    agreement: bool
+    rows_per_tile: int | None
+    shard: VocabularyShard | None
+
+
+class _Divergences(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        comparison: Comparison,
+        known_grad: KnownGrad | None,
+        settings: _Settings,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        needs = NeededGradients(*ctx.needs_input_grad[:3])
+        pair = _LogitPair(hidden, weight, bias, targets, comparison, settings)
+        ctx.anticipated = None
+        if known_grad is not None and any(needs):
+            ctx.anticipated = Anticipated(known_grad, pair.read(known_grad.values_N.view(2, -1), needs))
+        else:
+            pair.read(None, needs)
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.comparison, ctx.settings = comparison, settings
+        if pair.agreement is not None:
+            ctx.mark_non_differentiable(pair.agreement)
+        return pair.logprob, pair.divergence, pair.agreement
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprob: Tensor | None, divergence: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        anticipated: Anticipated | None = ctx.anticipated
+        ctx.anticipated = None  # its tensors are given away, so a second backward computes anew
+        zeros = torch.zeros(len(targets), dtype=_wide(weight), device=weight.device)
+        upstream = torch.stack([zeros if logprob is None else logprob, zeros if divergence is None else divergence])
+        if anticipated is not None:
+            gradients = anticipated.scaled_to(upstream.flatten())
+        else:
+            pair = _LogitPair(hidden, weight, bias, targets, ctx.comparison, ctx.settings)
+            gradients = pair.read(upstream, NeededGradients(*ctx.needs_input_grad[:3]))
+        narrow = (
+            x if x is None else x.to(like.dtype) for x, like in zip(gradients, (hidden, weight, bias), strict=True)
+        )
+        return *narrow, *(None,) * 4
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+class _LogitPair:
+    """Both models' logits, tile by tile, and what is read from them, [N] each."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        comparison: Comparison,
+        settings: _Settings,
+    ) -> None:
+        self.settings, self.shard, self.terms = settings, settings.shard, comparison.terms
+        first = 0 if settings.shard is None else settings.shard.first
+        self.first, self.targets = first, targets - first
+        teacher = comparison.head.rows(first, len(weight))
+        self.student = Logits(hidden.to(weight.dtype), weight, bias, settings.scaling)
+        # Detached: a teacher that is the student itself, or shares its head, gets no gradient.
+        hidden_q, weight_q = comparison.hidden_NH.detach(), teacher.weight.detach()
+        bias_q = None if teacher.bias is None else teacher.bias.detach()
+        scaling_q = Scaling.from_transform(teacher.transform, comparison.temperature)
+        self.teacher = Logits(hidden_q.to(weight_q.dtype), weight_q, bias_q, scaling_q)
+        self.wide, self.common = self.student.wide, len(weight_q)
+        self.ratio = settings.temperature / comparison.temperature  # from logits of logprob to those of the divergence
+        self.logprob = torch.zeros(len(targets), dtype=self.wide, device=weight.device)
+        self.divergence = torch.zeros_like(self.logprob)
+        self.agreement = torch.zeros_like(self.logprob) if settings.agreement else None
+
+    def read(self, upstream: Tensor | None, needs: NeededGradients) -> Gradients:
+        """Fill the values; returns gradients for `upstream` [2, N] of logprob and divergence, empty for None."""
+        weight = self.student.weight
+        height = self._rows_per_tile()
+        one_tile = height >= len(self.targets)
+        needs = needs if upstream is not None else NeededGradients(False, False, False)
+        out = Gradients.start(self.student, needs, weight.dtype if one_tile else self.wide)
+        for rows in slices(len(self.targets), height):
+            x = self.student.tile(rows, slice(0, len(weight)))
+            y = self.teacher.tile(rows, slice(0, self.common))
+            # Ranks of a divided vocabulary agree once a tile; else a block at a time stays in the cache.
+            block_rows = max(1, block_bytes(device_kind(x.device)) // (4 * len(weight)))
+            for block in slices(len(x), len(x) if self.shard is not None else block_rows):
+                here = slice(rows.start + block.start, rows.start + block.stop)
+                self._read_block(x[block], y[block], here, None if upstream is None else upstream[:, here, None])
+            if upstream is not None:
+                add_input_gradients(x, self.student, rows, slice(0, len(weight)), out)
+                if out.weight is not None:
+                    add_product(out.weight, x.T, self.student.hidden[rows])
+        return out
+
+    def _rows_per_tile(self) -> int:
+        """Equal on all ranks of a divided vocabulary, whose shards may differ by a row."""
+        if self.settings.rows_per_tile is not None:
+            return self.settings.rows_per_tile
+        height = self.student.rows_of_all_columns()
+        if self.shard is not None:
+            least = torch.tensor([-height], device=self.logprob.device)
+            self.shard.ranks.max_(least)
+            height = -int(least)
+        return height
+
+    def _read_block(self, x: Tensor, y: Tensor, here: slice, upstream: Tensor | None) -> None:
+        """Read a block; if there is an upstream gradient [2, b, 1], overwrite x with the gradient of its logits."""
+        (inner, outer), targets = self.student.scaling, self.targets[here]
+        z, slope = x.to(self.wide), None
+        if outer is not None:
+            slope = tanh_slope_(z).mul_(outer * inner)
+            z.mul_(outer)
+        log_p, log_q = z[:, : self.common] * self.ratio, y.to(self.wide)
+        if self.teacher.scaling.outer is not None:
+            log_q.tanh_().mul_(self.teacher.scaling.outer)
+        if self.agreement is not None:
+            self.agreement[here] = (self._likeliest(log_p) == self._likeliest(log_q)).to(self.wide)
+        one_softmax = self._one_softmax()
+        lse = self._log_sum_exp([log_p, log_q] if one_softmax else [log_p, log_q, z])
+        log_p.sub_(lse[0, :, None])
+        log_q.sub_(lse[1, :, None])
+        terms, s = self.terms(log_p, log_q)
+        is_inside, local = local_columns(targets, slice(0, z.shape[1]))
+        picked = torch.where(is_inside, z.gather(1, local[:, None])[:, 0], 0.0)
+        sums = torch.stack([terms.sum(1), s.sum(1), picked, is_inside.to(self.wide)])
+        if self.shard is not None:
+            self.shard.ranks.sum_(sums)
+        self.divergence[here] = sums[0]
+        # A target that no rank has is not silent.
+        self.logprob[here] = torch.where(sums[3] > 0, sums[2] - lse[-1 if not one_softmax else 0], float("nan"))
+        if upstream is None:
+            return
+        g_logprob, g_divergence = upstream[0], upstream[1] * self.ratio
+        p = log_p.exp_()
+        if one_softmax:
+            z.copy_(s).mul_(g_divergence).addcmul_(p, g_divergence * sums[1, :, None] + g_logprob, value=-1.0)
+        else:
+            z.sub_(lse[2, :, None]).exp_().mul_(-g_logprob)
+            z[:, : self.common].addcmul_(s, g_divergence).addcmul_(p, g_divergence * sums[1, :, None], value=-1.0)
+        z.scatter_add_(1, local[:, None], g_logprob * is_inside[:, None])
+        through_transform_(z, slope, inner)
+        if z.dtype != x.dtype:
+            x.copy_(z)
+
+    def _one_softmax(self) -> bool:
+        """Whether logprob and the divergence are of the same softmax. Equal on all ranks of a divided vocabulary."""
+        return self.ratio == 1.0 and self.shard is None and self.common == len(self.student.weight)
+
+    def _log_sum_exp(self, parts: list[Tensor]) -> Tensor:
+        """[parts, b], over the whole vocabulary."""
+        lowest = float("-inf")
+        top = torch.stack([z.amax(1) if z.shape[1] else z.new_full((len(z),), lowest) for z in parts])
+        if self.shard is not None:
+            self.shard.ranks.max_(top)
+        mass = torch.stack([(z - largest[:, None]).exp_().sum(1) for z, largest in zip(parts, top, strict=True)])
+        if self.shard is not None:
+            self.shard.ranks.sum_(mass)
+        return top + mass.log_()
+
+    def _likeliest(self, z: Tensor) -> Tensor:
+        """[b] the most likely token, the first of several."""
+        if z.shape[1]:
+            value, token = z.max(1)
+        else:
+            value, token = z.new_full((len(z),), float("-inf")), torch.zeros(len(z), dtype=torch.int64, device=z.device)
+        if self.shard is None:
+            return token
+        values = torch.stack(self.shard.ranks.all_gather(value))
+        tokens = torch.stack(self.shard.ranks.all_gather(token + self.first))
+        return tokens.gather(0, values.argmax(0, keepdim=True))[0]
