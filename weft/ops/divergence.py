@@ -2,10 +2,10 @@
 
 N predictions, H hidden width of the student, V rows of its head, C tokens that both heads have, t tokens of a tile.
 Both models' logits are computed from hidden states, some tokens at a time with the whole vocabulary, so that the
-largest tensors are two tiles [t, V]. With p = softmax(z / T) of the student, q of the teacher and KL(a || b) = sum a (log a -
-log b), a divergence is a sum over the vocabulary of terms(log p, log q). With s = d terms / d log p, its gradient with
-respect to z / T is s - p sum(s); the teacher's logits get none. So a divergence is one function of two tiles, and what
-it needs of other ranks of a divided vocabulary are sums.
+largest tensors are two tiles [t, V]. With p = softmax(z / T) of the student, q of the teacher and KL(a || b) =
+sum a (log a - log b), a divergence is a sum over the vocabulary of terms(log p, log q). With s = d terms / d log p, its
+gradient with respect to z / T is s - p sum(s); the teacher's logits get none. So a divergence is one function of two
+tiles, and what it needs of other ranks of a divided vocabulary are sums.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def make_jsd(beta: float) -> Terms:
 @dataclass(frozen=True)
 class TeacherHead:
     """What turns a teacher's hidden states into logits. weight: [rows, width]; a rank of a divided vocabulary needs
-    only its student's rows. bias: [rows] or None. first: the token of the first row. vocabulary: C, the number of tokens
-    that both heads have: the divergence is between distributions over these."""
+    only its student's rows. bias: [rows] or None. first: the token of the first row. vocabulary: C, the number of
+    tokens that both heads have: the divergence is between distributions over these."""
 
     weight: Tensor
     bias: Tensor | None
