@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.ops.communicator import CPAxis
+from weft.ops.segments import Segments
 
 BOUNDS_ARGUMENT = "doc_bounds"
 
@@ -34,7 +35,9 @@ class Bounds:
     are then the last tokens of their document. last_seen: [T] int32 of a packed row, index of the last token that each
     token sees (tokens of an image see later ones of it); None: itself. context: documents of the row that are shared
     over mesh.cp. cache: values that kernels derive once per row. past: in generation, [B] tokens before each entry's
-    new one; keys and values come from a cache. even: all of `past` are equal.
+    new one; keys and values come from a cache. even: all of `past` are equal. segments: of a row in which documents
+    share their beginnings; `lengths` are then those of its segments, padding included. None: every document has all of
+    its tokens to itself.
     """
 
     lengths: tuple[int, ...]
@@ -48,6 +51,7 @@ class Bounds:
     cache: dict[Any, Any] = field(default_factory=dict)
     past: Tensor | None = None
     even: bool = False
+    segments: Segments | None = None
 
     @property
     def longest(self) -> int:

@@ -1,0 +1,113 @@
+"""The segments of a packed row in which documents share their beginnings.
+
+A segment is a run of tokens that is forwarded once. A document is the path from a root to its last segment: the tokens
+of each segment follow those of its parent. Segments lie in the row in depth-first order, so a parent comes before its
+children. Padding is a segment of no document. T tokens of the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = -1  # the parent of a segment with which documents begin
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """lengths: tokens of each segment, in the order of the row. parents: index of each segment's parent, ROOT for none.
+    last_segments: for each document of the row, the segment that its last token is in. cache: tensors by device."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    last_segments: tuple[int, ...]
+    cache: dict[Any, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert len(self.lengths) == len(self.parents), (self.lengths, self.parents)
+        assert all(ROOT <= parent < index for index, parent in enumerate(self.parents)), self.parents
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Index in the row of each segment's first token."""
+        return tuple(accumulate(self.lengths, initial=0))[:-1]
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Tokens of each segment's path, without its own: where it begins in its documents."""
+        counts: list[int] = []
+        for parent in self.parents:
+            counts.append(0 if parent == ROOT else counts[parent] + self.lengths[parent])
+        return tuple(counts)
+
+    @cached_property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment and its path: what its last token sees without a window."""
+        return tuple(before + length for before, length in zip(self.before, self.lengths, strict=True))
+
+    @property
+    def document_lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        return tuple(self.key_lengths[segment] for segment in self.last_segments)
+
+    @cached_property
+    def multiplicities(self) -> tuple[int, ...]:
+        """The number of documents that hold each segment."""
+        counts = [0] * len(self.lengths)
+        for segment in self.last_segments:
+            counts[segment] += 1
+        for segment in reversed(range(len(counts))):
+            if self.parents[segment] != ROOT:
+                counts[self.parents[segment]] += counts[segment]
+        return tuple(counts)
+
+    def path(self, segment: int) -> tuple[int, ...]:
+        """The segments before this one in its documents, from the root on."""
+        ancestors: list[int] = []
+        while (segment := self.parents[segment]) != ROOT:
+            ancestors.append(segment)
+        return tuple(reversed(ancestors))
+
+    def places(self, segment: int) -> Tensor:
+        """[tokens] index in the row of each token of a segment's path and of the segment."""
+        ranges = [
+            torch.arange(self.starts[part], self.starts[part] + self.lengths[part])
+            for part in (*self.path(segment), segment)
+        ]
+        return torch.cat(ranges)
+
+    def key_places(self, device: torch.device) -> Tensor:
+        """[sum of key_lengths] index in the row of the keys of each segment, segment by segment."""
+        return self._cached("keys", range(len(self.lengths)), device)
+
+    def document_places(self, device: torch.device) -> Tensor:
+        """[sum of document_lengths] index in the row of each document's tokens, document by document."""
+        return self._cached("documents", self.last_segments, device)
+
+    def multiplicity_T(self, device: torch.device) -> Tensor:
+        """[T] int64: the number of documents that hold each token; 0 for padding."""
+        if ("multiplicity", device) not in self.cache:
+            counts = torch.tensor(self.multiplicities).repeat_interleave(torch.tensor(self.lengths))
+            self.cache["multiplicity", device] = _on(counts, device)
+        return self.cache["multiplicity", device]
+
+    def after(self, first: int) -> Segments:
+        """The segments from `first` on, as a row of their own; no path may begin before."""
+        documents = tuple(segment - first for segment in self.last_segments if segment >= first)
+        parents = tuple(ROOT if parent == ROOT else parent - first for parent in self.parents[first:])
+        return Segments(self.lengths[first:], parents, documents)
+
+    def _cached(self, name: str, segments: range | tuple[int, ...], device: torch.device) -> Tensor:
+        if (name, device) not in self.cache:
+            parts = [self.places(segment) for segment in segments]
+            self.cache[name, device] = _on(torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64), device)
+        return self.cache[name, device]
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
