@@ -6,18 +6,16 @@ once. Then it runs the recipe, or starts ranks, which run this same command line
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
-from weft import parsers
 from weft.api import rl_options
 from weft.checkpoint.remote.enter import fetched_config
 from weft.checkpoint.remote.local import local_path
@@ -37,15 +35,23 @@ from weft.launch.launchers import join_launcher
 from weft.launch.machine import accelerator, accelerator_count, check_ranks_fit, cpu_cores
 from weft.launch.options import (
     ChatOptions,
+    CommandOptions,
+    Device,
+    EngineOptions,
     ExportOptions,
+    InitOptions,
+    KeysOptions,
     MeasureOptions,
     MergeOptions,
+    MigrateOptions,
     PlanOptions,
     PreviewOptions,
     PushOptions,
+    RankOptions,
     ReportOptions,
     RlOptions,
     RolloutsOptions,
+    RunOptions,
     SftOptions,
     VerifyOptions,
 )
@@ -55,12 +61,12 @@ from weft.launch.stopping import announce_ending_signal
 from weft.observe.measured import measured_config
 from weft.observe.profiling import check_profile
 from weft.observe.trackers import check_installed
-from weft.parsers import OTHER_COMMANDS, SUMMARIES
+from weft.parsers import OTHER_COMMANDS, parse
 from weft.terminal import clean_everything, display_name, say, say_all
 from weft.version import __version__
 
 Schema = TypeVar("Schema")
-Options = TypeVar("Options")
+Run = TypeVar("Run", bound=RunOptions)
 AnyConfig = SftConfig | RlConfig
 
 _PROGRAM_HELP = """\
@@ -91,10 +97,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its parser, and the function that makes a job from the parsed arguments and the command line."""
+    """A subcommand: the class of its options, from which its parser is made, and the function that makes a job from the
+    parsed options and the command line. usage: the first line of --help, if not argparse's own."""
 
-    parser: Callable[[], argparse.ArgumentParser]
-    prepare: Callable[[argparse.Namespace, Sequence[str]], Job]
+    options: type[CommandOptions]
+    prepare: Callable[[Any, Sequence[str]], Job]
+    summary: str
+    usage: str | None = None
 
 
 def entry() -> NoReturn:
@@ -138,15 +147,15 @@ def _prepare(words: Sequence[str]) -> Job:
     command = COMMANDS.get(words[0])
     if command is None:
         raise UserError(_unknown_command(words[0]))
-    return command.prepare(command.parser().parse_intermixed_args(words[1:]), words)
+    return command.prepare(parse(command.options, words[1:], words[0], command.summary, command.usage), words)
 
 
-def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    config = _load_run(arguments, SftConfig)
-    world = _world(arguments, config)
+def _sft(options: SftOptions, words: Sequence[str]) -> Job:
+    config, options = _load_run(options, SftConfig)
+    world = _world(options, config)
     check_installed(config.track)
     check_profile(config.profile, world=world)
-    options = _options(SftOptions, arguments, world=world)
+    options = replace(options, world=world)
 
     def body() -> None:
         from weft.recipes import sft
@@ -156,14 +165,14 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
     if options.dry_run:
         return Job(body, 1, words)  # one process describes all ranks
-    return Job(body, world, words, _restarts(arguments), lambda run: _resume_command(arguments, words, run))
+    return Job(body, world, words, _restarts(options), lambda run: _resume_command(options, words, run))
 
 
-def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _rl(options: RlOptions, words: Sequence[str]) -> Job:
     _require_one_process("rl")
-    config = _load_run(arguments, RlConfig)
-    resolved = rl_options(config, arguments.device, _ranks_wanted(arguments, config))
-    options = _options(RlOptions, arguments, device=resolved.device, world=resolved.world)
+    config, options = _load_run(options, RlConfig)
+    resolved = rl_options(config, options.device, _ranks_wanted(options, config))
+    options = replace(options, device=resolved.device, world=resolved.world)
 
     def body() -> None:
         from weft.recipes import rl, rl_preview
@@ -173,45 +182,31 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _check_dry_run(arguments: argparse.Namespace) -> None:
-    """Raise UserError if an option of dry runs is given without --dry-run."""
-    for option, value in (
-        ("--parameters", arguments.parameters),
-        ("--json", arguments.json),
-        ("--assume", arguments.assume),
-    ):
-        if value and not arguments.dry_run:
-            raise UserError(f"{option} needs --dry-run: add it.")
-    if accelerator(arguments.assume) is not None:
-        arguments.device = "cpu"  # this machine's accelerators are not used
-
-
-def _restarts(arguments: argparse.Namespace) -> int:
+def _restarts(options: SftOptions) -> int:
     """The number of restarts that this process makes: 0 in its ranks, which get the option, too."""
-    if arguments.restarts and joined() and launchers_folder() is None:
+    if options.restarts and joined() and launchers_folder() is None:
         raise UserError("--restarts only restarts ranks that weft started: under torchrun use its --max-restarts.")
-    return 0 if joined() else int(arguments.restarts)
+    return 0 if joined() else options.restarts
 
 
-def _resume_command(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Sequence[str]:
+def _resume_command(options: SftOptions, words: Sequence[str], run: Path) -> Sequence[str]:
     """The command line of an attempt that resumes RUN, whose config.yaml has the config files and overrides."""
-    if arguments.resume is not None:
+    if options.resume is not None:
         return words
-    options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
-    options += [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(arguments, name)]
-    return ["sft", "--resume", display_name(str(run)), *options]
+    more = ["--device", options.device] + (["--nproc", str(options.nproc)] if options.nproc else [])
+    more += [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(options, name)]
+    return ["sft", "--resume", display_name(str(run)), *more]
 
 
-def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    config = _load(arguments, RlConfig) if _names_rl(arguments) else _load(arguments, SftConfig)
-    if arguments.rollouts is not None and not isinstance(config, RlConfig):
+def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
+    config: Any = _load(options.config, RlConfig if _names_rl(options.config) else SftConfig)
+    if options.rollouts is not None and not isinstance(config, RlConfig):
         raise UserError("--rollouts needs a weft rl config, and this config has no section rl.")
-    if arguments.layers is not None and arguments.layers < 1:
-        raise UserError(f"--layers is {arguments.layers}; it must be 1 or more.")
-    if not joined() and arguments.nproc is None:
-        config, words = _fit_to_machine(config, arguments, words)
-    world = _world(arguments, config)
-    options = _options(VerifyOptions, arguments, world=world)
+    if not joined() and options.nproc is None:
+        config, nproc, words = _fit_to_machine(config, options.device, words)
+        options = replace(options, nproc=nproc)
+    world = _world(options, config)
+    options = replace(options, world=world)
 
     def body() -> bool:
         from weft.recipes import verify
@@ -221,18 +216,17 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, world, words)
 
 
-def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     _require_one_process("plan")
-    arguments.dry_run = True  # like a dry run, it needs no weights
-    schema = RlConfig if _names_rl(arguments) else SftConfig
-    config: Any = _load(arguments, schema)
-    accelerator(arguments.assume)
+    # Like a dry run, it needs no weights.
+    config: Any = _load(options.config, RlConfig if _names_rl(options.config) else SftConfig, dry_run=True)
+    accelerator(options.assume)
     ranks = (
-        arguments.ranks or getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
+        options.ranks or getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
     )
-    if not arguments.search:
+    if not options.search:
         check_reshard(config, resolve_mesh(config.mesh, ranks, "--ranks"))
-    options = _options(PlanOptions, arguments, ranks=ranks)
+    options = replace(options, ranks=ranks)
 
     def body() -> None:
         from weft.recipes.plan import recipe as plan
@@ -242,31 +236,30 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _export(options: ExportOptions, words: Sequence[str]) -> Job:
     _require_one_process("export")
-    if arguments.check and (arguments.dtype or arguments.output or arguments.ema):
+    if options.check and (options.dtype or options.output or options.ema):
         raise UserError("--check writes nothing: remove --dtype, --output and --ema.")
-    if arguments.optimizer and arguments.format != "dcp":
+    if options.optimizer and options.format != "dcp":
         raise UserError("--optimizer needs --format dcp: a HuggingFace directory has no optimizer state.")
-    if arguments.model and (arguments.check or arguments.ema or arguments.format == "dcp"):
+    if options.model and (options.check or options.ema or options.format == "dcp"):
         raise UserError("--model is for checkpoints of other trainers: remove --check, --ema and --format.")
-    path = local_path("weft export", arguments.path, output=bool(arguments.output or arguments.check))
-    options = _options(ExportOptions, arguments, path=path, dtype=arguments.dtype or "bf16")
+    path = local_path("weft export", options.path, output=bool(options.output or options.check))
+    options = replace(options, path=path)
 
     def body() -> None:
         from weft.recipes import export
 
-        say(f"checked  {export.check(Path(options.path))}" if arguments.check else f"exported {export.run(options)}")
+        say(f"checked  {export.check(Path(options.path))}" if options.check else f"exported {export.run(options)}")
 
     return Job(body, 1, words)
 
 
-def _push(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _push(options: PushOptions, words: Sequence[str]) -> Job:
     _require_one_process("push")
-    path = local_path("weft push", arguments.path, step=arguments.step, best=arguments.best)
-    chosen = path == arguments.path
-    step, best = (arguments.step, arguments.best) if chosen else (None, False)
-    options = _options(PushOptions, arguments, path=path, step=step, best=best)
+    path = local_path("weft push", options.path, step=options.step, best=options.best)
+    if path != options.path:  # the local copy of the chosen checkpoint
+        options = replace(options, path=path, step=None, best=False)
 
     def body() -> None:
         from weft.recipes import push
@@ -276,16 +269,13 @@ def _push(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _data(options: PreviewOptions, words: Sequence[str]) -> Job:
     _require_one_process("data")
-    files_and_keys = arguments.config
-    if files_and_keys[:1] != ["preview"]:
+    if tuple(options.config[:1]) != ("preview",):
         raise UserError("weft data needs a subcommand: weft data preview [CONFIG ...] [section.key=value ...]")
-    arguments.config = files_and_keys[1:]
-    config = _load(arguments, SftConfig)
-    sizes = resolve_mesh(config.mesh, arguments.nproc or fewest_ranks(config.mesh))
-    ranks = sizes.dp_replicate * sizes.shards
-    options = _options(PreviewOptions, arguments, world=ranks)
+    config = _load(options.config[1:], SftConfig)
+    sizes = resolve_mesh(config.mesh, options.nproc or fewest_ranks(config.mesh))
+    options = replace(options, world=sizes.dp_replicate * sizes.shards)
 
     def body() -> None:
         from weft.recipes import preview
@@ -295,8 +285,8 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    draft, differing = migrate_and_compare(arguments.files, arguments.nproc)
+def _migrate(options: MigrateOptions, words: Sequence[str]) -> Job:
+    draft, differing = migrate_and_compare(options.files, options.nproc)
 
     def body() -> None:
         say(draft, end="")
@@ -308,10 +298,10 @@ def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _merge(options: MergeOptions, words: Sequence[str]) -> Job:
     _require_one_process("merge")
-    path = local_path("weft merge", arguments.path, output=bool(arguments.output))
-    options = _options(MergeOptions, arguments, path=path)
+    path = local_path("weft merge", options.path, output=bool(options.output))
+    options = replace(options, path=path)
 
     def body() -> None:
         from weft.recipes import merge
@@ -321,11 +311,11 @@ def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _chat(options: ChatOptions, words: Sequence[str]) -> Job:
     _require_one_process("chat")
-    path = local_path("weft chat", arguments.path, step=arguments.step)
-    step = arguments.step if path == arguments.path else None
-    options = _options(ChatOptions, arguments, path=path, step=step, images=tuple(arguments.image))
+    path = local_path("weft chat", options.path, step=options.step)
+    if path != options.path:  # the local copy of the chosen checkpoint
+        options = replace(options, path=path, step=None)
 
     def body() -> None:
         from weft.recipes import chat
@@ -335,16 +325,16 @@ def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _eval(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    path = local_path("weft eval", arguments.path, step=arguments.step)
-    config = measured_config(path, arguments.config, arguments.step if path == arguments.path else None)
+def _eval(options: MeasureOptions, words: Sequence[str]) -> Job:
+    path = local_path("weft eval", options.path, step=options.step)
+    config = measured_config(path, options.config, options.step if path == options.path else None)
     if isinstance(config, RlConfig):
         _require_one_process("eval")
-        resolved = rl_options(config, arguments.device, arguments.nproc)
-        options, world = _options(MeasureOptions, arguments, device=resolved.device, world=resolved.world), 1
+        resolved, world = rl_options(config, options.device, options.nproc), 1
+        options = replace(options, device=resolved.device, world=resolved.world)
     else:
-        world = _world(arguments, config)
-        options = _options(MeasureOptions, arguments, world=world)
+        world = _world(options, config)
+        options = replace(options, world=world)
 
     def body() -> None:
         from weft.recipes import measure
@@ -354,9 +344,9 @@ def _eval(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, world, words)
 
 
-def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _rollouts(options: RolloutsOptions, words: Sequence[str]) -> Job:
     _require_one_process("rollouts")
-    options = _options(RolloutsOptions, arguments, run=local_path("weft rollouts", arguments.run, records=True))
+    options = replace(options, run=local_path("weft rollouts", options.run, records=True))
 
     def body() -> None:
         from weft.observe import rollouts
@@ -366,11 +356,11 @@ def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _report(options: ReportOptions, words: Sequence[str]) -> Job:
     _require_one_process("report")
-    runs = tuple(local_path("weft report", run, records=True) for run in arguments.runs)
-    is_beside_run = len(runs) > 1 or runs[0] == arguments.runs[0]
-    options = ReportOptions(runs=runs, output=arguments.output or (None if is_beside_run else "report.html"))
+    runs = tuple(local_path("weft report", run, records=True) for run in options.runs)
+    is_beside_run = len(runs) > 1 or runs[0] == options.runs[0]
+    options = replace(options, runs=runs, output=options.output or (None if is_beside_run else "report.html"))
 
     def body() -> None:
         from weft.observe.report import page
@@ -381,9 +371,9 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _init(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _init(options: InitOptions, words: Sequence[str]) -> Job:
     _require_one_process("init")
-    command, overrides = "sft", list(arguments.words)
+    command, overrides = "sft", list(options.words)
     if overrides and "=" not in overrides[0]:
         command = overrides.pop(0)
     if command not in SCHEMAS:
@@ -393,10 +383,10 @@ def _init(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     text = starter(command, chosen_keys(overrides, SCHEMAS[command]))
 
     def body() -> None:
-        if arguments.output is None:
+        if options.output is None:
             say(text, end="")
             return
-        file = Path(arguments.output).expanduser()
+        file = Path(options.output).expanduser()
         try:
             with file.open("x", encoding="utf-8") as stream:
                 stream.write(text)
@@ -409,32 +399,26 @@ def _init(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _keys(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    lines = find_keys(arguments.words)
+def _keys(options: KeysOptions, words: Sequence[str]) -> Job:
+    lines = find_keys(options.words)
     return Job(lambda: say_all(lines), 1, words)
 
 
-def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+def _engine(options: EngineOptions, words: Sequence[str]) -> Job:
     _require_one_process("engine")
-    if arguments.what != ["install", "vllm"]:
+    if tuple(options.what) != ("install", "vllm"):
         raise UserError("weft engine needs a subcommand: weft engine install vllm [--python DIR]")
 
     def body() -> None:
         from weft.inference.vllm import interpreter
 
-        folder = Path(arguments.python).expanduser() if arguments.python else interpreter.home()
-        device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
-        interpreter_path = interpreter.install(folder, device, shlex.split(arguments.torch))
-        name = "" if arguments.python is None else f"; set {override('rollout.python', str(folder))}"
+        folder = Path(options.python).expanduser() if options.python else interpreter.home()
+        device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(options.device) else "cpu"
+        interpreter_path = interpreter.install(folder, device, shlex.split(options.torch))
+        name = "" if options.python is None else f"; set {override('rollout.python', str(folder))}"
         say(f"vLLM {interpreter_path.version} for {device} is in {folder}{name}")
 
     return Job(body, 1, words)
-
-
-def _options(kind: type[Options], arguments: argparse.Namespace, **values: object) -> Options:
-    """The options of a command: `values`, and the parsed arguments with the names of its fields."""
-    names = {field.name for field in fields(cast(Any, kind))} - values.keys()
-    return kind(**{name: value for name, value in vars(arguments).items() if name in names}, **values)
 
 
 def _require_one_process(command: str) -> None:
@@ -444,12 +428,13 @@ def _require_one_process(command: str) -> None:
         )
 
 
-def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new"] | None = None) -> Schema:
+def _load(
+    words: Sequence[str], schema: type[Schema], run: Literal["new"] | None = None, *, dry_run: bool = False
+) -> Schema:
     """The config of files and overrides, with local copies of its files on object stores. run: "new" if a run
     begins."""
-    overrides = [word for word in arguments.config if _is_override(word)]
-    files = [local_path("weft", word) for word in arguments.config if not _is_override(word)]
-    dry_run = getattr(arguments, "dry_run", False)
+    overrides = [word for word in words if _is_override(word)]
+    files = [local_path("weft", word) for word in words if not _is_override(word)]
     return _with_local_paths(load_config(files, overrides, schema, weights=not dry_run), run, dry_run)
 
 
@@ -461,43 +446,42 @@ def _with_local_paths(config: Schema, run: Literal["new", "resumed"] | None, dry
     return cast(Schema, with_local_paths(cast(Any, config), run, dry_run=dry_run))
 
 
-def _load_run(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
-    """The config of a run that begins or resumes. It is checked before torch is asked for the device."""
-    _check_dry_run(arguments)
-    if arguments.resume is None:
-        config: Any = _load(arguments, schema, "new")
+def _load_run(options: Run, schema: type[Schema]) -> tuple[Schema, Run]:
+    """The config of a run that begins or resumes, and its options with local paths. The config is checked before torch
+    is asked for the device."""
+    if accelerator(options.assume) is not None:
+        options = replace(options, device="cpu")  # this machine's accelerators are not used
+    if options.resume is None:
+        config: Any = _load(options.config, schema, "new", dry_run=options.dry_run)
     else:
-        config = _load_resumed(arguments, schema)
-        if is_url(arguments.resume) and not arguments.dry_run:
-            arguments.resume = config.run.dir
-    if arguments.dry_run:
-        accelerator_count(arguments.device)
-    return cast(Schema, config)
+        config = _load_resumed(options.resume, options, schema)
+        if is_url(options.resume) and not options.dry_run:
+            options = replace(options, resume=config.run.dir)
+    if options.dry_run:
+        accelerator_count(options.device)
+    return cast(Schema, config), options
 
 
-def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
+def _load_resumed(run: str, options: RunOptions, schema: type[Schema]) -> Schema:
     """The config of RUN with the overrides."""
-    run = arguments.resume
-    files = [word for word in arguments.config if not _is_override(word)]
+    files = [word for word in options.config if not _is_override(word)]
     if files:
         raise UserError(
             f"--resume {run} reads {run}/config.yaml: remove {files[0]}, and set keys as section.key=value."
         )
-    if any(word.startswith("run.dir=") for word in arguments.config):
+    if any(word.startswith("run.dir=") for word in options.config):
         raise UserError(f"--resume {run} continues in that folder: remove run.dir.")
-    overrides = [*arguments.config, f"run.dir={json.dumps(run)}"]
-    if not is_url(run):
-        return _with_local_paths(
-            load_config([written_config(run, schema)], overrides, schema, of_run=True), "resumed", arguments.dry_run
-        )
-    with fetched_config(run) as folder:
-        config = load_config([written_config(str(folder), schema, run)], overrides, schema, of_run=True)
-    return _with_local_paths(config, "resumed", arguments.dry_run)
+    overrides = [*options.config, f"run.dir={json.dumps(run)}"]
+    if is_url(run):
+        with fetched_config(run) as folder:
+            config = load_config([written_config(str(folder), schema, run)], overrides, schema, of_run=True)
+    else:
+        config = load_config([written_config(run, schema)], overrides, schema, of_run=True)
+    return _with_local_paths(config, "resumed", options.dry_run)
 
 
-def _names_rl(arguments: argparse.Namespace) -> bool:
+def _names_rl(words: Sequence[str]) -> bool:
     """Whether the files and overrides have a section `rl`."""
-    words = arguments.config
     sections = {word.partition("=")[0].partition(".")[0] for word in words if _is_override(word)}
     return "rl" in sections.union(*(read_config_file(word).value for word in words if not _is_override(word)))
 
@@ -506,32 +490,32 @@ def _is_override(word: str) -> bool:
     return "=" in word and not Path(word).is_file()
 
 
-def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
+def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
     """The number of ranks of the run, after checking that the mesh fits it, and that this machine has room for it."""
     if joined():
         world = int(os.environ["WORLD_SIZE"])
-        if arguments.nproc not in (None, world):
+        if options.nproc not in (None, world):
             raise UserError(
-                f"--nproc {arguments.nproc}, but WORLD_SIZE={world} in the environment: under torchrun remove --nproc; "
+                f"--nproc {options.nproc}, but WORLD_SIZE={world} in the environment: under torchrun remove --nproc; "
                 "otherwise unset RANK and WORLD_SIZE."
             )
     else:
-        world = _ranks_wanted(arguments, config) or accelerator_count(arguments.device) or 1
+        world = _ranks_wanted(options, config) or accelerator_count(options.device) or 1
     sizes = resolve_mesh(config.mesh, world)
     check_reshard(config, sizes)
-    if not joined() and not getattr(arguments, "dry_run", False):
-        check_ranks_fit(world, arguments.device)
+    if not joined() and not getattr(options, "dry_run", False):
+        check_ranks_fit(world, options.device)
     return world
 
 
-def _ranks_wanted(arguments: argparse.Namespace, config: AnyConfig) -> int | None:
+def _ranks_wanted(options: RankOptions | MeasureOptions, config: AnyConfig) -> int | None:
     """The number of ranks: --nproc, else that of the resumed run, else in a dry run the fewest that mesh allows. None
     if this machine's accelerators decide, or cluster.trainer_ranks does."""
-    if arguments.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer_ranks):
-        return arguments.nproc
-    run = getattr(arguments, "resume", None)
+    if options.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer_ranks):
+        return options.nproc
+    run = getattr(options, "resume", None)
     world, origin = None if run is None else ranks_of(Path(run)), f"{run} had"
-    if world is None and getattr(arguments, "dry_run", False):
+    if world is None and getattr(options, "dry_run", False):
         fewest = fewest_ranks(config.mesh)
         world, origin = fewest if fewest > 1 else None, "mesh says"
     if world is not None:
@@ -539,44 +523,71 @@ def _ranks_wanted(arguments: argparse.Namespace, config: AnyConfig) -> int | Non
     return world
 
 
-def _fit_to_machine(
-    config: AnyConfig, arguments: argparse.Namespace, words: Sequence[str]
-) -> tuple[AnyConfig, Sequence[str]]:
-    """(Config, command line) of `weft verify` without --nproc, for as many ranks as the mesh needs. Axes of the mesh
-    are shrunk to fit a small machine."""
-    accelerators = accelerator_count(arguments.device)
+def _fit_to_machine(config: AnyConfig, device: Device, words: Sequence[str]) -> tuple[AnyConfig, int, Sequence[str]]:
+    """(Config, ranks, command line) of `weft verify` without --nproc, for as many ranks as the mesh needs. Axes of the
+    mesh are shrunk to fit a small machine."""
+    accelerators = accelerator_count(device)
     mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)
     for note in notes:
         say(note)
     sizes = resolve_mesh(mesh, fewest_ranks(mesh))
-    arguments.nproc = sizes.world
     overrides = [f"mesh.{axis}={getattr(sizes, axis)}" for axis in AXES]
     overrides.append(f"mesh.ulysses={'null' if mesh.ulysses is None else mesh.ulysses}")
-    return replace(config, mesh=mesh), [*words, *overrides]
+    return replace(config, mesh=mesh), sizes.world, [*words, *overrides]
 
 
 COMMANDS = {
-    "sft": Command(parsers.sft_parser, _sft),
-    "rl": Command(parsers.rl_parser, _rl),
-    "chat": Command(parsers.chat_parser, _chat),
-    "eval": Command(parsers.eval_parser, _eval),
-    "rollouts": Command(parsers.rollouts_parser, _rollouts),
-    "report": Command(parsers.report_parser, _report),
-    "data": Command(parsers.data_parser, _data),
-    "export": Command(parsers.export_parser, _export),
-    "push": Command(parsers.push_parser, _push),
-    "merge": Command(parsers.merge_parser, _merge),
-    "plan": Command(parsers.plan_parser, _plan),
-    "verify": Command(parsers.verify_parser, _verify),
-    "init": Command(parsers.init_parser, _init),
-    "keys": Command(parsers.keys_parser, _keys),
-    "engine": Command(parsers.engine_parser, _engine),
-    "migrate": Command(parsers.migrate_parser, _migrate),
+    "sft": Command(SftOptions, _sft, "Fine-tune a model on documents or conversations."),
+    "rl": Command(RlOptions, _rl, "Train a model on rewards, by reinforcement learning."),
+    "chat": Command(ChatOptions, _chat, "Talk to the last checkpoint of a run, or to any model."),
+    "eval": Command(
+        MeasureOptions,
+        _eval,
+        "Measure loss and accuracy on held-out data, or pass@k with rewards.",
+        "weft eval RUN|MODEL DATA [section.key=value ...] [options]",
+    ),
+    "rollouts": Command(RolloutsOptions, _rollouts, "Show the samples of a weft rl run, with their rewards."),
+    "report": Command(ReportOptions, _report, "Write an HTML page about a run, or one that compares several."),
+    "data": Command(
+        PreviewOptions,
+        _data,
+        "Show the training data as the model sees it: weft data preview.",
+        "weft data preview [CONFIG ...] [section.key=value ...] [options]",
+    ),
+    "export": Command(ExportOptions, _export, "Write the weights of a checkpoint in another dtype or format."),
+    "push": Command(PushOptions, _push, "Upload a checkpoint to the HuggingFace hub, with a model card."),
+    "merge": Command(MergeOptions, _merge, "Merge an adapter into its base model."),
+    "plan": Command(
+        PlanOptions,
+        _plan,
+        "Estimate memory and time of a run on any mesh, without a GPU.",
+        "weft plan [CONFIG ...] [section.key=value ...] [options]",
+    ),
+    "verify": Command(VerifyOptions, _verify, "Compare the configured mesh with one plain process."),
+    "init": Command(
+        InitOptions,
+        _init,
+        "Write a commented config to start from.",
+        "weft init [sft | rl] [section.key=value ...] [--output FILE]",
+    ),
+    "keys": Command(
+        KeysOptions,
+        _keys,
+        "Search the config keys by name, meaning, or another trainer's name.",
+        "weft keys [WORD ...]",
+    ),
+    "engine": Command(
+        EngineOptions,
+        _engine,
+        "Install a rollout engine: weft engine install vllm.",
+        "weft engine install vllm [options]",
+    ),
+    "migrate": Command(MigrateOptions, _migrate, "Convert another trainer's config to a draft for weft."),
 }
 
 
 def _program_help() -> str:
-    lines = [f"  {name:<8} {SUMMARIES[name]}" for name in COMMANDS]
+    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
     return _PROGRAM_HELP.format(commands="\n".join(lines)).rstrip()
 
 

@@ -74,7 +74,8 @@ def test_sft_runs_here_on_one_rank(recorder: Recorder) -> None:
     assert cli.main(["sft", "c.yaml", "optimizer.lr=2e-5", "--device", "cpu", "step.documents=3"]) == 0
     ((config, options),) = recorder.calls
     assert (config.optimizer.lr, config.step.documents) == (2e-5, 3)
-    assert options == SftOptions(device="cpu", world=1)
+    words = ("c.yaml", "optimizer.lr=2e-5", "step.documents=3")
+    assert options == SftOptions(config=words, device="cpu", world=1)
     assert recorder.launched == []
 
 
@@ -96,7 +97,8 @@ def test_one_rank_per_accelerator(recorder: Recorder, monkeypatch: pytest.Monkey
 def test_a_dry_run_describes_all_ranks_from_one_process(recorder: Recorder) -> None:
     assert cli.main(["sft", "c.yaml", "--nproc", "16", "--dry-run", "--parameters", "mesh.dp_replicate=2"]) == 0
     ((_, options),) = recorder.calls
-    assert options == SftOptions(world=16, dry_run=True, parameters=True)
+    words = ("c.yaml", "mesh.dp_replicate=2")
+    assert options == SftOptions(config=words, nproc=16, world=16, dry_run=True, parameters=True)
     assert recorder.launched == []
 
 
@@ -155,7 +157,7 @@ def test_exit_statuses(recorder: Recorder, answer: Any, status: int) -> None:
 
 def test_verify_passes_its_options(recorder: Recorder) -> None:
     assert cli.main(["verify", "c.yaml", "--nproc", "1", "--layers", "2", "--plant", "B1"]) == 0
-    assert recorder.calls[0][1] == VerifyOptions(world=1, layers=2, plant="B1")
+    assert recorder.calls[0][1] == VerifyOptions(config=("c.yaml",), nproc=1, world=1, layers=2, plant="B1")
 
 
 def test_verify_takes_the_ranks_that_its_mesh_needs(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +181,7 @@ def test_verify_takes_the_ranks_that_its_mesh_needs(recorder: Recorder, capsys: 
         (["sft", "c.yaml", "--optimizer.lr", "3"], "without dashes: optimizer.lr=VALUE"),
         (["sft", "c.yaml", "--parameters"], "--dry-run"),
         (["sft", "c.yaml", "--nproc", "4", "fsdp.reshard_after_forward=3"], "must be one of true, false, 2"),
-        (["verify", "c.yaml", "--layers", "0"], "--layers is 0"),
+        (["verify", "c.yaml", "--layers", "0"], "--layers: 0 is not a whole number of 1 or more"),
         (["sftt"], "did you mean weft sft?"),
         (["bench", "c.yaml"], "docs/benchmarks has the command"),
         (["c.yaml"], "weft sft c.yaml"),

@@ -68,7 +68,7 @@ def test_several_sources_are_refused_before_they_are_read(here: Path, monkeypatc
     sources = (SourceConfig(path="not-there.jsonl"), SourceConfig(path="chat.jsonl"))
     config = replace(config, data=replace(config.data, path=None, sources=sources))
     with pytest.raises(UserError, match="run it once for each path of data.sources"):
-        measure.run(config, MeasureOptions(device="cpu"))
+        measure.run(config, MeasureOptions(path="model", device="cpu"))
 
 
 def test_what_of_a_run_says_how_it_is_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

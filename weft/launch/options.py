@@ -1,36 +1,144 @@
-"""The options of each command, apart from the config. Imports no torch."""
+"""The options of each command, apart from the config. Parsers and --help are made from these classes (weft/parsers.py).
+Imports no torch.
+
+An option is one field: its name (`--max-new-tokens` for max_new_tokens), its type (bool: a switch; Literal: choices),
+its default, and its line of help. A field without help, such as `world`, is computed from others and cannot be typed.
+"""
+# ruff: noqa: RUF009 - option() and argument() are dataclasses.field()
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from weft.config.sources import HUB_NAME, is_hub_name
 
 Device = Literal["auto", "cpu", "cuda"]
 Detail = Literal["quiet", "normal", "verbose"]
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+
+
+def option(
+    help: str,
+    metavar: str | None = None,
+    *,
+    default: Any = None,
+    type: Callable[[str], Any] | None = None,
+    name: str | None = None,
+    group: str | None = None,
+    exclusive: str | None = None,
+    needs: str | None = None,
+) -> Any:
+    """A field that is an option. type: makes the value of the text; None for text as it is. name: without dashes, if it
+    is not that of the field. group: the heading under which --help lists it. exclusive: options with the same word
+    exclude one another. needs: the option without which this one has no effect and is refused."""
+    about: dict[str, Any] = {"metavar": metavar, "type": type}
+    about = {"help": help} | {key: value for key, value in about.items() if value is not None}
+    spec = {"option": about, "name": name, "group": group, "exclusive": exclusive, "needs": needs}
+    return field(default=default, metadata=spec)
+
+
+def argument(
+    help: str, metavar: str, *, nargs: Literal["*", "+"] | None = None, type: Callable[[str], Any] | None = None
+) -> Any:
+    """A field that is a positional argument. nargs: `*` for any number of words, `+` for one or more."""
+    spec = {"help": help, "metavar": metavar, "nargs": nargs, "type": type}
+    metadata = {"argument": {key: value for key, value in spec.items() if value is not None}}
+    return field(default=(), metadata=metadata) if nargs == "*" else field(metadata=metadata)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _ranks(text: str) -> int:
+    if _count(text) > 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text} is too many: weft plans for up to 1,000,000 ranks")
+    return int(text)
+
+
+def _hub_name(text: str) -> str:
+    if not is_hub_name(text):
+        raise argparse.ArgumentTypeError(f"{text} must be {HUB_NAME}")
+    return text
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a temperature: 0 or more")
+    return value
+
+
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a number: 0 or more")
+    return int(text)
+
+
+# Options of several commands, in the same words.
+_CONFIG = "CONFIG | section.key=value"
+_NEWEST = "a run folder means its newest checkpoint"
+_STEP = "with a run folder: use the checkpoint of this step"
+
+
+def _device() -> Any:
+    return option("default: %(default)s", default="auto")
+
+
+def _imports() -> Any:
+    text = "a module that registers your own architecture (weft knows model.imports of a run)"
+    return option(text, "MODULE", default=(), name="import")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options of every command that trains. world: ranks of the whole run, in `weft rl` trainer ranks; a dry run
-    describes that many from one process.
+class CommandOptions:
+    """Options of every command."""
 
-    resume: the run folder whose newest checkpoint is resumed. dry_run: print the resolved config, the mesh and the
-    sharding, and train nothing. parameters: in a dry run, also one line per parameter. json: in a dry run, config and
-    model as JSON, and nothing else. assume: in a dry run, the accelerator of each rank, by its name in
-    launch/machine.py. quiet: print the essential lines of the opening only. verbose: print all of it, tables included.
-    """
+    debug: bool = option("also show tracebacks for configuration and data mistakes", default=False)
 
-    device: Device = "auto"
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(CommandOptions):
+    """Options of every command that reads a config and starts ranks. world: ranks of the whole run, in `weft rl`
+    trainer ranks; a dry run describes that many from one process."""
+
+    config: Sequence[str] = argument("YAML files, merged left to right, and overrides", _CONFIG, nargs="*")
+    nproc: int | None = option(
+        "ranks to start on this machine (default: as in --resume RUN, else one per accelerator, or 1)", "N", type=_count
+    )
+    device: Device = _device()
     world: int = 1
-    resume: str | None = None
-    dry_run: bool = False
-    parameters: bool = False
-    json: bool = False
-    assume: str | None = None
-    quiet: bool = False
-    verbose: bool = False
-    debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RankOptions):
+    """Options of every command that trains."""
+
+    resume: str | None = option("continue this run from its newest checkpoint, with its config", "RUN")
+    dry_run: bool = option(
+        "check config and data, print config, mesh, memory and steps, and train nothing", default=False
+    )
+    parameters: bool = option("with --dry-run: print one line per parameter", default=False, needs="dry_run")
+    json: bool = option("with --dry-run: print config and model as JSON only", default=False, needs="dry_run")
+    assume: str | None = option(
+        "with --dry-run: assume these accelerators, such as h100-80gb, instead of yours", "DEVICE", needs="dry_run"
+    )
+    quiet: bool = option(
+        "print only the most important lines at the start", default=False, exclusive="lines at the start"
+    )
+    verbose: bool = option(
+        "print all of RUN/opening.txt at the start: dtypes, units, kernels",
+        default=False,
+        exclusive="lines at the start",
+    )
 
     @property
     def detail(self) -> Detail:
@@ -42,157 +150,215 @@ class RunOptions:
 class SftOptions(RunOptions):
     """`weft sft`."""
 
+    restarts: int = option(
+        "after a crash, restart from the last checkpoint, up to N times; not after a configuration mistake",
+        "N", default=0, type=_number,
+    )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class RlOptions(RunOptions):
-    """`weft rl`. replay: train from the rollouts of this folder, RUN/rollouts of another run, instead of new ones.
-    rollout_only: generate and reward, and train nothing.
-    """
+    """`weft rl`."""
 
-    replay: str | None = None
-    rollout_only: bool = False
+    rollout_only: bool = option("generate and reward samples into RUN/rollouts, and train nothing", default=False)
+    replay: str | None = option("train on these rollouts, in their order, instead of generating", "RUN/rollouts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """`weft verify`. layers: number of layers to which a copy of the model is cut. plant: name of a bug to plant.
+class VerifyOptions(RankOptions):
+    """`weft verify`."""
 
-    rollouts: with a config of `weft rl`, the RUN/rollouts to train from, instead of synthetic ones.
-    """
+    layers: int | None = option("verify a copy of the model with only N layers", "N", type=_count)
+    plant: str | None = option("plant a known bug, to see that it is found", "NAME")
+    rollouts: str | None = option(
+        "for a weft rl config: train on these rollouts (default: artificial edge cases)", "RUN/rollouts"
+    )
 
-    device: Device = "auto"
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(CommandOptions):
+    """`weft export`."""
+
+    path: str = argument(_NEWEST, "RUN | CHECKPOINT | DCP")
+    dtype: Dtype | None = option("default: bf16")
+    output: str | None = option("where to write (default: beside the checkpoint)", "DIR")
+    check: bool = option("write nothing: compare existing files with their recorded digests", default=False)
+    ema: bool = option("write the average of the weights (optimizer.ema_decay) instead of the weights", default=False)
+    format: Literal["hf", "dcp"] = option(
+        "a HuggingFace directory (default), or a directory for torch.distributed.checkpoint", default="hf"
+    )
+    optimizer: bool = option("with --format dcp: also write the optimizer state", default=False)
+    model: str | None = option(
+        "for another trainer's directory in torch.distributed.checkpoint format: the HuggingFace model with its config "
+        "and tokenizer",
+        "MODEL",
+    )
+    imports: Sequence[str] = _imports()
+
+    @property
+    def weights_dtype(self) -> Dtype:
+        return self.dtype or "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(CommandOptions):
+    """`weft push`."""
+
+    path: str = argument(_NEWEST, "RUN | CHECKPOINT")
+    repository: str = argument("created if it does not exist", "OWNER/NAME", type=_hub_name)
+    private: bool = option("create a private repository", default=False)
+    revision: str | None = option("created if it does not exist (default: main)", "BRANCH")
+    message: str | None = option("commit message (default: Upload step-N)", "TEXT")
+    step: int | None = option(_STEP, "N", type=_count, exclusive="checkpoint")
+    best: bool = option(
+        "with a run folder: use the best checkpoint (checkpoint.keep_best)", default=False, exclusive="checkpoint"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(CommandOptions):
+    """`weft merge`."""
+
+    path: str = argument(_NEWEST, "RUN | ADAPTER")
+    base: str | None = option("use this base model instead of the adapter's own", "MODEL")
+    dtype: Dtype = option("default: each tensor as in the base", default="auto")
+    output: str | None = option("where to write (default: beside the adapter)", "DIR")
+    imports: Sequence[str] = _imports()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(CommandOptions):
+    """`weft chat`."""
+
+    path: str = argument(_NEWEST, "RUN | MODEL")
+    step: int | None = option("use the checkpoint of this step", "N", type=_count)
+    system: str | None = option("a system message", "TEXT")
+    images: Sequence[str] = option(
+        "an image before the first message, for a vision model; repeat for more", "PATH", default=(), name="image"
+    )
+    max_new_tokens: int = option("maximum length of an answer (default: %(default)s)", "N", default=512, type=_count)
+    temperature: float | None = option(
+        "0: always the likeliest token (default: from generation_config.json)", "T", type=_temperature
+    )
+    device: Device = _device()
+    imports: Sequence[str] = _imports()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(CommandOptions):
+    """`weft report`."""
+
+    runs: Sequence[str] = argument("run folders; with several, the page compares them", "RUN", nargs="+")
+    output: str | None = option("where to write (default: RUN/report.html)", "FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsOptions(CommandOptions):
+    """`weft rollouts`."""
+
+    run: str = argument("run folder of weft rl", "RUN")
+    step: int | None = option("rollout step (default: the last)", "N", type=_count)
+    groups: int = option("prompts to show (default: %(default)s)", "N", default=5, type=_count)
+    samples: int = option("answers to each prompt, best first (default: %(default)s)", "N", default=3, type=_count)
+    order: Literal["drawn", "best", "worst"] = option("order of the prompts (default: %(default)s)", default="drawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewOptions(CommandOptions):
+    """`weft data preview`. world: ranks of the steps that are planned."""
+
+    config: Sequence[str] = argument("as for weft sft", _CONFIG, nargs="*")
+    nproc: int | None = option(
+        "number of ranks for planning rows (default: the product of mesh, else 1)", "N", type=_count
+    )
+    samples: int = option("documents to show (default: %(default)s)", "N", default=3, type=_number)
+    full: bool = option("show all tokens of these documents", default=False)
+    sample: bool = option("read only a part of large files: faster, but misses bad rows in the rest", default=False)
     world: int = 1
-    layers: int | None = None
-    plant: str | None = None
-    rollouts: str | None = None
-    debug: bool = False
+
+
+_MACHINES = "assumptions about machines (default: the vendor's data sheet)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """`weft export`. path: a run folder, a checkpoint, or a directory of torch.distributed.checkpoint. output: None for
-    a folder next to it.
+class PlanOptions(CommandOptions):
+    """`weft plan`. Accelerators have names in launch/machine.py; the
+    assumptions' defaults are in recipes/plan/machines.py."""
 
-    ema: export the average of the weights (optimizer.ema_decay) instead of the masters. format: output format.
-    optimizer: with format dcp, write the optimizer's state, too. model: for a directory of
-    torch.distributed.checkpoint, the HuggingFace model whose config and tokenizer belong to it. imports: modules that
-    register architectures, beside model.imports of a run.
-    """
-
-    path: str
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"
-    output: str | None = None
-    ema: bool = False
-    format: Literal["hf", "dcp"] = "hf"
-    optimizer: bool = False
-    model: str | None = None
-    imports: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushOptions:
-    """`weft push`. path: a run folder or a checkpoint. repository: OWNER/NAME on the hub. private: whether a new
-    repository is private. revision: a branch; None for main. message: of the commit. step, best: which checkpoint of a
-    run folder; by default the newest."""
-
-    path: str
-    repository: str
-    private: bool = False
-    revision: str | None = None
-    message: str | None = None
-    step: int | None = None
-    best: bool = False
+    config: Sequence[str] = argument("as for weft sft or weft rl", _CONFIG, nargs="*")
+    ranks: int = option(
+        "number of ranks (default: the product of mesh); weft starts none of them", "N", default=0, type=_ranks
+    )
+    assume: str = option("accelerators (default: %(default)s)", "DEVICE", default="h100-80gb")
+    length: int | None = option("tokens of every document (default: the lengths in the data)", "N", type=_count)
+    machine: int | None = option("accelerators per machine (default: 8)", "N", type=_count, group=_MACHINES)
+    link: float | None = option(
+        "bandwidth from one accelerator to others in its machine", "GB/S", type=float, group=_MACHINES
+    )
+    network: float | None = option(
+        "bandwidth from one accelerator to other machines", "GB/S", type=float, group=_MACHINES
+    )
+    matmul: float | None = option(
+        "fraction of peak FLOP/s that matrix multiplications reach", "SHARE", type=float, group=_MACHINES
+    )
+    attention: float | None = option(
+        "fraction of peak FLOP/s that attention reaches", "SHARE", type=float, group=_MACHINES
+    )
+    search: bool = option("find the five best meshes for these ranks", default=False)
+    simulate: bool = option("also simulate a step of this mesh, with tensors that have no values", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeOptions:
-    """`weft merge`. path: a run folder, one of its checkpoints, or a peft adapter. base: replaces the model that the
-    adapter names. output: None for a folder next to the adapter. imports: as for `weft export`."""
+class MeasureOptions(CommandOptions):
+    """`weft eval`."""
 
-    path: str
-    base: str | None = None
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    output: str | None = None
-    imports: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """`weft chat`. path: a run folder, a model directory or a hub id. step: of a run folder; None for the newest.
-
-    images: paths of images before the first message. temperature: 0 is greedy; None for that of generation_config.json.
-    imports: as for `weft export`.
-    """
-
-    path: str
-    step: int | None = None
-    system: str | None = None
-    images: tuple[str, ...] = ()
-    max_new_tokens: int = 512
-    temperature: float | None = None
-    device: Device = "auto"
-    imports: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """`weft report`. runs: run folders. output: the page; None for RUN/report.html, or report.html for several runs."""
-
-    runs: tuple[str, ...]
-    output: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutsOptions:
-    """`weft rollouts`. run: the folder of a run of weft rl. step: rollout step; None for the last. groups, samples: the
-    number of prompts, and of answers per prompt, to show. order: of the prompts."""
-
-    run: str
-    step: int | None = None
-    groups: int = 5
-    samples: int = 3
-    order: Literal["drawn", "best", "worst"] = "drawn"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreviewOptions:
-    """`weft data preview`. world: ranks of the steps that are planned. samples: the number of documents to show. full:
-    show all of their tokens. sample: read only a part of large files and extrapolate."""
-
+    path: str = argument(_NEWEST, "RUN | MODEL")
+    config: Sequence[str] = argument(
+        "held-out rows, as in data.path, and overrides; with rl.reward, weft generates answers and rewards them",
+        "DATA | section.key=value", nargs="*",
+    )  # fmt: skip
+    step: int | None = option(_STEP, "N", type=_count)
+    nproc: int | None = option("ranks to start here (default: one per accelerator, or 1)", "N", type=_count)
+    json: bool = option("print one line of JSON instead of a table", default=False)
+    output: str | None = option("also write the results to FILE, as JSON", "FILE")
+    device: Device = _device()
     world: int = 1
-    samples: int = 3
-    full: bool = False
-    sample: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """`weft plan`. ranks: number of ranks of the planned run; none is started. assume: the accelerator of each rank, by
-    its name in launch/machine.py. length: tokens of every document; None for the lengths of the data. search: propose
-    meshes instead of describing the config's. simulate: run a step of one rank of the real mesh with tensors that hold
-    nothing. machine: ranks per machine. link, network: GB/s of a rank within its machine and to other machines. matmul,
-    attention: share of the peak that they reach. None: as in recipes/plan/machines.py."""
+class InitOptions(CommandOptions):
+    """`weft init`."""
 
-    ranks: int = 1
-    assume: str = "h100-80gb"
-    length: int | None = None
-    machine: int | None = None
-    link: float | None = None
-    network: float | None = None
-    matmul: float | None = None
-    attention: float | None = None
-    search: bool = False
-    simulate: bool = False
-    debug: bool = False
+    words: Sequence[str] = argument(
+        "the command (default: sft), and keys to set", "sft | rl | section.key=value", nargs="*"
+    )
+    output: str | None = option("where to write (default: standard output)", "FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions:
-    """`weft eval`. world: ranks. json: print one line of JSON instead of a table. output: a file for the figures, as
-    JSON."""
+class KeysOptions(CommandOptions):
+    """`weft keys`."""
 
-    device: Device = "auto"
-    world: int = 1
-    json: bool = False
-    output: str | None = None
-    debug: bool = False
+    words: Sequence[str] = argument("part of a key, of its meaning, or of another trainer's name", "WORD", nargs="*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(CommandOptions):
+    """`weft engine install`."""
+
+    what: Sequence[str] = argument("create or repair an environment with vLLM", "install vllm", nargs="+")
+    python: str | None = option("folder of the environment (default: the folder that rollout.python=null uses)", "DIR")
+    torch: str = option("pip arguments for installing torch, such as '--index-url URL'", "ARGUMENTS", default="")
+    device: Device = _device()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrateOptions(CommandOptions):
+    """`weft migrate`."""
+
+    files: Sequence[str] = argument(
+        "YAML or TOML of TRL, axolotl, LLaMA-Factory, torchtune, accelerate, verl, ROLL, torchtitan or Automodel; or a "
+        "launch script (.sh)",
+        "FILE", nargs="+",
+    )  # fmt: skip
+    nproc: int | None = option("GPUs of the old run (default: as in the files, else 1)", "N", type=_count)

@@ -60,7 +60,7 @@ def run(options: ExportOptions) -> Path:
         raise UserError(f"{checkpoint} holds no masters to export: {error}.") from error
     if options.ema and not any(name.startswith(EMA) for name in state.content["tensors"]):
         raise UserError(f"--ema: {checkpoint} holds no average of the weights: its run had no optimizer.ema_decay.")
-    name = f"{checkpoint.name}-{'ema-' * options.ema}{'dcp-' * (options.format == 'dcp')}{options.dtype}"
+    name = f"{checkpoint.name}-{'ema-' * options.ema}{'dcp-' * (options.format == 'dcp')}{options.weights_dtype}"
     target = Path(options.output) if options.output else checkpoint.with_name(name)
     write = partial(_write, state, options)
     if (checkpoint / CONFIG).is_file():
@@ -77,8 +77,8 @@ def _convert(options: ExportOptions, model: str) -> Path:
     and tokenizer."""
     built = _built(ModelConfig(path=model, dcp_weights=options.path))
     assert built.load is not None
-    load, dtype = built.load, DTYPES[options.dtype]
-    target = Path(options.output) if options.output else Path(f"{options.path.rstrip('/')}-{options.dtype}")
+    load, dtype = built.load, DTYPES[options.weights_dtype]
+    target = Path(options.output) if options.output else Path(f"{options.path.rstrip('/')}-{options.weights_dtype}")
     try:
         plan = plan_export(TensorShapes(built), dtype)
         write_folder(
@@ -143,7 +143,7 @@ def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
     """Writes a model without adapters. Names, file layout and tokenizer come from the checkpoint's HuggingFace files;
     the dtypes, too, if options.dtype is auto."""
     built, average = _built(ModelConfig(path=str(state.checkpoint))), options.ema
-    plan = plan_export(TensorShapes(built), DTYPES[options.dtype])
+    plan = plan_export(TensorShapes(built), DTYPES[options.weights_dtype])
     if built.load is not None:
         built.load.source.close()
     stored, owners = names_to_export(state.content["tensors"], average=average), tied_names(built.module)
@@ -174,7 +174,7 @@ def _moments(state: TrainerState) -> dict[str, dict[str, str]]:
 
 def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) -> None:
     """Writes the adapter of a run with adapters, in options.dtype."""
-    dtype, average = DTYPES[options.dtype], options.ema
+    dtype, average = DTYPES[options.weights_dtype], options.ema
     entries, names = state.content["tensors"], names_to_export(state.content["tensors"], average=average)
     tensors = {
         name: torch.empty(
