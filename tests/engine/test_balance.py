@@ -16,6 +16,7 @@ from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.models import train_module
 from weft.models.balance import Balance, balance_sum, count_choices
+from weft.ops.segments import ROOT, Segments
 from weft.parallel.mesh import local_shard
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
@@ -38,6 +39,32 @@ def test_it_is_transformers_loss_of_each_document() -> None:
     theirs = torch.autograd.grad(torch.as_tensor(expected), layers)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(ours, theirs, strict=True))
     assert not ours[0][20:].any()  # padding
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_a_token_that_documents_share_counts_in_each(step: bool) -> None:
+    """The row of trees has the loss and the gradients of the row of its documents."""
+    torch.manual_seed(0)
+    experts, top_k = 6, 2
+    tree = Segments((5, 3, 2, 4, 1, 3), (ROOT, 0, 1, 0, ROOT, ROOT), (2, 1, 3, 4, 0))
+    shared = [torch.randn(18, experts, requires_grad=True) for _ in range(3)]
+    owner = torch.arange(5).repeat_interleave(torch.tensor(tree.document_lengths))
+    cpu = torch.device("cpu")
+    balances = [
+        Balance(tree.segment_T(cpu), 5, top_k, holders_DS=tree.holders_DS(cpu)), Balance(owner, 5, top_k),
+    ]  # fmt: skip
+    layers = [shared, [layer[tree.document_places(cpu)] for layer in shared]]
+    counts = [count_choices(row, balance) for row, balance in zip(layers, balances, strict=True)]
+    torch.testing.assert_close(*counts)
+    if step:
+        shares = counts[1].sum(0) / (3 * len(owner))
+        balances = [replace(balance, shares_E=shares) for balance in balances]
+    losses = [balance_sum(row, balance) for row, balance in zip(layers, balances, strict=True)]
+    torch.testing.assert_close(*losses)
+    ours, theirs = (torch.autograd.grad(loss, shared) for loss in losses)
+    for gradient, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, expected)
+    assert not ours[0][15:].any()  # padding
 
 
 def test_of_a_step_its_rows_add_up_to_transformers_loss_of_all_tokens() -> None:

@@ -122,7 +122,7 @@ class Executor:
         end_backward(self.module, last)
         self.copies.micro_batch(last)
         # The backward stays inside: recomputed layers follow the same routes, and use the same kernels.
-        with self.replay.following(row.routes) as route_counts, numerics(self.config.exact):
+        with self.replay.following(row.routes, self.multiplicity_of(row)) as route_counts, numerics(self.config.exact):
             result = self.forward(row, objective, scaling, micro)
             flight.enter("backward", micro + 1)
             if result.loss.requires_grad:
@@ -179,11 +179,18 @@ class Executor:
         noise: AbstractContextManager[None] = nullcontext()
         if self._noise is not None and first and row.noise_keys_BT is not None and row.noise_sizes_BT is not None:
             noise = self._noise.adding(row.noise_keys_BT, row.noise_sizes_BT)
-        with self.load.counting(row.real_tokens if row.real_K is None else row.real_K), noise:
+        tokens = row.real_tokens if row.real_K is None else row.real_K
+        with self.load.counting(tokens, self.multiplicity_of(row)), noise:
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, readouts, known_grad,
                 balance, chosen_NC, media, placeholder, received, chunk, exchange,
             )  # fmt: skip
+
+    def multiplicity_of(self, row: Row) -> Tensor | None:
+        """[T]: the number of documents that hold each token of the row; None if none is shared, or nothing counts
+        choices of experts."""
+        segments = row.bounds.segments
+        return None if segments is None or not self.experts else segments.multiplicity_T(self.device)
 
     def balance_loss(self, balance_sum: Tensor, scaling: LossScaling) -> Tensor:
         """The part of a row's auxiliary loss to differentiate. Routers are whole on every rank of tp, and their
@@ -193,7 +200,9 @@ class Executor:
     def add_metrics(self, result: ForwardResult, sums: MetricSums) -> None:
         """Add a row's metrics to the sums, after its backward."""
         if result.output.balance_sum is not None:
-            sums.add("aux_loss", result.output.balance_sum, result.row.real_tokens)
+            segments = result.row.bounds.segments
+            tokens = result.row.real_tokens if segments is None else sum(segments.document_lengths)
+            sums.add("aux_loss", result.output.balance_sum, tokens)
         for flag in () if result.known_grad is None else result.known_grad.wrong:
             sums.add(WRONG, flag, 1.0)
         for name, (total, weight) in result.output.metrics.items():
@@ -279,6 +288,11 @@ class Executor:
         if not self.balance:
             return None
         assert row.owner_M is not None
+        owner_M, holders_DS, segments = row.owner_M, None, row.bounds.segments
+        if segments is not None:
+            owner_M, holders_DS = segments.segment_T(self.device), segments.holders_DS(self.device)
         counted = None if scaling is None or not scaling.counted else scaling.counted[micro]
         shares_E = None if scaling is None else scaling.shares_E
-        return Balance(row.owner_M, len(row.documents), self.top_k, shares_E, shared=row.shared, counted=counted)
+        return Balance(
+            owner_M, len(row.documents), self.top_k, shares_E, shared=row.shared, counted=counted, holders_DS=holders_DS
+        )

@@ -34,21 +34,23 @@ class ExpertLoad:
         self.last: Tensor | None = None  # [L, E] choices of the last step, over all ranks
         self._counts: dict[int, Tensor] = {}
         self._tokens: int | Tensor | None = None
+        self._multiplicity_T: Tensor | None = None
         only_elsewhere = mesh.pp is not None and any(mesh.pp.all_gather(bool(self.layers))) and not self.layers
         self._of_others = ["experts/max_load", *["experts/sent"] * (mesh.ep is not None)] if only_elsewhere else []
         for child in self.layers:
             child.register_forward_pre_hook(self._count, with_kwargs=True)
 
     @contextmanager
-    def counting(self, tokens: int | Tensor) -> Iterator[None]:
+    def counting(self, tokens: int | Tensor, multiplicity_T: Tensor | None = None) -> Iterator[None]:
         """Inside, count the choices of the first `tokens` tokens of a forward with gradients, or of those with these
-        indices; the rest is padding.
-        Layers that backward recomputes are not counted again."""
+        indices; the rest is padding. multiplicity_T: the number of documents that hold each token, if any is shared:
+        its choices count as often. Layers that backward recomputes are not counted again."""
         self._tokens = tokens if torch.is_grad_enabled() else None
+        self._multiplicity_T = multiplicity_T
         try:
             yield
         finally:
-            self._tokens = None
+            self._tokens = self._multiplicity_T = None
 
     def _count(self, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._tokens is None:
@@ -59,7 +61,10 @@ class ExpertLoad:
         before = self._counts.get(id(experts))
         if before is None:
             before = torch.zeros(experts.num_experts, dtype=torch.int64, device=expert.device)
-        self._counts[id(experts)] = before.scatter_add(0, expert.long(), torch.ones_like(expert, dtype=torch.int64))
+        times = torch.ones_like(expert, dtype=torch.int64)
+        if self._multiplicity_T is not None:
+            times = self._multiplicity_T.repeat_interleave(chosen_TK.shape[1])[: len(expert)]
+        self._counts[id(experts)] = before.scatter_add(0, expert.long(), times)
 
     def add_to(self, sums: MetricSums, group: dist.ProcessGroup) -> None:
         """Add the metrics of the forwards since the last call. Collective over `group`, the ranks with other tokens.

@@ -131,7 +131,7 @@ class PipelineExecutor(Executor):
         received = self.link.receive(P2PMessage(True, stage, action.micro))
         if received is not None:
             received.requires_grad_()
-        with self.replay.following(row.routes) as routes, numerics(self.config.exact):
+        with self.replay.following(row.routes, self.multiplicity_of(row)) as routes, numerics(self.config.exact):
             if stage == self.placement.stages - 1:
                 result = self.forward(row, objective, scaling, action.micro, received, action.chunk)
                 return _Done(row, received, None, result, routes)

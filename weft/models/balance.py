@@ -5,7 +5,8 @@ it, over all layers at once: E sum_e F_e P_e. F_e is how many of a token's top_k
 some tokens; P_e is its mean probability. F has no gradient, so for the whole step only F must be known before the first
 backward; P is a sum over rows.
 
-D documents, E experts, M tokens of a row. router_logits: per layer [M, E] or [B, T, E], with M = B T.
+D documents, S segments (ops/segments.py), E experts, M tokens of a row. router_logits: per layer [M, E] or [B, T, E],
+with M = B T. A token that several documents hold counts in each of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Balance:
 
     owner_M: index of each token's document, -1 for padding, which is not counted. shares_E: F over the whole step; None
     to balance each document. counting: only count the choices. shared: documents that other ranks have parts of.
-    counted: given if layers on other ranks count, too.
+    counted: given if layers on other ranks count, too. holders_DS: 1 where a document holds a segment, if documents of
+    the row share segments; owner_M is then the index of each token's segment.
     """
 
     owner_M: Tensor
@@ -44,6 +46,18 @@ class Balance:
     counting: bool = False
     shared: SharedDocuments | None = None
     counted: Counted | None = None
+    holders_DS: Tensor | None = None
+
+    @property
+    def owners(self) -> int:
+        """Number of documents, or of segments, that owner_M counts."""
+        return self.documents if self.holders_DS is None else self.holders_DS.shape[1]
+
+    def of_documents(self, values: Tensor) -> Tensor:
+        """[owners, ...] sums over each owner's tokens -> [D, ...] fp32 sums over each document's."""
+        if self.holders_DS is None:
+            return values.float()
+        return torch.tensordot(self.holders_DS.float(), values.float(), 1)
 
     def complete(self, values: Tensor) -> Tensor:
         """[documents, ...] sums over the row's tokens -> sums over all tokens of its documents."""
@@ -66,8 +80,9 @@ def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
     if chosen_DE is None:
         chosen_DE = _by_document(_choices(probabilities, balance.top_k), balance)
     chosen_DE = balance.complete(chosen_DE)
-    tokens_D = balance.complete(_count(_places(balance), balance.documents + 1)[:-1]).clamp(min=1)
-    loss_D = experts * (chosen_DE * probability_DE).sum(-1) / (tokens_D * layers).float().square()
+    tokens = _count(_places(balance), balance.owners + 1)[:-1]
+    tokens_D = balance.complete(balance.of_documents(tokens)).clamp(min=1)
+    loss_D = experts * (chosen_DE * probability_DE).sum(-1) / (tokens_D * layers).square()
     loss_D = loss_D * tokens_D
     return (loss_D if balance.shared is None else loss_D.index_select(0, balance.shared.counted_indices)).sum()
 
@@ -94,17 +109,17 @@ def _count(places_M: Tensor, bins: int) -> Tensor:
 
 
 def _places(balance: Balance) -> Tensor:
-    """[M]: the index of each token's document; padding goes to a bin of its own."""
-    return torch.where(balance.owner_M < 0, balance.documents, balance.owner_M)
+    """[M]: the index of each token's owner; padding goes to a bin of its own."""
+    return torch.where(balance.owner_M < 0, balance.owners, balance.owner_M)
 
 
 def _by_document(layers: Iterable[Tensor], balance: Balance) -> Tensor:
     """[D, E]: the sum over layers and over each document's tokens, in fp32."""
     places = _places(balance)
     sums = [
-        torch.zeros(balance.documents + 1, values_ME.shape[-1], device=values_ME.device).index_add(
+        torch.zeros(balance.owners + 1, values_ME.shape[-1], device=values_ME.device).index_add(
             0, places, values_ME.float()
         )
         for values_ME in layers
     ]
-    return torch.stack(sums).sum(0)[:-1]
+    return balance.of_documents(torch.stack(sums).sum(0)[:-1])

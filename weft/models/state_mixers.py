@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from weft.models.families import carries_state
 from weft.models.mixer_kernels import by_torch, dispatch_by_device, find_kernels, has_fused, trial_result, try_kernels
 from weft.models.mixer_shards import MixerShard, shard_for_documents, view
+from weft.models.state_forks import can_fork, joined_states, run_from_state, try_forks
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, ContextRow
 from weft.ops.by_document import by_document, is_of_tokens
+from weft.ops.by_path import by_forks, forked_row, unfolded_row
 from weft.ops.context import gather_documents, sum_to_tokens
 
 _CACHES = ("cache_params", "past_key_values")
@@ -62,6 +64,31 @@ class PerDocumentMixer:
         self.calls += 1
         if bounds.context is not None:
             return _run_over_ranks(mixer, bounds.context, *args, **kwargs)
+        if bounds.segments is not None:
+            return self._run_paths(mixer, bounds, *args, **kwargs)
+        return self._run_row(mixer, bounds, *args, **kwargs)
+
+    def _run_paths(self, mixer: nn.Module, bounds: Bounds, *args: Any, **kwargs: Any) -> Any:
+        """The row's trees: by forks of states where the mixer's own code continues from a state, else as a row of all
+        paths."""
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        unfolded = unfolded_row(bounds, hidden.device)
+
+        def by_paths() -> Any:
+            parts, keywords = unfolded.unfold((args, kwargs))
+            return unfolded.fold(self._run_row(mixer, unfolded.bounds, *parts, **keywords))
+
+        forked = forked_row(bounds, hidden.device) if can_fork(mixer) else None
+        if forked is None or find_kernels(mixer, bounds, hidden) is not None:
+            return by_paths()
+        forks = partial(by_forks, partial(run_from_state, mixer), joined_states, forked, *args, **kwargs)
+        if try_forks(mixer, hidden, lambda: _first(forks()), lambda: _first(by_paths())):
+            return forks()
+        return by_paths()
+
+    def _run_row(self, mixer: nn.Module, bounds: Bounds, *args: Any, **kwargs: Any) -> Any:
+        """A packed row of documents."""
+        forward = partial(type(mixer).forward, mixer)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         by_documents = partial(by_document, forward, bounds, *args, **kwargs)
         kernels = find_kernels(mixer, bounds, hidden)

@@ -19,7 +19,7 @@ from weft.ops.attention_call import Bounds
 # Costs besides the tokens of a batch, in tokens: of a call, and of each token of the longest document, because many
 # functions loop over the sequence in Python. Measured on a CPU (docs/benchmarks/hybrids.md); half or twice as much
 # makes no difference there.
-_CALL, _STEP = 32, 1
+CALL, _STEP = 32, 1
 _SHORTEST = 2  # some models treat a single token as a decoding step
 
 
@@ -105,7 +105,7 @@ def groups_of(bounds: Bounds, device: torch.device) -> list[DocumentBatch]:
     if "groups" not in bounds.cache:
         ends = [0, *grouped(bounds.lengths)]
         lengths = [bounds.lengths[start:end] for start, end in pairwise(ends)]
-        bounds.cache["groups"] = [_group(group_lengths, device) for group_lengths in lengths]
+        bounds.cache["groups"] = [batch_of(group_lengths, device) for group_lengths in lengths]
     return bounds.cache["groups"]
 
 
@@ -118,7 +118,7 @@ def grouped(lengths: tuple[int, ...]) -> list[int]:
         lowest_cost, first, longest, documents = float("inf"), 0, 0, 0
         for start in range(end - 1, -1, -1):
             longest, documents = max(longest, runs[start][0]), documents + runs[start][1]
-            cost = _CALL + (_STEP + documents) * longest
+            cost = CALL + (_STEP + documents) * longest
             if cost >= lowest_cost:  # earlier documents only add to it
                 break
             if best[start] + cost < lowest_cost:
@@ -132,7 +132,8 @@ def grouped(lengths: tuple[int, ...]) -> list[int]:
     return ends[::-1]
 
 
-def _group(lengths: tuple[int, ...], device: torch.device) -> DocumentBatch:
+def batch_of(lengths: tuple[int, ...], device: torch.device) -> DocumentBatch:
+    """Documents of these lengths as one batch."""
     longest = max(_SHORTEST, *lengths)
     if min(lengths) == longest:
         return DocumentBatch(len(lengths), longest, sum(lengths), None)

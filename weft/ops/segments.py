@@ -96,6 +96,22 @@ class Segments:
             self.cache["multiplicity", device] = _on(counts, device)
         return self.cache["multiplicity", device]
 
+    def holders_DS(self, device: torch.device) -> Tensor:
+        """[documents, segments] fp32: 1 where a document holds a segment."""
+        if ("holders", device) not in self.cache:
+            holders_DS = torch.zeros(len(self.last_segments), len(self.lengths))
+            for document, segment in enumerate(self.last_segments):
+                holders_DS[document, [*self.path(segment), segment]] = 1.0
+            self.cache["holders", device] = _on(holders_DS, device)
+        return self.cache["holders", device]
+
+    def segment_T(self, device: torch.device) -> Tensor:
+        """[T] int64: index of each token's segment."""
+        if ("segment", device) not in self.cache:
+            segments = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+            self.cache["segment", device] = _on(segments, device)
+        return self.cache["segment", device]
+
     def after(self, first: int) -> Segments:
         """The segments from `first` on, as a row of their own; no path may begin before."""
         documents = tuple(segment - first for segment in self.last_segments if segment >= first)

@@ -64,8 +64,11 @@ class RouteReplay:
             raise ValueError(f"{name} name expert {wrong}, and there are {self.experts}, from 0")
 
     @contextmanager
-    def following(self, routes_MLk: Tensor | None) -> Iterator[RouteCounts]:
-        """Make forwards of a row, and their recomputation in backward, follow its routes, if it has any."""
+    def following(self, routes_MLk: Tensor | None, multiplicity_M: Tensor | None = None) -> Iterator[RouteCounts]:
+        """Make forwards of a row, and their recomputation in backward, follow its routes, if it has any.
+
+        multiplicity_M: the number of documents that hold each token, if any is shared: its choices count as often.
+        """
         counts = RouteCounts()
         if routes_MLk is None:
             yield counts
@@ -75,7 +78,9 @@ class RouteReplay:
             recorded_Mk = routes_MLk[:, layer].long()
             known_M = recorded_Mk[:, 0] != LIVE
             differing_M = differ(out[1], recorded_Mk) & known_M
-            counts.layers.setdefault(layer, (differing_M.sum(), known_M.sum()))  # recomputed layers have been counted
+            if layer not in counts.layers:  # recomputed layers have been counted
+                times_M = 1 if multiplicity_M is None else multiplicity_M
+                counts.layers[layer] = (differing_M * times_M).sum(), (known_M * times_M).sum()
             return replaced(scores, out, torch.where(known_M[:, None], recorded_Mk, out[1]))
 
         layers = [layer for _, layer in self.module.layers]
