@@ -30,6 +30,7 @@ from weft.engine.losses.base import CrossEntropy, Loss
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.losses.value import ValueLoss
 from weft.engine.optim.optimizer import FusedAdamW
+from weft.engine.score_head import ScoreSpec
 from weft.launch.consistency import max_over_ranks
 from weft.launch.process import world_group
 from weft.launch.simulated import read
@@ -146,7 +147,7 @@ CASES: dict[str, tuple[str, Loss, tuple[str, ...], dict[str, Any]]] = {
         "llama", PolicyLoss(algorithm("grpo", correction="mis", correction_level="sequence"), old_is_current=True),
         ("advantages", "rollout_logprobs"), SMALL,
     ),
-    "critic": ("llama", ValueLoss(), ("returns", "values"), {**SMALL, "value_head": "normal"}),
+    "critic": ("llama", ValueLoss(), ("returns", "values"), {**SMALL, "score": ScoreSpec(first="normal")}),
 }  # fmt: skip
 
 

@@ -111,12 +111,12 @@ def test_rules_that_a_checkpoint_needs_are_chosen_by_its_names() -> None:
 
 def test_critics_are_classifiers_with_one_label() -> None:
     config = tiny_config("llama_tied")
-    values = hf.with_values(config)
+    values = hf.with_scores(config)
     model = hf.build_meta(values, dtype=torch.float32, attention="eager")
     assert type(model).__name__ == "LlamaForSequenceClassification" and model.score.weight.shape == (1, 64)
     assert hf.tied_parameters(model) == {} and config.architectures == ["LlamaForCausalLM"]
     assert hf.label_names(values) == {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    assert hf.with_logits(config) is config and hf.with_values(values).architectures == values.architectures
+    assert hf.with_logits(config) is config and hf.with_scores(values).architectures == values.architectures
     assert hf.model_class(hf.with_logits(values)).__name__ == "LlamaForCausalLM"
     assert set(model.state_dict()) >= {piece.disk for piece in map_tensors(model, None)} >= {"score.weight"}
 

@@ -29,6 +29,7 @@ from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.losses.value import ValueLoss
+from weft.engine.score_head import First, ScoreSpec
 from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
 from weft.inference.types import Floats
@@ -56,8 +57,8 @@ def documents_of(engine: Engine) -> tuple[dict[int, Document], StepPlan]:
     return {i: replace(d, arrays=arrays()[i]) for i, d in documents.items()}, engine.plan(metas)
 
 
-def critic(path: str, mesh: str, first: str = "normal", **sections: Any) -> Engine:
-    return open_engine(path, mesh, value_head=first, **{"step": {"max_tokens_per_device": 61}, **sections})
+def critic(path: str, mesh: str, first: First = "normal", **sections: Any) -> Engine:
+    return open_engine(path, mesh, score=ScoreSpec(first=first), **{"step": {"max_tokens_per_device": 61}, **sections})
 
 
 def values_of(engine: Engine) -> dict[int, Tensor]:
@@ -179,7 +180,7 @@ def test_models_that_no_critic_can_be_made_of_are_named(tmp_path: Path) -> None:
     assert "no sequence classification for model_type 'granite'" in run(1, refusal, saved_model("granite"))[0]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(saved_model("llama"), num_labels=3)
     model.save_pretrained(tmp_path)
-    assert "has 3 labels; a critic needs one with 1" in run(1, refusal, str(tmp_path))[0]
+    assert "has 3 labels, and this run needs 1" in run(1, refusal, str(tmp_path))[0]
 
 
 # ---------------------------------------------------------------- together
@@ -282,7 +283,7 @@ def test_what_is_not_said_of_reference_and_critic_is_as_the_policys() -> None:
         assert (other.model.path, other.mesh, other.step) == ("m", policy.mesh, policy.step)
         assert other.fsdp == policy.fsdp and other.seed == policy.seed and not other.model.freeze
     assert reference.purpose == "inference" and reference.temperature == policy.temperature == 0.7
-    assert reference.value_head is None and value.value_head == "zeros" and value.purpose == "train"
+    assert reference.score is None and value.score == ScoreSpec(first="zeros") and value.purpose == "train"
     assert value.temperature == 1.0 and value.optimizer.weight_decay == 0.3 and value.optimizer.ema_decay is None
 
 
@@ -321,7 +322,7 @@ def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_
         ("pp=2", "mesh.pp", 2),
         ("cpu_offload=true", "fsdp.cpu_offload", True),
         ("max_tokens_per_device=5000", "step.max_tokens_per_device", 5000),
-        ("head=normal", "value_head", "normal"),
+        ("head=normal", "score", ScoreSpec(first="normal")),
         ("lr=3e-5", "optimizer.lr", 3e-5),
     ],
 )

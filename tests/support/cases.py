@@ -24,6 +24,7 @@ from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
+from weft.engine.score_head import ScoreSpec
 from weft.launch.options import Device
 from weft.launch.process import join
 from weft.models import hf
@@ -121,7 +122,7 @@ def open_engine(
     deterministic: bool = False,
     temperature: float = 1.0,
     exact: bool = False,
-    value_head: Literal["zeros", "normal"] | None = None,
+    score: ScoreSpec | None = None,
     replay: bool = True,
     shares_with: Engine | None = None,
     device: Device = "cpu",
@@ -136,7 +137,7 @@ def open_engine(
         deterministic=deterministic,
         temperature=temperature,
         exact=exact,
-        value_head=value_head,
+        score=score,
         replay=replay,
     )
     return Engine(config, join(device), shares_with=shares_with, readouts=readouts)

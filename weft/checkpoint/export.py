@@ -27,7 +27,7 @@ from weft.engine.build import BuiltModel
 from weft.engine.engine import Engine
 from weft.errors import StorageError
 from weft.models import hf
-from weft.models.train_module import ValueHead
+from weft.models.train_module import ScoreHead
 from weft.parallel.shards.adapter_files import CONFIG, WEIGHTS, file_names, to_json
 from weft.parallel.shards.boxes import Box, ReadableShard, Shard, overlap, slabs
 from weft.parallel.shards.cuts import full_shape, module_shards, shards_of
@@ -296,8 +296,11 @@ def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
     raw.pop("_commit_hash", None)
     model = engine.built.module.hf_model
     raw["architectures"] = [type(model).__name__.removeprefix("FSDP")]
-    if isinstance(engine.built.module.head, ValueHead):
+    if isinstance(engine.built.module.head, ScoreHead):
         raw |= hf.label_names(engine.built.config)
+        text, pad = raw.get("text_config", raw), engine.built.config.get_text_config().pad_token_id
+        if text.get("pad_token_id") is None and pad is not None:
+            text["pad_token_id"] = pad
     if engine.built.config.tie_word_embeddings and not hf.tied_parameters(model):
         # The source's head differed from its embedding, so that they were loaded and trained untied.
         raw["tie_word_embeddings"] = False

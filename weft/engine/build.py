@@ -12,9 +12,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.config.schema import LoraConfig, ModelConfig
+from weft.engine.score_head import ScoreSpec, score_head_names
 from weft.engine.selfcheck.architecture import ModelSupport, check_kernel, compute_exactly, examine, implementation
 from weft.engine.selfcheck.device import check_on_device
-from weft.engine.value_head import value_head_names
+from weft.engine.selfcheck.score import check_scores
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.cost import flop_facts, with_adapters
@@ -87,20 +88,20 @@ def build_model(
     compute: torch.dtype,
     device: torch.device,
     weights: bool = True,
-    values: bool = False,
+    score: ScoreSpec | None = None,
     adapters: Literal["attached", "merged"] = "attached",
 ) -> BuiltModel:
     """Build the model on the meta device, its floating-point weights in `dtype`.
 
     compute, device: the dtype and device of forwards; model.attention's kernel must support both. weights: False for
-    shapes only, without opening a file of weights. values: build a head with one output per token; files may lack its
-    weights. adapters: `attached` adds the adapters of `lora`, not yet filled; `merged` builds the model that they can
-    be merged into.
+    shapes only, without opening a file of weights. score: build a head of scores; files may lack its weights.
+    adapters: `attached` adds the adapters of `lora`, not yet filled; `merged` builds the model that they can be merged
+    into.
     """
-    examined = _examine(config, dtype=compute, device=device, weights=weights, values=values)
+    examined = _examine(config, dtype=compute, device=device, weights=weights, score=score)
     model = hf.build_meta(examined.config, dtype=dtype, attention=examined.attention)
-    planned = _plan(model, config, lora, examined.support, weights=weights, values=values, adapters=adapters)
-    module, flops = _wrap(model, planned.lora, values=values, attached=adapters == "attached")
+    planned = _plan(model, config, lora, examined.support, weights=weights, score=score, adapters=adapters)
+    module, flops = _wrap(model, planned.lora, attached=adapters == "attached")
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     folder = hf.source_folder(config.path)
     return BuiltModel(
@@ -119,16 +120,22 @@ class _Examined:
 
 
 def _examine(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, weights: bool, values: bool
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, weights: bool, score: ScoreSpec | None
 ) -> _Examined:
     """Read the model's config and check, on a small copy, that weft computes this architecture exactly."""
     hf.import_architectures(config.imports, config.path)
     hf_config = hf.read_config(config.path)
     noise = hf.noise_of(hf_config)
     hf_config = hf.without_noise(hf_config)
-    support = examine(hf.with_logits(hf_config) if values else hf_config, noise)
-    if values:
-        hf_config = hf.with_values(hf_config)
+    if score is None and hf.classifies(hf_config):
+        raise UserError(
+            f"model.path: {config.path} is a {hf_config.architectures[0]}, whose head gives scores and no text: weft "
+            "reward trains it further, and rl.reward=[model:PATH] uses it."
+        )
+    support = examine(hf_config if score is None else hf.with_logits(hf_config), noise)
+    if score is not None:
+        hf_config = hf.with_scores(hf_config, score.labels, score.task, score.pad)
+        check_scores(hf_config, support)
     check_kernel(hf_config, config.attention, support, device, dtype)
     if device.type == "cuda" and weights:  # on the CPU `examine` has tried the kernel that runs there
         check_on_device(hf_config, config.attention, support, device, dtype)
@@ -154,7 +161,7 @@ def _plan(
     support: ModelSupport,
     *,
     weights: bool,
-    values: bool,
+    score: ScoreSpec | None,
     adapters: Literal["attached", "merged"],
 ) -> _Planned:
     """Plan adapters and weights of a model on meta; ties of parameters that will differ are removed in it."""
@@ -165,8 +172,8 @@ def _plan(
             open_model_weights(config.path) if config.dcp_weights is None else open_weights(config.dcp_weights, model)
         )
         ignore, head = config.ignore_weights, set[str]()
-        if values:
-            ignore, head = (*ignore, f"{support.head}.*"), value_head_names(model)
+        if score is not None:
+            ignore, head = (*ignore, f"{support.head}.*"), score_head_names(model)
         mappings, load = plan_load(model, source, ignore, untied, head)
         return _Planned(mappings, load, source.dtypes, plan)
     for tied in untied:
@@ -174,11 +181,9 @@ def _plan(
     return _Planned(map_tensors(model, None), None, {}, plan)
 
 
-def _wrap(
-    model: PreTrainedModel, plan: LoraPlan | None, *, values: bool, attached: bool
-) -> tuple[TrainModule, FlopFacts]:
+def _wrap(model: PreTrainedModel, plan: LoraPlan | None, *, attached: bool) -> tuple[TrainModule, FlopFacts]:
     """(the trained module, with the adapters if `attached`; the facts that its FLOPs are counted from)."""
-    module = TrainModule(model, values)
+    module = TrainModule(model)
     flops = flop_facts(module)
     if plan is not None and attached:
         attach(module, plan)

@@ -23,12 +23,12 @@ from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimiz
 from weft.engine.optim.groups import check_groups
 from weft.engine.optim.loss_scale import LossScale
 from weft.engine.optim.optimizer import Ema, build_optimizer, moments
+from weft.engine.score_head import fill_score_head
 from weft.engine.selfcheck.compile import try_compiled
 from weft.engine.selfcheck.context import check_context, choose_ulysses
 from weft.engine.selfcheck.device import check_collectives
 from weft.engine.selfcheck.division import check_division, check_experts
 from weft.engine.selfcheck.pipeline import check_pipeline
-from weft.engine.value_head import fill_value_head
 from weft.errors import UserError
 from weft.launch.consistency import max_over_ranks
 from weft.launch.machine import keep_freed_memory
@@ -201,7 +201,7 @@ def build(spec: EngineSpec, *, weights: bool = True, readouts: Collection[str] =
         compute=spec.precision.compute,
         device=spec.ranks.device,
         weights=weights,
-        values=config.value_head is not None,
+        score=config.score,
     )
     module = built.module
     module.head.temperature = config.temperature
@@ -237,7 +237,7 @@ def _trains_tower(built: BuiltModel) -> bool:
 def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] = ()) -> ShardedModel:
     """Shard the model over the mesh, in place; parameters stay on meta. readouts: as in Engine."""
     config, module, ranks = spec.config, built.module, spec.ranks
-    checked = built.config if config.value_head is None else hf.with_logits(built.config)
+    checked = built.config if config.score is None else hf.with_logits(built.config)
     sequence = False
     if spec.mesh.tp is not None:
         lossy = [name for name in config.model.transforms if not TRANSFORMS[name].exact]
@@ -453,7 +453,7 @@ def fill_weights(
 ) -> LoadReport | None:
     """Allocate the shards and fill them, from the source's files or at random, unless fill is False.
 
-    Buffers, new adapters and a new value head are filled in any case. Returns None if nothing was read.
+    Buffers, new adapters and a new head of scores are filled in any case. Returns None if nothing was read.
     """
     config, module, plan, lora = spec.config, built.module, built.load, built.lora
     report, cuts = None, sharded.divided.cuts
@@ -466,10 +466,10 @@ def fill_weights(
         plan.source.close()
     rebuild_buffers(module)
     move_buffers(module, spec.ranks.device)
-    if lora is not None:
+    if config.score is not None:
+        fill_score_head(module, None if plan is None else plan.fresh, config.score.first, config.seed)
+    if lora is not None:  # after the head, which an adapter's files may hold
         fill_adapters(module, lora, cuts, config.seed)
-    if config.value_head is not None:
-        fill_value_head(module, None if plan is None else plan.fresh, config.value_head, config.seed)
     return report
 
 

@@ -15,7 +15,7 @@ from weft.config.schema import (
     SftConfig,
     StepConfig,
 )
-from weft.engine.value_head import First
+from weft.engine.score_head import ScoreSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,10 @@ class EngineConfig:
     """The sections of a run's config that an Engine reads. purpose: `inference` has no gradients, optimizer or masters.
 
     temperature: divides the logits of every logprob and entropy, as in sampling. exact: a token's logprob equals, to
-    the last bit, what the embedded engine records when it samples it (docs/explanation/exact.md). value_head: makes a
-    critic: the readout `value`, one number per token, replaces logits. Its setting is how the head starts if the files
-    have none. neftune_noise_alpha: adds noise to embeddings in training (models/embedding_noise.py). replay: follow the
-    routes that documents carry, except while adapters are switched off.
+    the last bit, what the embedded engine records when it samples it (docs/explanation/exact.md). score: makes a critic
+    or a reward model: the readouts `value` (of one label) and `score` replace logits. neftune_noise_alpha: adds noise
+    to embeddings in training (models/embedding_noise.py). replay: follow the routes that documents carry, except while
+    adapters are switched off.
     """
 
     model: ModelConfig
@@ -40,7 +40,7 @@ class EngineConfig:
     purpose: Literal["train", "inference"] = "train"
     temperature: float = 1.0
     exact: bool = False
-    value_head: First | None = None
+    score: ScoreSpec | None = None
     replay: bool = True
     neftune_noise_alpha: float | None = None
 

@@ -123,7 +123,10 @@ class Engine:
         self.context, self.budget = sharded.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and sharded.divided.sequence else 1
         data_rank, has_cp = (self.mesh.loss_rank, self.mesh.loss_ranks), self.mesh.cp_size > 1
-        self.planner = StepPlanner(config.step, data_rank, built, sharded.context, multiple, has_cp=has_cp)
+        self.planner = StepPlanner(
+            config.step, data_rank, built, sharded.context, multiple, has_cp=has_cp,
+            end_marked=config.score is not None and config.score.end_marked,
+        )  # fmt: skip
         self.pipeline, self.stages = sharded.pipeline, sharded.stages
         self._other_stages: OtherStages | None = None
         self._executor: Executor

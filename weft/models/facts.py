@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.errors import UserError
+from weft.models import hf
 from weft.ops.head import LogitTransform
 
 _FINAL_NORM = re.compile(r"^(?!.*embed).*(norm|ln_f|layernorm)|^embedding_norm$", re.IGNORECASE)
@@ -33,15 +34,15 @@ class Facts:
     transform: LogitTransform
 
 
-def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
+def find_facts(model: PreTrainedModel) -> Facts:
     """Locate the parts of a model. Raises UserError, with the model's class, if they are not found.
 
-    values: the head has one output per token instead of logits.
+    The head of a classifier has config.num_labels outputs per token instead of logits.
     """
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
     embedding = names.get(id(model.get_input_embeddings()))
-    head_module = _value_head(model) if values else model.get_output_embeddings()
+    head_module = _score_head(model) if hf.classifies(model.config) else model.get_output_embeddings()
     if embedding is None or "." not in embedding or not isinstance(head_module, nn.Linear):
         raise _refusal(model, "it has no token embedding inside a base model, or no linear head")
     if names[id(head_module)] in ("base", "head", "layers"):  # names that TrainModule uses itself
@@ -64,9 +65,10 @@ def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
     )
 
 
-def _value_head(model: PreTrainedModel) -> nn.Module | None:
-    """The root's only linear layer with one output (score or classifier in transformers), if there is exactly one."""
-    candidates = [child for child in model.children() if isinstance(child, nn.Linear) and child.out_features == 1]
+def _score_head(model: PreTrainedModel) -> nn.Module | None:
+    """The root's only linear layer with an output per label (score or classifier in transformers), if there is one."""
+    labels = model.config.num_labels
+    candidates = [child for child in model.children() if isinstance(child, nn.Linear) and child.out_features == labels]
     return candidates[0] if len(candidates) == 1 else None
 
 

@@ -9,7 +9,8 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
   ._weight_conversions (read by revert_weight_conversion)
 - conversion_mapping.{get_model_conversion_mapping, _MODEL_TO_CONVERSION_PATTERN}; core_model_loading.{
   rename_source_key, revert_weight_conversion, WeightConverter, WeightRenaming}
-- models.auto.modeling_auto.{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
+- models.auto.modeling_auto.MODEL_FOR_{CAUSAL_LM, IMAGE_TEXT_TO_TEXT, SEQUENCE_CLASSIFICATION,
+  TOKEN_CLASSIFICATION}_MAPPING_NAMES; PreTrainedModel._init_weights(a linear layer)
 - AutoModelFor...._model_mapping._extra_content (config class -> class that a user registered)
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
@@ -36,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -48,6 +49,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     DynamicCache,
     PretrainedConfig,
     PreTrainedModel,
@@ -64,7 +66,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import install_all_output_capturing_hooks
@@ -76,6 +80,7 @@ from weft.importing import import_module, module_file
 from weft.models.families import family_of
 from weft.ops import attention, recompute
 from weft.ops.tower_attention import attend_in_tower
+from weft.terminal import counted
 
 # transformers' progress bars and advice would bury weft's own report.
 transformers.logging.set_verbosity_error()
@@ -244,47 +249,87 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return model_type
 
 
+ScoreTask = Literal["sequence", "token", "either"]
 # Ends of names of classes with a linear output on every hidden state in place of a causal LM's head.
-_CLASSIFIES = ("ForSequenceClassification", "ForTokenClassification")
+_CLASSIFIES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
+
+
+def classifies(config: PretrainedConfig) -> bool:
+    """Whether config.architectures names a classifier."""
+    return (config.architectures or [""])[0].endswith(tuple(_CLASSIFIES.values()))
+
+
+def peft_task(config: PretrainedConfig) -> str:
+    """peft's name for what a model of this config does."""
+    named = (config.architectures or [""])[0]
+    tasks = {"sequence": "SEQ_CLS", "token": "TOKEN_CLS"}
+    return next((tasks[task] for task, end in _CLASSIFIES.items() if named.endswith(end)), "CAUSAL_LM")
 
 
 def with_logits(config: PretrainedConfig) -> PretrainedConfig:
     """The config itself; for a classifier, a copy that names its family's causal LM."""
-    if not (config.architectures or [""])[0].endswith(_CLASSIFIES):
+    if not classifies(config):
         return config
     logits = copy.deepcopy(config)
-    logits.architectures = None  # model_class finds it
+    # model_class finds it; a causal LM has no vision tower in some families.
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    logits.architectures = [whole] if whole is not None else None
     return logits
 
 
-def with_values(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy whose architecture has one output per token: the config's own classifier, or its family's.
+def with_scores(
+    config: PretrainedConfig, labels: int = 1, task: ScoreTask = "either", pad: int | None = None
+) -> PretrainedConfig:
+    """A copy whose architecture has `labels` outputs per token: the config's own classifier, or its family's.
 
-    Raises UserError if transformers has none, or the config's classifier has another number of labels.
+    pad: the pad_token_id of a config without one. task: of the class; `either` keeps a classifier of both kinds, and
+    makes one for sequences. Raises UserError if transformers has none, or the config's classifier is of another kind or
+    has another number of labels.
     """
-    values, named = copy.deepcopy(config), (config.architectures or [""])[0]
-    if named.endswith(_CLASSIFIES):
-        if config.num_labels != 1:
-            raise UserError(f"model.path: {named} has {config.num_labels} labels; a critic needs one with 1.")
-        return values
-    registered = AutoModelForSequenceClassification._model_mapping._extra_content.get(type(config))
-    class_name = (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
-        if registered is None
-        else registered.__name__
+    scores, named = copy.deepcopy(config), (config.architectures or [""])[0]
+    text = scores.get_text_config()
+    text.pad_token_id = pad if text.pad_token_id is None else text.pad_token_id
+    if classifies(config):
+        if task != "either" and not named.endswith(_CLASSIFIES[task]):
+            raise UserError(f"model.path: it is a {named}, and this run needs a model {_CLASSIFIES[task]}.")
+        if config.num_labels != labels:
+            raise UserError(
+                f"model.path: {named} has {counted(config.num_labels, 'label')}, and this run needs {labels}: name the "
+                "model that it was made from, or one with as many."
+            )
+        return scores
+    auto_class, names = (
+        (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES)
+        if task == "token"
+        else (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
     )
+    registered = auto_class._model_mapping._extra_content.get(type(config))
+    class_name = names.get(config.model_type) if registered is None else registered.__name__
     if class_name is None:
+        kind = "token" if task == "token" else "sequence"
         raise UserError(
-            f"model.path: transformers {transformers.__version__} has no sequence classification for model_type "
-            f"{config.model_type!r}, so that no critic can be made of it: name one of another family as critic.path."
+            f"model.path: transformers {transformers.__version__} has no {kind} classification for model_type "
+            f"{config.model_type!r}, so that no critic or reward model can be made of it: name a model of another "
+            f"family (qwen3, llama and gemma3 have one), or register a class with {auto_class.__name__} in a module of "
+            "model.imports."
         )
-    values.architectures, values.num_labels = [class_name], 1
-    return values
+    scores.architectures, scores.num_labels = [class_name], labels
+    return scores
 
 
 def label_names(config: PretrainedConfig) -> dict[str, Any]:
     """The entries of config.json for a classifier's labels."""
     return {"id2label": {str(n): name for n, name in config.id2label.items()}, "label2id": dict(config.label2id)}
+
+
+@torch.no_grad()
+def first_linear(model: PreTrainedModel, outputs: int, inputs: int, seed: int) -> dict[str, Tensor]:
+    """`weight` and `bias` of a linear layer of this family as transformers initialises it, drawn from `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        linear = nn.Linear(inputs, outputs)
+        model._init_weights(linear)
+    return {"weight": linear.weight.detach(), "bias": linear.bias.detach()}
 
 
 def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:

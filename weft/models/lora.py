@@ -29,6 +29,7 @@ from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.experts import use_experts_forward
+from weft.models.facts import find_facts
 from weft.models.low_rank import AdapterSwitch, LowRank, embedding_hook, linear_hook
 from weft.models.patterns import similar_names
 from weft.models.train_module import Head, TrainModule
@@ -122,10 +123,11 @@ def is_adapters(name: str) -> bool:
 
 
 def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
-    """The adapters that lora.rank, lora.targets and lora.modules_to_save describe. Raises UserError if a name matches
-    nothing."""
+    """The adapters that lora.rank, lora.targets and lora.modules_to_save describe. A head of scores is trained whole,
+    as peft does with task_type SEQ_CLS. Raises UserError if a name matches nothing."""
     assert config.rank is not None
-    trained = find_trained(model, config.modules_to_save)
+    heads = [find_facts(model).head] if hf.classifies(model.config) else []
+    trained = find_trained(model, [*config.modules_to_save, *heads])
     patterns = (config.targets,) if isinstance(config.targets, str) else config.targets
     targets = find_targets(model, patterns, trained)
     alpha = 2.0 * config.rank if config.alpha is None else config.alpha

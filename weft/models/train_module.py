@@ -122,11 +122,13 @@ class Head(nn.Module):
         return out
 
 
-class ValueHead(Head):
-    """A critic's head: one number per prediction, the expected return from the predicted token on."""
+class ScoreHead(Head):
+    """A head of scores: numbers per prediction, from the hidden state that makes it. A critic's is the expected return
+    from the predicted token on; a reward model's is the score of the text up to there."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear, LogitTransform())  # weight [1, H]
+        super().__init__(linear, LogitTransform())  # weight [L, H], L labels
+        self.labels, self.width = linear.out_features, linear.in_features
 
     def forward(
         self,
@@ -136,12 +138,15 @@ class ValueHead(Head):
         known_grad: KnownGrad | None = None,
         chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the compute dtype."""
-        assert set(readouts) <= {"value"}, f"a critic has no {', '.join(set(readouts) - {'value'})}"
+        """`value` or `score`, [N], or [N, L] for several labels; computed in fp32 (fp64 for fp64 weights) whatever the
+        compute dtype."""
+        unknown = set(readouts) - {"value", "score"}
+        assert not unknown, f"a model with scores has no {', '.join(unknown)}"
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
-        value_N1 = nn.functional.linear(hidden_NH.to(wide), self.weight.to(wide), bias)
-        return {"value": value_N1[:, 0].clone()}  # FSDP's hooks do not work on a view
+        score_NL = nn.functional.linear(hidden_NH.to(wide), self.weight.to(wide), bias)
+        scores = score_NL[:, 0].clone() if self.labels == 1 else score_NL  # FSDP's hooks do not work on a view
+        return dict.fromkeys(readouts, scores)
 
 
 @dataclass
@@ -180,14 +185,15 @@ class StageIO:
 class TrainModule(nn.Module):
     """The root module for fully_shard. `hf_model` is kept unregistered, for facts and conversion rules only."""
 
-    def __init__(self, model: PreTrainedModel, values: bool = False) -> None:
-        """values: the model's class has one output per token instead of logits (hf.with_values)."""
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.facts: Facts = find_facts(model, values)
+        self.facts: Facts = find_facts(model)
         self.add_module(self.facts.base, model.get_submodule(self.facts.base))
         linear = model.get_submodule(self.facts.head)
         assert isinstance(linear, nn.Linear)
-        self.add_module(self.facts.head, ValueHead(linear) if values else Head(linear, self.facts.transform))
+        self.add_module(
+            self.facts.head, ScoreHead(linear) if hf.classifies(model.config) else Head(linear, self.facts.transform)
+        )
         # Drops the linear layer, whose whole weight would stay in memory beside the shards.
         setattr(model, self.facts.head, self.head)
         object.__setattr__(self, "hf_model", model)

@@ -26,6 +26,7 @@ from weft.checkpoint.state import EMA, OPTIMIZER, DamagedError, TrainerState, ch
 from weft.config.load import imports_of_run
 from weft.config.schema import ModelConfig
 from weft.engine.build import BuiltModel, build_model
+from weft.engine.score_head import score_of
 from weft.errors import UserError
 from weft.launch.options import ExportOptions
 from weft.models import hf
@@ -136,7 +137,8 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _built(config: ModelConfig) -> BuiltModel:
-    return build_model(config, dtype=torch.float32, compute=torch.float32, device=torch.device("cpu"))
+    score = score_of(config.path)
+    return build_model(config, dtype=torch.float32, compute=torch.float32, device=torch.device("cpu"), score=score)
 
 
 def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:

@@ -5,6 +5,7 @@ W + s B A (LoRA, arXiv:2106.09685) is computed in fp32 and rounded once, to the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from weft.config.schema import LoraConfig, ModelConfig
 from weft.data.encode import load_tokenizer
 from weft.data.ends import GENERATION, answer_ends, template_ends
 from weft.engine.build import build_model
+from weft.engine.score_head import score_of
 from weft.errors import UserError
 from weft.launch.options import MergeOptions
 from weft.models import hf
@@ -27,6 +29,9 @@ from weft.parallel.shards.adapter_files import CONFIG, WEIGHTS, file_names, read
 from weft.parallel.shards.load import LoadPlan, read_whole
 from weft.parallel.shards.safetensors_files import TensorFile
 from weft.recipes.export import TensorShapes, find_checkpoint, write_folder
+
+_TASKS: dict[str, hf.ScoreTask] = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}  # peft's names
+_HEAD = re.compile(r"base_model\.model\.(score|classifier)\.weight")
 
 
 def run(options: MergeOptions) -> Path:
@@ -50,6 +55,10 @@ def run(options: MergeOptions) -> Path:
 
 
 def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) -> None:
+    task = _TASKS.get(str(read_config(adapter).get("task_type")))
+    with TensorFile.open(adapter / WEIGHTS) as file:
+        heads = [entry.shape[0] for name, entry in file.entries.items() if _HEAD.fullmatch(name)]
+    score = None if task is None or not heads else score_of(base, heads[0], task)
     built = build_model(
         ModelConfig(path=base, ignore_weights=("*",)),  # weights that the class lacks are no targets of the adapter
         LoraConfig(path=str(adapter)),
@@ -57,6 +66,7 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
         compute=torch.float32,
         device=torch.device("cpu"),
         adapters="merged",
+        score=score,
     )
     plan, lora, load = plan_export(TensorShapes(built), dtype), built.lora, built.load
     assert lora is not None and load is not None

@@ -15,6 +15,7 @@ from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlConfig
 from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.score_head import ScoreSpec
 from weft.errors import UserError
 from weft.inference.cache_support import caches
 from weft.launch.process import Ranks
@@ -46,7 +47,9 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
     base = _from_policy(policy_config(config), section)
     optimizer = replace(config.optimizer, lr=section.lr, groups=(), ema_decay=None, load_state=False)
     model = replace(base.model, recompute=config.model.recompute)
-    return replace(base, model=model, optimizer=optimizer, temperature=1.0, value_head=section.head, replay=False)
+    return replace(
+        base, model=model, optimizer=optimizer, temperature=1.0, score=ScoreSpec(first=section.head), replay=False
+    )
 
 
 def reference_engine(

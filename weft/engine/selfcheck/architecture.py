@@ -168,7 +168,7 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> ModelSupport:
 
 def _examine(config: PretrainedConfig, noise: hf.Noise) -> ModelSupport:
     family = family_of(config.get_text_config().model_type)
-    small, reference, words = _small_copies(config, "per_document")
+    small, reference, words = small_copies(config, "per_document")
     module = TrainModule(small).eval()
     documents = documents_of(text_vocabulary(module))
     expected = [_reference_logits(reference, ids) for ids in documents]
@@ -278,10 +278,10 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedModel:
     """A small random model of this architecture with weft's attention. Raises UserError if none can be built."""
     hf.register_kernels()
-    return _small_copies(config, kernel)[0]
+    return small_copies(config, kernel)[0]
 
 
-def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedModel, PreTrainedModel, str]:
+def small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedModel, PreTrainedModel, str]:
     """(a random model as weft runs it, the same model as HuggingFace's eager code runs it, its description).
 
     It has every kind of layer that the whole model has. Raises UserError if no such copy can be built.

@@ -376,13 +376,16 @@ class StepPlanner:
         multiple: int,
         *,
         has_cp: bool,
+        end_marked: bool = False,
     ) -> None:
         """ranks: (this rank's place among ranks with different documents, their number). context: the ranks that share
-        documents, if any. multiple: row lengths are multiples of it. has_cp: whether mesh.cp is above 1."""
+        documents, if any. multiple: row lengths are multiples of it. has_cp: whether mesh.cp is above 1.
+        end_marked: see ScoreSpec."""
         self.step, self.layout, self.context, self.multiple = step, built.layout, context, multiple
         self._rank, self._ranks = ranks
         self._cuts = context is not None if has_cp else built.cuts_documents
         text = built.config.get_text_config()
+        self._end_marked = end_marked
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._no_images, self._no_videos = built.support.images, built.support.videos
         self._cuts_images = context is not None and built.vision is not None and built.vision.has_grids
@@ -440,7 +443,8 @@ class StepPlanner:
     def _omitted(self, length: int) -> int:
         """See DocumentMeta. If a document's length chooses its rotary table, the whole document is read."""
         limit = self._position_limit
-        return omitted_tokens(length, read_all=self._every_token_counts or (limit is not None and length > limit))
+        counts = self._every_token_counts or (limit is not None and length > limit)
+        return omitted_tokens(length, read_all=counts and not self._end_marked)
 
     def plan(self, metadata: Sequence[DocumentMeta], budget: int) -> StepPlan:
         """See Engine.plan; `budget` is rounded up to the multiple."""

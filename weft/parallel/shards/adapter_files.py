@@ -22,6 +22,7 @@ from weft.config.schema import LoraConfig
 from weft.errors import UserError
 from weft.files import read_object
 from weft.models import hf
+from weft.models.facts import find_facts
 from weft.models.lora import (
     EMBEDDING,
     LoraPlan,
@@ -154,7 +155,7 @@ def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
     modules_as_parameters = [target.weight for target in wrapped if target.kind != "experts"]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": hf.peft_task(module.hf_model.config),
         "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
         "r": plan.rank,
         "lora_alpha": int(plan.alpha) if plan.alpha == int(plan.alpha) else plan.alpha,
@@ -234,6 +235,11 @@ def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
     modules = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
     ends = config.get("modules_to_save") or ()
     trained = find_trained(model, [name for end in ends for name in ([m for m in modules if m.endswith(end)] or [end])])
+    if hf.classifies(model.config) and find_facts(model).head not in trained:
+        raise UserError(
+            f"{folder / CONFIG}: the adapter has no head of scores (modules_to_save), so that it would stay untrained: "
+            f"weft merge {quote(str(folder))} writes a model to begin from, with lora.rank for a new adapter."
+        )
     targets = _targets_in(adaptable(model), shapes, config.get("target_parameters") or ())
     plan = LoraPlan(
         rank=int(config["r"]),

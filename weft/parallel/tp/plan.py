@@ -22,7 +22,7 @@ from weft.models.lora import parameter_of
 from weft.models.low_rank import LowRank
 from weft.models.mixer_shards import MixerSpec, find_mixer_spec
 from weft.models.segments import DimSegment, TPSpec
-from weft.models.train_module import TrainModule, ValueHead
+from weft.models.train_module import ScoreHead, TrainModule
 
 QUERY = ("q_proj", "q_b_proj")
 GATES = ("gate_proj", "g_proj")  # gates of the heads' outputs
@@ -72,7 +72,7 @@ def find_tp_plan(module: TrainModule, config: PretrainedConfig, ranks: int) -> T
     embedding = module.get_submodule(module.facts.embedding)
     vocabulary = TPSpec(0, (DimSegment(len(embedding.weight)),))
     specs[f"{module.facts.embedding}.weight"] = vocabulary
-    if not isinstance(module.head, ValueHead):
+    if not isinstance(module.head, ScoreHead):
         specs |= {f"{module.facts.head}.{name}": vocabulary for name, _ in module.head.named_parameters()}
     for (name, layer), layer_config in zip(module.layers, hf.layer_configs(config), strict=True):
         _add_layer(name, layer, layer_config, ranks, plan)

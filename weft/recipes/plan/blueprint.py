@@ -38,7 +38,7 @@ from weft.launch.process import fake_ranks
 from weft.models import hf
 from weft.models.cost import costs_of_layers
 from weft.models.experts import find_experts
-from weft.models.train_module import TrainModule, ValueHead
+from weft.models.train_module import ScoreHead, TrainModule
 from weft.parallel.activations import RowSharing, Saved, saved_bytes
 from weft.parallel.ep.experts import strided
 from weft.parallel.parallelize import StagePlan, layers_of
@@ -92,7 +92,7 @@ class Blueprint:
             self.setup: EngineSpec = make_spec(replace(config, mesh=MeshConfig()), ranks)
             self.built: BuiltModel = build(self.setup, weights=False)
         self.module: TrainModule = self.built.module
-        self.checked = self.built.config if config.value_head is None else hf.with_logits(self.built.config)
+        self.checked = self.built.config if config.score is None else hf.with_logits(self.built.config)
         self._sequence: dict[int, bool] = {}
         self._experts_checked: set[int] = set()
         self._contexts: set[tuple[bool, bool]] = set()
@@ -289,9 +289,9 @@ class Blueprint:
 
     def head_passes(self, tp: int) -> float:
         """The bytes that the head reads and writes beside products for a token, on one of `tp` ranks; 0 for a head of
-        values."""
+        scores."""
         head = self.module.head
-        if isinstance(head, ValueHead):
+        if isinstance(head, ScoreHead):
             return 0.0
         words, hidden = -(-int(head.weight.shape[0]) // tp), int(head.weight.shape[1])
         if words not in self._head_passes:

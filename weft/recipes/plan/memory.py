@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.config.mesh import MeshSizes
-from weft.models.train_module import ValueHead
+from weft.models.train_module import ScoreHead
 from weft.ops.head import block_bytes, tile_bytes
 from weft.parallel.activations import RowSharing
 from weft.parallel.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
@@ -242,7 +242,7 @@ def rows_of_a_token(model: Blueprint) -> int:
 def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     """Bytes of the tiles of logits in ops/head.py and of their gradients, for a row whose tokens are all trained."""
     head, compute = model.module.head, model.setup.precision.compute.itemsize
-    if isinstance(head, ValueHead):
+    if isinstance(head, ScoreHead):
         return 0
     width = int(head.weight.shape[1])
     vocabulary = -(-int(head.weight.shape[0]) // mesh.tp)

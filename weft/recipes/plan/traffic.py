@@ -13,7 +13,7 @@ from typing import Literal
 
 from weft.config.mesh import MeshSizes
 from weft.engine.selfcheck.context import received_per_token
-from weft.models.train_module import ValueHead
+from weft.models.train_module import ScoreHead
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.holdings import RankShare, UnitShare, shard_elements
 from weft.recipes.plan.machines import Machine
@@ -150,7 +150,7 @@ def _of_tp(
     if last:
         if sequence:
             yield transfer("last hidden states", "all-gather", tokens, load.micro_batches, "forward")
-        if not isinstance(model.module.head, ValueHead):
+        if not isinstance(model.module.head, ScoreHead):
             predicted = load.predicted * hidden
             yield transfer("gradient of the head's input", "all-reduce", predicted, load.micro_batches, "backward")
     yield transfer(
