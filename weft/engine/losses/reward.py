@@ -23,12 +23,12 @@ class BradleyTerryLoss:
 
         -log sigmoid(r_c - r_r - m) + a (r_c + r_r)^2
 
-    with the scores r of the chosen and the rejected answer, a margin m and `center` a (Bradley and Terry 1952; margins of
-    Touvron et al. 2023, arXiv:2307.09288, equation 2; centering of Eisenstein et al. 2023, arXiv:2312.09244).
+    with the scores r of the chosen and the rejected answer, a margin m and `center` a (Bradley and Terry 1952; margins
+    of Touvron et al. 2023, arXiv:2307.09288, equation 2; centering of Eisenstein et al. 2023, arXiv:2312.09244).
 
     Documents 2 i and 2 i + 1 of a step are the chosen and the rejected answer of its pair i. Both carry `margin`. The
-    gradient is summed answer by answer, each with the other's score as a constant: this is the pair's gradient, wherever
-    the other is. An answer that is not in the row has its score in `scores`, by its place in the step.
+    gradient is summed answer by answer, each with the other's score as a constant: this is the pair's gradient,
+    wherever the other is. An answer that is not in the row has its score in `scores`, by its place in the step.
     """
 
     readouts = frozenset({"score"})

@@ -1,0 +1,55 @@
+"""Scores of a step's answers, and documents whose last token is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.batch.document import Document
+from weft.engine.engine import Engine
+from weft.engine.step_plan.plan import StepPlan
+
+# Follows the last token of a document whose last token is scored (ScoreSpec.end_marked). Its id is of no consequence.
+END_MARK = 1
+
+
+def with_end_mark(tokens: Tensor) -> Tensor:
+    """[T + 1]: the tokens and the mark, whose prediction is the score of the last of them."""
+    return torch.cat([tokens, tokens.new_full((1,), END_MARK)])
+
+
+def scored_length(tokens: Tensor, pad: int | None) -> int:
+    """Tokens up to the one whose score transformers takes: the last that is not `pad`, the config's pad_token_id, even
+    where that ends an answer; the first if all are."""
+    if pad is None or int(tokens[-1]) != pad:
+        return len(tokens)
+    real = (tokens != pad).nonzero()
+    return int(real[-1]) + 1 if len(real) else 1
+
+
+def parts_pairs(plan: StepPlan) -> bool:
+    """Whether the two answers of a pair, documents 2 i and 2 i + 1, are not always whole and in one row."""
+    places: dict[int, tuple[int, int] | None] = {}
+    for micro, ranks in enumerate(plan.rows):
+        for rank, row in enumerate(ranks):
+            for index in row:
+                places[index] = None if index in places else (micro, rank)
+    return any(places[i] is None or places[i] != places[i ^ 1] for i in places)
+
+
+def step_scores(engine: Engine, plan: StepPlan, documents: Mapping[int, Document]) -> dict[int, float]:
+    """The score of each document of a step, on every rank: at the prediction of its last token. Without gradients;
+    costs a forward of each row. Collective.
+
+    documents: this rank's.
+    """
+    read = engine.readout(plan, documents, ("score",))
+    sums = torch.zeros(2, len(plan.documents), dtype=torch.float64)
+    for index, values in read.items():
+        sums[:, index] = torch.stack([values["score"][-1].double(), torch.ones((), dtype=torch.float64)])
+    sums = sums.to(engine.device)
+    dist.all_reduce(sums, group=engine.mesh.world_group)
+    return dict(enumerate((sums[0] / sums[1]).tolist()))
