@@ -21,8 +21,8 @@ from weft.ops.divergence import (
     differentiated,
     divergences,
     forward_kl,
-    make_jsd,
     reverse_kl,
+    terms_of,
 )
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard
 
@@ -51,8 +51,8 @@ def full_divergence(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
 DIVERGENCES: dict[str, Terms] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
-    "jsd 0.5": make_jsd(0.5),
-    "jsd 0.1": make_jsd(0.1),
+    "jsd 0.5": terms_of("jsd", 0.5),
+    "jsd 0.1": terms_of("jsd", 0.1),
     "skewed": differentiated(skewed, "skewed"),
 }
 

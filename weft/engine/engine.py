@@ -18,7 +18,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.executor import WRONG, Executor, ForwardRequest, LossScaling
 from weft.engine.experts import RouterBiases
 from weft.engine.losses.base import Batch, Loss
-from weft.engine.losses.check import check_normaliser, check_terms, chosen_tokens
+from weft.engine.losses.check import check_normaliser, check_terms, chosen_tokens, comparisons_of
 from weft.engine.metrics import MetricSums, Reduced
 from weft.engine.optim.optimizer import (
     FusedAdamW,
@@ -41,7 +41,7 @@ from weft.launch.process import Ranks
 from weft.launch.simulated import read
 from weft.models.embedding_noise import StepNoise
 from weft.models.readouts import ReadoutSpec
-from weft.parallel.fsdp import fsdp_modules
+from weft.parallel.fsdp import fsdp_modules, reshard
 from weft.parallel.mesh import Mesh, full_tensor
 from weft.parallel.pp.communication import P2PCommunicator, gather_over_stages, sum_shared_gradients
 from weft.parallel.shards.cuts import AnyShardSpec
@@ -333,7 +333,9 @@ class Engine:
         self.require_awake("parameters")
 
         def ask(row: Row) -> ForwardRequest:
-            return ForwardRequest(objective.readouts, chosen_tokens(objective, row.targets_N, row.arrays))
+            chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
+            comparisons = comparisons_of(objective, row.arrays, len(row.targets_N))
+            return ForwardRequest(objective.readouts, chosen_NC, comparisons=comparisons)
 
         def use(micro: int, row: Row, readouts: dict[str, Tensor]) -> None:
             exact = {name: v.double() if v.is_floating_point() else v for name, v in readouts.items()}
@@ -352,8 +354,44 @@ class Engine:
 
         Entry t belongs to token t given the tokens before it; entry 0 is 0. Routes that documents carry are followed.
         """
+        out = self._read(plan, documents, what, every_token=True)
+        if self.mesh.pp is not None and self.pipeline is not None:
+            out = self.mesh.pp.broadcast(self.pipeline.placement.last, out)
+        return dict(sorted(out.items()))
+
+    def last_hidden(self, plan: StepPlan, documents: Mapping[int, Document]) -> dict[int, Tensor]:
+        """What the head reads: index -> [T, H] in the head's dtype on the CPU, for this rank's documents. Entry t is at
+        the position that predicts token t; zeros where t has no loss weight. With mesh.pp only the ranks of the last
+        stage have them."""
+        read = self._read(plan, documents, ("last_hidden",), every_token=False)
+        return {index: named["last_hidden"] for index, named in sorted(read.items())}
+
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """The whole head: weight [V, H] and bias [V] or None, in the compute dtype, on every rank. Collective."""
+        self.require_awake("parameters")
+        pp, pipeline = self.mesh.pp, self.pipeline
+        tensors: tuple[Tensor | None, Tensor | None] = (None, None)
+        if pp is None or pipeline is None or pp.rank == pipeline.placement.last:
+            reshard(self.module)
+            head, names = self.module.head, {id(p): name for name, p in self.module.named_parameters()}
+            weight, bias = (
+                None if p is None else full_tensor(p, self.divided.cuts.get(names[id(p)])).to(self.precision.compute)
+                for p in (head.weight, head.bias)
+            )
+            tensors = weight, bias
+        if pp is not None and pipeline is not None:
+            tensors = pp.broadcast(pipeline.placement.last, tensors)
+        weight, bias = tensors
+        assert weight is not None
+        return weight, bias
+
+    def _read(
+        self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str], *, every_token: bool
+    ) -> dict[int, dict[str, Tensor]]:
+        """Readouts of this rank's documents, [T, ...], of every token or of those with a loss weight; zeros elsewhere.
+        With mesh.pp only the last stage has them."""
         out: dict[int, dict[str, Tensor]] = {}
-        rows = self._lay_out(plan, documents, every_token=True)
+        rows = self._lay_out(plan, documents, every_token=every_token)
         self.require_awake("parameters")
 
         def use(micro: int, row: Row, readouts: dict[str, Tensor]) -> None:
@@ -361,23 +399,28 @@ class Engine:
             firsts = torch.tensor([0, *lengths]).cumsum(0)
             positions = firsts[row.document_N.cpu()] + row.token_N.cpu()
             for name, values in readouts.items():
-                joined = torch.zeros(sum(lengths)).index_copy(0, positions, values.float().cpu())
+                values = (values if name == "last_hidden" else values.float()).cpu()
+                joined = values.new_zeros(sum(lengths), *values.shape[1:]).index_copy(0, positions, values)
                 by_document = dict(zip(row.documents, joined.split(lengths), strict=True))
-                for index, values_T in self._join_parts(plan, micro, by_document).items():
+                for index, values_T in self._join_parts(plan, micro, by_document, values).items():
                     out.setdefault(index, {})[name] = values_T
 
         self._executor.visit(rows, "readout", lambda row: ForwardRequest(frozenset(what)), use, following=True)
-        if self.mesh.pp is not None and self.pipeline is not None:
-            out = self.mesh.pp.broadcast(self.pipeline.placement.last, out)
-        return dict(sorted(out.items()))
+        return out
 
-    def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Add the values that other ranks computed for shared documents; [T] per document of this rank."""
+    def _join_parts(
+        self, plan: StepPlan, micro: int, by_document: dict[int, Tensor], like: Tensor
+    ) -> dict[int, Tensor]:
+        """Add the values that other ranks computed for shared documents; [T, ...] per document of this rank. like: a
+        tensor of their dtype and inner shape."""
         shared = plan.shared_documents(micro, self.mesh.loss_rank)
         if not shared or self.context is None:
             return by_document
         lengths = [plan.documents[index].length for index in shared]
-        parts = [by_document.get(index, torch.zeros(length)) for index, length in zip(shared, lengths, strict=True)]
+        parts = [
+            by_document.get(index, like.new_zeros(length, *like.shape[1:]))
+            for index, length in zip(shared, lengths, strict=True)
+        ]
         total = torch.cat(parts).to(self.device)
         self.context.ranks.sum_(total)
         complete = dict(zip(shared, total.cpu().split(lengths), strict=True))

@@ -19,7 +19,7 @@ from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
 from weft.engine.experts import ExpertLoad
 from weft.engine.losses.base import Batch, Loss, LossOutput, known_logprob_grad
-from weft.engine.losses.check import check_is_sum, check_terms, check_tokens, chosen_tokens
+from weft.engine.losses.check import check_is_sum, check_terms, check_tokens, chosen_tokens, comparisons_of
 from weft.engine.metrics import MetricSums
 from weft.launch import flight
 from weft.launch.consistency import ReplicaChecksum
@@ -27,6 +27,7 @@ from weft.launch.timing import waiting
 from weft.models.balance import Balance, Counted
 from weft.models.embedding_noise import EmbeddingNoise
 from weft.models.experts import find_experts
+from weft.ops.divergence import Comparison
 from weft.ops.exact import numerics
 from weft.ops.head import KnownGrad
 from weft.parallel.fsdp import WorkingCopies, end_backward, reduce_when, reshard
@@ -64,11 +65,12 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """The readouts of a forward without gradients. chosen_NC, balance: see TrainModule.forward."""
+    """The readouts of a forward without gradients. chosen_NC, balance, comparisons: see TrainModule.forward."""
 
     readouts: frozenset[str]
     chosen_NC: Tensor | None = None
     balance: Balance | None = None
+    comparisons: Sequence[Comparison] = ()
 
 
 class Executor:
@@ -147,7 +149,11 @@ class Executor:
         unchecked = type(objective) in self.unchecked and type(row.weights_N) is Tensor  # not a simulated one
         if unchecked:
             check_tokens(chosen_NC, self._vocabulary, objective)
-        readouts = self.read(row, objective.readouts, known_grad, balance, chosen_NC, received=received, chunk=chunk)
+        comparisons = comparisons_of(objective, row.arrays, len(row.targets_N))
+        readouts = self.read(
+            row, objective.readouts, known_grad, balance, chosen_NC, received=received, chunk=chunk,
+            comparisons=comparisons,
+        )  # fmt: skip
         balance_sum = readouts.pop("balance", None if balance is None else row.weights_N.new_zeros(()))
         batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
         if unchecked and len(row.weights_N) and check_is_sum(objective, batch):
@@ -169,6 +175,7 @@ class Executor:
         chosen_NC: Tensor | None = None,
         received: Tensor | None = None,
         chunk: int = 0,
+        comparisons: Sequence[Comparison] = (),
     ) -> dict[str, Tensor]:
         """One forward without an objective: the readouts of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
@@ -183,7 +190,7 @@ class Executor:
         with self.load.counting(tokens, self.multiplicity_of(row)), noise:
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, readouts, known_grad,
-                balance, chosen_NC, media, placeholder, received, chunk, exchange,
+                balance, chosen_NC, media, placeholder, received, chunk, exchange, comparisons,
             )  # fmt: skip
 
     def multiplicity_of(self, row: Row) -> Tensor | None:
@@ -220,7 +227,10 @@ class Executor:
                 row = rows[micro].to(self.device)
                 request = ask(row)
                 with self.replay.following(row.routes) if following else nullcontext():
-                    readouts = self.read(row, request.readouts, balance=request.balance, chosen_NC=request.chosen_NC)
+                    readouts = self.read(
+                        row, request.readouts, balance=request.balance, chosen_NC=request.chosen_NC,
+                        comparisons=request.comparisons,
+                    )  # fmt: skip
                 use(micro, row, readouts)
 
     def name_metrics(self, objective: Loss, sums: MetricSums) -> None:

@@ -190,7 +190,7 @@ class PipelineExecutor(Executor):
                 with self.replay.following(row.routes) if following else nullcontext():
                     readouts = self.read(
                         row, request.readouts, balance=request.balance, chosen_NC=request.chosen_NC, received=received,
-                        chunk=action.chunk,
+                        chunk=action.chunk, comparisons=request.comparisons,
                     )  # fmt: skip
                 last = stage == self.placement.stages - 1
                 if last or request.balance is not None:

@@ -25,6 +25,7 @@ from weft.models.state_mixers import PerDocumentMixer, run_per_document
 from weft.models.vision import vision_context
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.communicator import FeatureExchange
+from weft.ops.divergence import Comparison, divergences
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
 from weft.ops.selected import selected_logits
 
@@ -55,18 +56,25 @@ class Head(nn.Module):
         readouts: Collection[str],
         known_grad: KnownGrad | None = None,
         chosen_NC: Tensor | None = None,
+        comparisons: Sequence[Comparison] = (),
     ) -> dict[str, Tensor]:
         """Readouts of each prediction: `logprob` of the target and, if in `readouts`, `entropy`, [N] fp32.
 
-        known_grad: the gradient of logprob up to a factor, if known; saves a pass. `top1` replaces `entropy`, without
-        gradients: 1 where no token is likelier than the target. chosen_NC: the tokens of `chosen_logits`
-        (models/readouts.py). Single logits together with `entropy` cost another pass.
+        known_grad: the gradient of logprob (and then of `divergence`) up to a factor, if known; saves a pass. `top1`
+        replaces `entropy`, without gradients: 1 where no token is likelier than the target. chosen_NC: the tokens of
+        `chosen_logits` (models/readouts.py). Single logits together with `entropy` cost another pass. comparisons: the
+        teachers of `divergence` and, without gradients, `agreement` (ops/divergence.py). `last_hidden`: [N, H], what
+        the head reads, in its dtype; it is then the only readout.
         """
+        if "last_hidden" in readouts:
+            return {"last_hidden": hidden_NH.to(self.weight.dtype)}
         hidden_NH, weight = self._enter(hidden_NH.to(self.weight.dtype)), self.weight
         if self.lora is not None and self.lora.switch.on:
             # W h + B (s A h) is one matrix, [W B], times one vector; the readouts never need the logits themselves.
             hidden_NH = torch.cat([hidden_NH, self.lora.down(hidden_NH)], 1)
             weight = torch.cat([weight, self.lora.B], 1)
+        if "divergence" in readouts:
+            return self._compared(hidden_NH, weight, targets_N, readouts, known_grad, comparisons)
         if needs_logits(readouts):
             outputs = self._selected(hidden_NH, weight, targets_N, readouts, chosen_NC)
             if "entropy" not in readouts:
@@ -97,6 +105,38 @@ class Head(nn.Module):
         if entropy is not None:
             out["entropy"] = entropy
         return out
+
+    def _compared(
+        self,
+        hidden_NH: Tensor,
+        weight: Tensor,
+        targets_N: Tensor,
+        readouts: Collection[str],
+        known_grad: KnownGrad | None,
+        comparisons: Sequence[Comparison],
+    ) -> dict[str, Tensor]:
+        """`logprob`, `divergence` and, if in `readouts`, `agreement`; each teacher has predictions of its own."""
+        names = ["logprob", "divergence", *(["agreement"] if "agreement" in readouts else [])]
+        parts: list[tuple[Tensor, ...]] = []
+        for comparison in comparisons:
+            chosen = comparison.chosen
+            known = known_grad
+            if known is not None and chosen is not None:
+                known = KnownGrad(known.values_N.view(2, -1)[:, chosen].flatten(), known.wrong)
+            out = divergences(
+                hidden_NH if chosen is None else hidden_NH[chosen], weight, self.bias,
+                targets_N if chosen is None else targets_N[chosen], self.transform, comparison,
+                temperature=self.temperature, known_grad=known, agreement="agreement" in readouts, shard=self.shard,
+            )  # fmt: skip
+            parts.append(tuple(values for values in out if values is not None))
+        joined = dict(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
+        orders = [comparison.chosen for comparison in comparisons if comparison.chosen is not None]
+        if orders:
+            back = torch.cat(orders).argsort()
+            joined = {name: values[back] for name, values in joined.items()}
+        if "entropy" in readouts or self.exact:  # what a sampler recorded has its own operations
+            joined |= self._chunked_readouts(hidden_NH, weight, targets_N, readouts, None)
+        return joined
 
     def _selected(
         self,
@@ -137,6 +177,7 @@ class ScoreHead(Head):
         readouts: Collection[str],
         known_grad: KnownGrad | None = None,
         chosen_NC: Tensor | None = None,
+        comparisons: Sequence[Comparison] = (),
     ) -> dict[str, Tensor]:
         """`value` or `score`, [N], or [N, L] for several labels; computed in fp32 (fp64 for fp64 weights) whatever the
         compute dtype."""
@@ -278,15 +319,16 @@ class TrainModule(nn.Module):
         received: Tensor | None = None,
         chunk: int = 0,
         exchange: FeatureExchange | None = None,
+        comparisons: Sequence[Comparison] = (),
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
         A pipeline stage other than the last returns `sent`, its hidden states, instead. received: hidden states of the
         previous stage. chunk: which of this rank's stages runs.
 
-        chosen_NC: see Head. media, placeholder, exchange: see Row. `hidden/MODULE`: [N, width], the output of a module
-        at the position of the prediction. balance: if a layer has experts, also return `balance`, the row's sum of
-        their auxiliary loss, or, when counting, `choices` and `layers` (models/balance.py).
+        chosen_NC, comparisons: see Head. media, placeholder, exchange: see Row. `hidden/MODULE`: [N, width], the
+        output of a module at the position of the prediction. balance: if a layer has experts, also return `balance`,
+        the row's sum of their auxiliary loss, or, when counting, `choices` and `layers` (models/balance.py).
         """
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}
@@ -299,7 +341,8 @@ class TrainModule(nn.Module):
         routed = {} if balance is None else _of_routers(getattr(out, "router_logits", None), balance)
         if stage_io is not None and not stage_io.is_last:
             return {"sent": stage_io.take()} | routed
-        outputs = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, known_grad, chosen_NC)
+        read_NH = out.last_hidden_state.flatten(0, 1)[selected_N]
+        outputs = self.head(read_NH, targets_N, readouts, known_grad, chosen_NC, comparisons)
         outputs |= {HIDDEN + name: hidden[name][selected_N] for name in names}
         return outputs | routed
 

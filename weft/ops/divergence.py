@@ -93,10 +93,11 @@ def differentiated(function: Callable[[Tensor, Tensor], Tensor], name: str) -> T
     return terms_and_slope
 
 
-def make_jsd(beta: float) -> Terms:
-    """The generalised Jensen-Shannon divergence for 0 < beta < 1."""
-    assert 0 < beta < 1, beta
-    return partial(jsd, beta=beta)
+def terms_of(name: str, beta: float) -> Terms:
+    """The divergence of this name. beta: of jsd, 0 < beta < 1."""
+    assert name != "jsd" or 0 < beta < 1, beta
+    table: dict[str, Terms] = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": partial(jsd, beta=beta)}
+    return table[name]
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,14 @@ class TeacherHead:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the readout `divergence` compares a student with. hidden_NH: the teacher's last hidden states, in the dtype
-    of its head, at the positions of the predictions. temperature: T."""
+    """A teacher of the readout `divergence`. hidden_NH: its last hidden states, in the dtype of its head, at the
+    positions of its predictions. temperature: T. chosen: indices of these predictions; None for all."""
 
     terms: Terms
     hidden_NH: Tensor
     head: TeacherHead
     temperature: float = 1.0
+    chosen: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:

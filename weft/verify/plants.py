@@ -23,6 +23,7 @@ from weft.verify.bugs import (  # they register their bugs
     Plant,
     adapters,  # noqa: F401
     context_parallel,  # noqa: F401
+    distillation,  # noqa: F401
     evaluation,  # noqa: F401
     expert_parallel,  # noqa: F401
     pipeline_parallel,  # noqa: F401

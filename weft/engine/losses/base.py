@@ -74,7 +74,8 @@ class Loss(Protocol):
     """readouts: the readouts that it needs of the model (readouts.py). every_token: whether it needs them for tokens
     with a weight of zero, too.
 
-    An objective that reads `chosen_logits` also has a method token_ids(targets_N, arrays) -> [N, C] int64 tokens.
+    An objective that reads `chosen_logits` also has a method token_ids(targets_N, arrays) -> [N, C] int64 tokens, and
+    one that reads `divergence` a method comparisons(arrays, N) -> the teachers of the N predictions.
     """
 
     readouts: frozenset[str]
@@ -86,7 +87,8 @@ class Loss(Protocol):
 
     def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
         """[N] gradient of the loss with respect to each logprob, up to one factor, if it is known before the forward;
-        else None. A step whose real gradient differs ends with UserError."""
+        else None. With the readout `divergence` [2 N], then with respect to each of these. A step whose real gradient
+        differs ends with UserError."""
         ...
 
     def __call__(self, batch: Batch) -> LossOutput: ...

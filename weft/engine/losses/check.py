@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from weft.engine.losses.base import Batch, Loss, LossOutput
 from weft.errors import UserError
 from weft.models.readouts import TOP, TOP_IDS, ReadoutSpec
+from weft.ops.divergence import Comparison
 
 _MOST_PREDICTIONS = 1024  # predictions of a row that are given to an objective twice
 _TOLERANCE = 1e-3  # of a gradient's largest element: objectives compute in fp32
@@ -160,6 +162,15 @@ def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor])
             f"shape [{count}, tokens]: for each prediction the same number of tokens."
         )
     return ids.to(targets_N)
+
+
+def comparisons_of(objective: Loss, arrays: Mapping[str, Tensor], count: int) -> Sequence[Comparison]:
+    """The teachers of an objective that reads `divergence`, for a row of `count` predictions; else none."""
+    if "divergence" not in objective.readouts:
+        return ()
+    ask: Any = objective
+    comparisons: Sequence[Comparison] = ask.comparisons(arrays, count)
+    return comparisons
 
 
 def metrics_of(objective: Loss) -> list[str]:

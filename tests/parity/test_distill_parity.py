@@ -1,0 +1,119 @@
+"""Distillation on any mesh equals plain transformers with full logits, by `weft verify`'s measure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support import plain_distill
+from tests.support.cases import engine_config, open_engine, saved_model, world_of
+from tests.support.pool import run
+from weft.engine.engine import Engine
+from weft.engine.losses.distillation import DistillationLoss
+from weft.engine.teachers import Teacher, teacher_head, with_teachers
+from weft.ops import divergence
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import GRADIENT, SCALAR, SGD, compare_gradients
+from weft.verify.observed import Tensors, short_budget, to_documents
+from weft.verify.plants import planted
+
+LR = 0.2  # the rounding of weights stays far below what a step moves them by
+SETTINGS = {"loss": "forward_kl", "beta": 0.3, "temperature": 1.0, "squared": False, "alpha": 0.0}
+
+
+def distill(
+    path: str, mesh: str, teachers: list[tuple[str, str]], settings: dict[str, Any], plant: str | None = None
+) -> tuple[list[float], Tensors, Tensors, float, Tensors]:
+    """(Loss of each step, gradients of the first, weights at the end, loss and gradients of the first step in rows of
+    one document). teachers: (path, mesh) of each."""
+    engine = open_engine(path, mesh, optimizer={"name": "sgd", "lr": LR, "max_grad_norm": None, "weight_decay": 0.0})
+    engines = [
+        Engine(replace(engine_config(p, m), purpose="inference"), engine.ranks, shares_with=engine) for p, m in teachers
+    ]
+    roles = [Teacher(p, e) for (p, _), e in zip(teachers, engines, strict=True)]
+    heads = [head for e in engines if (head := teacher_head(e, engine)) is not None]
+    scale = settings["temperature"] ** 2 if settings["squared"] else 1.0
+    losses, results = list[float](), list[Tensors]()
+    with planted(plant):
+        terms = divergence.terms_of(settings["loss"], settings["beta"])
+        objective = DistillationLoss(
+            terms, heads, temperature=settings["temperature"], alpha=settings["alpha"], scale=scale
+        )
+        steps = awkward_steps(128)[:3]
+        for number, step in enumerate([steps[0], *steps]):
+            documents, metas = to_documents(engine, step)
+            plan = engine.plan(metas, budget=short_budget(engine, step) if number == 0 else None)
+            local = {index: documents[index] for index in engine.planner.local_documents(plan)}
+            local = with_teachers(roles, choices(len(step), len(roles)), list(documents.values()), local, engine)
+            losses.append(engine.accumulate(plan, local, objective)["loss"] or 0.0)
+            if number < 2:
+                results.append({name: g.cpu() for name, g in engine.gradients() if g is not None})
+            if number == 0:
+                engine.drop_gradients()
+            else:
+                engine.apply(LR)
+    weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
+    return losses[1:], results[1], weights, losses[0], results[0]
+
+
+def choices(documents: int, teachers: int) -> list[int] | None:
+    return None if teachers == 1 else [index % teachers for index in range(documents)]
+
+
+def check(student: str, mesh: str, teachers: list[tuple[str, str]], plant: str | None = None, **changes: Any) -> None:
+    settings = SETTINGS | changes
+    steps = awkward_steps(128)[:3]
+    result = run(world_of(mesh), distill, student, mesh, teachers, settings, plant)[0]
+    losses, gradients, weights, micro_loss, micro_gradients = result
+    chosen = [choices(len(step), len(teachers)) or [0] * len(step) for step in steps]
+    start = {n: p.detach().clone() for n, p in plain_distill.plain_model(student).named_parameters()}
+    expected = plain_distill.train(student, [path for path, _ in teachers], steps, chosen, settings, LR)
+    assert micro_loss == pytest.approx(expected[0][0], rel=SCALAR)
+    for of_run, of_plain in zip(losses, expected[0], strict=True):
+        assert of_run == pytest.approx(of_plain, rel=10 * SCALAR)
+    for figures in (gradients, micro_gradients):
+        for figure in compare_gradients(figures, expected[1], {}):
+            assert figure.value <= GRADIENT, figure
+    moved = sum(float((expected[2][n] - w).double().square().sum()) for n, w in start.items())
+    error = sum(float((expected[2][n].double() - weights[n].double()).square().sum()) for n in start)
+    assert moved > 0 and (error / moved) ** 0.5 <= SGD, (error / moved) ** 0.5
+
+
+WIDE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+CASES = [
+    # student, mesh, (teacher, mesh), settings
+    ("llama", "1", ("llama", "1"), {"loss": "jsd", "temperature": 2.0, "squared": True, "alpha": 0.3}),
+    ("llama", "2", ("qwen3_moe", "2"), {"loss": "forward_kl", "alpha": 0.5}),
+    ("qwen3", "2x2", ("llama", "4"), {"loss": "reverse_kl"}),
+    ("gemma3_text", "tp2", ("gemma2", "2"), {"loss": "jsd", "temperature": 1.5}),
+    ("llama", "cp2", ("qwen3", "tp2"), {"loss": "reverse_kl", "alpha": 0.2}),
+    ("llama", "pp2", ("llama", "pp2"), {"loss": "forward_kl"}),
+    ("qwen3_moe", "ep2", ("llama", "2"), {"loss": "forward_kl"}),
+    ("lfm2", "2", ("llama", "2"), {"loss": "jsd"}),
+    ("llama", "cp2xtp2", ("gemma2", "2xtp2"), {"loss": "reverse_kl", "temperature": 0.7}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("student", "mesh", "teacher", "settings"), CASES)
+def test_a_step_equals_full_logits(student: str, mesh: str, teacher: tuple[str, str], settings: dict[str, Any]) -> None:
+    changes = {"tie_word_embeddings": True} if student == "qwen3" else {}
+    family, of_teacher = teacher
+    wide = WIDE if family == "llama" else {}
+    check(saved_model(student, **changes), mesh, [(saved_model(family, **wide), of_teacher)], **settings)
+
+
+def step_is_the_plain_one(plant: str | None) -> bool:
+    try:
+        check(saved_model("llama"), "1", [(saved_model("gemma2"), "1")], plant)
+    except AssertionError as error:
+        if "was planted but never reached" in str(error):
+            raise
+        return False
+    return True
+
+
+def test_several_teachers_of_other_widths() -> None:
+    teachers = [(saved_model("llama", **WIDE), "2"), (saved_model("qwen3"), "2")]
+    check(saved_model("llama"), "2", teachers, alpha=0.1)

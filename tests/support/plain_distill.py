@@ -1,0 +1,73 @@
+"""Distillation in plain PyTorch: one process, transformers' own models, full logits, one document at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+Documents = Sequence[tuple[list[int], list[float]]]  # token ids, the loss weight of each token
+
+
+def plain_model(path: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def divergence(name: str, student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """[N] from logits [N, V] each."""
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    if name == "forward_kl":
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    if name == "reverse_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
+    of_teacher, of_student = log_q.exp() * (log_q - log_m), log_p.exp() * (log_p - log_m)
+    return (beta * of_teacher + (1 - beta) * of_student).sum(-1)
+
+
+def step_loss(
+    student: Any, teachers: Sequence[Any], documents: Documents, chosen: Sequence[int], settings: dict[str, Any]
+) -> tuple[float, dict[str, Tensor]]:
+    """(Loss of a step, its gradients): sum w (alpha ce + (1 - alpha) T^2 divergence) / sum w. settings: loss, beta,
+    temperature, squared, alpha."""
+    student.zero_grad(set_to_none=True)
+    total, loss_sum = sum(sum(mask[1:]) for _, mask in documents), 0.0
+    for (ids, mask), teacher in zip(documents, chosen, strict=True):
+        tensor, weights = torch.tensor([ids]), torch.tensor(mask[1:])
+        z = student(input_ids=tensor, use_cache=False).logits[0, :-1].float()
+        with torch.no_grad():
+            z_q = teachers[teacher](input_ids=tensor, use_cache=False).logits[0, :-1].float()
+        common, temperature = min(z.shape[1], z_q.shape[1]), settings["temperature"]
+        values = divergence(
+            settings["loss"], z[:, :common] / temperature, z_q[:, :common] / temperature, settings["beta"]
+        )
+        ce = -z.log_softmax(-1).gather(1, tensor[0, 1:, None])[:, 0]
+        scale = temperature**2 if settings["squared"] else 1.0
+        loss = (weights * (settings["alpha"] * ce + (1 - settings["alpha"]) * scale * values)).sum() / total
+        loss.backward()
+        loss_sum += float(loss.detach())
+    return loss_sum, {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+
+
+def train(
+    path: str, teachers: Sequence[str], steps: Sequence[Documents], chosen: Sequence[Sequence[int]],
+    settings: dict[str, Any], lr: float,
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
+    """SGD without clipping from the model at `path`: (loss of each step, gradients of the first, weights at the
+    end)."""
+    student, models = plain_model(path), [plain_model(teacher) for teacher in teachers]
+    losses, first = [], dict[str, Tensor]()
+    for number, (documents, of_step) in enumerate(zip(steps, chosen, strict=True)):
+        loss, gradients = step_loss(student, models, documents, of_step, settings)
+        losses.append(loss)
+        first = gradients if number == 0 else first
+        with torch.no_grad():
+            for name, parameter in student.named_parameters():
+                if name in gradients:
+                    parameter -= lr * gradients[name]
+    return losses, first, {n: p.detach().clone() for n, p in student.named_parameters()}

@@ -1,0 +1,135 @@
+"""Teachers of distillation: engines that only read, their heads, and their hidden states where the student needs them.
+
+H is a teacher's hidden width. What travels is its last hidden states, not its logits, which are vocabulary / H times
+as large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.batch.document import Document, choose
+from weft.engine.engine import Engine
+from weft.engine.losses.distillation import HIDDEN, TEACHER
+from weft.launch.timing import waiting
+from weft.ops.communicator import GroupCommunicator
+from weft.ops.divergence import TeacherHead
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """One teacher. name: for messages, and in the data where there are several. without_adapter: it is the student's
+    own engine with its adapters switched off. tokens: number of tokens of the tokenizer."""
+
+    name: str
+    engine: Engine
+    without_adapter: bool = False
+
+    def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
+        """Index -> last hidden states [T, H] (Engine.last_hidden) of the documents that this rank's plan of them has;
+        the plan is that of the teacher's mesh and budget. Collective."""
+        plan, local = self.engine.plan_step(documents)
+        with self.engine.without_adapter() if self.without_adapter else nullcontext():
+            return self.engine.last_hidden(plan, local)
+
+
+def teacher_head(teacher: Engine, student: Engine) -> TeacherHead | None:
+    """The teacher's head, of which this rank keeps the rows of its student's shard of the vocabulary, on the student's
+    device; None on ranks that compute no loss (mesh.pp). Tokens that one of both lacks are left out. Collective."""
+    weight, bias = teacher.head_weights()
+    head, pipeline = student.module.head, student.pipeline
+    if student.mesh.pp is not None and pipeline is not None and student.mesh.pp.rank != pipeline.placement.last:
+        return None
+    rows = int(student.built.config.get_text_config().vocab_size)
+    whole = TeacherHead(weight, bias, teacher.module.head.transform, min(rows, len(weight)))
+    first = 0 if head.shard is None else head.shard.first
+    part = whole.rows(first, rows if head.shard is None else len(head.weight))
+    kept = [None if x is None else x.to(student.device).clone() for x in (part.weight, part.bias)]
+    assert kept[0] is not None
+    return replace(part, weight=kept[0], bias=kept[1])
+
+
+def with_teachers(
+    teachers: Sequence[Teacher],
+    chosen: Sequence[int] | None,
+    documents: Sequence[Document],
+    local: Mapping[int, Document],
+    student: Engine,
+) -> dict[int, Document]:
+    """This rank's documents with the arrays that DistillationLoss reads. Collective.
+
+    chosen: which teacher each document of the step has; None if there is one. documents: of the step. local: this
+    rank's, by their place in the step.
+    """
+    hidden: dict[int, Tensor] = {}
+    for index, teacher in enumerate(teachers):
+        places = [p for p in range(len(documents)) if chosen is None or chosen[p] == index]
+        if places:
+            read = teacher.read(documents if chosen is None else choose(documents, places))
+            hidden |= {places[i]: values for i, values in read.items()}
+    lengths = [len(local[p]) if p in local else 0 for p in range(len(documents))]
+    hidden = exchange(hidden, local, lengths, student.mesh.world_group, student.device)
+    return with_hidden(local, hidden, chosen)
+
+
+def with_hidden(
+    local: Mapping[int, Document], hidden: Mapping[int, Tensor], chosen: Sequence[int] | None
+) -> dict[int, Document]:
+    """The documents with their teachers' hidden states. Narrower ones are padded, because a row has one array."""
+    width = max((values.shape[1] for values in hidden.values()), default=0)
+    out = {}
+    for place, document in local.items():
+        values = torch.nn.functional.pad(hidden[place], (0, width - hidden[place].shape[1]))
+        arrays = {**document.arrays, HIDDEN: values}
+        if chosen is not None:
+            arrays[TEACHER] = torch.full((len(document),), chosen[place])
+        out[place] = replace(document, arrays=arrays)
+    return out
+
+
+def exchange(
+    read: Mapping[int, Tensor],
+    needed: Mapping[int, Document],
+    lengths: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[int, Tensor]:
+    """The tensors [T, ...] of the documents `needed`, which ranks may have read elsewhere; each comes from the first
+    rank that has it, so that all have the same bits. Collective. lengths: T of each needed document of the step.
+
+    Documents may have other inner shapes (several teachers); each shape is exchanged by itself.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if world == 1:
+        return {place: read[place] for place in needed}
+    mine = ({place: (tuple(x.shape[1:]), x.dtype) for place, x in read.items()}, {p: lengths[p] for p in needed})
+    everyone: list[tuple[dict[int, tuple[tuple[int, ...], torch.dtype]], dict[int, int]]] = [({}, {})] * world
+    with waiting():
+        dist.all_gather_object(everyone, mine, group=group)
+    owner: dict[int, int] = {}
+    kinds: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
+    for number, (has, _) in enumerate(everyone):
+        for place, kind in has.items():
+            owner.setdefault(place, number)
+            kinds.setdefault(place, kind)
+    out: dict[int, Tensor] = {}
+    for kind in sorted(set(kinds.values()), key=str):
+        shape, dtype = kind
+        wanted = [sorted(p for p in needs if kinds[p] == kind) for _, needs in everyone]
+        sent = [[p for p in places if owner[p] == rank] for places in wanted]
+        received = [[p for p in wanted[rank] if owner[p] == other] for other in range(world)]
+        parts = [read[place] for places in sent for place in places]
+        joined = (torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=dtype)).to(device)
+        counts = [sum(everyone[other][1][p] for p in places) for other, places in enumerate(sent)]
+        expected = [sum(lengths[p] for p in places) for places in received]
+        with waiting():
+            arrived = GroupCommunicator(group).all_to_all(joined, counts, expected).cpu()
+        places = [place for of_rank in received for place in of_rank]
+        out |= dict(zip(places, arrived.split([lengths[place] for place in places]), strict=True))
+    return out

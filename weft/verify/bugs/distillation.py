@@ -1,0 +1,55 @@
+"""Bugs of distillation: what a loss is divided by, and where its gradient goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.engine.losses.base import Batch, LossOutput
+from weft.ops.divergence import Terms
+from weft.verify.bugs import Original, Plant, bug
+
+DISTILLED = "tests/parity/test_distill_parity.py: a step of distillation is that of plain PyTorch"
+
+
+@bug(
+    "B43", "weft.engine.losses.distillation:DistillationLoss.__call__",
+    "distillation is averaged over each micro-batch, however many tokens it trains",
+    caught_by=DISTILLED, issue="verl-project/verl#7225", needs="micro-batches of unlike sizes",
+)  # fmt: skip
+def distilled_by_micro_batch(plant: Plant, original: Original, self: Any, batch: Batch) -> LossOutput:
+    output, weight = original(self, batch), float(batch.weights_N.sum())
+    if not weight:
+        return output
+    plant.hit()
+    return replace(output, loss_sum=output.loss_sum / weight * plant.memory.setdefault("first", weight))
+
+
+@bug(
+    "B43", "weft.engine.losses.distillation:DistillationLoss.normaliser",
+    "distillation is divided by all tokens, those of prompts included",
+    caught_by=DISTILLED, issue="huggingface/trl#6452", needs="tokens without a loss weight",
+)  # fmt: skip
+def prompts_in_the_count(plant: Plant, original: Original, self: Any, plan: Any) -> float:
+    plant.hits += plan.totals.tokens != original(self, plan)
+    return float(plan.totals.tokens)
+
+
+@bug(
+    "B44", "weft.ops.divergence:terms_of",
+    "the gradient of distillation also flows through the teacher's logits, as if they were the student's",
+    caught_by=DISTILLED, issue="radixark/miles#1966",
+)  # fmt: skip
+def gradient_into_the_teacher(plant: Plant, original: Original, name: str, beta: float) -> Terms:
+    terms: Terms = original(name, beta)
+
+    def leaking(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        q, difference = log_q.exp(), log_q - log_p
+        values, slope = terms(log_p, log_q)
+        plant.hit()
+        return values, torch.add(slope, q * difference)  # the derivative of q (log q - log p) by log q
+
+    return leaking
