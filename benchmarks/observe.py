@@ -48,7 +48,7 @@ from weft.observe.progress import Progress
 from weft.observe.recorder import RunRecorder
 from weft.observe.resume import Start
 from weft.recipes.run_data import make_steps, read_data
-from weft.recipes.sft import prepare_step, take_step
+from weft.recipes.training import prepare_step, take_step
 
 
 class Bench:

@@ -4,6 +4,7 @@ process as its controller. Both import torch when they are called."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from weft.errors import UserError
 from weft.launch.entrypoint import joined
 from weft.launch.launchers import join_launcher
 from weft.launch.machine import accelerator_count
-from weft.launch.options import Device, RlOptions, SftOptions
+from weft.launch.options import Device, RlOptions, TrainOptions
 from weft.launch.scratch import scratch_folder
 from weft.observe.hooks import Hooks, OnStep, RlHooks
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from weft.engine.losses.base import Loss
 
 ROWS = "data.jsonl"
-Schema = TypeVar("Schema", SftConfig, RlConfig)
+Schema = TypeVar("Schema", bound=SftConfig | RlConfig)
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,8 @@ def sft(
     arguments override. overwrite: as run.overwrite, so that a notebook cell can be run again. Raises UserError for what
     the command line would refuse, and StoppedError if a signal ended the run early.
     """
-    join_launcher()
-    _check_on_step(on_step)
-    arguments = _CallArguments("weft.sft", config, model, data, resume, overwrite, dict(sections))
-    if arguments.rows is not None:
-        _require_one_rank("data has to be the path of a file that all of them can read, not rows in memory.")
-    if isinstance(objective, type):
-        objective = objective()
-    options = SftOptions(device=device, resume=_text(resume))
-    return _run(arguments.load(SftConfig), options, Hooks(objective=objective, on_step=on_step))
+    hooks = Hooks(objective=objective() if isinstance(objective, type) else objective, on_step=on_step)
+    return _train(SftConfig, hooks, device, config, model, data, resume, overwrite, dict(sections))
 
 
 def rl(
@@ -227,7 +221,7 @@ def _with_rows(config: Any, written: Path) -> Any:
     """Make the run's folder and move the rows into it. Returns the config that names both."""
     from weft.observe.folder import make_folder
 
-    folder = make_folder(config.run, config.model.path, "rl" if isinstance(config, RlConfig) else "sft")
+    folder = make_folder(config.run, config.model.path, config.command)
     shutil.move(written, folder / ROWS)
     data = replace(config.data, path=str(folder / ROWS))
     return replace(config, data=data, run=replace(config.run, dir=str(folder)))
@@ -298,18 +292,41 @@ def _split(data: Any) -> tuple[dict[str, Any], Iterable[Any] | None]:
     return {key: value for key, value in data.items() if key != "rows"}, data.get("rows")
 
 
-def _run(config: SftConfig, options: SftOptions, hooks: Hooks) -> Run:
+def _train(
+    schema: type[SftConfig],
+    hooks: Hooks,
+    device: Device,
+    config: Any,
+    model: Any,
+    data: Any,
+    resume: Any,
+    overwrite: bool,
+    sections: dict[str, Any],
+) -> Run:
+    """weft.sft, and the functions of the commands that share its loop; schema: of their config."""
+    join_launcher()
+    _check_on_step(hooks.on_step)
+    caller = f"weft.{schema.command}"
+    arguments = _CallArguments(caller, config, model, data, resume, overwrite, sections)
+    if arguments.rows is not None:
+        _require_one_rank(caller, "data has to be the path of a file that all of them can read, not rows in memory.")
+    return _run(arguments.load(schema), TrainOptions(device=device, resume=_text(resume)), hooks)
+
+
+def _run(config: SftConfig, options: TrainOptions, hooks: Hooks) -> Run:
     from weft.launch import flight
     from weft.observe.folder import default_folder
-    from weft.recipes import sft as recipe
 
+    recipe = importlib.import_module(f"weft.recipes.{config.command}")
     if hooks.objective is not None:  # named in config.yaml, so that no other objective goes on with this run
         if config.train.loss is not None:
             raise UserError("objective and train={'loss': ...} are both given: keep one.")
         kind = type(hooks.objective)
         config = replace(config, train=replace(config.train, loss=f"{kind.__module__}:{kind.__qualname__}"))
     if config.run.dir is None:
-        _require_one_rank("run={'dir': ...} has to be set, so that all of them write to one folder.")
+        _require_one_rank(
+            f"weft.{config.command}", "run={'dir': ...} has to be set, so that all of them write to one folder."
+        )
         config = replace(config, run=replace(config.run, dir=str(default_folder(config.model.path))))
     try:
         recipe.run(config, options, hooks)
@@ -318,9 +335,9 @@ def _run(config: SftConfig, options: SftOptions, hooks: Hooks) -> Run:
     return Run(Path(str(config.run.dir)))
 
 
-def _require_one_rank(otherwise: str) -> None:
+def _require_one_rank(caller: str, otherwise: str) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"weft.sft runs in {os.environ['WORLD_SIZE']} ranks: {otherwise}")
+        raise UserError(f"{caller} runs in {os.environ['WORLD_SIZE']} ranks: {otherwise}")
 
 
 def _write(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:

@@ -7,12 +7,14 @@ once. Then it runs the recipe, or starts ranks, which run this same command line
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
@@ -21,10 +23,11 @@ from weft.checkpoint.remote.enter import fetched_config
 from weft.checkpoint.remote.local import local_path
 from weft.checkpoint.retention import ranks_of
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
+from weft.config.commands import SCHEMAS, schema_of
 from weft.config.load import chosen_keys, read_config_file, written_config
 from weft.config.mesh import AXES, fewest_ranks
 from weft.config.migrate.migrate import migrate_and_compare
-from weft.config.reference import SCHEMAS, find_keys, starter
+from weft.config.reference import find_keys, starter
 from weft.config.rl_schema import RlConfig
 from weft.config.urls import is_url, uses_stores
 from weft.config.yaml12 import override
@@ -52,7 +55,7 @@ from weft.launch.options import (
     RlOptions,
     RolloutsOptions,
     RunOptions,
-    SftOptions,
+    TrainOptions,
     VerifyOptions,
 )
 from weft.launch.reports import folder as launchers_folder
@@ -150,22 +153,23 @@ def _prepare(words: Sequence[str]) -> Job:
     return command.prepare(parse(command.options, words[1:], words[0], command.summary, command.usage), words)
 
 
-def _sft(options: SftOptions, words: Sequence[str]) -> Job:
-    config, options = _load_run(options, SftConfig)
+def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
+    """`weft sft`, and the commands that share its loop."""
+    loaded, options = _load_run(options, SCHEMAS[command])
+    config: Any = loaded
     world = _world(options, config)
     check_installed(config.track)
     check_profile(config.profile, world=world)
     options = replace(options, world=world)
 
     def body() -> None:
-        from weft.recipes import sft
-
+        recipe = importlib.import_module(f"weft.recipes.{command}")
         if not options.dry_run or env_rank() == 0:
-            sft.run(config, options)
+            recipe.run(config, options)
 
     if options.dry_run:
         return Job(body, 1, words)  # one process describes all ranks
-    return Job(body, world, words, _restarts(options), lambda run: _resume_command(options, words, run))
+    return Job(body, world, words, _restarts(options), lambda run: _resume_command(command, options, words, run))
 
 
 def _rl(options: RlOptions, words: Sequence[str]) -> Job:
@@ -182,24 +186,24 @@ def _rl(options: RlOptions, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
-def _restarts(options: SftOptions) -> int:
+def _restarts(options: TrainOptions) -> int:
     """The number of restarts that this process makes: 0 in its ranks, which get the option, too."""
     if options.restarts and joined() and launchers_folder() is None:
         raise UserError("--restarts only restarts ranks that weft started: under torchrun use its --max-restarts.")
     return 0 if joined() else options.restarts
 
 
-def _resume_command(options: SftOptions, words: Sequence[str], run: Path) -> Sequence[str]:
+def _resume_command(command: str, options: TrainOptions, words: Sequence[str], run: Path) -> Sequence[str]:
     """The command line of an attempt that resumes RUN, whose config.yaml has the config files and overrides."""
     if options.resume is not None:
         return words
     more = ["--device", options.device] + (["--nproc", str(options.nproc)] if options.nproc else [])
     more += [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(options, name)]
-    return ["sft", "--resume", display_name(str(run)), *more]
+    return [command, "--resume", display_name(str(run)), *more]
 
 
 def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
-    config: Any = _load(options.config, RlConfig if _names_rl(options.config) else SftConfig)
+    config: Any = _load(options.config, _schema(options.config))
     if options.rollouts is not None and not isinstance(config, RlConfig):
         raise UserError("--rollouts needs a weft rl config, and this config has no section rl.")
     if not joined() and options.nproc is None:
@@ -219,7 +223,7 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
 def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     _require_one_process("plan")
     # Like a dry run, it needs no weights.
-    config: Any = _load(options.config, RlConfig if _names_rl(options.config) else SftConfig, dry_run=True)
+    config: Any = _load(options.config, _schema(options.config), dry_run=True)
     accelerator(options.assume)
     ranks = (
         options.ranks or getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
@@ -273,7 +277,8 @@ def _data(options: PreviewOptions, words: Sequence[str]) -> Job:
     _require_one_process("data")
     if tuple(options.config[:1]) != ("preview",):
         raise UserError("weft data needs a subcommand: weft data preview [CONFIG ...] [section.key=value ...]")
-    config = _load(options.config[1:], SftConfig)
+    schema: Any = _schema(options.config[1:])
+    config: Any = _load(options.config[1:], SftConfig if schema is RlConfig else schema)
     sizes = resolve_mesh(config.mesh, options.nproc or fewest_ranks(config.mesh))
     options = replace(options, world=sizes.dp_replicate * sizes.shards)
 
@@ -377,7 +382,8 @@ def _init(options: InitOptions, words: Sequence[str]) -> Job:
     if overrides and "=" not in overrides[0]:
         command = overrides.pop(0)
     if command not in SCHEMAS:
-        raise UserError(f"weft init {command}: weft init writes configs for `weft sft` and `weft rl`: weft init sft")
+        commands = " and ".join(f"`weft {name}`" for name in SCHEMAS)
+        raise UserError(f"weft init {command}: weft init writes configs for {commands}: weft init sft")
     if stray := [word for word in overrides if "=" not in word]:
         raise UserError(f"weft init: {stray[0]} is not an override: write section.key=value.")
     text = starter(command, chosen_keys(overrides, SCHEMAS[command]))
@@ -480,10 +486,10 @@ def _load_resumed(run: str, options: RunOptions, schema: type[Schema]) -> Schema
     return _with_local_paths(config, "resumed", options.dry_run)
 
 
-def _names_rl(words: Sequence[str]) -> bool:
-    """Whether the files and overrides have a section `rl`."""
+def _schema(words: Sequence[str]) -> type[AnyConfig]:
+    """The schema that the sections of the files and overrides belong to."""
     sections = {word.partition("=")[0].partition(".")[0] for word in words if _is_override(word)}
-    return "rl" in sections.union(*(read_config_file(word).value for word in words if not _is_override(word)))
+    return schema_of(sections.union(*(read_config_file(word).value for word in words if not _is_override(word))))
 
 
 def _is_override(word: str) -> bool:
@@ -536,8 +542,11 @@ def _fit_to_machine(config: AnyConfig, device: Device, words: Sequence[str]) -> 
     return replace(config, mesh=mesh), sizes.world, [*words, *overrides]
 
 
+# The commands that share the loop of weft/recipes/training.py; each is a module of weft/recipes.
+RECIPES = {"sft": "Fine-tune a model on documents or conversations."}
+
 COMMANDS = {
-    "sft": Command(SftOptions, _sft, "Fine-tune a model on documents or conversations."),
+    **{name: Command(TrainOptions, partial(_train, name), summary) for name, summary in RECIPES.items()},
     "rl": Command(RlOptions, _rl, "Train a model on rewards, by reinforcement learning."),
     "chat": Command(ChatOptions, _chat, "Talk to the last checkpoint of a run, or to any model."),
     "eval": Command(

@@ -19,7 +19,7 @@ from weft.config.keys import schema_keys
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.errors import UserError
-from weft.launch.options import SftOptions, VerifyOptions
+from weft.launch.options import TrainOptions, VerifyOptions
 from weft.parsers import OTHER_COMMANDS
 
 CONFIG = """\
@@ -75,7 +75,7 @@ def test_sft_runs_here_on_one_rank(recorder: Recorder) -> None:
     ((config, options),) = recorder.calls
     assert (config.optimizer.lr, config.step.documents) == (2e-5, 3)
     words = ("c.yaml", "optimizer.lr=2e-5", "step.documents=3")
-    assert options == SftOptions(config=words, device="cpu", world=1)
+    assert options == TrainOptions(config=words, device="cpu", world=1)
     assert recorder.launched == []
 
 
@@ -98,7 +98,7 @@ def test_a_dry_run_describes_all_ranks_from_one_process(recorder: Recorder) -> N
     assert cli.main(["sft", "c.yaml", "--nproc", "16", "--dry-run", "--parameters", "mesh.dp_replicate=2"]) == 0
     ((_, options),) = recorder.calls
     words = ("c.yaml", "mesh.dp_replicate=2")
-    assert options == SftOptions(config=words, nproc=16, world=16, dry_run=True, parameters=True)
+    assert options == TrainOptions(config=words, nproc=16, world=16, dry_run=True, parameters=True)
     assert recorder.launched == []
 
 

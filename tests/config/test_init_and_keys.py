@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.cases import write_small_job
 from weft import cli
+from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys
 from weft.config.load import load_config
-from weft.config.reference import SCHEMAS, Command, find_keys, starter
+from weft.config.reference import find_keys, starter
 from weft.config.schema import SftConfig
 from weft.errors import UserError
 
@@ -26,7 +27,7 @@ def weft(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", ["sft", "rl"])
 def test_the_first_config_loads_and_so_does_each_line_that_is_commented_out(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()

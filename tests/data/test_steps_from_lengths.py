@@ -33,8 +33,9 @@ from weft.engine.prefetch import prefetch
 from weft.launch.process import fake_ranks, join
 from weft.launch.summary import Phases
 from weft.parallel.mesh import Mesh
-from weft.recipes import sft
+from weft.recipes import training
 from weft.recipes.evaluate import HeldOut
+from weft.recipes.recipe import Recipe
 from weft.recipes.run_data import RunData
 
 
@@ -107,10 +108,11 @@ def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
                     mock.patch.object(Mesh, "loss_rank", mock.PropertyMock(return_value=rank)),
                     mock.patch.object(engine.planner, "_rank", rank),
                 ):
-                    plan, rows = sft.prepare_step(
+                    prepared = training.prepare_step(
                         engine, documents, CrossEntropy(), SampledStep(1, 1, list(range(COUNT)))
                     )
-                in_rows = [index for micro in range(plan.micro_batches) for index in rows[micro].documents]
+                micro_batches = range(prepared.plan.micro_batches)
+                in_rows = [index for micro in micro_batches for index in prepared.rows[micro].documents]
                 assert sorted(in_rows) == sorted(found[-1])
         finally:
             dist.destroy_process_group()
@@ -226,7 +228,7 @@ def trained(path: str, folder: str, listed: bool) -> tuple[list[dict[str, Any]],
     report = DataReport("two files", len(documents), 0, 0, 40, "")
     engine = Engine(EngineConfig.from_config(config), join("cpu"))
     data = RunData(documents, report, HeldOut({"": held_out}, {"": report}))
-    sft.train(config, engine, data, Path(folder), Phases())
+    training.train(Recipe(config), engine, data, Path(folder), Phases())
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     clocks = ("time/", "second", "mfu", "memory")
     kept = [{k: v for k, v in line.items() if not any(word in k for word in clocks)} for line in lines]
@@ -249,7 +251,7 @@ def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
     """(of each step but the last: whether the next was laid out before its update; after how many updates dtypes were
     checked)."""
     events = {number: threading.Event() for number in range(1, 13)}
-    prepare_step, apply, seen, checked = sft.prepare_step, Engine.apply, list[bool](), list[int]()
+    prepare_step, apply, seen, checked = training.prepare_step, Engine.apply, list[bool](), list[int]()
 
     def laying_out(engine: Engine, documents: Any, objective: Any, step: SampledStep) -> Any:
         found = prepare_step(engine, documents, objective, step)
@@ -265,9 +267,9 @@ def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
         checked.append(len(seen))
 
     with (
-        mock.patch.object(sft, "prepare_step", laying_out),
+        mock.patch.object(training, "prepare_step", laying_out),
         mock.patch.object(Engine, "apply", applying),
-        mock.patch.object(sft, "check_contract", checking),
+        mock.patch.object(training, "check_contract", checking),
     ):
         trained(path, folder, False)
     return seen, checked
@@ -288,7 +290,7 @@ def spoilt(path: str, folder: str) -> tuple[str, int, str]:
     engine = Engine(EngineConfig.from_config(config), join("cpu"))
     data = RunData(documents, DataReport("two files", 40, 0, 0, 9, ""))
     with pytest.raises(OSError) as caught:
-        sft.train(config, engine, data, Path(folder), Phases())
+        training.train(Recipe(config), engine, data, Path(folder), Phases())
     where = flight.recorder.record().activity()
     flight.recorder.close()
     return str(caught.value), len((Path(folder) / "metrics.jsonl").read_text().splitlines()), where
@@ -348,6 +350,6 @@ def test_a_step_takes_what_is_laid_out() -> None:
 
 def one_step(path: str) -> bool:
     engine = open_engine(path, "1")
-    laid_out = sft.prepare_step(engine, table_of([9, 8, 7]), CrossEntropy(), SampledStep(1, 1, [2, 0]))
-    taken = sft.take_step(engine, _done(laid_out), CrossEntropy(), 1e-3)
+    laid_out = training.prepare_step(engine, table_of([9, 8, 7]), CrossEntropy(), SampledStep(1, 1, [2, 0]))
+    taken = training.take_step(engine, _done(laid_out), CrossEntropy(), 1e-3)
     return [meta.length for meta in taken.plan.documents] == [7, 9] and not taken.result.skipped

@@ -26,7 +26,7 @@ from weft.errors import UserError
 from weft.launch.process import join
 from weft.models import embedding_noise, hf
 from weft.models.embedding_noise import StepNoise, noise_of
-from weft.recipes import sft
+from weft.recipes import training
 from weft.recipes.plan.simulate import Step as SimulatedStep
 from weft.recipes.plan.simulate import rows_of
 from weft.recipes.verify import verified_config
@@ -222,7 +222,7 @@ def test_weft_verify_has_none() -> None:
 def test_a_run_says_which_step_it_lays_out() -> None:
     engine, objective = mock.Mock(), CrossEntropy()
     engine.plan_step.return_value = ("the plan", "documents")
-    sft.prepare_step(engine, [], objective, SampledStep(7, 1, []))
+    training.prepare_step(engine, [], objective, SampledStep(7, 1, []))
     engine.rows.assert_called_once_with("the plan", "documents", objective, 7)
 
 

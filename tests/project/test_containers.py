@@ -11,7 +11,7 @@ import yaml
 
 from tests.support.docs_runner import blocks
 from weft.launch import launchers
-from weft.launch.options import SftOptions
+from weft.launch.options import TrainOptions
 from weft.parsers import parse
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_the_manifest_starts_ranks_that_join() -> None:
     assert words[words.index("--nnodes") + 1] == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
     assert words[words.index("--nproc-per-node") + 1] == str(container["resources"]["limits"]["nvidia.com/gpu"])
     assert words[words.index("-m") : words.index("-m") + 3] == ["-m", "weft", "sft"]
-    assert parse(SftOptions, ["--resume", "/shared/runs/mine"], "sft", "").resume
+    assert parse(TrainOptions, ["--resume", "/shared/runs/mine"], "sft", "").resume
 
 
 def test_the_variables_of_launchers_are_listed() -> None:

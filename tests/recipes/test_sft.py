@@ -34,7 +34,7 @@ from weft.engine.metrics import CORE_KEYS
 from weft.engine.optim.schedule import learning_rate
 from weft.launch.machine import known_accelerator
 from weft.models import hf
-from weft.recipes import sft, sft_preview
+from weft.recipes import training, training_preview
 from weft.recipes.run_data import why_unread
 
 EPOCHS, STEPS = 2, 6  # 20 documents, 8 to a step: three steps an epoch, the last of 4
@@ -391,7 +391,7 @@ def test_a_dry_run_is_refused_for_what_a_run_is(
 def test_a_dry_run_says_why_data_are_not_read(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sft_preview, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(training_preview, "_MAX_BYTES", 1000)
     for path, reason in {
         "someone/chats": "someone/chats is on the hub, and a dry run downloads nothing",
         "chats.jsonl": "they have ",
@@ -440,14 +440,14 @@ def test_an_impossible_kernel_is_refused_before_training(here: Path, capsys: pyt
 
 def spoil() -> None:
     """Rank 1 fails in its second step."""
-    original = sft.learning_rate
+    original = training.learning_rate
 
     def spoilt(step: int, *rest: Any) -> float:
         if step == 2 and os.environ.get("RANK") == "1":
             raise OSError("no paper in tray 1")
         return original(step, *rest)
 
-    sft.learning_rate = spoilt
+    training.learning_rate = spoilt
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import warnings
 warnings.simplefilter("ignore")
 MODULES = (
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.launcher.api", "transformers",
-    "weft.engine.engine", "weft.recipes.sft", "weft.cli", "weft.recipes.rl",
+    "weft.engine.engine", "weft.recipes.training", "weft.cli", "weft.recipes.rl",
 )  # fmt: skip
 for name in MODULES:
     with contextlib.suppress(ImportError):

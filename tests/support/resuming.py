@@ -21,9 +21,9 @@ from tests.support.zoo import tiny_config
 from weft.checkpoint.state import tensor_of
 from weft.config import schema
 from weft.engine.engine import Engine
-from weft.launch.options import Device, SftOptions
+from weft.launch.options import Device, TrainOptions
 from weft.models import hf
-from weft.recipes import sft
+from weft.recipes import sft, training
 from weft.verify.plants import planted
 
 STEPS = 10
@@ -121,11 +121,11 @@ def attempt(
         applied[0] += 1
         return original_apply(engine, lr)
 
-    original_meet, original_apply = sft.reduce_after_step, Engine.apply
+    original_meet, original_apply = training.reduce_after_step, Engine.apply
     config = config_of(Path(home), Path(folder), mesh, sections)
-    options = SftOptions(device=device, resume=folder if resume else None)
+    options = TrainOptions(device=device, resume=folder if resume else None)
     with (
-        mock.patch.object(sft, "reduce_after_step", meet),
+        mock.patch.object(training, "reduce_after_step", meet),
         mock.patch.object(Engine, "apply", apply),
         planted(plant),
         suppress(Killed),

@@ -136,7 +136,8 @@ def run_documents(poisoned: tuple[int, ...]) -> list[reference.Document]:
 
 def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...]) -> None:
     """`weft sft` behind its data, to its last step or until it gives up."""
-    from weft.recipes import run_data, sft
+    from weft.recipes import run_data, training
+    from weft.recipes.recipe import Recipe
 
     config = run_config(path)
     documents = [
@@ -147,7 +148,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     with planted(plant):
         engine = Engine(EngineConfig.from_config(config), join("cpu"))
         with suppress(FloatingPointError, RanksDisagreeError):
-            sft.train(config, engine, run_data.RunData(documents, report), Path(folder), Phases())
+            training.train(Recipe(config), engine, run_data.RunData(documents, report), Path(folder), Phases())
 
 
 @cache

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.config.coerce import MismatchError, coerce, describe
+from weft.config.commands import SCHEMAS, command_of
 from weft.config.keys import NOT_YET_VALUES, Key, attribute, former_names, get, schema_keys, sections
 from weft.config.migrate.names import weft_value
 from weft.config.paths import check_paths, near_names
@@ -72,8 +73,8 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
     if not path.is_file():
         problem = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
         raise UserError(f"--resume {run}: it {problem}. Name the folder that run.dir named.")
-    command = "rl" if "rl" in (read_config_file(str(path)).value or {}) else "sft"
-    if (command == "rl") != ("rl" in sections(schema)):
+    command = command_of(read_config_file(str(path)).value or {})
+    if SCHEMAS[command] is not schema:
         raise UserError(f"--resume {name or run}: it is a run of weft {command}: weft {command} --resume {name or run}")
     return str(path)
 

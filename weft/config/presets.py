@@ -91,7 +91,7 @@ LIKE: dict[str, dict[str, dict[str, Any]]] = {
 
 def default_of_command(config: Any, name: str) -> str:
     """Whose default the value of a key is, as in "weft rl" or "weft sft with lora"; "" if it is not the default."""
-    command = "rl" if hasattr(config, "rl") else "sft"
+    command = config.command
     adapted = ADAPTER_DEFAULTS[command] if config.lora.on else {}
     if get(config, name) != adapted.get(name, schema_keys(type(config))[name].default):
         return ""

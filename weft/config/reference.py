@@ -7,9 +7,10 @@ import difflib
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from weft.config.coerce import describe
+from weft.config.commands import SCHEMAS
 from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
 from weft.config.migrate.trainer import TABLES
@@ -51,15 +52,14 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _tables(config: type, section_types: Mapping[str, type]) -> Iterator[str]:
+def _tables(config: type[SftConfig] | type[RlConfig], section_types: Mapping[str, type]) -> Iterator[str]:
     """One table for each of these sections of a config. Of a section that `weft sft` has with other defaults, only the
     keys whose defaults differ."""
-    command = "rl" if config is RlConfig else "sft"
     for section, kind in section_types.items():
         keys = [key for key in schema_keys(config).values() if key.name.startswith(section + ".")]
-        if kind.__base__ is not object:
+        if kind.__base__ in sections(SftConfig).values():
             keys = [key for key in keys if key.leaf in kind.__annotations__]
-        rows = "\n".join(_row(key, ADAPTER_DEFAULTS[command]) for key in keys)
+        rows = "\n".join(_row(key, ADAPTER_DEFAULTS[config.command]) for key in keys)
         yield (
             f"## {section}\n\n{kind.__doc__}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n{rows}\n"
         )
@@ -79,8 +79,6 @@ def _kind(key: Key) -> str:
 
 # ---------------------------------------------------------------- weft keys
 
-Command = Literal["sft", "rl"]
-SCHEMAS: dict[Command, type] = {"sft": SftConfig, "rl": RlConfig}
 _WIDTH = 96
 
 
@@ -166,7 +164,7 @@ def _foreign(search_words: Sequence[str]) -> dict[str, str]:
 # ---------------------------------------------------------------- weft init
 
 # What a first config sets, and what it shows behind a `#`, in this order. A value stands for the schema's default.
-_FIRST: dict[Command, dict[str, Any]] = {
+_FIRST: dict[str, dict[str, Any]] = {
     "sft": {"model.path": "Qwen/Qwen3-0.6B", "data.path": "chat.jsonl", "step.documents": 16, "train.epochs": 3},
     "rl": {
         "model.path": "Qwen/Qwen3-0.6B", "data.path": "problems.jsonl", "rl.reward": ["exact_match"], "rl.chat": True,
@@ -217,7 +215,7 @@ _COMMENTS = {
 }
 
 
-def starter(command: Command, chosen: Mapping[str, Any]) -> str:
+def starter(command: str, chosen: Mapping[str, Any]) -> str:
     """A first config for `weft sft` or `weft rl`, as YAML with a comment at each key. chosen: dotted key -> value that
     replaces the one of this file, also of keys that it does not have."""
     keys = schema_keys(SCHEMAS[command])

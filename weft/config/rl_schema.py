@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from weft.config import conditions as when
 from weft.config.keys import key, with_former_names
@@ -614,6 +614,8 @@ class RlEvalConfig:
 @dataclass(frozen=True, kw_only=True)
 class RlConfig:
     """The config of `weft rl`, one field per section."""
+
+    command: ClassVar[str] = "rl"
 
     model: ModelConfig
     data: DataConfig

@@ -7,7 +7,7 @@ A key is here only if something reads it: tests/config/test_every_key_has_an_eff
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from weft.config import conditions as when
 from weft.config.keys import key, with_former_names
@@ -783,8 +783,34 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FrozenModelConfig:
+    """A model beside the trained one that is only read (weft/engine/frozen.py): an engine of its own, which takes turns
+    with it on the same ranks. What is null is as for the trained model."""
+
+    ranks: ClassVar[None] = None
+
+    path: str | None = key("A HuggingFace model directory or hub id.", None)
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
+        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
+    )
+    dp_replicate: int | None = key("Copies of its sharded weights; null: mesh.dp_replicate.", None, within=AXIS)
+    dp_shard: int | None = key("Ranks over which its weights are sharded; null: mesh.dp_shard.", None, within=AXIS)
+    tp: int | None = key("Ranks that divide each of its layers; null: mesh.tp.", None, within=AT_LEAST_1)
+    pp: int | None = key("Stages of its layers, as mesh.pp has them; null: mesh.pp.", None, within=AT_LEAST_1)
+    cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
+        "more fit.",
+        None,
+        within=AT_LEAST_2,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """The config of `weft sft`, one field per section."""
+    """The config of `weft sft`, one field per section; commands that share its loop add sections (commands.py)."""
+
+    command: ClassVar[str] = "sft"
 
     model: ModelConfig
     data: DataConfig

@@ -147,8 +147,8 @@ class RunOptions(RankOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftOptions(RunOptions):
-    """`weft sft`."""
+class TrainOptions(RunOptions):
+    """`weft sft`, and commands that share its loop (weft/recipes/training.py)."""
 
     restarts: int = option(
         "after a crash, restart from the last checkpoint, up to N times; not after a configuration mistake",

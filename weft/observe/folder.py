@@ -86,9 +86,8 @@ def lock_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[RunLock]
 
 
 def _lock_run(config: AnyConfig, resume: bool) -> RunLock:
-    command = "rl" if isinstance(config, RlConfig) else "sft"
     try:
-        folder = Path(str(config.run.dir)) if resume else make_folder(config.run, config.model.path, command)
+        folder = Path(str(config.run.dir)) if resume else make_folder(config.run, config.model.path, config.command)
         token = uuid.uuid4().hex
         lock = _lock(folder, token)
         if config.run.overwrite and not resume and _holds_a_run(folder):

@@ -84,10 +84,10 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
         if skipped:
-            raise UserError(no_complete_checkpoint(folder, skipped))
+            raise UserError(no_complete_checkpoint(folder, skipped, config.command))
         return Start(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
     content = state.content
-    changed = dict(changes(content["config"], to_dict(config), SftConfig))
+    changed = dict(changes(content["config"], to_dict(config), type(config)))
     problems = [
         *refused_changes(changed),
         *rates_changed(content, config, steps, content["updates"]),
@@ -127,7 +127,7 @@ def restore(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
     if start.state is None:
         rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
     else:
-        notes += restore_engine(engine, start.state, config.train.seed)
+        notes += restore_engine(engine, start.state, config.train.seed, command=config.command)
     if engine.ranks.is_first:
         notes += set_aside_later(folder, start.step, start.evaluation)
         write_config(config, folder)
@@ -225,13 +225,12 @@ def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, step
     return []
 
 
-def advice_after_last_step(
-    start: Start, config: SftConfig | RlConfig, steps: int, folder: Path, command: str = "sft"
-) -> str:
+def advice_after_last_step(start: Start, config: SftConfig | RlConfig, steps: int, folder: Path) -> str:
     """Advice for a finished run: to train longer if the schedule allows it, else to start a new run from its weights;
     "" without a checkpoint."""
     if start.state is None:
         return ""
+    command = config.command
     override = f"train.steps={2 * steps}" if config.train.steps else f"train.epochs={2 * (config.train.epochs or 1)}"
     if not rates_changed(start.state.content, config, 2 * steps, start.updates):
         return f"More steps: weft {command} --resume {folder} {override}"

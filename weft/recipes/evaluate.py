@@ -172,11 +172,17 @@ class BestEvaluation:
 
 @dataclass(frozen=True)
 class _HeldOutPart:
-    """Some documents of one source: their plan, and the documents that this rank needs, by index in the plan."""
+    """Documents `indices` of one source: their plan, and the documents that this rank needs, by index in the plan."""
 
     name: str
+    indices: range
     plan: StepPlan
     documents: Mapping[int, Document]
+
+
+# (name of a source, indices of some of its documents, their plan, this rank's documents by place in the plan) ->
+# these documents, after whatever has to be read before the evaluation.
+BeforeEvaluation = Callable[[str, Sequence[int], StepPlan, Mapping[int, Document]], Mapping[int, Document]]
 
 
 def ended_by(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> str | None:
@@ -199,8 +205,11 @@ class Evaluator:
         folder: Path,
         phases: Phases,
         objective: Loss,
+        before: BeforeEvaluation | None = None,
     ) -> None:
-        """state: of the checkpoint from which the run resumes. objective: the training objective of the run."""
+        """state: of the checkpoint from which the run resumes. objective: the training objective of the run. before:
+        called with documents before they are measured."""
+        self._before = before
         self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
         self.objective = HeldOutLoss() if type(objective) is CrossEntropy else objective
         self.best, self.keep_best = BestEvaluation(config.eval, held_out.digest), config.checkpoint.keep_best
@@ -267,7 +276,10 @@ class Evaluator:
             self._parts = list(_plan_documents(self.engine, self.held_out.documents))
         total = MetricSums()
         for part in self._parts:
-            sums = self.engine.evaluate(part.plan, part.documents, self.objective)
+            local = part.documents
+            if self._before is not None:
+                local = self._before(part.name, part.indices, part.plan, local)
+            sums = self.engine.evaluate(part.plan, local, self.objective)
             total.add_all(sums)
             if part.name:
                 total.add_all(sums, f"{part.name}/")
@@ -304,7 +316,10 @@ def _plan_documents(engine: Engine, named: Mapping[str, Sequence[Document]]) -> 
         metas = engine.planner.metadata(documents)
         for first, last in split_by_tokens(metas, max_tokens):
             plan = engine.plan(metas[first:last])
-            yield _HeldOutPart(name, plan, {i: documents[first + i] for i in engine.planner.local_documents(plan)})
+            indices = range(first, last)
+            yield _HeldOutPart(
+                name, indices, plan, {i: documents[first + i] for i in engine.planner.local_documents(plan)}
+            )
 
 
 def split_by_tokens(metas: Sequence[DocumentMeta], max_tokens: int) -> Iterator[tuple[int, int]]:

@@ -87,7 +87,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         elif resume:
             start = find_start(config, run_lock.folder, task.prompts, plan, replayed=bool(replayed))
         if start.rollout == plan.rollouts:
-            note = advice_after_last_step(start, config, plan.steps, run_lock.folder, "rl")
+            note = advice_after_last_step(start, config, plan.steps, run_lock.folder)
             say_all(upload_all(config, run_lock.folder))
             say(f"{run_lock.folder} has finished already: step {start.step}. {note}".rstrip())
             return

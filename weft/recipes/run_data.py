@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,6 +37,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.recipes.evaluate import NO_HELD_OUT, HeldOut, read_held_out
 
+Config = TypeVar("Config", bound=SftConfig)
 OnProgress = Callable[[int, int], None]
 
 
@@ -72,7 +74,7 @@ def read_run_data(config: SftConfig, progress: OnProgress | None = None) -> RunD
     return RunData(documents, report, replace(held_out, leaks=leaks), ends, has_template(tokenizer, encoding))
 
 
-def dated(config: SftConfig) -> SftConfig:
+def dated(config: Config) -> Config:
     """The config with today's date for chat templates, if it has none. A resumed run reads the first run's date from
     RUN/config.yaml, so its data are the same."""
     day = config.data.template_date or datetime.date.today().isoformat()

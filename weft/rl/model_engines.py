@@ -5,18 +5,17 @@ Reference and critic follow the policy's config, except where their sections set
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlConfig
-from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
+from weft.config.rl_schema import RlConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.frozen import beside_trained, frozen_config, named_section, open_frozen
 from weft.engine.score_head import ScoreSpec
-from weft.errors import UserError
 from weft.inference.cache_support import caches
 from weft.launch.process import Ranks
 from weft.parallel.shards.load import Progress
@@ -34,9 +33,7 @@ def reference_config(config: RlConfig) -> EngineConfig | None:
     section = config.reference
     if not config.rl.has_reference or (config.lora.on and section.path is None and not config.lora.modules_to_save):
         return None
-    base = _from_policy(policy_config(config), section)
-    fsdp = replace(base.fsdp, param_dtype=section.param_dtype or base.fsdp.param_dtype)
-    return replace(base, fsdp=fsdp, optimizer=OptimizerConfig(), purpose="inference", replay=False)
+    return frozen_config(policy_config(config), section)
 
 
 def critic_config(config: RlConfig) -> EngineConfig | None:
@@ -44,7 +41,7 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
     if not config.rl.has_critic:
         return None
     section = config.critic
-    base = _from_policy(policy_config(config), section)
+    base = beside_trained(policy_config(config), section)
     optimizer = replace(config.optimizer, lr=section.lr, groups=(), ema_decay=None, load_state=False)
     model = replace(base.model, recompute=config.model.recompute)
     return replace(
@@ -65,8 +62,7 @@ def reference_engine(
     engine_config = reference_config(config)
     if engine_config is None:
         return None
-    with _named("reference"):
-        return Engine(engine_config, ranks, weights=weights, shares_with=shares_with, progress=progress)
+    return open_frozen("reference", engine_config, ranks, weights=weights, shares_with=shares_with, progress=progress)
 
 
 def critic_engine(
@@ -83,7 +79,7 @@ def critic_engine(
     engine_config = critic_config(config)
     if engine_config is None:
         return None
-    with _named("critic"):
+    with named_section("critic"):
         return Engine(engine_config, ranks, weights=weights, fill=fill, shares_with=shares_with, progress=progress)
 
 
@@ -119,46 +115,6 @@ def check_images(engines: Mapping[str, Engine | None], samples: Sequence[tuple[s
     longest_samples returns."""
     for role, engine in engines.items():
         if engine is not None:
-            with nullcontext() if role == "policy" else _named(role):
+            with nullcontext() if role == "policy" else named_section(role):
                 for sample in samples:
                     engine.planner.check_image(*sample)
-
-
-@contextmanager
-def _named(section: str) -> Iterator[None]:
-    """Inside, errors name this config section: an engine's own messages say only `model` and `mesh`."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"the {section} (keys {section}.*, others as the policy's): {error}") from error
-
-
-def _from_policy(policy: EngineConfig, section: ReferenceConfig | CriticConfig) -> EngineConfig:
-    """The policy's engine config without policy-only settings, with the section's own settings on top."""
-    model = ModelConfig(
-        path=section.path or policy.model.path,
-        init=policy.model.init if section.path is None else "pretrained",
-        dcp_weights=policy.model.dcp_weights if section.path is None else None,
-        ignore_weights=policy.model.ignore_weights,
-        attention=policy.model.attention,
-        compile=policy.model.compile,
-    )
-    usual = policy.mesh if section.ranks is None else MeshConfig()
-    mesh = MeshConfig(
-        dp_replicate=section.dp_replicate or usual.dp_replicate, dp_shard=section.dp_shard or usual.dp_shard,
-        tp=section.tp or usual.tp, cp=usual.cp, ulysses=usual.ulysses if section.path is None else None,
-        ep=usual.ep if section.path is None and section.dp_shard in (None, usual.dp_shard) else 1,
-        pp=section.pp or usual.pp, pp_schedule=policy.mesh.pp_schedule,
-        pp_stages_per_rank=policy.mesh.pp_stages_per_rank,
-    )  # fmt: skip
-    fsdp = (
-        policy.fsdp if section.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
-    )
-    if section.cpu_offload is not None:
-        fsdp = replace(fsdp, cpu_offload=section.cpu_offload)
-    factor = (
-        1 if section.ranks is None else policy.mesh.cp
-    )  # separate ranks have no cp: a row holds cp times the tokens
-    budget = section.max_tokens_per_device or policy.step.max_tokens_per_device * factor
-    step = replace(policy.step, max_tokens_per_device=budget)
-    return replace(policy, model=model, lora=LoraConfig(), mesh=mesh, fsdp=fsdp, step=step)

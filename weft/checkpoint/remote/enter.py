@@ -41,7 +41,7 @@ _RECORDS = ("rollouts/", "evaluations/")
 
 def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> LocalCopy:
     """The local folder of a new run. Raises UserError if the store cannot be written or already holds a run. command:
-    sft or rl, for messages."""
+    weft's command, for messages."""
     folder = run_folder(url, staging)
     with _store_errors("run.dir", url), locked(staging, Path(folder).name):
         remote = RemoteRun(Store(url, BRIEF))

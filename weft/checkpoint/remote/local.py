@@ -23,7 +23,7 @@ from weft.config.urls import is_url, map_paths, url_problem
 from weft.errors import UserError
 from weft.terminal import set_display_name
 
-Config = TypeVar("Config", SftConfig, RlConfig)
+Config = TypeVar("Config", bound=SftConfig | RlConfig)
 Run = Literal["new", "resumed"]
 
 
@@ -50,7 +50,7 @@ def with_local_paths(config: Config, run: Run | None = None, *, dry_run: bool = 
         raise UserError("\n".join(problems))
     if run is None or dry_run or not is_url(config.run.dir):
         return changed
-    url, command = str(config.run.dir), "rl" if isinstance(config, RlConfig) else "sft"
+    url, command = str(config.run.dir), config.command
     if run == "resumed":
         folder = resume_run(url, staging)
     else:

@@ -89,10 +89,10 @@ def mirror_of(config: Any, run: Path, *, resume: bool) -> Mirror | None:
     """The Mirror of a run; None if run.dir is a local folder."""
     if not isinstance(config.run.dir, LocalCopy):
         return None
-    url, is_rl = config.run.dir.remote, isinstance(config, RlConfig)
+    url = config.run.dir.remote
     critic = isinstance(config, RlConfig) and config.rl.has_critic and config.critic.ranks is not None
     remote = RemoteRun(Store(url), own_token(run))
-    retry = f"weft {'rl' if is_rl else 'sft'} --resume {url}"
+    retry = f"weft {config.command} --resume {url}"
     return Mirror(remote, run, config.checkpoint, retry, critic=critic, fresh=not resume)
 
 

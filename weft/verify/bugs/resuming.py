@@ -14,7 +14,7 @@ RESUMED = "tests/checkpoint/test_resume.py: a resumed run is the unbroken one"
 
 
 @bug(
-    "B18", "weft.recipes.sft:learning_rate",
+    "B18", "weft.recipes.training:learning_rate",
     "a resumed run begins its learning rate schedule again",
     caught_by=RESUMED, issue="verl-project/verl#7953", needs="a run that is resumed",
 )  # fmt: skip

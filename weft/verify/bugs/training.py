@@ -222,7 +222,7 @@ def nonfinite_applied(plant: Plant, original: Original, self: Any, lr: float) ->
 
 
 @bug(
-    "B27", "weft.recipes.sft:learning_rate",
+    "B27", "weft.recipes.training:learning_rate",
     "a skipped step advances the learning rate",
     caught_by=RUN_RATES, issue="verl-project/verl#870", needs="a loss that is not finite",
 )  # fmt: skip
@@ -234,7 +234,7 @@ def nonfinite_advances_rate(plant: Plant, original: Original, step: int, *args: 
 
 
 @bug(
-    "B27", "weft.recipes.sft:RunRecorder.stop_if_diverged",
+    "B27", "weft.recipes.training:RunRecorder.stop_if_diverged",
     "steps that are not finite are skipped for ever",
     caught_by="tests/verify/test_plants.py: a diverged run ends", issue="verl-project/verl-omni#539",
     needs="a loss that is not finite",
@@ -248,7 +248,7 @@ def skipped_for_ever(plant: Plant, original: Original, self: Any, line: Any, sou
 
 
 @bug(
-    "B18", "weft.recipes.sft:learning_rate",
+    "B18", "weft.recipes.training:learning_rate",
     "the schedule is stepped once per rank",
     caught_by=RUN_RATES, issue="huggingface/transformers#24088", ranks=2,
 )  # fmt: skip

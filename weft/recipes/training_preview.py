@@ -1,8 +1,9 @@
-"""`weft sft --dry-run`: the data, steps, memory and time of a run, from local files and without weights."""
+"""The dry run of `weft sft`, and of commands that share its loop: data, steps, memory and time, without weights."""
 
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -14,9 +15,8 @@ from weft.data.sources import open_data
 from weft.engine.batch.document import MeasuredDocuments
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.base import Loss
 from weft.launch.machine import accelerator, known_accelerator
-from weft.launch.options import SftOptions
+from weft.launch.options import TrainOptions
 from weft.launch.process import choose_device, fake_ranks
 from weft.observe.opening import print_dry_run, steps_lines
 from weft.observe.profiling import check_profile
@@ -25,15 +25,17 @@ from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.rows import RowFacts, plan_rows
 from weft.recipes.plan.timing import time_of
-from weft.recipes.run_data import RunData, dated, make_steps, read_run_data, why_unread
+from weft.recipes.recipe import Recipe
+from weft.recipes.run_data import RunData, make_steps, why_unread
 from weft.terminal import byte_count, say_folded
 
 _MAX_BYTES = 256 << 20  # of data that a dry run reads; tokenising more takes minutes
 
 
-def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
+def dry_run(recipe: Recipe[Any], options: TrainOptions) -> None:
     """Prints the preview. Raises UserError for anything that the run would refuse at its start; data are checked
     first."""
+    config = recipe.config
     unread, data = why_unread(config), None
     if not unread:
         size = sum(part.size for source in open_data(config.data) for part in source.parts)
@@ -44,10 +46,10 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
             )
     if not unread:
         with loading(label="tokenising") as progress:
-            data = read_run_data(dated(config), progress)
+            data = recipe.read_data(progress)
         check_profile(config.profile, steps=len(make_steps(config, data.documents)))
     with fake_ranks(options.world, options.device, accelerator(options.assume)) as ranks:
-        engine = Engine(EngineConfig.from_config(config), ranks, weights=False, readouts=objective.readouts)
+        engine = Engine(EngineConfig.from_config(config), ranks, weights=False, readouts=recipe.objective.readouts)
         if data is not None:
             for documents in (data.documents, *data.held_out.documents.values()):
                 engine.planner.check_images(documents)
@@ -72,7 +74,7 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
     )
 
 
-def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: StepSampler, data: RunData) -> str:
+def _time(config: SftConfig, options: TrainOptions, mesh: MeshSizes, steps: StepSampler, data: RunData) -> str:
     """The estimated time of all optimizer steps, or why there is none: the first step's time, scaled by the tokens of
     each step."""
     device = accelerator(options.assume)

@@ -1,0 +1,120 @@
+"""Models that are only read beside the trained one: the reference of preferences and of RL, the teacher of a student.
+
+A config section says which (ModelSection); what it leaves null is as the trained model has it. Each is an Engine for
+inference, without gradients, optimizer or masters, with a mesh, dtype and token budget of its own. It plans the same
+documents by itself, so that a rank may read other documents than it trains.
+
+    reference = open_frozen("reference", frozen_config(engine.config, config.reference), ranks, shares_with=engine)
+    plan, local = reference.plan_step(documents)
+    reference.readout(plan, local, ("logprob",))      # or its evaluate(), with an objective that keeps what it sees
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal, Protocol
+
+from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.launch.process import Ranks
+from weft.parallel.shards.load import Progress
+
+
+class ModelSection(Protocol):
+    """The keys of a config section that say which model it is, and how it is computed. ranks: of its own; None: it
+    takes turns with the trained one."""
+
+    @property
+    def path(self) -> str | None: ...
+    @property
+    def ranks(self) -> int | None: ...
+    @property
+    def dp_replicate(self) -> int | None: ...
+    @property
+    def dp_shard(self) -> int | None: ...
+    @property
+    def tp(self) -> int | None: ...
+    @property
+    def pp(self) -> int | None: ...
+    @property
+    def cpu_offload(self) -> bool | None: ...
+    @property
+    def max_tokens_per_device(self) -> int | None: ...
+
+
+class FrozenSection(ModelSection, Protocol):
+    """A ModelSection of a model that is only read."""
+
+    @property
+    def param_dtype(self) -> Literal["auto", "bf16", "fp16", "fp32"] | None: ...
+
+
+def frozen_config(trained: EngineConfig, section: FrozenSection) -> EngineConfig:
+    """The engine config of a model that is only read. trained: of the model that is trained."""
+    base = beside_trained(trained, section)
+    fsdp = replace(base.fsdp, param_dtype=section.param_dtype or base.fsdp.param_dtype)
+    return replace(
+        base, fsdp=fsdp, optimizer=OptimizerConfig(), purpose="inference", replay=False, neftune_noise_alpha=None
+    )
+
+
+def open_frozen(
+    section: str,
+    config: EngineConfig,
+    ranks: Ranks,
+    *,
+    weights: bool = True,
+    shares_with: Engine | None = None,
+    progress: Progress | None = None,
+    readouts: Collection[str] = (),
+) -> Engine:
+    """The engine of such a config. section: its name, for errors. Other arguments: as of Engine. Collective."""
+    with named_section(section):
+        return Engine(config, ranks, weights=weights, shares_with=shares_with, progress=progress, readouts=readouts)
+
+
+def beside_trained(trained: EngineConfig, section: ModelSection) -> EngineConfig:
+    """The engine config of another model: the trained one's, without what only that has, and the section's settings on
+    top."""
+    model = ModelConfig(
+        path=section.path or trained.model.path,
+        init=trained.model.init if section.path is None else "pretrained",
+        dcp_weights=trained.model.dcp_weights if section.path is None else None,
+        ignore_weights=trained.model.ignore_weights,
+        attention=trained.model.attention,
+        compile=trained.model.compile,
+    )
+    usual = trained.mesh if section.ranks is None else MeshConfig()
+    mesh = MeshConfig(
+        dp_replicate=section.dp_replicate or usual.dp_replicate, dp_shard=section.dp_shard or usual.dp_shard,
+        tp=section.tp or usual.tp, cp=usual.cp, ulysses=usual.ulysses if section.path is None else None,
+        ep=usual.ep if section.path is None and section.dp_shard in (None, usual.dp_shard) else 1,
+        pp=section.pp or usual.pp, pp_schedule=trained.mesh.pp_schedule,
+        pp_stages_per_rank=trained.mesh.pp_stages_per_rank,
+    )  # fmt: skip
+    fsdp = (
+        trained.fsdp
+        if section.path is None
+        else replace(trained.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
+    )
+    if section.cpu_offload is not None:
+        fsdp = replace(fsdp, cpu_offload=section.cpu_offload)
+    factor = (
+        1 if section.ranks is None else trained.mesh.cp
+    )  # separate ranks have no cp: a row holds cp times the tokens
+    budget = section.max_tokens_per_device or trained.step.max_tokens_per_device * factor
+    step = replace(trained.step, max_tokens_per_device=budget)
+    return replace(trained, model=model, lora=LoraConfig(), mesh=mesh, fsdp=fsdp, step=step)
+
+
+@contextmanager
+def named_section(section: str) -> Iterator[None]:
+    """Inside, errors name this config section: an engine's own messages say only `model` and `mesh`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"the {section} (keys {section}.*, others as the policy's): {error}") from error

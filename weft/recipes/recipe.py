@@ -1,0 +1,90 @@
+"""What a command adds to the loop of training.py: `weft sft` nothing, others a subclass of Recipe.
+
+A Recipe says how rows become documents, what is trained, which models are only read before each step, and what an
+evaluation reports. All else is in the loop and the same for all: sources, cache, mesh, adapters, best checkpoint,
+resume, trackers, report, dry run, faults. To add a command:
+
+1. config: a dataclass that extends SftConfig, with sections of its own; an entry each in weft/config/commands.py,
+   presets.py:ADAPTER_DEFAULTS, validate.py and reference.py:_FIRST;
+2. weft/recipes/NAME.py: a subclass of Recipe, and run(config, options, hooks) as in sft.py;
+3. weft/cli.py:RECIPES, and for Python a function in weft/api.py.
+
+Order of a step: a thread plans it and lays out its rows, which uses no device (training.py:prepare_step). Then
+`before_step` reads frozen models (engine/frozen.py) and may replace the rows, and the engine takes the step. A reading
+that is one number per document goes into the objective, which finds it by `batch.documents`, the documents' places in
+the step: rows then stay as they are. A reading per token goes into arrays of the documents of this rank, from which
+the rows are laid out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from weft.config.schema import SftConfig
+from weft.engine.batch.document import Document
+from weft.engine.batch.rows import StepRows
+from weft.engine.engine import Engine
+from weft.engine.losses.base import Loss
+from weft.engine.losses.load import choose_objective
+from weft.engine.step_plan.plan import StepPlan
+from weft.observe.hooks import NO_HOOKS, Hooks
+from weft.parallel.shards.load import Progress
+from weft.recipes.run_data import OnProgress, RunData, read_run_data
+
+Config = TypeVar("Config", bound=SftConfig)
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step before its forward. documents: the step's, not built, in its order. local: those of this rank, built, by
+    their place in it."""
+
+    number: int
+    documents: Sequence[Document]
+    plan: StepPlan
+    local: Mapping[int, Document]
+    rows: StepRows
+
+
+class Recipe(Generic[Config]):
+    """What a command adds to the loop; this one is `weft sft`. objective: what is trained. engine: set by
+    `open_models`."""
+
+    engine: Engine
+
+    def __init__(self, config: Config, hooks: Hooks = NO_HOOKS) -> None:
+        self.config, self.hooks = config, hooks
+        self.objective = choose_objective(config.train.loss, hooks.objective)
+
+    @property
+    def held_out_objective(self) -> Loss:
+        """What an evaluation measures; in place of CrossEntropy a HeldOutLoss."""
+        return self.objective
+
+    @property
+    def is_users_objective(self) -> bool:
+        """Whether the objective is the user's, so that it is checked to be a sum."""
+        return self.config.train.loss is not None or self.hooks.objective is not None
+
+    def read_data(self, progress: OnProgress | None = None) -> RunData:
+        """Reads the data of the run. progress: called with (bytes done, total bytes)."""
+        return read_run_data(self.config, progress)
+
+    def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
+        """Opens the models that are only read, beside the trained one, before the first step and after a resumed run's
+        weights were restored. Also in a dry run, where `engine` has no weights. Returns lines for the opening.
+        Collective."""
+        self.engine = engine
+        return []
+
+    def before_step(self, step: PreparedStep) -> PreparedStep:
+        """What has to be read before this step. Collective."""
+        return step
+
+    def before_evaluation(
+        self, name: str, indices: Sequence[int], plan: StepPlan, local: Mapping[int, Document]
+    ) -> Mapping[int, Document]:
+        """As before_step, for documents `indices` of the held-out source `name`. Returns the documents of this rank."""
+        return local
