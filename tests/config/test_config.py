@@ -149,7 +149,8 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("data.shuffle=1", "write true"),
         ("data.shuffle=no", "write false"),
         ("step.padding=bucket", "one of free, buckets, fixed, not bucket"),
-        ("model.recompute=selective", "selective is not in this version yet"),
+        ("model.recompute={keep: [norms]}", "`keep` must be a list of attention, collectives, matmuls, not [norms]"),
+        ("optimizer.name=muon", "muon is not in this version yet"),
         ("model.freeze=lm_head", "a list of strings, not lm_head: write [lm_head]"),
         ("model.freeze=[*.norm, lm_head]", "write ['*.norm', lm_head]"),
         ("model.freeze=[1]", "a list of strings"),
@@ -362,6 +363,7 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "model.recompute": "{every: 0}",
     "data.workers": "0",
     "data.max_row_bytes": "0",
     "data.max_image_pixels": "0",
@@ -470,7 +472,7 @@ def test_every_number_has_a_range() -> None:
     numeric = {
         key.name for key in schema_keys(SftConfig).values() if "int" in str(key.type) or "float" in str(key.type)
     }
-    assert numeric | {"lora.targets", "checkpoint.push"} == set(RANGES) == set(OUT_OF_RANGE)
+    assert numeric | {"lora.targets", "checkpoint.push", "model.recompute"} == set(RANGES) == set(OUT_OF_RANGE)
 
 
 def test_a_config_made_in_python_is_checked_too() -> None:

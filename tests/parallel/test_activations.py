@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.support.cases import saved_model
+from weft.config.recompute import FULL, KINDS, SELECTIVE, RecomputePolicy
 from weft.engine.batch.document import Document, DocumentMeta
 from weft.engine.batch.rows import build_row, cut_row
 from weft.engine.selfcheck.architecture import hidden_of, implementation
@@ -21,13 +23,16 @@ from weft.engine.selfcheck.harness import in_threads
 from weft.engine.step_plan.plan import plan_step
 from weft.models import hf
 from weft.models.train_module import TrainModule
+from weft.models.transforms import recompute_layers
 from weft.ops.attention_call import Bounds
+from weft.ops.recompute import LayerResults
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.activations import RowSharing, saved_bytes
 from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.divide import tensor_parallel
 
 TOKENS = 192
+POLICIES = (FULL, SELECTIVE, RecomputePolicy(("attention",)), RecomputePolicy(("matmuls",), 2))
 
 
 def build(path: str, dtype: torch.dtype) -> TrainModule:
@@ -37,11 +42,11 @@ def build(path: str, dtype: torch.dtype) -> TrainModule:
     return TrainModule(hf.build_random(copy.deepcopy(config), dtype=dtype, attention=attention, seed=0).train())
 
 
-def kept(path: str, dtype: torch.dtype, recompute: bool) -> int:
+def kept(path: str, dtype: torch.dtype, policy: RecomputePolicy | None) -> int:
     """Bytes, of one document of so many tokens, with weft's own attention."""
     module = build(path, dtype)
-    if recompute:
-        hf.enable_recompute(module.hf_model)
+    if policy is not None:
+        recompute_layers(policy, module)
     ids = [torch.arange(TOKENS) % module.head.weight.shape[0]]
     bounds = Bounds.packed((TOKENS,), torch.device("cpu"))
     return kept_by(module, lambda: hidden_of(module, ids, "packed", bounds))
@@ -57,8 +62,19 @@ def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
             found[storage.data_ptr()] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    append, results = LayerResults.append, list[Any]()
+
+    def watched(of_layer: LayerResults, kind: str, result: Any) -> None:
+        append(of_layer, kind, result)
+        results.append(of_layer)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, mock.patch.object(LayerResults, "append", watched):
         out = forward()
+    for of_layer in results:
+        for kind in KINDS:
+            for tensor in of_layer.tensors(kind):
+                keep(tensor)
     del out
     return sum(storage.nbytes() for storage in found.values())
 
@@ -75,11 +91,12 @@ def test_what_is_foreseen_is_kept(family: str, dtype: torch.dtype) -> None:
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
     saved = saved_bytes(config, dtype)
-    foreseen = saved.bytes(TOKENS, recompute=False)
-    assert foreseen == pytest.approx(kept(path, dtype, False), rel=0.1)
-    again = saved.bytes(TOKENS, recompute=True)
-    assert again - max(saved.layers) * TOKENS == pytest.approx(kept(path, dtype, True), rel=0.1)
-    assert saved.bytes(2 * TOKENS, recompute=False) == pytest.approx(2 * foreseen, rel=1e-3)
+    foreseen = saved.bytes(TOKENS, recompute=None)
+    assert foreseen == pytest.approx(kept(path, dtype, None), rel=0.1)
+    assert saved.bytes(2 * TOKENS, recompute=None) == pytest.approx(2 * foreseen, rel=1e-3)
+    for policy in POLICIES:
+        after_forward = saved.bytes(TOKENS, recompute=policy) - round(saved.recomputed(policy) * TOKENS)
+        assert abs(after_forward - kept(path, dtype, policy)) <= saved.passed * TOKENS + 300, policy  # one tensor
 
 
 def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:
@@ -124,9 +141,9 @@ def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
 def test_what_ranks_of_tp_keep_is_foreseen(family: str, dtype: torch.dtype) -> None:
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
-    foreseen = saved_bytes(config, dtype, RowSharing(tp=2)).bytes(TOKENS, recompute=False)
+    foreseen = saved_bytes(config, dtype, RowSharing(tp=2)).bytes(TOKENS, recompute=None)
     assert foreseen == pytest.approx(kept_divided(path, dtype, 2), rel=0.1)
-    assert foreseen < 0.85 * saved_bytes(config, dtype).bytes(TOKENS, recompute=False)
+    assert foreseen < 0.85 * saved_bytes(config, dtype).bytes(TOKENS, recompute=None)
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
@@ -135,7 +152,7 @@ def test_what_ranks_of_cp_keep_is_foreseen(ring: int, ulysses: int) -> None:
     path = saved_model("qwen3")
     config = hf.without_noise(hf.read_config(path))
     shared = RowSharing(ring=ring, ulysses=ulysses)
-    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // (ring * ulysses), recompute=False)
+    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // (ring * ulysses), recompute=None)
     assert foreseen == pytest.approx(kept_of_a_part(path, ring, ulysses), rel=0.1)
 
 
@@ -145,7 +162,7 @@ def test_what_ranks_of_cp_keep_of_layers_that_carry_state_is_foreseen(family: st
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
     shared = RowSharing(ulysses=ranks)
-    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // ranks, recompute=False)
+    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // ranks, recompute=None)
     assert foreseen == pytest.approx(kept_of_a_part(path, 1, ranks), rel=0.1)
 
 

@@ -83,8 +83,9 @@ def test_steps_in_which_other_ranks_have_images_and_videos(reduce: str) -> None:
         {"model": {"freeze": ["vision", "projector"]}, "fsdp": {"reduce": "last"}},
         {"model": {"freeze": ["vision", "language"], "recompute": "full"}, "fsdp": {"reduce": "every"}},
         {"model": {"recompute": "full"}, "fsdp": {"reduce": "last"}, "step": {"max_tokens_per_device": 70}},
+        {"model": {"recompute": "selective"}},
     ],
-    ids=["language", "projector", "recompute"],
+    ids=["language", "projector", "recompute", "selective"],
 )
 def test_what_is_trained(sections: dict[str, dict[str, Any]]) -> None:
     mesh = "2x2" if "step" in sections else "2"

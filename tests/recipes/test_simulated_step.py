@@ -15,6 +15,7 @@ from tests.support.cases import MESHES, engine_config, open_engine, saved_model,
 from tests.support.pool import run
 from weft import cli
 from weft.config.mesh import MeshSizes, resolve_mesh
+from weft.config.recompute import policy_of
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.losses.base import CrossEntropy
@@ -71,6 +72,7 @@ def lasting(peak: Peak) -> tuple[dict[str, int], str, int]:
         ("gemma2", "2xcp2", {"fsdp": {"param_dtype": "bf16"}}, 2),
         pytest.param("llama_tied", "pp2x2", {}, 2, marks=pytest.mark.table),
         ("qwen3", "pp2vx2", {"model": {"recompute": "full"}}, 3),
+        ("qwen3", "2xtp2", {"model": {"recompute": "selective"}}, 2),
     ],
 )
 def test_a_simulated_step_is_that_of_real_ranks(
@@ -169,8 +171,7 @@ def both(config: EngineConfig, world: int, step: Step) -> Iterator[tuple[Memory,
     rows = RowFacts.from_plan(model, plan_rows(model, mesh, step.lengths))
     stages = memory_by_stage(model, mesh, rows)
     for memory in {memory.share.coordinates.pp: memory for memory in (stages[0], stages[-1])}.values():
-        full = config.model.recompute == "full"
-        said = transfers(model, mesh, memory.share, rows.load, recompute=full)
+        said = transfers(model, mesh, memory.share, rows.load, recompute=policy_of(config.model.recompute))
         yield memory, said, simulate(config, world, assumed, step, rank=memory.share.coordinates.rank(mesh))
 
 
@@ -201,6 +202,7 @@ def calls_in(found: Simulated) -> dict[tuple[str, int], tuple[int, int]]:
         ("Qwen3-4B", 6, {"dp_shard": 8}, 8, 4096, "none"),
         pytest.param("Qwen3-32B", 6, {"dp_shard": 512, "tp": 8}, 4096, 4096, "full", marks=pytest.mark.table),
         ("Qwen3-30B-A3B", 4, {"dp_shard": 16, "ep": 8}, 16, 4096, "full"),
+        ("Qwen3-30B-A3B", 4, {"dp_shard": 8, "tp": 2, "ep": 8}, 16, 4096, "selective"),
         ("Qwen3-235B-A22B", 8, {"pp": 2, "dp_shard": 2, "cp": 4, "ep": 8}, 16, 32768, "full"),
     ],
 )

@@ -78,6 +78,8 @@ CASES = {
     "balance-over-the-row": BALANCED,
     "balance-of-the-micro-batch": BALANCED_STEP,
     "state-runs-on": Case("lfm2"),
+    "recompute-in-low-precision": Case(sections=(("model", "recompute", "full"),)),
+    "results-out-of-order": Case(sections=(("model", "recompute", "selective"),)),
     "positions-not-reset": Case("gpt2"),
     "padding-trained": Case("falcon"),
     "head-untied": Case("llama_tied"),

@@ -6,13 +6,14 @@ import datetime
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.keys import NOT_YET_VALUES, schema_keys
 from weft.config.migrate.names import weft_value
 from weft.config.presets import ADAPTER_DEFAULTS
+from weft.config.recompute import policy_of
 from weft.config.schema import SftConfig
 from weft.config.sources import (
     column_problems,
@@ -161,6 +162,7 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
         )
     yield from _weights_combinations(config)
     yield from _router_combinations(config)
+    yield from _recompute_combinations(config)
     if config.model.transforms and config.mesh.tp > 1:
         yield (
             "model.transforms",
@@ -213,6 +215,16 @@ def _router_combinations(config: Any) -> Iterator[tuple[str, str]]:
             "model.router_bias_rate",
             "model.router_bias_rate goes by what routers choose, which is not counted in compiled layers: set "
             "model.router_bias_rate=null, or model.compile=false.",
+        )
+
+
+def _recompute_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    policy = policy_of(config.model.recompute)
+    if config.model.compile is True and policy is not None and policy.keeps_operations:
+        yield (
+            "model.compile",
+            f"model.recompute={policy} keeps results of single operations, which a compiled layer does not show: set "
+            "model.compile=false, or model.recompute=full.",
         )
 
 
@@ -332,6 +344,8 @@ def _is_day(text: str) -> bool:
 
 
 def show_value(value: Any) -> str:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {name: list(part) if isinstance(part, tuple) else part for name, part in asdict(value).items()}
     return show(list(value) if isinstance(value, tuple) else value)
 
 

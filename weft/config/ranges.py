@@ -37,6 +37,9 @@ SHARD_GROUPS = Range(
     lambda v: all(isinstance(group, str) or group >= 2 for group in v.values()),
     "of full, replicate, or groups of 2 or more",
 )
+RECOMPUTED = Range(
+    lambda v: isinstance(v, str) or v.every >= 1, "none, full, selective, or a mapping whose `every` is 1 or more"
+)
 UNITS_AHEAD = Range(
     lambda v: all(depth >= 1 for depth in (v if isinstance(v, tuple) else (v,))), "1 or more, or two such numbers"
 )

@@ -22,6 +22,7 @@ from weft.config.ranges import (
     POSITIVE,
     POWER_OF_2,
     PROCESSES,
+    RECOMPUTED,
     RESHARDING,
     SHARD_GROUPS,
     SHARE,
@@ -31,6 +32,7 @@ from weft.config.ranges import (
     Range,
     up_to,
 )
+from weft.config.recompute import RecomputeSetting
 from weft.config.run_schema import ProfileConfig, RunConfig, TrackConfig
 from weft.config.sources import HUB_NAME, is_hub_name
 
@@ -71,10 +73,14 @@ class ModelConfig:
         "and RUN/opening.txt names the choice.",
         "auto",
     )
-    recompute: Literal["none", "full"] = key(
-        "`full` keeps only each layer's input and runs the layer again in backward: less memory, "
-        "about a third more compute.",
+    recompute: RecomputeSetting = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "What backward computes again, for less memory. `full` stores only each layer's input and runs the layer "
+        "again: about a third more compute. `selective` also stores the results of attention kernels, of collectives "
+        "(tp, cp, ep) and of every second product with a weight, so that none of these runs twice. As a mapping: "
+        "`keep`, some of attention, collectives, matmuls; `every`: run one layer in so many again, and store "
+        "everything of the others, as in {keep: [attention], every: 2} (docs/how-to/out-of-memory.md).",
         "none",
+        within=RECOMPUTED,
     )
     router_aux_loss: Literal["none", "document", "step"] = key(
         "Load balancing of a mixture of experts, by transformers' own auxiliary loss: `document` computes it for each "

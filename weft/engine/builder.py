@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.mesh import resolve_mesh
+from weft.config.recompute import policy_of
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.engine.config import EngineConfig
 from weft.engine.experts import check_biases
@@ -293,6 +294,8 @@ def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) 
     config, precise = spec.config, spec.precision.compute not in (torch.bfloat16, torch.float16)
     layers = bool(built.flops.expert or built.module.mixers or built.support.mixers or config.model.transforms)
     layer_needed = config.exact or config.deterministic or spec.mesh.pp_size > 1 or built.vision is not None
+    policy = policy_of(config.model.recompute)
+    layer_needed = layer_needed or (policy is not None and policy.keeps_operations)
     read = bool(ReadoutSpec.parse(readouts).hidden)
     return spec.ranks.device.type == "cuda" and spec.trained and not (precise or layers or layer_needed or read)
 

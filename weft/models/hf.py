@@ -78,7 +78,7 @@ from weft.files import check_counts, check_folder
 from weft.hub import check_model_is_there
 from weft.importing import import_module, module_file
 from weft.models.families import family_of
-from weft.ops import attention, recompute
+from weft.ops import attention
 from weft.ops.tower_attention import attend_in_tower
 from weft.terminal import counted
 
@@ -394,13 +394,23 @@ def _has_bounds(module: nn.Module) -> bool:
     return hasattr(family, "is_flash_attention_requested") and accepts_by_name(module, "cu_seqlens")
 
 
-def enable_recompute(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer in backward, with the same forward arguments (the bounds)."""
-    how = {"use_reentrant": False, "context_fn": recompute.contexts}
+def enable_recompute(model: PreTrainedModel, run: Callable[..., Any]) -> None:
+    """Let each decoder layer, and each layer of a vision tower, run as run(layer, *args), with the same forward
+    arguments in backward as in forward (the bounds)."""
     if hasattr(model, "activation_checkpointing_enable"):  # its newer name
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = run
+
+
+def store_everything(layer: nn.Module) -> None:
+    """Let a layer, and the layers in it, store everything for backward after `enable_recompute`."""
+    for module in layer.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
 
 
 def has_auxiliary_loss(model: PreTrainedModel) -> bool:

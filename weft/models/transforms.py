@@ -9,12 +9,14 @@ TRANSFORMS, and, if users choose it by name, add the name to model.transforms (c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from weft.config.recompute import FULL, RecomputePolicy, policy_of
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
 from weft.models import hf
@@ -22,6 +24,7 @@ from weft.models.fused_norms import fuse_norms
 from weft.models.lora import is_read_only
 from weft.models.train_module import TrainModule
 from weft.ops import fp8
+from weft.ops.recompute import run_layer
 from weft.terminal import counted
 
 _ROUTERS = ("gate", "router")  # parts of names; not gate_proj
@@ -74,6 +77,28 @@ def _fp8_forward(layer: Any, x: Tensor) -> Tensor:
     return fp8.linear(x, layer.weight.to(x.dtype), layer.bias)
 
 
+def recompute_layers(policy: RecomputePolicy, module: TrainModule) -> None:
+    """Let backward run decoder layers again, and all layers of a vision tower, as the policy says."""
+    hf.enable_recompute(module.hf_model, partial(run_layer, policy))
+    for number, (_, layer) in enumerate(module.layers):
+        if not policy.covers(number):
+            hf.store_everything(layer)
+
+
+_KEPT = {
+    "attention": "of attention kernels",
+    "collectives": "of exchanges over tp, cp and ep",
+    "matmuls": "of every second product with a weight, and of all narrow ones",
+}
+
+
+def describe_recompute(policy: RecomputePolicy, module: TrainModule) -> str:
+    """For the opening lines of a run: which layers are run again, and which results they take from forward."""
+    layers = "run again in backward" if policy.every == 1 else f"1 in {policy.every} run again in backward"
+    results = ", ".join(_KEPT[kind] for kind in policy.keep)
+    return f"{layers} (recompute)" + (f", with forward's results {results}" if results else "")
+
+
 def compile_layers(module: TrainModule) -> None:
     """Let every decoder layer run as graphs, for any number of tokens. Attention over documents, and layers that carry
     state, stay outside, because the lengths of documents differ in every row."""
@@ -107,19 +132,20 @@ class Transform(NamedTuple):
 TRANSFORMS = {
     "fp8": Transform(use_fp8, describe_fp8, exact=False, check=fp8.check),
     "fused_norms": Transform(fuse_norms, lambda module: ""),
-    "recompute": Transform(
-        lambda module: hf.enable_recompute(module.hf_model), lambda module: "run again in backward (recompute)"
-    ),
+    "recompute": Transform(partial(recompute_layers, FULL), partial(describe_recompute, FULL)),
     "compile": Transform(compile_layers, lambda module: "compiled"),
 }
 
 
 def chosen_transforms(config: ModelConfig, *, fused_norms: bool) -> list[Transform]:
     """The transforms of a run, in order. fused_norms: whether model.fused_norms applies on the run's device."""
+    policy, available = policy_of(config.recompute), dict(TRANSFORMS)
     chosen = {
         *config.transforms,
         *(["fused_norms"] if fused_norms else []),
-        *(["recompute"] if config.recompute == "full" else []),
         *(["compile"] if config.compile is True else []),
     }
-    return [transform for name, transform in TRANSFORMS.items() if name in chosen]
+    if policy is not None:
+        chosen.add("recompute")
+        available["recompute"] = Transform(partial(recompute_layers, policy), partial(describe_recompute, policy))
+    return [transform for name, transform in available.items() if name in chosen]

@@ -16,6 +16,7 @@ from weft.config import to_dict, to_yaml
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.paths import holds_weights
 from weft.config.presets import default_of_command
+from weft.config.recompute import policy_of
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
@@ -195,6 +196,7 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
 def _activations(engine: Engine) -> str:
     """Describes the activations that the largest row keeps for backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
+    policy = policy_of(model.recompute)
     bound = "at most " if engine.lora is not None or model.freeze else ""
     stages, cut = engine.stages, engine.context
     ring, ulysses = (1, 1) if cut is None else (cut.ring_size, cut.ulysses_size)
@@ -218,11 +220,11 @@ def _activations(engine: Engine) -> str:
             if placement.chunks > 1:
                 rows_text += f" in one of its {placement.chunks} stages"
         of_stage = f" on the first rank of mesh.pp, of {rows_text} at once,"
-    size = saved.bytes(tokens, recompute=model.recompute == "full", layers=layers, rows=share)
+    size = saved.bytes(tokens, recompute=policy, layers=layers, rows=share)
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
         f"of {tokens:,} tokens{row} keep{of_stage} {bound}{byte_count(size)} for backward "
-        f"(model.recompute={model.recompute}), counted from shapes, without the head and masks"
+        f"(model.recompute={'none' if policy is None else policy}), counted from shapes, without the head and masks"
     )
 
 

@@ -20,6 +20,7 @@ from weft.ops.context import attend_in_context
 from weft.ops.decode import one_token
 from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
+from weft.ops.recompute import compiled_kernel
 from weft.ops.shapes import shapes_of_flash
 from weft.versions import varlen_attention
 
@@ -83,7 +84,8 @@ def flex(call: Call) -> Tensor:
     """torch's flex attention (CUDA, compiled), which supports soft-caps and sinks, unlike flash kernels."""
     from weft.ops.flex import flex_documents
 
-    return flex_documents(call)
+    with compiled_kernel():
+        return flex_documents(call)
 
 
 @dataclass(frozen=True)

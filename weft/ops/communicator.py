@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.ops.recompute import reuse_in_recompute
 from weft.versions import reduce_scatter_single
 
 
@@ -61,7 +62,7 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return all_reduce(x, ranks)
+        return reuse_in_recompute(lambda: all_reduce(x, ranks), "collectives")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -78,7 +79,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
         ctx.arguments = ranks, sent, received
-        return ranks.all_to_all(x, sent, received)
+        return reuse_in_recompute(lambda: ranks.all_to_all(x, sent, received), "collectives")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.ops.attention_call import Call
+from weft.ops.recompute import reuse_in_recompute
 
 
 def shapes_of_flash(call: Call) -> Tensor:
@@ -29,8 +30,12 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
         batch, heads, tokens, _ = query_BHTD.shape
-        out = query_BHTD.new_empty(batch, tokens, heads, value_BKTE.shape[3]).transpose(1, 2)
-        sums = query_BHTD.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            out = query_BHTD.new_empty(batch, tokens, heads, value_BKTE.shape[3]).transpose(1, 2)
+            return out, query_BHTD.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+        out, sums = reuse_in_recompute(compute, "attention")
         ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTE, out, sums)
         return out
 

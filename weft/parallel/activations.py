@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
+from weft.config.recompute import KINDS, SELECTIVE, Kind, RecomputePolicy
 from weft.models import hf
 from weft.models.train_module import StageIO, TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
+from weft.ops.recompute import LayerResults, contexts, reuse_in_recompute
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.mesh import TPAxis
 from weft.parallel.pp.model import PlaceholderLayer
@@ -44,27 +47,44 @@ class RowSharing:
 @dataclass(frozen=True)
 class Saved:
     """Bytes per token of a row that autograd stores on a rank. layers: in each decoder layer. passed: hidden states
-    between two layers. before: in modules before the layers. after: between the layers and the head."""
+    between two layers. before: in modules before the layers. after: between the layers and the head. kept: kind of
+    results -> what recomputation keeps of them in each layer."""
 
     layers: tuple[float, ...]
     passed: float
     before: float
     after: float
+    kept: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
 
-    def bytes(self, tokens: int, *, recompute: bool, layers: Sequence[int] | None = None, rows: float = 1.0) -> int:
-        """Bytes for rows of `tokens` tokens. layers: default all. rows: rows in flight. recompute: as
-        model.recompute=full; includes everything in the one layer that is being recomputed."""
-        chosen = self.layers if layers is None else [self.layers[layer] for layer in layers]
-        stored = len(chosen) * self.passed if recompute else sum(chosen)
-        recomputed = self.largest_layer(layers) if recompute else 0.0
-        last = layers is None or len(self.layers) - 1 in layers
-        outside = self.before + (self.after if last else 0.0)
-        return round(((stored + outside) * rows + recomputed) * tokens)
+    def bytes(
+        self,
+        tokens: int,
+        *,
+        recompute: RecomputePolicy | None,
+        layers: Sequence[int] | None = None,
+        rows: float = 1.0,
+    ) -> int:
+        """Bytes for rows of `tokens` tokens. layers: default all. rows: rows in flight. recompute: None for no layer;
+        includes everything in the one layer that is being recomputed."""
+        numbers = range(len(self.layers)) if layers is None else layers
+        stored = sum(self._stored(layer, recompute) for layer in numbers)
+        outside = self.before + (self.after if len(self.layers) - 1 in numbers else 0.0)
+        return round(((stored + outside) * rows + self.recomputed(recompute, layers)) * tokens)
 
-    def largest_layer(self, layers: Sequence[int] | None = None) -> float:
-        """Bytes per token of the largest layer, which stores everything while backward recomputes it."""
-        chosen = self.layers if layers is None else [self.layers[layer] for layer in layers]
-        return max(chosen, default=0.0)
+    def recomputed(self, recompute: RecomputePolicy | None, layers: Sequence[int] | None = None) -> float:
+        """Bytes per token that the largest layer stores while backward recomputes it, beyond what it has kept."""
+        numbers = range(len(self.layers)) if layers is None else layers
+        if recompute is None:
+            return 0.0
+        return max((self.layers[i] - self._kept(i, recompute) for i in numbers if recompute.covers(i)), default=0.0)
+
+    def _stored(self, layer: int, recompute: RecomputePolicy | None) -> float:
+        if recompute is None or not recompute.covers(layer):
+            return self.layers[layer]
+        return self.passed + self._kept(layer, recompute)
+
+    def _kept(self, layer: int, recompute: RecomputePolicy) -> float:
+        return sum(self.kept[kind][layer] for kind in recompute.keep if kind in self.kept)
 
 
 def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
@@ -85,6 +105,7 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that numbers are not used again
     by_layer = [0] * len(firsts)
     outside, inside, passed, begun = [0, 0], list[int](), 0, False
+    results, running = dict[int, LayerResults](), ExitStack()
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -102,23 +123,40 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
         hidden = args[0] if args else kwargs["hidden_states"]
         passed = max(passed, hidden.untyped_storage().nbytes())
         inside.append(number)
+        results[number] = LayerResults(SELECTIVE)
+        running.enter_context(contexts(results=results[number])[0])
+
+    def leave(*_: Any) -> None:
+        inside.clear()
+        running.close()
 
     for number, (_, layer) in enumerate(module.layers):
         if firsts[number] == number:
             layer.register_forward_pre_hook(partial(enter, number), with_kwargs=True)
-            layer.register_forward_hook(lambda *_: inside.clear())
+            layer.register_forward_hook(leave)
     ids_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions_BT = torch.arange(_TOKENS, device="meta")[None]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts(), running:
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
     # A layer's mixers with state gather other ranks' hidden states for a cut document.
-    gathered = (shared.ulysses - 1) * int(module.get_submodule(module.facts.embedding).weight.shape[1]) * dtype.itemsize
+    width = int(module.get_submodule(module.facts.embedding).weight.shape[1]) * dtype.itemsize
+    mixers = [sum(mixer.startswith(f"{name}.") for mixer in module.mixers) for name, _ in module.layers]
     per_token = tuple(
-        by_layer[first] / _TOKENS + sum(mixer.startswith(f"{name}.") for mixer in module.mixers) * gathered
-        for first, (name, _) in zip(firsts, module.layers, strict=True)
+        by_layer[first] / _TOKENS + count * (shared.ulysses - 1) * width
+        for first, count in zip(firsts, mixers, strict=True)
     )
-    return Saved(per_token, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS)
+    kept = {kind: tuple(_bytes(results[first].tensors(kind)) / _TOKENS for first in firsts) for kind in KINDS}
+    if shared.ulysses > 1:  # these hidden states, and the parts of the results that ranks sum
+        kept["collectives"] = tuple(
+            size + 2 * count * shared.ulysses * width for size, count in zip(kept["collectives"], mixers, strict=True)
+        )
+    return Saved(per_token, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS, kept)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """The memory of tensors, some of which may share it."""
+    return sum({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def keep_one_of_each_kind(module: TrainModule) -> list[int]:
@@ -162,6 +200,12 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     factor = shared.keys(key_BKTD.shape[1], query_BHTD.shape[1])
+    copies = repeats(key_BKTD.shape[1], query_BHTD.shape[1], shared.ulysses)
+    keys = key_BKTD.numel() + value_BKTE.numel()
+    received = int((factor - copies) * keys)  # from other members of the ring
+    if shared.ulysses > 1:  # heads for tokens, and back
+        received += query_BHTD.numel() + copies * keys + query_BHTD.shape[:3].numel() * value_BKTE.shape[3]
+    reuse_in_recompute(lambda: query_BHTD.new_empty(received), "collectives")
     if factor > 1:
         key_BKTD, value_BKTE = (
             x.new_empty(*x.shape[:2], int(factor * x.shape[2]), x.shape[3]) for x in (key_BKTD, value_BKTE)
@@ -176,7 +220,11 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
         batch, heads, tokens, _ = query_BHTD.shape
-        out = query_BHTD.new_empty(batch, heads, tokens, value_BKTE.shape[3])
-        sums = query_BHTD.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            out = query_BHTD.new_empty(batch, heads, tokens, value_BKTE.shape[3])
+            return out, query_BHTD.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+        out, sums = reuse_in_recompute(compute, "attention")
         ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTE, out, sums)
         return out

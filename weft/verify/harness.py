@@ -115,7 +115,7 @@ def verify(
             "weft verify follows the reference's routes, which model.router_bias_rate would move: add "
             "model.router_bias_rate=null."
         )
-    if engine.config.model.recompute == "full" and engine.pipeline is not None and engine.built.flops.expert:
+    if engine.config.model.recompute != "none" and engine.pipeline is not None and engine.built.flops.expert:
         raise UserError(
             "weft verify cannot follow the reference's routes where layers of several rows wait to be recomputed "
             "(mesh.pp): add model.recompute=none."

@@ -29,6 +29,7 @@ from weft.models.segments import Range, TPSpec, divide_segment, scaled_ranges
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, all_reduce
 from weft.ops.head import VocabularyShard
+from weft.ops.recompute import reuse_in_recompute
 from weft.parallel.mesh import TPAxis, local_shard
 from weft.parallel.shards.cuts import AnyShardSpec, ShardSpec, split
 from weft.parallel.tp.plan import TPPlan, find_tp_plan
@@ -194,7 +195,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        return all_reduce(x, ranks)
+        return reuse_in_recompute(lambda: all_reduce(x, ranks), "collectives")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -207,7 +208,7 @@ class _JoinFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: ShardSpec) -> Tensor:
         ctx.cut = cut
-        return _along_last_dim(cut, x).join(x)
+        return reuse_in_recompute(lambda: _along_last_dim(cut, x).join(x), "collectives")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

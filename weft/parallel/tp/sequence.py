@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.ops.communicator import Communicator
+from weft.ops.recompute import reuse_in_recompute
 
 
 class GatherTokens(torch.autograd.Function):
@@ -21,7 +22,7 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return gather_tokens(x, ranks)
+        return reuse_in_recompute(lambda: gather_tokens(x, ranks), "collectives")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -34,7 +35,7 @@ class ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return reduce_scatter_tokens(x, ranks)
+        return reuse_in_recompute(lambda: reduce_scatter_tokens(x, ranks), "collectives")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

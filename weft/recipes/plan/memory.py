@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from weft.config.mesh import MeshSizes
+from weft.config.recompute import RecomputePolicy, RecomputeSetting, policy_of
 from weft.models.train_module import ScoreHead
 from weft.ops.head import block_bytes, tile_bytes
 from weft.parallel.activations import RowSharing
@@ -72,22 +74,24 @@ class Memory:
         return MemoryNeeds(holdings.weights, holdings.gradients, holdings.optimizer, self.gathered, 0, holdings.average)
 
 
-def memory_of(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None) -> Memory:
+def memory_of(
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: RecomputeSetting | None = None
+) -> Memory:
     """The memory of the rank that needs most, on the fullest stage. rows: of a step; None for rows as long as
     step.max_tokens_per_device allows, and enough of them for a pipeline. recompute: None as model.recompute says."""
     return max(memory_by_stage(model, mesh, rows, recompute=recompute), key=lambda memory: memory.fullest)
 
 
 def memory_by_stage(
-    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: RecomputeSetting | None = None
 ) -> list[Memory]:
     """For each stage, the memory of the rank that holds most between steps. Arguments as in memory_of."""
-    full = model.config.model.recompute == "full" if recompute is None else recompute
-    return [_of_stage(model, mesh, holdings, rows, recompute=full) for holdings in Holdings(model, mesh).by_stage()]
+    policy = policy_of(model.config.model.recompute if recompute is None else recompute)
+    return [_of_stage(model, mesh, holdings, rows, recompute=policy) for holdings in Holdings(model, mesh).by_stage()]
 
 
 def _of_stage(
-    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts | None, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts | None, *, recompute: RecomputePolicy | None
 ) -> Memory:
     config, precision = model.config, model.setup.precision
     compute = precision.compute.itemsize
@@ -115,9 +119,10 @@ def _of_stage(
         return replace(memory, unknown=type(error).__name__)
     layers = model.layers(mesh.pp, holdings.coordinates.pp)
     row_count = rows_in_flight(model, mesh, holdings.coordinates.pp, micro_batches)
-    bytes_of_row = saved.bytes(tokens, recompute=recompute, layers=layers)
-    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=row_count)
-    recomputed = round(saved.largest_layer(layers) * tokens) if recompute else 0
+    exchanged = _kept_rows(model, mesh, tokens, layers, recompute)
+    bytes_of_row = saved.bytes(tokens, recompute=recompute, layers=layers) + exchanged
+    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=row_count) + round(exchanged * row_count)
+    recomputed = round(saved.recomputed(recompute, layers) * tokens)
     memory = replace(memory, rows=bytes_of_row, in_flight=all_rows - bytes_of_row, recomputed=recomputed)
     freed = sum(count for count, keep in units if not keep) * compute
     if not _keeps(model, mesh, memory.fullest + freed):
@@ -230,6 +235,16 @@ def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     if mesh.ep == 1:
         return 0
     return 2 * tokens * rows_of_a_token(model) * model.text.hidden_size * model.setup.precision.compute.itemsize
+
+
+def _kept_rows(
+    model: Blueprint, mesh: MeshSizes, tokens: int, layers: Sequence[int], recompute: RecomputePolicy | None
+) -> int:
+    """Bytes of the rows that came from experts of other ranks, and back, which recomputation keeps."""
+    if recompute is None or "collectives" not in recompute.keep:
+        return 0
+    chosen = {layer for layer in layers if recompute.covers(layer)}
+    return _expert_rows(model, mesh, tokens) * sum(model.layer_of(name) in chosen for name in model.experts)
 
 
 def rows_of_a_token(model: Blueprint) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from weft.config.mesh import MeshSizes
 from weft.config.validate import check_config
@@ -65,7 +65,7 @@ class Proposal:
 
     mesh: MeshSizes
     budget: int
-    recompute: bool
+    recompute: Literal["none", "selective", "full"]
     memory: Memory
     time: StepTime
     limit: str
@@ -219,11 +219,14 @@ def _rows(problem: Search, mesh: MeshSizes, budget: int, cache: dict[object, Row
     return cache[key]
 
 
+_FASTEST_FIRST: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+
+
 def _proposal(problem: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float) -> Proposal | Memory:
-    """A proposal for this mesh, without recomputation if possible; the memory that it would need, if it does not
+    """A proposal for this mesh, with as little recomputation as possible; the memory that it would need, if it does not
     fit."""
     model, memory = problem.model, None
-    for recompute in (False, True):
+    for recompute in _FASTEST_FIRST:
         memory = memory_of(model, mesh, rows, recompute=recompute)
         if memory.fullest <= room:
             time = time_of(model, mesh, rows, problem.machine, recompute=recompute)

@@ -186,15 +186,14 @@ def show_search(
         time = proposal.time
         figures = (f"{time.seconds:.3g}", f"{time.tokens / time.seconds:,.0f}", f"{time.mfu:.0%}")
         axes = " ".join(f"{axis} {size}" for axis, size in proposal.mesh.named.items() if size > 1) or "one rank"
-        axes += ", recompute" * proposal.recompute
+        axes += "" if proposal.recompute == "none" else f", recompute {proposal.recompute}"
         table.add_row(str(number), axes, byte_count(proposal.memory.fullest), *figures, proposal.limit)
     show(table)
     unknown = next((proposal.memory.unknown for proposal in result.best if proposal.memory.unknown), "")
     if unknown:
         say(f"warning  without activations, which are unknown for this model ({unknown}): it takes more memory")
     best = result.best[0]
-    overrides = f"{mesh_overrides(best.mesh)} step.max_tokens_per_device={best.budget} model.recompute="
-    overrides += "full" if best.recompute else "none"
+    overrides = f"{mesh_overrides(best.mesh)} step.max_tokens_per_device={best.budget} model.recompute={best.recompute}"
     say(f"take     {' '.join(filter(None, (overrides, extra_override)))}")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weft.config.mesh import MeshSizes
+from weft.config.recompute import RecomputePolicy, RecomputeSetting, policy_of
 from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.holdings import Holdings, RankShare
@@ -90,14 +91,14 @@ class _Work:
 
 
 def time_of(
-    model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, *, recompute: bool | None = None
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, *, recompute: RecomputeSetting | None = None
 ) -> StepTime:
     """The time of a step of these rows."""
-    full = model.config.model.recompute == "full" if recompute is None else recompute
+    policy = policy_of(model.config.model.recompute if recompute is None else recompute)
     holdings = Holdings(model, mesh).by_stage()
-    moved = [transfers(model, mesh, stage_holdings, rows.load, recompute=full) for stage_holdings in holdings]
+    moved = [transfers(model, mesh, stage_holdings, rows.load, recompute=policy) for stage_holdings in holdings]
     works = [
-        _work(model, mesh, stage_holdings, rows, machine, transfers_of_stage, full)
+        _work(model, mesh, stage_holdings, rows, machine, transfers_of_stage, policy)
         for stage_holdings, transfers_of_stage in zip(holdings, moved, strict=True)
     ]
     shares = rows.shares
@@ -127,7 +128,7 @@ def _work(
     rows: RowFacts,
     machine: Machine,
     moved: Sequence[Transfer],
-    recompute: bool,
+    recompute: RecomputePolicy | None,
 ) -> _Work:
     linear, attention = _flops(model, mesh, holdings.coordinates.pp, rows, recompute=recompute)
     per_row = 1.0 / rows.load.micro_batches
@@ -152,14 +153,20 @@ def _work(
 
 
 def _passes(
-    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts, machine: Machine, *, recompute: bool
+    model: Blueprint,
+    mesh: MeshSizes,
+    holdings: RankShare,
+    rows: RowFacts,
+    machine: Machine,
+    *,
+    recompute: RecomputePolicy | None,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of passes over tensors of a row's layers and head, the same of launching all of its
     operations). A pipeline's last stage has the head."""
     load, passes = rows.load, model.passes(sharing(model, mesh, rows))
     tokens = load.tokens / load.micro_batches
     stage_passes = [passes[layer] for layer in model.layers(mesh.pp, holdings.coordinates.pp)]
-    recomputed = 1 if recompute else 0
+    recomputed = 0.0 if recompute is None else 1.0 / recompute.every
     ahead = sum(layer.forward.bytes for layer in stage_passes)
     back = sum(layer.backward.bytes for layer in stage_passes) + recomputed * ahead
     operations = sum(layer.forward.operations for layer in stage_passes)
@@ -178,7 +185,13 @@ def _passes(
 
 
 def _copies(
-    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts, machine: Machine, *, recompute: bool
+    model: Blueprint,
+    mesh: MeshSizes,
+    holdings: RankShare,
+    rows: RowFacts,
+    machine: Machine,
+    *,
+    recompute: RecomputePolicy | None,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of FSDP2's copies for a row, (forward, backward) seconds of copies between host and
     accelerator that computing hides).
@@ -224,7 +237,7 @@ def _copies(
 
 
 def _flops(
-    model: Blueprint, mesh: MeshSizes, stage: int, rows: RowFacts, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, stage: int, rows: RowFacts, *, recompute: RecomputePolicy | None
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) FLOPs of matrices, the same of attention) of a rank of a stage, for a row of the cost
     RowFacts.dearest. Recomputed layers count again, in backward."""
@@ -239,11 +252,12 @@ def _flops(
     attending = of_rank * (1 - rows.linear) * len(stage_layers) / len(layer_costs)
     trained = linear * (layers + of_head)
     forward, backward = trained * ahead, trained * (1 - ahead)
-    if recompute:
-        backward += linear * layers * ahead
+    if recompute is not None:
+        backward += linear * layers * ahead * recompute.repeated("matmuls")
     if last and (mesh.tp > 1 or model.samples):  # logits are computed twice
         backward += linear * of_head * ahead
-    return (forward, backward), (attending / 3, attending * (2 + recompute) / 3)
+    attended = 2.0 + (0.0 if recompute is None else recompute.repeated("attention"))
+    return (forward, backward), (attending / 3, attending * attended / 3)
 
 
 def _seconds_of_rows(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.config.mesh import MeshSizes
+from weft.config.recompute import RecomputePolicy
 from weft.engine.selfcheck.context import received_per_token
 from weft.models.train_module import ScoreHead
 from weft.recipes.plan.blueprint import Blueprint
@@ -62,7 +63,9 @@ class Transfer:
         return self.calls * per_call * (2 if self.kind == "all-reduce" else 1)
 
 
-def transfers(model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: bool) -> list[Transfer]:
+def transfers(
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: RecomputePolicy | None
+) -> list[Transfer]:
     """The collectives of a rank in one step."""
     result = [
         *_of_units(model, mesh, holdings, load),
@@ -72,6 +75,11 @@ def transfers(model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load
         *_of_stages(model, mesh, holdings, load),
     ]
     return [transfer for transfer in result if transfer.size > 1 and transfer.payload and transfer.calls]
+
+
+def _forwards(recompute: RecomputePolicy | None) -> float:
+    """How often a layer's collectives of forward run, on average."""
+    return 1.0 + (0.0 if recompute is None else recompute.repeated("collectives"))
 
 
 # ---------------------------------------------------------------- FSDP
@@ -113,7 +121,7 @@ def _group(mesh: MeshSizes, unit: UnitShare) -> tuple[str, int]:
 
 
 def _of_tp(
-    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: RecomputePolicy | None
 ) -> Iterator[Transfer]:
     if mesh.tp == 1:
         return
@@ -125,7 +133,7 @@ def _of_tp(
     joined = [name for name in styles.joined if model.layer_of(name) in layers]
     tokens = load.tokens * hidden
     blocks = len(regions) * load.micro_batches
-    forwards = 2 if recompute else 1
+    again = _forwards(recompute) - 1.0
 
     def transfer(name: str, kind: Kind, payload: float, calls: float, phase: Phase) -> Transfer:
         return Transfer(name, kind, "tp", mesh.tp, 1, payload, calls, phase)
@@ -133,14 +141,14 @@ def _of_tp(
     kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if sequence else ("all-reduce",)
     ends = 0 if _norm_follows(model) else len(layers) * load.micro_batches  # no backward needs a layer's last sum
     for kind in kinds:
-        repeated = blocks * (forwards - 1) - (ends if recompute and kind == kinds[-1] else 0)
+        repeated = again * (blocks - (ends if kind == kinds[-1] else 0))
         yield transfer("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
         yield transfer("hidden states of blocks", kind, tokens, blocks, "backward")
     for name in joined:
         width = sum(part.size for part in styles.joined[name].segments)
         payload_of_norm = load.tokens * width * size / load.micro_batches
         yield transfer(
-            "queries and keys of a norm", "all-gather", payload_of_norm, load.micro_batches * forwards, "forward"
+            "queries and keys of a norm", "all-gather", payload_of_norm, load.micro_batches * (1 + again), "forward"
         )
         yield transfer("queries and keys of a norm", "all-reduce", payload_of_norm, load.micro_batches, "backward")
     if first:
@@ -183,7 +191,7 @@ def _replicated_gradients(model: Blueprint, mesh: MeshSizes, holdings: RankShare
 
 
 def _of_cp(
-    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: RecomputePolicy | None
 ) -> Iterator[Transfer]:
     """The exchange of heads, or of keys and values, for documents that are cut. The payload of an all-to-all includes
     the share of 1 / size that stays on the rank."""
@@ -193,7 +201,7 @@ def _of_cp(
     layers = len(model.built.flops.attention)
     stage_layers = len(model.layers(mesh.pp, holdings.coordinates.pp)) * layers / len(model.costs[0])
     heads, keys = received_per_token(model.built.flops, model.checked, mesh.cp, ulysses, mesh.tp)
-    size, forwards = model.setup.precision.compute.itemsize, 2 if recompute else 1
+    size, forwards = model.setup.precision.compute.itemsize, _forwards(recompute)
     tokens = load.shared * mesh.cp / load.micro_batches  # tokens of the whole group, as received_per_token counts them
     calls = stage_layers * load.micro_batches
     parts = (
@@ -210,7 +218,7 @@ def _of_cp(
 
 
 def _of_experts(
-    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, load: Load, *, recompute: RecomputePolicy | None
 ) -> Iterator[Transfer]:
     """The exchange of rows with experts, if routers choose evenly."""
     if mesh.ep == 1:
@@ -219,7 +227,7 @@ def _of_experts(
     layers = sum(model.layer_of(name) in stage_layers for name in model.experts)
     row = model.text.hidden_size * model.setup.precision.compute.itemsize
     payload = load.tokens / load.micro_batches * rows_of_a_token(model) * row
-    calls, forwards = 2 * layers * load.micro_batches, 2 if recompute else 1
+    calls, forwards = 2 * layers * load.micro_batches, _forwards(recompute)
     yield Transfer(
         "rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * forwards, "forward"
     )

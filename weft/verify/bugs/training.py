@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -338,5 +339,32 @@ def reshard_ignored(
     caught_by="tests/verify/test_plants.py: recomputation runs each layer twice", issue="NVIDIA/cosmos-framework#161",
     needs="model.recompute=full",
 )  # fmt: skip
-def recompute_ignored(plant: Plant, original: Original, model: Any) -> None:
+def recompute_ignored(plant: Plant, original: Original, model: Any, run: Any) -> None:
     plant.hit()
+
+
+@bug(
+    "B50", "weft.models.transforms:run_layer",
+    "recomputation of a layer gets its inputs in another precision than its forward had",
+    caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#3513", needs="model.recompute=full",
+)  # fmt: skip
+def recompute_in_low_precision(plant: Plant, original: Original, policy: Any, layer: Any, *args: Any) -> Any:
+    forwards = count()
+
+    def run(hidden: Any, *others: Any) -> Any:
+        if next(forwards):  # the first is the layer's forward
+            plant.hit()
+            hidden = hidden.bfloat16().to(hidden.dtype)
+        return layer(hidden, *others)
+
+    return original(policy, run, *args)
+
+
+@bug(
+    "B50", "weft.ops.recompute:LayerResults.iterators",
+    "recomputation takes the results of an earlier operation of the same kind",
+    caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#3513", needs="model.recompute=selective",
+)  # fmt: skip
+def results_out_of_order(plant: Plant, original: Original, self: Any) -> Any:
+    plant.hit()
+    return {**original(self), "matmuls": (item.roll(1, -1) for item in original(self)["matmuls"])}
