@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from examples.make_arithmetic_demo import make_model, make_tokenizer, problems, write
 from weft.config.load import load_config
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, reward_models
 from weft.data.image_opener import image_opener
 from weft.errors import ActorError
 from weft.inference.records import FOLDER, rollout_files
@@ -33,6 +33,7 @@ from weft.launch.process import leave
 from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.recipes import rl
 from weft.rl.actors import Actors
+from weft.rl.reward_models import RewardModelRank
 from weft.rl.trainer import TrainerRank
 
 KEYS = [
@@ -128,15 +129,20 @@ def local_actors(
 ) -> Iterator[Actors]:
     """What weft.rl.actors.open_actors gives, without Ray."""
     trainers = kind("trainer rank", [partial(TrainerRank, config, "cpu", fill=fill)], hook)
+    models = {
+        role: kind(role, [partial(RewardModelRank, config, path, "cpu")], hook)
+        for role, path in reward_models(config.rl.reward).items()
+    }
     engines = None
     if config.rollout.engine == "hf":
         opener = image_opener(config.model.path, config.data)
         make = partial(Standalone, config.model.path, dtype=torch.float32, opener=opener)
         engines = kind("rollout engine", [make] * config.rollout.count, hook)
     try:
-        yield Actors(cast(ActorGroup, trainers), {}, cast(ActorGroup, engines) if engines is not None else None)
+        others = {role: cast(ActorGroup, group) for role, group in models.items()}
+        yield Actors(cast(ActorGroup, trainers), others, cast(ActorGroup, engines) if engines is not None else None)
     finally:
-        for group in filter(None, (trainers, engines)):
+        for group in filter(None, (trainers, engines, *models.values())):
             group.end()
         flight.recorder.close()
         leave()

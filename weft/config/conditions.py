@@ -133,6 +133,9 @@ EXACT = Unread(lambda c: c.rl.on_policy == "exact", "rl.on_policy is exact: ther
 NONE_MASKED = Unread(lambda c: not c.rl.mask_truncated, "rl.mask_truncated is false: no sample is masked")
 COUNTS_TOKENS = Unread(lambda c: c.rl.loss_aggregation == "token_mean", "rl.loss_aggregation=token_mean counts tokens")
 NO_OVERLONG_BUFFER = Unread(lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set")
+NO_REWARD_MODEL = Unread(
+    lambda c: not any(path.startswith("model:") for path in c.rl.reward), "rl.reward names no model:PATH"
+)
 NO_REWARD = Unread(lambda c: not c.rl.reward, "rl.reward is empty")
 NO_ENVIRONMENT = Unread(lambda c: c.rl.environment is None, "rl.environment is not set")
 ONLY_EMBEDDED = only_with("rollout.engine", "embedded", " (others have rollout.gpu_memory_utilization)")

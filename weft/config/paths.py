@@ -60,7 +60,7 @@ def _import_paths(config: Any) -> list[tuple[str, str]]:
     """(key, path) of the user's own functions and classes."""
     named = [("optimizer.name", config.optimizer.name), ("train.loss", config.train.loss)]
     if (rl := getattr(config, "rl", None)) is not None:
-        named += [("rl.reward", path) for path in rl.reward]
+        named += [("rl.reward", path) for path in rl.reward if not path.startswith("model:")]
         named += [(f"rl.{key}", getattr(rl, key)) for key in ("environment", "advantage", "policy_loss")]
     paths = [(key, path) for key, path in named if path is not None and ("." in path or ":" in path)]
     paths += [("model.imports", f"{module}:") for module in config.model.imports]

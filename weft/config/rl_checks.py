@@ -24,12 +24,14 @@ from weft.config.presets import LIKE
 from weft.config.ranges import MOST_DOCUMENTS
 from weft.config.rl_schema import (
     BUILT_IN_REWARDS,
+    REWARD_MODEL,
     CriticConfig,
     ReferenceConfig,
     RlAlgorithm,
     RlConfig,
     RlEvalConfig,
     RolloutConfig,
+    reward_models,
     reward_names,
 )
 from weft.config.yaml12 import override
@@ -183,6 +185,8 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
         role = getattr(config, section)
         if (role.pp or 1) > 1 and (config.mesh.pp == 1 or role.ranks is not None):  # else its stages are the policy's
             yield from pipeline_combinations(config, f"{section}.pp", role.pp)
+    if reward_models(config.rl.reward) and config.reward_model.pp > 1:
+        yield from pipeline_combinations(config, "reward_model.pp", config.reward_model.pp)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
         row = getattr(config, section).max_tokens_per_device
@@ -308,12 +312,18 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
             "(docs/how-to/write-a-reward.md), or an rl.environment that gives rewards.",
         )
     for path in rl.reward:
-        if path not in BUILT_IN_REWARDS and not IMPORT_PATH.fullmatch(path):
+        if path.startswith(REWARD_MODEL):
+            if any(character.isspace() for character in path) or path == REWARD_MODEL:
+                yield (
+                    "rl.reward",
+                    f"rl.reward names {path!r}: write model:PATH, a folder or hub id.",
+                )
+        elif path not in BUILT_IN_REWARDS and not IMPORT_PATH.fullmatch(path):
             close = difflib.get_close_matches(path, BUILT_IN_REWARDS, 1)
             yield (
                 "rl.reward",
                 f"rl.reward names {path}, which is neither one of {', '.join(BUILT_IN_REWARDS)} nor an import path, as "
-                "in my_rewards:is_right for the function is_right in my_rewards.py."
+                "in my_rewards:is_right for the function is_right in my_rewards.py, nor model:PATH of a reward model."
                 + (f" Did you mean {close[0]}?" if close else ""),
             )
     if repeated := [path for path in dict.fromkeys(rl.reward) if rl.reward.count(path) > 1]:

@@ -55,8 +55,9 @@ class RlAlgorithm:
     """The algorithm, its rewards and its loss."""
 
     reward: tuple[str, ...] = key(
-        "Reward functions: names of built-in ones (math, exact_match, regex, format, length), or import paths, as in "
-        "[my_rewards:is_right]. docs/how-to/write-a-reward.md",
+        "Reward functions: names of built-in ones (math, exact_match, regex, format, length), import paths, as in "
+        "[my_rewards:is_right] (docs/how-to/write-a-reward.md), or reward models, as in [model:runs/rm/checkpoints/"
+        "latest] (docs/how-to/reward-models.md).",
         (),
     )
     reward_weights: tuple[float, ...] | None = key(
@@ -487,6 +488,37 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """The reward models of rl.reward=[model:PATH]: engines that only read, each with ranks of its own."""
+
+    ranks: int = key(
+        "Ranks of each reward model, each with a device that nobody else has.",
+        1,
+        within=AT_LEAST_1,
+        unread=(when.NO_REWARD_MODEL,),
+    )
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
+        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None, unread=(when.NO_REWARD_MODEL,)
+    )
+    dp_replicate: int | None = key(
+        "Copies of its sharded weights; null: 1.", None, within=AXIS, unread=(when.NO_REWARD_MODEL,)
+    )
+    dp_shard: int | None = key(
+        "Ranks over which its weights are sharded; null: all.", None, within=AXIS, unread=(when.NO_REWARD_MODEL,)
+    )
+    tp: int = key("Ranks that divide each of its layers.", 1, within=AT_LEAST_1, unread=(when.NO_REWARD_MODEL,))
+    pp: int = key("Stages of its layers.", 1, within=AT_LEAST_1, unread=(when.NO_REWARD_MODEL,))
+    cpu_offload: bool = key("Keep its weights in the host's memory.", False, unread=(when.NO_REWARD_MODEL,))
+    max_tokens_per_device: int | None = key(
+        "Tokens of one of its forwards on one rank, and the longest conversation in its own tokens; null: "
+        "step.max_tokens_per_device.",
+        None,
+        within=AT_LEAST_2,
+        unread=(when.NO_REWARD_MODEL,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The critic of rl.advantage=gae: an engine of its own beside the policy's, which trains."""
 
@@ -623,6 +655,7 @@ class RlConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
@@ -641,7 +674,18 @@ BUILT_IN_REWARDS = ("math", "exact_match", "regex", "format", "length")
 NEEDS_MATH_VERIFY = f"rl.reward: math needs math-verify: {how_to_install('math-verify>=0.8', 'rl')}"
 
 
+REWARD_MODEL = "model:"  # begins a reward of rl.reward that is a model
+
+
+def reward_models(paths: Sequence[str]) -> dict[str, str]:
+    """Role -> path of each reward model in rl.reward."""
+    models = [path.removeprefix(REWARD_MODEL) for path in paths if path.startswith(REWARD_MODEL)]
+    return {"reward_model" if not n else f"reward_model_{n + 1}": path for n, path in enumerate(models)}
+
+
 def reward_names(paths: Sequence[str]) -> list[str]:
-    """The names of rl.reward in metrics and other keys: the function's name, or the whole path if two share it."""
-    short = [re.split(r"[.:]", path)[-1] for path in paths]
+    """The names of rl.reward in metrics and other keys: the function's name, or the whole path if two share it; the
+    first model is `reward_model`, the second `reward_model_2`."""
+    roles = iter(reward_models(paths))
+    short = [next(roles) if path.startswith(REWARD_MODEL) else re.split(r"[.:]", path)[-1] for path in paths]
     return [path if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,17 @@ def scored_length(tokens: Tensor, pad: int | None) -> int:
         return len(tokens)
     real = (tokens != pad).nonzero()
     return int(real[-1]) + 1 if len(real) else 1
+
+
+def scored_document(
+    tokens: Tensor, pad: int | None, arrays: Mapping[str, float] | None = None, **fields: Any
+) -> Document:
+    """A document whose last token is scored (scored_length). arrays: values of its prediction. fields: of Document."""
+    tokens = with_end_mark(tokens[: scored_length(tokens, pad)])
+    weights = torch.zeros(len(tokens))
+    weights[-1] = 1.0
+    filled = {name: torch.full((len(tokens),), value) for name, value in (arrays or {}).items()}
+    return Document(tokens, weights, arrays=filled, **fields)
 
 
 def parts_pairs(plan: StepPlan) -> bool:

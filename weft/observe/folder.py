@@ -175,7 +175,8 @@ def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
 _RUN_FILES = (
     "config.yaml", "opening.txt", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl",
     "summary.json", "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile",
-    "tensorboard", "engines", "reference", "critic", "track.json", "starts.jsonl", "system.jsonl",
+    "tensorboard", "engines", "reference", "critic", "reward_model", "reward_model_2", "reward_model_3",
+    "track.json", "starts.jsonl", "system.jsonl",
 )  # fmt: skip
 
 

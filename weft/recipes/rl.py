@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from weft.checkpoint.remote.uploads import Uploads, upload_all
 from weft.checkpoint.remote.uploads import prepare as prepare_uploads
-from weft.config.rl_schema import RlAlgorithm, RlConfig
+from weft.config.rl_schema import RlAlgorithm, RlConfig, reward_models
 from weft.data.encode import load_tokenizer, read_encoding
 from weft.data.ends import answer_ends, template_ends
 from weft.data.images import read_images
@@ -59,6 +59,7 @@ from weft.rl.prompts import PromptStream, check_lengths, load_rl_prompts, with_i
 from weft.rl.recorder import RlRecorder, note_rl_start, print_rl_opening
 from weft.rl.reference_critic import Role
 from weft.rl.resume import constants, find_collected, find_start, notes_on_replay, prepare_folder
+from weft.rl.reward_models import RewardModelClient, check_reward_models
 from weft.rl.rewards.base import Rewards, decode
 from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
@@ -147,6 +148,7 @@ def check_task(config: RlConfig) -> PretrainedConfig:
     hf.import_architectures(config.model.imports, config.model.path)
     choose_estimator(config.rl.advantage)
     choose_policy_loss(config.rl.policy_loss)
+    check_reward_models(config)
     environment_class(config)
     shape = hf.read_config(config.model.path).get_text_config()
     check_lengths(config, shape)
@@ -310,6 +312,8 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
     run.version, run.updates = start.rollout, start.updates
     with run.phases("load"):
         await check_hosts(config, run.actors.engines)
+        models = reward_models(config.rl.reward)
+        task.rewards.scorers = {role: RewardModelClient(run.actors.reference_critic[role]) for role in models}
         await task.rewards.start([*task.prompts, *task.held_out.all()])
         opening = await run.trainer_group.describe()
         await run.trainer_group.check_images(longest_samples(task.prompts, config.rollout.max_new_tokens))

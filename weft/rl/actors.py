@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from weft.config.conditions import SERVERS
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, reward_models
 from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener
 from weft.inference.servers import CALLS, HostedServer, server_variables
@@ -22,6 +22,7 @@ from weft.launch.ray_actors import ActorGroup, Bundle, actor_group, ray_session
 from weft.models import hf
 from weft.parallel.fsdp import DTYPES
 from weft.rl.reference_critic import ReferenceCriticRank, Role, own_ranks
+from weft.rl.reward_models import RewardModelRank
 from weft.rl.trainer import TrainerRank
 
 
@@ -59,7 +60,8 @@ def actor_resources(config: RlConfig, world: int, gpu: bool) -> ActorResources:
 
 @dataclass(frozen=True)
 class Actors:
-    """The actors of a run. trainers: the policy's ranks. reference_critic: separate ranks of a reference or a critic.
+    """The actors of a run. trainers: the policy's ranks. reference_critic: separate ranks of a reference, a critic or a
+    reward model.
     engines: each is a rollout engine or runs its server; None with the embedded engine."""
 
     trainers: ActorGroup
@@ -112,7 +114,7 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
         )
         reference_critic = {
             role: group(
-                f"{role} rank",
+                f"{role.replace('_', ' ')} rank",
                 partial(_make_reference_critic, config, options, role, fill),
                 [bundle] * world,
                 ranks(world),
@@ -133,7 +135,10 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
 
 def _make_reference_critic(
     config: RlConfig, options: RlOptions, role: Role, fill: bool, rank: int
-) -> ReferenceCriticRank:
+) -> ReferenceCriticRank | RewardModelRank:
+    models = reward_models(config.rl.reward)
+    if role in models:
+        return RewardModelRank(config, models[role], options.device)
     return ReferenceCriticRank(config, role, options.device, fill=fill)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
 from weft.config import to_dict
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, reward_models
 from weft.config.schema import CheckpointConfig
 from weft.data.image_opener import ImageOpener, image_opener
 from weft.engine.batch.document import Document, first_sources
@@ -38,8 +38,8 @@ from weft.rl.documents import ReadSamples, TrainedSamples
 from weft.rl.model_engines import check_images, critic_engine, opening_lines, reference_engine
 from weft.terminal import counted
 
-Role = Literal["policy", "reference", "critic"]
-CRITIC: Literal["critic"] = "critic"
+Role = str  # "policy", "reference", "critic", or that of a reward model (config/rl_schema.py:reward_models)
+CRITIC: Role = "critic"
 # Role -> the array of a sample that it reads.
 READS: dict[Role, str] = {"policy": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
 
@@ -64,10 +64,11 @@ def start_rank(config: RlConfig, device: Device) -> Ranks:
 
 
 def own_ranks(config: RlConfig) -> dict[Role, int]:
-    """Number of separate ranks of the reference and of the critic, if they have any."""
+    """Number of separate ranks of the reference, the critic and each reward model, of those that have any."""
     counts: dict[Role, int | None] = {
         "reference": config.reference.ranks if config.rl.has_reference else None,
         "critic": config.critic.ranks if config.rl.has_critic else None,
+        **dict.fromkeys(reward_models(config.rl.reward), config.reward_model.ranks),
     }
     return {role: count for role, count in counts.items() if count is not None}
 

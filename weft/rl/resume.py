@@ -38,7 +38,7 @@ MAY_CHANGE = (
     *(f"rollout.{leaf}" for leaf in ("engine", "num_engines", "tp", "gpu_memory_utilization", "python", "engine_kwargs",
         "timeout")),
     *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "kv_cache_tokens")),
-    *(f"{section}.{leaf}" for section in ("reference", "critic") for leaf in _HOW_IT_COMPUTES),
+    *(f"{section}.{leaf}" for section in ("reference", "critic", "reward_model") for leaf in _HOW_IT_COMPUTES),
 )  # fmt: skip
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from weft.config.rl_schema import RlAlgorithm, reward_names
+from weft.config.rl_schema import REWARD_MODEL, RlAlgorithm, reward_names
 from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.inference.types import Prompt, Sample
@@ -21,6 +21,8 @@ from weft.rl.rewards.calls import STANDARD, RewardBatch, RewardFunction, RewardO
 from weft.rl.rewards.pool import RewardPool
 
 ENVIRONMENT = "environment"  # the reward that comes from replies of an environment
+Scorer = Callable[[Sequence[Sample]], Awaitable[list[RewardOutcome]]]
+_OF_A_MODEL = RewardSignature("list", (), (), False, False)
 _NEWS = 3  # most messages about failures between two calls of `metrics`
 _MOST_WORKERS = 16
 
@@ -91,7 +93,9 @@ class Rewards:
         self.column = config.reward_column
         self._environment = config.environment is not None
         self._inline = {f.name: RewardFunction(f) for f in self.functions if f.path in INLINE}
-        self._outside = [f for f in self.functions if f.name not in self._inline]
+        self._models = [f.name for f in self.functions if f.path.startswith(REWARD_MODEL)]
+        self.scorers: dict[str, Scorer] = {}  # of the reward models, once their ranks have started
+        self._outside = [f for f in self.functions if f.name not in {*self._inline, *self._models}]
         self._pool = RewardPool(
             self._outside, config.reward_workers or min(cpu_cores(), _MOST_WORKERS), config.reward_timeout
         )
@@ -104,6 +108,7 @@ class Rewards:
             signatures = await self._pool.describe()
             self._signatures = {f.name: d for f, d in zip(self._outside, signatures, strict=True)}
         self._signatures |= {name: function.signature for name, function in self._inline.items()}
+        self._signatures |= dict.fromkeys(self._models, _OF_A_MODEL)
         for prompt in prompts:
             self._check(prompt)
             self._columns.update(dict.fromkeys(prompt.columns))
@@ -122,6 +127,9 @@ class Rewards:
         lines = []
         for function in self.functions:
             signature = self._signatures[function.name]
+            if function.name in self._models:
+                lines.append(f"{function.path}, weight {self.weights[function.name]:g}; reads whole conversations")
+                continue
             arguments = [name for name in signature.columns if name in STANDARD or name in signature.required]
             arguments += ["the right answer"] * signature.reference
             arguments += ["and all other columns" if arguments else "all columns"] * signature.takes_all
@@ -164,6 +172,8 @@ class Rewards:
 
     async def _outcomes(self, function: RewardSpec, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """What one function returns for samples of one prompt."""
+        if function.name in self._models:
+            return await self.scorers[function.name](samples)
         batch = self._batch(function, samples)
         inline = self._inline.get(function.name)
         return inline(batch) if inline is not None else await self._pool.call(self._outside.index(function), batch)
@@ -173,6 +183,8 @@ class Rewards:
         prompt = next((prompt for prompt in prompts if function.name in self._named(prompt)), None)
         if prompt is None:
             return f"{function.name}: no prompt names it in column `{self.column}`: it is never called"
+        if function.name in self._models:
+            return f"{function.name}: not tried: it needs its ranks"
         right = next(iter(reference_answers(prompt.columns)), "42")
         texts = [text.replace("ANSWER", str(right)) for text in _STAND_INS]
         samples = [stand_in(prompt, number, text, encode(text)) for number, text in enumerate(texts)]

@@ -1,0 +1,160 @@
+"""Reward models in `weft rl`: their scores are those of transformers, mixed with functions; what fails is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.support.cases import write_small_job
+from tests.support.local_rl import lines_of, make_task, rollouts_of, start
+from tests.support.pool import run
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig, reward_names
+from weft.errors import ActorError, UserError
+from weft.rl.reward_models import Conversation, RewardModelRank
+from weft.rl.rewards.calls import RewardOutcome
+
+MODEL = "rl.reward=[model:{task}/rm, length]"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_task(tmp_path_factory.mktemp("task"))
+    write_reward_model(folder / "adder", folder / "rm", 0)
+    write_reward_model(folder / "adder", folder / "rm-2", 1)
+    return folder
+
+
+def write_reward_model(base: Path, target: Path, seed: int, labels: int = 1) -> None:
+    shutil.copytree(base, target)
+    config = transformers.AutoConfig.from_pretrained(base)
+    config.num_labels, config.initializer_range = labels, 0.2
+    torch.manual_seed(seed)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(target)
+
+
+def plain_score(folder: Path, text: str) -> float:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    with torch.no_grad():
+        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+
+
+@pytest.mark.covers("rl.reward", "reward_model.param_dtype")
+def test_scores_are_those_of_transformers_and_mixed_with_functions(task: Path, tmp_path: Path) -> None:
+    keys = [
+        f"rl.reward=[model:{task}/rm, model:{task}/rm-2, length]", "rl.reward_weights=[2.0, -1.0, 0.5]",
+        "train.steps=2", "reward_model.param_dtype=fp32",
+    ]  # fmt: skip
+    start(task, tmp_path / "run", *keys)
+    rows = [row for rows in rollouts_of(tmp_path / "run").values() for row in rows]
+    assert len(rows) == 12
+    for row in rows:
+        text = row["prompt"] + row["completion"]
+        rewards = json.loads(row["rewards"])
+        assert rewards["reward_model"] == pytest.approx(plain_score(task / "rm", text), abs=1e-5)
+        assert rewards["reward_model_2"] == pytest.approx(plain_score(task / "rm-2", text), abs=1e-5)
+        expected = 2 * rewards["reward_model"] - rewards["reward_model_2"] + 0.5 * rewards["length"]
+        assert row["reward"] == pytest.approx(expected, abs=1e-5)
+    assert {"rewards/reward_model/mean", "rewards/reward_model_2/mean"} <= lines_of(tmp_path / "run")[0].keys()
+
+
+# ---------------------------------------------------------------- ranks
+
+CHAT = [
+    Conversation("a:1", [{"role": "user", "content": "1 2"}], [{"role": "assistant", "content": "3"}], {}),
+    Conversation("a:2", [{"role": "user", "content": "4"}], [{"role": "assistant", "content": "5 6 7"}], {}),
+    Conversation("a:3", [{"role": "user", "content": "8 " * 200}], [{"role": "assistant", "content": "9"}], {}),
+]
+
+
+def scores_of(folder: str, words: Sequence[str]) -> list[RewardOutcome]:
+    keys = [
+        f"model.path={folder}",
+        f"data.path={Path(folder).parent}/chat.jsonl",
+        f"rl.reward=[model:{folder}]",
+        "step.max_tokens_per_device=64",
+    ]
+    keys += ["rollout.max_prompt_tokens=8", "rollout.max_new_tokens=8"]
+    return RewardModelRank(load_config([], [*keys, *words], RlConfig), folder, "cpu").score(CHAT)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    write_small_job(folder)
+    write_reward_model(folder / "model", folder / "rm", 0)
+    return folder / "rm"
+
+
+@pytest.mark.covers(
+    "reward_model.ranks", "reward_model.tp", "reward_model.pp", "reward_model.dp_shard", "reward_model.dp_replicate",
+    "reward_model.max_tokens_per_device", "reward_model.cpu_offload",
+)  # fmt: skip
+@pytest.mark.parametrize(("world", "words"), [
+    (1, ["reward_model.cpu_offload=true"]), (2, ["reward_model.dp_shard=1", "reward_model.tp=2"]),
+    (2, ["reward_model.dp_replicate=2", "reward_model.max_tokens_per_device=32"]),
+    (2, ["reward_model.dp_shard=1", "reward_model.pp=2"]),
+])  # fmt: skip
+def test_conversations_go_through_the_models_own_template(chat_model: Path, world: int, words: list[str]) -> None:
+    """One is longer than a row: it has no score, and an error that says so."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat_model)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(chat_model, dtype=torch.float32).eval()
+    for *outcomes, long in run(world, scores_of, str(chat_model), [f"reward_model.ranks={world}", *words]):
+        for conversation, outcome in zip(CHAT, outcomes, strict=False):
+            ids = tokenizer.apply_chat_template([*conversation.prompt, *conversation.answer], return_dict=False)
+            with torch.no_grad():
+                expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+            assert outcome.value == pytest.approx(expected, abs=1e-5) and outcome.error is None
+        assert long.value is None and "more than reward_model.max_tokens_per_device" in str(long.error)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_a_score_that_is_no_number_loses_its_samples_and_is_named(task: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "rm"
+    shutil.copytree(task / "rm", folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        model.score.weight.fill_(float("nan"))
+    model.save_pretrained(folder)
+    with pytest.raises(UserError, match="rl.reward: reward_model failed for every one of the 6 samples.*score is nan"):
+        start(task, tmp_path / "run", f"rl.reward=[model:{folder}, length]", "train.steps=1")
+
+
+def test_a_rank_that_dies_ends_the_run(task: Path, tmp_path: Path) -> None:
+    def hook(method: str, before: int) -> None:
+        if method == "score" and before == 1:
+            raise ActorError("reward model rank 0 died", "crash")
+
+    with pytest.raises(ActorError, match="reward model rank 0 died"):
+        start(task, tmp_path / "run", f"rl.reward=[model:{task}/rm]", "train.steps=3", hook=hook)
+    assert (tmp_path / "run/checkpoints/step-000001").is_dir()
+
+
+@pytest.mark.parametrize(("reward", "expected"), [
+    ("model:{task}/adder", "Qwen3ForCausalLM without a trained head of scores: weft reward makes"),
+    ("model:{task}/nothing", "model:{task}/nothing: "), ("model:{task}/rm-3", "has 3 labels; a reward is one number"),
+    ("'model:'", "write model:PATH"),
+])  # fmt: skip
+def test_what_is_no_reward_model_is_refused_before_anything_starts(
+    task: Path, tmp_path: Path, reward: str, expected: str
+) -> None:
+    if reward.endswith("rm-3") and not (task / "rm-3").exists():
+        write_reward_model(task / "adder", task / "rm-3", 0, labels=3)
+    with pytest.raises(UserError) as caught:
+        start(task, tmp_path / "run", f"rl.reward=[{reward.format(task=task)}]", "train.steps=1")
+    assert expected.format(task=task) in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_of_rewards() -> None:
+    assert reward_names(["model:a/b.c", "my:right", "model:org/name"]) == ["reward_model", "right", "reward_model_2"]
