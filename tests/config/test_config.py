@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 import tomllib
@@ -255,6 +256,8 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=torch.optim.RAdam"]),
         ("optimizer.state_dtype", "bf16", ["optimizer.name=torch.optim.RAdam"]),
         ("optimizer.options", "{eps: 1e-6}", []),
+        ("optimizer.rounding", "stochastic", []),
+        ("optimizer.rounding", "kahan", ["optimizer.name=sgd", "fsdp.master_dtype=bf16"]),
         ("checkpoint.weights", "ema", []),
         ("model.router_aux_loss_coef", "0.1", []),
         ("optimizer.state_dtype", "bf16", ["optimizer.name=sgd"]),
@@ -312,6 +315,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {
         "optimizer.load_state",
         "optimizer.state_dtype",
+        "optimizer.rounding",
         *(f"schedule.{leaf}" for leaf in ("min_lr_ratio", "warmup_ratio", "cycles", "power", "timescale")),
         "checkpoint.keep_every",
     }
@@ -337,6 +341,11 @@ def test_every_inert_rule_is_tried() -> None:
         (["model.init=random", "lora.rank=8"], "set model.init=pretrained"),
         (["schedule.warmup_steps=11", "train.steps=10"], "set schedule.warmup_steps=10 or less"),
         (["optimizer.state_dtype=bf16", "optimizer.betas=[0.9, 0.999]"], "Set a second beta of at most 0.99"),
+        (["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.state_dtype=int8"], "optimizer.name=adamw"),
+        (
+            ["optimizer.state_dtype=int8", "optimizer.load_state=true", "model.dcp_weights=."],
+            "optimizer.load_state=false, or optimizer.state_dtype=bf16",
+        ),
         (
             ["optimizer.name=radam"],
             "or the import path of a class, as in optimizer.name=torch.optim.RAdam.",
@@ -470,7 +479,9 @@ def test_template_date_is_a_day(day: str) -> None:
 
 def test_every_number_has_a_range() -> None:
     numeric = {
-        key.name for key in schema_keys(SftConfig).values() if "int" in str(key.type) or "float" in str(key.type)
+        key.name
+        for key in schema_keys(SftConfig).values()
+        if re.search(r"\bint\b", str(key.type)) or "float" in str(key.type)
     }
     assert numeric | {"lora.targets", "checkpoint.push", "model.recompute"} == set(RANGES) == set(OUT_OF_RANGE)
 
@@ -643,6 +654,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature", "optimizer.load_state"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory", "mesh.pp_schedule"}
+    unread |= {"optimizer.rounding"}
     unread |= {"data.text_unit", "mesh.pp_stages_per_rank", "schedule.cycles", "schedule.power", "schedule.timescale"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]

@@ -427,12 +427,12 @@ def test_axolotl() -> None:
         {"path": "org/chats", "split": "train[:20%]", "columns": {"messages": "conversations"}},
         {"path": "data/tasks.jsonl"},
     ]
-    assert not {"optimizer.name", "step.documents", "data.chat_template", "data.train_on"} & set(found)
+    assert (found["optimizer.name"], found["optimizer.state_dtype"]) == ("adamw", "int8")
+    assert not {"step.documents", "data.chat_template", "data.train_on"} & set(found)
     draft = migrate([str(FOREIGN / "axolotl.yaml")])
     assert "# Recognised as a config of axolotl by base_model, datasets, dataset_prepared_path, val_set_size" in draft
     left = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
     for words in (
-        "optimizer: adamw_bnb_8bit is no value of optimizer.name: set `optimizer.name`: adamw, sgd,",
         "chat_template: weft uses the tokenizer's chat template",
         "adapter: weft does not support quantised bases", "saves_per_epoch:",
         "datasets.drop_system_message: weft has no such key", "datasets.type: conversations,",
@@ -999,7 +999,7 @@ def test_what_has_a_key_is_carried_over(tmp_path: Path, name: str) -> None:
         (f"{AXOLOTL}plugins: [a.B]\nlora_mlp_kernel: true\n", "plugins, lora_mlp_kernel: weft and torch choose"),
         (f"{FACTORY}use_unsloth: true\n", "use_unsloth: weft and torch choose kernels"),
         (f"{AXOLOTL}min_sample_len: 4\n", "min_sample_len: weft never drops short documents"),
-        (f"{AXOLOTL}optimizer: paged_adamw_8bit\n", "such as bitsandbytes.optim.AdamW8bit without sharding"),
+        (f"{AXOLOTL}optimizer: lion_8bit\n", "8-bit state is `optimizer.state_dtype` int8"),
         (f"{FACTORY}use_galore: true\n", "or the import path of another"),
         (f"{HF}compute_metrics: f\n", "compute_metrics: in Python on_step of weft.sft"),
         (f"{VERL}balance_dp_token: true\n", "balance_dp_token: the loss is always the mean over the trained tokens"),

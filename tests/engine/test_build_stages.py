@@ -70,7 +70,7 @@ def stages(path: str) -> dict[str, Any]:
     seen["filled"] = filled.keys() == plain.keys(), [n for n in plain if not torch.equal(filled[n], plain[n])]
     seen["storage"] = {t.device for t in [*module.parameters(), *module.buffers()]}, report.tensors
 
-    optimizer, ema = build_optimizer_and_ema(setup, module)
+    optimizer, ema = build_optimizer_and_ema(setup, module, made)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()

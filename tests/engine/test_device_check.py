@@ -26,7 +26,7 @@ from tests.support.cases import open_engine, saved_model
 from tests.support.pool import run
 from tests.support.zoo import tiny_config
 from weft.engine import build, builder
-from weft.engine.optim.optimizer import FusedAdamW
+from weft.engine.optim.adamw import FusedAdamW
 from weft.engine.selfcheck import device as device_check
 from weft.engine.selfcheck.architecture import ModelSupport, check_kernel, examine
 from weft.engine.selfcheck.device import TOLERANCES, check_on_device

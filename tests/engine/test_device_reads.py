@@ -29,7 +29,7 @@ from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy, Loss
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.losses.value import ValueLoss
-from weft.engine.optim.optimizer import FusedAdamW
+from weft.engine.optim.adamw import FusedAdamW
 from weft.engine.score_head import ScoreSpec
 from weft.launch.consistency import max_over_ranks
 from weft.launch.process import world_group

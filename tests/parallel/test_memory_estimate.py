@@ -91,9 +91,9 @@ def mesh_of(replicate: int, shard: int, kind: str = "cuda") -> Any:
 @pytest.mark.parametrize(
     ("mesh", "fsdp", "optimizer", "keys"),
     [
-        (mesh_of(1, 8), {}, {}, ["mesh.dp_shard is 8", "fsdp.cpu_offload=true", "optimizer.state_dtype=bf16"]),
+        (mesh_of(1, 8), {}, {}, ["mesh.dp_shard is 8", "fsdp.cpu_offload=true", "optimizer.state_dtype=int8"]),
         (mesh_of(2, 4), {"cpu_offload": True}, {}, [
-            "mesh.dp_replicate=1 mesh.dp_shard=8", "optimizer.state_dtype=bf16", "fsdp.master_dtype=bf16"]),
+            "mesh.dp_replicate=1 mesh.dp_shard=8", "optimizer.state_dtype=int8", "fsdp.master_dtype=bf16"]),
         (mesh_of(1, 2, "cpu"), {}, {"name": "sgd"}, ["mesh.dp_shard is 2", "fsdp.master_dtype=bf16", "model.freeze"]),
     ],
 )  # fmt: skip

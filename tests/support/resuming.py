@@ -150,21 +150,25 @@ def state_of(folder: Path, step: int) -> dict[str, Any]:
     return found
 
 
+def _unfilled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
 def whole_state(folder: Path, step: int, engine: str = "") -> dict[str, torch.Tensor]:
     """Masters and moments of a checkpoint, put together from the boxes of all ranks; NaN where no rank wrote. engine:
     the folder of one that is saved beside the first."""
     state = folder / "checkpoints" / f"step-{step:06d}" / engine / "trainer_state"
     content = json.loads((state / "state.json").read_text())
     found = {
-        name: torch.full(entry["shape"], torch.nan, dtype=getattr(torch, entry["dtype"]))
-        for name, entry in content["tensors"].items()
+        name: _unfilled(entry["shape"], getattr(torch, entry["dtype"])) for name, entry in content["tensors"].items()
     }
+    written = {name: torch.zeros(entry["shape"], dtype=torch.bool) for name, entry in content["tensors"].items()}
     for file in content["files"]:
         tensors = load_file(state / file["name"])
         for name, (start, size) in file["boxes"].items():
             whole, place = found[tensor_of(name)], tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-            assert whole[place].isnan().all(), f"{name} is written twice"
-            whole[place] = tensors[name]
+            assert not written[tensor_of(name)][place].any(), f"{name} is written twice"
+            whole[place], written[tensor_of(name)][place] = tensors[name], True
     return found
 
 

@@ -74,6 +74,8 @@ CASES = {
     "short-step-full-count": Case(steps=2),
     "replicas-apart": Case(mesh="2x1"),
     "replicas-counted": Case(mesh="2x1"),
+    "scales-of-shards": Case(mesh="tp2", sections=(("optimizer", "state_dtype", "int8"),)),
+    "codes-by-shard": Case(mesh="2", sections=(("optimizer", "state_dtype", "int8"),)),
     "balance-detached": BALANCED,
     "balance-over-the-row": BALANCED,
     "balance-of-the-micro-batch": BALANCED_STEP,

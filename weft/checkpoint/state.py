@@ -33,7 +33,7 @@ from weft.config.yaml12 import Node
 from weft.engine.engine import Engine
 from weft.engine.host import HostTensor
 from weft.engine.optim.custom_optimizer import is_number
-from weft.engine.optim.optimizer import counters, stepped_by, stepped_on_device
+from weft.engine.optim.optimizer import counters, empty_state, parts_of_state, stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.files import read_object, regular_file, sha256
 from weft.launch.summary import RunSummary, versions
@@ -182,7 +182,8 @@ def find_state_shards(engine: Engine) -> dict[str, StateShard]:
             result |= _numbered(EMA + name, _parts_like(parameter, averages[parameter], spec))
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
-                result |= _numbered(f"{OPTIMIZER}{key}/{name}", _parts_like(parameter, value, spec))
+                parts = _placed_parts(engine, parameter, key, spec) or _parts_like(parameter, value, spec)
+                result |= _numbered(f"{OPTIMIZER}{key}/{name}", parts)
     persistent = engine.module.state_dict().keys() if engine.lora is None else ()
     for number, (name, buffer) in enumerate(engine.module.named_buffers()):
         if name in persistent:
@@ -241,6 +242,13 @@ def _parts_like(parameter: Tensor, value: Tensor, spec: _SaveSpec) -> list[State
         return _parts(value, replace(spec, cut=None))
     values_by_box = [value] if spec.cut is None else [values for _, values in split(parameter, value, spec.cut)]
     return [replace(part, local=values) for part, values in zip(_parts(parameter, spec), values_by_box, strict=True)]
+
+
+def _placed_parts(engine: Engine, parameter: nn.Parameter, key: str, spec: _SaveSpec) -> list[StateShard]:
+    """Parts of a state tensor whose elements the optimizer itself places; [] for others."""
+    assert engine.optimizer is not None
+    shape, parts = parts_of_state(engine.optimizer, parameter, key) or ((), [])
+    return [StateShard(shape, p.box, p.values, spec.writes and p.writes and p.box.numel > 0) for p in parts]
 
 
 def is_writer(shard: Shard, number: int) -> bool:
@@ -509,6 +517,10 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
             key, parameter = _split(entry, owner)
             optimizer, stepped = stepped_by(engine.optimizer, parameter)
             dtype, shape = getattr(torch, described["dtype"]), described["shape"]
+            empty = empty_state(engine.optimizer, parameter, key)
+            if empty is not None:
+                optimizer.state[stepped][key] = empty
+                continue
             empty = torch.zeros_like(stepped, dtype=dtype)
             if shape != list(full_shape(entry.rpartition("/")[2], parameter, engine.divided.cuts)):
                 empty = torch.zeros(shape, dtype=dtype, device=stepped.device)

@@ -266,6 +266,18 @@ def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
             "change of less than 1/256 is lost in rounding, so the average would stand still. Set a second beta of at "
             "most 0.99, or optimizer.state_dtype=fp32.",
         )
+    if optimizer.name == "sgd" and optimizer.state_dtype == "int8":
+        yield (
+            "optimizer.state_dtype",
+            "optimizer.state_dtype is int8, in which only AdamW keeps its state: set optimizer.state_dtype=bf16, or "
+            "optimizer.name=adamw.",
+        )
+    if optimizer.load_state and optimizer.state_dtype == "int8":
+        yield (
+            "optimizer.load_state",
+            "optimizer.load_state reads moments in floating point, and optimizer.state_dtype=int8 keeps codes: set "
+            "optimizer.load_state=false, or optimizer.state_dtype=bf16.",
+        )
     reserved = [name for name in ("params", "lr", "weight_decay") if name in optimizer.options]
     if reserved and optimizer.name not in BUILT_IN_OPTIMIZERS:
         advice = "leave it out" if reserved[0] == "params" else f"set optimizer.{reserved[0]} instead"

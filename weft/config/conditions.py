@@ -74,6 +74,7 @@ ONLY_IMPORTED = Unread(
     lambda c: c.optimizer.name in BUILT_IN_OPTIMIZERS,
     "they are for an optimizer that is named by its import path, as in optimizer.name=torch.optim.AdamW",
 )
+WIDE_MASTERS = Unread(lambda c: c.fsdp.master_dtype != "bf16", "only fsdp.master_dtype=bf16 rounds masters")
 NO_AVERAGE = Unread(lambda c: c.optimizer.ema_decay is None, "optimizer.ema_decay is null: no average")
 WITH_ADAPTERS = Unread(lambda c: c.lora.on, "with lora only adapters are trained")
 NO_ADAPTERS = Unread(lambda c: not c.lora.on, "lora.rank is null, so there are no adapters (lora.rank=16 makes some)")

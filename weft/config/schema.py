@@ -537,11 +537,19 @@ class OptimizerConfig:
         "falls on the whole group; without it optimizer.weight_decay falls on what it would fall on anyway.",
         (),
     )
-    state_dtype: Literal["auto", "fp32", "bf16"] = key(
-        "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
-        "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
+    state_dtype: Literal["auto", "fp32", "bf16", "int8"] = key(
+        "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded after every step, "
+        "which is computed in fp32. Not exact: `bf16` halves the state's memory; `int8` (AdamW) takes a quarter, as "
+        "codes with a scale for every 256, which are the same on every mesh.",
         "auto",
         unread=when.NO_OWN_STATE,
+    )
+    rounding: Literal["nearest", "stochastic", "kahan"] = key(
+        "How masters in bf16 are rounded after a step of AdamW: `nearest` loses steps that are small beside a weight; "
+        "`stochastic` keeps them on average, by bits that are the same on every mesh; `kahan` keeps what is rounded "
+        "away in 2 more bytes per parameter.",
+        "nearest",
+        unread=(when.ONLY_ADAMW, when.WIDE_MASTERS),
     )
     load_state: bool = key(
         "Begin with the optimizer's state that is in model.dcp_weights (AdamW's moments and steps, SGD's momentum); "

@@ -23,7 +23,8 @@ from weft.engine.loaded_state import check_state, load_state
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.engine.optim.groups import check_groups
 from weft.engine.optim.loss_scale import LossScale
-from weft.engine.optim.optimizer import Ema, build_optimizer, moments
+from weft.engine.optim.optimizer import Ema, build_optimizer, moments, state_bytes
+from weft.engine.optim.placement import Placements
 from weft.engine.score_head import fill_score_head
 from weft.engine.selfcheck.compile import try_compiled
 from weft.engine.selfcheck.context import check_context, choose_ulysses
@@ -46,6 +47,7 @@ from weft.ops.communicator import CPAxis
 from weft.parallel.fsdp import InputCasts
 from weft.parallel.memory import (
     MemoryNeeds,
+    StateBytes,
     TrainingState,
     capacity,
     check_draws,
@@ -53,7 +55,7 @@ from weft.parallel.memory import (
     local_ranks,
     memory_needs,
 )
-from weft.parallel.mesh import Mesh, build_mesh, cp_axis
+from weft.parallel.mesh import Mesh, build_mesh, cp_axis, stage_group
 from weft.parallel.parallelize import Precision, StagePlan, materialize, move_buffers, parallelize
 from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, without_placeholders
 from weft.parallel.pp.schedule import DELAYED, Placement, placement_of
@@ -87,6 +89,11 @@ class EngineSpec:
     @property
     def trained(self) -> bool:
         return self.config.purpose == "train"
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """Bytes of the optimizer's state."""
+        return state_bytes(self.config.optimizer, self.precision.master, self.rule)
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ def assemble(
         return parts
     if not spec.trained:
         return parts
-    optimizer, ema = build_optimizer_and_ema(spec, built.module, sharded.pipeline)
+    optimizer, ema = build_optimizer_and_ema(spec, built.module, sharded)
     if fill and config.optimizer.load_state and built.load is not None:
         load_state(optimizer, built.module, built.load, config.optimizer.name, spec.moments, sharded.divided.cuts)
     return replace(parts, optimizer=optimizer, ema=ema)
@@ -184,7 +191,9 @@ def make_spec(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> E
             device=storage if ranks.assumed is None else torch.device("cpu"),
         )
     moment_dtypes = moments(config.optimizer, precision.master, rule)
-    state_dtypes = frozenset(moment_dtypes) if rule is None else rule.dtypes
+    # Small tensors keep fp32 beside the codes of others.
+    wide = {torch.float32} if torch.int8 in moment_dtypes else set()
+    state_dtypes = frozenset(moment_dtypes) | wide if rule is None else rule.dtypes
     return EngineSpec(config, ranks, mesh, storage, precision, rule, moment_dtypes, state_dtypes)
 
 
@@ -262,8 +271,8 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
     )  # fmt: skip
     if pipeline is not None:
         require_trained(spec, pipeline, module.facts.layers)
-    state = TrainingState(spec.moments, config.optimizer.ema_decay is not None) if spec.trained else None
-    memory = memory_needs(module, units, spec.precision, state, config.fsdp.reshard_after_forward)
+    state = TrainingState(spec.state_bytes, config.optimizer.ema_decay is not None) if spec.trained else None
+    memory = memory_needs(module, units, spec.precision, state, config.fsdp.reshard_after_forward, divided.cuts)
     room = capacity(spec.storage, local_ranks(ranks.world), ranks.assumed)
     return ShardedModel(
         units, divided, stages, pipeline, adapter_config, context, memory, room,
@@ -477,13 +486,18 @@ def fill_weights(
 
 
 def build_optimizer_and_ema(
-    spec: EngineSpec, module: nn.Module, pipeline: Pipeline | None = None
+    spec: EngineSpec, module: nn.Module, sharded: ShardedModel
 ) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
-    """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one.
-    pipeline: the whole model, if the module is one of its stages."""
-    config = spec.config.optimizer
+    """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one."""
+    config, pipeline = spec.config.optimizer, sharded.pipeline
     all_parameters = None if pipeline is None else pipeline.named_parameters
-    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, spec.rule, all_parameters)
+    with new_groups_inherit_timeout():
+        simulated = spec.ranks.simulated is not None
+        placements = Placements(
+            sharded.divided.cuts, spec.mesh.stage_rank, None if simulated else stage_group(spec.mesh)
+        )
+    named = module.named_parameters(remove_duplicate=False)
+    optimizer = build_optimizer(named, config, spec.rule, all_parameters, placements, spec.config.seed)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
     if spec.ranks.device.type == "cpu":
         keep_freed_memory()  # not earlier: memory that loading frees should go back

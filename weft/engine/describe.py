@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.config.mesh import AXES
 from weft.engine.engine import Engine
 from weft.engine.optim.groups import describe_groups
+from weft.engine.optim.optimizer import lossy_parts
 from weft.ops.attention import EXACT, choose
 from weft.parallel.mesh import Mesh
 from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, full_shape
@@ -147,7 +148,9 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
         cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
         rows.append(("inputs", _name(precision.compute), f"cast for {cast}"))
     rows.append(("reduction", _name(precision.reduce), "gradients summed over ranks"))
-    rows.append(("optimizer", state or "-", "state"))
+    rows.append(
+        ("optimizer", state or "-", "; ".join(["state", *lossy_parts(engine.config.optimizer, precision.master)]))
+    )
     if engine.config.optimizer.ema_decay is not None:
         rows.append(("average", "float32", "of the weights"))
     rows.append(("buffers", ", ".join(buffers) or "-", "rotary tables, router biases: never cast"))

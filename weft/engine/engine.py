@@ -20,8 +20,8 @@ from weft.engine.experts import RouterBiases
 from weft.engine.losses.base import Batch, Loss
 from weft.engine.losses.check import check_normaliser, check_terms, chosen_tokens, comparisons_of
 from weft.engine.metrics import MetricSums, Reduced
+from weft.engine.optim.adamw import FusedAdamW
 from weft.engine.optim.optimizer import (
-    FusedAdamW,
     OtherStages,
     clip_gradients,
     clipping_divisor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,12 @@ from weft.launch.machine import Accelerator
 from weft.models import hf
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import Precision
+from weft.parallel.shards.cuts import ShardSpecs, full_shape
 from weft.parallel.units import Unit, parameters_by_unit
 from weft.terminal import byte_count, counted
 
+# (name of a tensor, its whole shape, a number of its elements) -> bytes of the optimizer's state of these elements.
+StateBytes = Callable[[str, Sequence[int], int], int]
 SMALL = 0.4  # share of a device that a whole model may take, to leave room for activations
 
 
@@ -58,10 +61,10 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training stores per trained element besides weight and gradient. moments: dtypes of the optimizer's tensors.
-    average: whether an fp32 average of the weights is kept."""
+    """What training stores besides weights and gradients. state: bytes of the optimizer's state. average: whether an
+    fp32 average of the weights is kept."""
 
-    moments: Sequence[torch.dtype]
+    state: StateBytes
     average: bool = False
 
 
@@ -71,21 +74,28 @@ def memory_needs(
     precision: Precision,
     training: TrainingState | None,
     reshard: bool | int = True,
+    cuts: ShardSpecs | None = None,
 ) -> MemoryNeeds:
     """The needs of a sharded module, which may be on meta. training: None for inference. reshard:
-    fsdp.reshard_after_forward."""
-    parameters = list(module.parameters())
+    fsdp.reshard_after_forward. cuts: how tp and ep divide parameters."""
+    named, parameters = list(module.named_parameters()), list(module.parameters())
     trained = [p for p in parameters if p.requires_grad and training is not None]
     master = precision.master.itemsize
-    moments = 0 if training is None else sum(dtype.itemsize for dtype in training.moments)
+
+    def moments(count: Callable[[nn.Parameter], int]) -> int:
+        if training is None:
+            return 0
+        return sum(training.state(n, full_shape(n, p, cuts or {}), count(p)) for n, p in named if p.requires_grad)
+
     average = torch.float32.itemsize if training is not None and training.average else 0
     return MemoryNeeds(
         weights=sum(math.prod(_largest_shard(p)) * p.element_size() for p in parameters),
         gradients=_elements_on_rank(trained) * master,
-        optimizer=_elements_on_rank(trained) * moments,
+        optimizer=moments(lambda p: _elements_on_rank([p])),
         gathered=_gathered(parameters, units, reshard) * precision.compute.itemsize,
         unsharded=sum(p.numel() * p.element_size() for p in parameters)
-        + _elements(trained) * (master + moments + average),
+        + _elements(trained) * (master + average)
+        + moments(nn.Parameter.numel),
         average=_elements_on_rank(trained) * average,
     )
 
@@ -181,8 +191,8 @@ def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[
         remedies.append(f"more ranks to shard over (mesh.dp_shard is {mesh.dp_shard})")
     if mesh.dp.device_type != "cpu" and not fsdp.cpu_offload:
         remedies.append("fsdp.cpu_offload=true (slow)")
-    if optimizer.name == "adamw" and optimizer.state_dtype != "bf16" and fsdp.master_dtype == "fp32":
-        remedies.append("optimizer.state_dtype=bf16")
+    if optimizer.name == "adamw" and optimizer.state_dtype in ("auto", "fp32") and fsdp.master_dtype == "fp32":
+        remedies.append("optimizer.state_dtype=int8 (not exact)")
     if fsdp.master_dtype == "fp32":
         remedies.append("fsdp.master_dtype=bf16 (small updates are lost)")
     if optimizer.ema_decay is not None:

@@ -242,6 +242,14 @@ def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PPAxis | None:
     return PPAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), channels)
 
 
+def stage_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """All ranks of this rank's stage; None for one rank. Collective with several stages, whose groups it makes."""
+    size = mesh.stage_rank[1]
+    if size == 1 or mesh.pp is None:
+        return None if size == 1 else mesh.world_group
+    return mesh.world._unflatten(0, (mesh.pp_size, size), ("stages", "stage")).get_group("stage")
+
+
 def _tp_axis(root: DeviceMesh) -> TPAxis | None:
     if "tp" not in (root.mesh_dim_names or ()):
         return None

@@ -60,6 +60,11 @@ def _names(engine: Engine) -> dict[str, str]:
     return {name: stored.removeprefix(PREFIX) for name, stored in file_names(trained).items()}
 
 
+def engine_names(engine: Engine) -> dict[str, str]:
+    """Name in the reference -> the engine's, where they differ."""
+    return {stored: name for name, stored in _names(engine).items()}
+
+
 def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
     """The tensors under the reference's names."""
     names = _names(engine)

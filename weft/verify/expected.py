@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -63,7 +63,7 @@ class ReferenceTrainer:
     freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: whether that loss
     is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
     changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
-    their documents.
+    their documents. seed: of the run. aliases: name of a parameter -> the name that the engine has for it.
     """
 
     path: str
@@ -77,6 +77,8 @@ class ReferenceTrainer:
     adapter: str | None = None
     pads: bool = True
     images: Images = field(default_factory=dict)
+    seed: int = 0
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
         """A fresh reference. dtype: of its weights, or with an adapter of the base's."""
@@ -95,7 +97,7 @@ class ReferenceTrainer:
             widen(plain.model)
         start = on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
-        plain.start(plain_optimizer(c).over(plain.named()), c.max_grad_norm, state)
+        plain.start(plain_optimizer(c, self.seed, self.aliases).over(plain.named()), c.max_grad_norm, state)
         curve = []
         with recording(recorder, plain, self.layers, follow=double), hf.in_double() if double else nullcontext():
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
@@ -201,11 +203,13 @@ def _with_noise(expected: Expected, gradients: Sequence[Sequence[Tensors]], weig
     return replace(expected, steps=steps, noise_samples=[*expected.noise_samples, *weights])
 
 
-def plain_optimizer(config: OptimizerConfig) -> Optimizer:
-    """The optimizer of a plain process. config: with the names that the plain model has."""
+def plain_optimizer(config: OptimizerConfig, seed: int = 0, aliases: Mapping[str, str] | None = None) -> Optimizer:
+    """The optimizer of a plain process. config: with the names that the plain model has. seed, aliases: as in
+    ReferenceTrainer."""
     c = config
+    coded = c.name == "adamw" and c.state_dtype == "int8"
     groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
-    return Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
+    return Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups, coded, seed, aliases or {})
 
 
 def _in_double(plain: reference.Reference, step: Step) -> Tensors:

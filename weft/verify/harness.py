@@ -21,11 +21,12 @@ from torch import Tensor
 
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
+from weft.engine.optim.optimizer import lossy_parts
 from weft.engine.selfcheck.harness import gradient_difference
 from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
-from weft.verify.adapter import optimizer_by_files, randomize_adapters, renamed, saved_adapter
+from weft.verify.adapter import engine_names, optimizer_by_files, randomize_adapters, renamed, saved_adapter
 from weft.verify.expected import (
     Expected,
     ExpectedGradient,
@@ -57,6 +58,7 @@ SCALAR = 1e-5
 # zero (a bias of keys, which softmax does not see), and AdamW's steps are rounding. Such a parameter may move up to ten
 # times as far as in the reference.
 _ROUNDING = 0.1
+_CODE = 1 / 32  # how far apart neighbouring codes of 8-bit state are, at a quarter of the largest code
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ def verify(
         if expected is None:
             return None
         verdict = _judge_with_noise(engine, observed, expected, trainer, steps)
-    remarks = [*verdict.remarks, *_context_remarks(engine, steps)]
+    lossy = "; ".join(lossy_parts(engine.config.optimizer, engine.precision.master))
+    same = [f"state    {lossy}; compared with one process that rounds in the same way"] if lossy else []
+    remarks = [*verdict.remarks, *_context_remarks(engine, steps), *same]
     return replace(verdict, figures=[*verdict.figures, *figures], remarks=remarks)
 
 
@@ -220,6 +224,7 @@ def trainer_of(
         resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
+        seed=engine.config.seed, aliases=engine_names(engine),
     )  # fmt: skip
 
 
@@ -378,7 +383,7 @@ def compare_weights(
         value, *noises = (_distance(w, after, start, None) for w in (weights, *noise_samples))
         measured = max(noises, default=None)
         return Figure(name, value, widened(SGD, measured), measured, "all together")
-    step = torch.finfo(state).eps if state.itemsize < 4 else 0.0
+    step = _CODE if state.itemsize == 1 else torch.finfo(state).eps if state.itemsize < 4 else 0.0
 
     def rounding(parameter: Tensor) -> float:
         return step / 2 / float(parameter.numel() ** 0.5)

@@ -26,6 +26,7 @@ from weft.verify.bugs import (  # they register their bugs
     distillation,  # noqa: F401
     evaluation,  # noqa: F401
     expert_parallel,  # noqa: F401
+    optimizers,  # noqa: F401
     pipeline_parallel,  # noqa: F401
     resuming,  # noqa: F401
     rl,  # noqa: F401

@@ -1,4 +1,5 @@
-"""The reference's optimizer: torch's own over plain parameters, one group per parameter. Imports nothing of weft."""
+"""The reference's optimizer: torch's own over plain parameters, one group per parameter. Imports nothing of weft
+but other parts of the reference."""
 
 from __future__ import annotations
 
@@ -11,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.verify.reference_low_bit import CodedAdamW
+
 
 @dataclass(frozen=True)
 class Optimizer:
     """AdamW, SGD or the class at an import path; only matrices and embeddings decay.
 
     groups: (patterns of names, factor of the learning rate, decay or None); the first that matches a parameter counts.
+    coded: AdamW's state is in 8 bits; that of tensors with fewer than 4096 elements or 64 columns, or without decay,
+    stays in fp32. seed, aliases: of its random bits: the run's seed, and other names of parameters than those here.
     """
 
     name: str = "adamw"
@@ -26,6 +31,9 @@ class Optimizer:
     momentum: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[tuple[Sequence[str], float, float | None]] = ()
+    coded: bool = False
+    seed: int = 0
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def over(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """A fresh optimizer. named: (name, parameter); a tied parameter comes under each name."""
@@ -35,6 +43,15 @@ class Optimizer:
         groups = [self._group(parameter, tensor_names) for parameter, tensor_names in names.items()]
         if self.name == "sgd":
             return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
+        if self.coded:
+            return CodedAdamW(
+                groups,
+                {parameter: self.aliases.get(of[0], of[0]) for parameter, of in names.items()},
+                {parameter: has_codes(of[0], parameter) for parameter, of in names.items()},
+                betas=self.betas,
+                eps=self.eps,
+                seed=self.seed,
+            )
         if self.name == "adamw":
             return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps)
         module, _, kind = self.name.replace(":", ".").rpartition(".")
@@ -47,6 +64,11 @@ class Optimizer:
             if any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns for name in names):
                 return {"params": [parameter], "factor": factor, "weight_decay": decay if options is None else options}
         return {"params": [parameter], "factor": 1.0, "weight_decay": decay}
+
+
+def has_codes(name: str, parameter: Tensor) -> bool:
+    """Whether 8-bit state is in codes for this parameter."""
+    return decays(name, parameter) and parameter.numel() >= 4096 and parameter.shape[-1] >= 64
 
 
 def decays(name: str, parameter: Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,21 +16,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.optim.adamw import adamw
 
 from weft.config.schema import OptimizerConfig
+from weft.engine.optim.adamw import ADAMW
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
 from weft.engine.optim.groups import NamedParameters, ParamGroupRule, param_group_rules, set_rates
-from weft.engine.optim.rounded import RoundedAdamW, RoundedSGD
+from weft.engine.optim.kinds import OptimizerKind, ParameterSet
+from weft.engine.optim.low_bit import LowBitAdamW, StatePart
+from weft.engine.optim.placement import Placements
+from weft.engine.optim.sgd import SGD
 from weft.launch.simulated import device_kind, read
 from weft.launch.timing import waiting
 from weft.ops.communicator import process_group
-from weft.parallel.fsdp import DTYPES
+from weft.parallel.memory import StateBytes
 from weft.parallel.mesh import local_shard
 from weft.parallel.shards.cuts import ShardSpecs, split
 
 # An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
 _CPU_CHUNK = 1 << 16
+
+OPTIMIZERS: dict[str, OptimizerKind] = {"adamw": ADAMW, "sgd": SGD}
 
 
 def build_optimizer(
@@ -37,16 +43,19 @@ def build_optimizer(
     config: OptimizerConfig,
     rule: CustomOptimizerSpec | None = None,
     all_parameters: NamedParameters | None = None,
+    placements: Placements | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer | ShardOptimizer:
-    """The optimizer over the parameters that require a gradient: AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101),
-    SGD, or `rule`.
+    """The optimizer over the parameters that require a gradient: one of OPTIMIZERS, or `rule`.
 
     rule: the optimizer of config.name, if that is an import path. all_parameters: parameters of the whole model, if
-    named_parameters are those of a pipeline stage. Parameters with different treatment or different meshes are in
-    different groups, because torch's list kernels take one mesh at a time. State has the sharding of its parameter, and
-    its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the rate before each step; parameters
-    without a gradient are skipped.
+    named_parameters are those of a pipeline stage. placements: default: nothing is divided by tp or ep. seed: of what
+    is rounded at random. Parameters with different treatment or different meshes are in different groups, because
+    torch's list kernels take one mesh at a time. State has the sharding of its parameter. `set_learning_rate` sets the
+    rate before each step; parameters without a gradient are skipped.
     """
+    named_parameters = list(named_parameters)
+    names = {parameter: name for name, parameter in reversed(named_parameters)}
     groups: dict[tuple[ParamGroupRule, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter, treatment in param_group_rules(named_parameters, config).items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) and rule is None else None
@@ -61,57 +70,33 @@ def build_optimizer(
         )
         numbers = None if all_rules is None else [all_rules.index(treatment) for treatment, _ in groups]
         return ShardOptimizer(settings, rule, numbers)
-    masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}
-    state = {state_dtype(config, master) for master in masters}
-    has_state = config.name == "adamw" or config.momentum > 0
-    if has_state and state != masters:
-        (dtype,) = state
-        if config.name == "adamw":
-            return RoundedAdamW(settings, dtype, config.lr, config.betas, config.eps)
-        return RoundedSGD(settings, dtype, config.lr, config.momentum)
-    if config.name == "adamw":
-        # Measured on CPU with 5M parameters in 57 DTensors: fused 3.5 ms, foreach 10 ms, a loop 28 ms.
-        return FusedAdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    # The fused SGD kernel has no rule for DTensors.
-    return torch.optim.SGD(settings, lr=config.lr, momentum=config.momentum, foreach=True)
-
-
-class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW over the local tensors of DTensors, which spares each operation DTensor's dispatch.
-
-    divisor: divides the gradients, as their loss scale does. skip: 1.0 leaves parameters and state as they are, 0.0
-    does not. Both are fp32 scalars on the device, used by each step until they are set again; None does nothing.
-    """
-
-    divisor: Tensor | None = None
-    skip: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
-            self._init_group(group, *lists)  # of torch 2.11 to 2.13; creates state like the parameters
-            beta1, beta2 = group["betas"]
-            adamw(
-                *([local_shard(tensor) for tensor in tensors] for tensors in lists),
-                fused=True, grad_scale=self.divisor, found_inf=self.skip, amsgrad=False, beta1=beta1, beta2=beta2,
-                lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-            )  # fmt: skip
-
-
-def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
-    """Dtype of AdamW's and SGD's state for masters of this dtype."""
-    return master if config.state_dtype == "auto" else DTYPES[config.state_dtype]
+    assert config.name in OPTIMIZERS, config.name
+    return OPTIMIZERS[config.name].build(config, ParameterSet(settings, names, placements or Placements({}), seed))
 
 
 def moments(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None) -> tuple[torch.dtype, ...]:
-    """Dtypes of the state tensors that have a parameter's shape, one entry per tensor."""
-    if rule is not None:
-        return rule.moments
-    count = 2 if config.name == "adamw" else int(config.momentum > 0)
-    return (state_dtype(config, master),) * count
+    """Dtypes of the state tensors that have a matrix's shape, one entry per tensor."""
+    return OPTIMIZERS[config.name].moments(config, master) if rule is None else rule.moments
+
+
+def state_bytes(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None) -> StateBytes:
+    """The bytes of the optimizer's state of some elements of a tensor."""
+    if rule is None:
+        return partial(OPTIMIZERS[config.name].state_bytes, config, master)
+    size = sum(dtype.itemsize for dtype in rule.moments)
+    return lambda name, shape, elements: elements * size
+
+
+def lossy_parts(config: OptimizerConfig, master: torch.dtype) -> list[str]:
+    """What of the optimizer is not exact, for people. docs/how-to/optimizers.md has what was measured."""
+    parts = []
+    if config.name in OPTIMIZERS:
+        state = {torch.int8: "in codes of 8 bits", torch.bfloat16: "rounded to bf16"}
+        parts += [f"{state[dtype]}: not exact" for dtype in moments(config, master, None)[:1] if dtype in state]
+    if config.name == "adamw" and master == torch.bfloat16:
+        how = {"nearest": "to nearest", "stochastic": "at random", "kahan": "with what is lost kept in bf16"}
+        parts.append(f"masters rounded {how[config.rounding]}: not exact")
+    return parts
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer | ShardOptimizer, lr: float) -> None:
@@ -131,6 +116,21 @@ def counters(optimizer: torch.optim.Optimizer | ShardOptimizer) -> dict[int, tup
     if not isinstance(optimizer, ShardOptimizer):
         return {}
     return {number: (group, optimizer.counters) for number, group in optimizer.numbered_groups.items()}
+
+
+def parts_of_state(
+    optimizer: torch.optim.Optimizer | ShardOptimizer, parameter: nn.Parameter, key: str
+) -> tuple[tuple[int, ...], list[StatePart]] | None:
+    """(Shape of the whole state tensor, this rank's parts of it); None for state of the parameter's shape, and for
+    state that is equal on every rank."""
+    return optimizer.parts_of(parameter, key) if isinstance(optimizer, LowBitAdamW) else None
+
+
+def empty_state(optimizer: torch.optim.Optimizer | ShardOptimizer, parameter: nn.Parameter, key: str) -> Tensor | None:
+    """This rank's part of a state tensor before the first step, where the optimizer itself decides on it."""
+    if not isinstance(optimizer, LowBitAdamW) or key not in optimizer.keys_of(parameter):
+        return None
+    return optimizer.empty_state(parameter, key)
 
 
 def stepped_on_device(optimizer: torch.optim.Optimizer | ShardOptimizer) -> set[nn.Parameter]:

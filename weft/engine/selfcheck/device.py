@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.optim.optimizer import FusedAdamW
+from weft.engine.optim.adamw import FusedAdamW
 from weft.engine.selfcheck.architecture import ModelSupport, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models import experts, hf

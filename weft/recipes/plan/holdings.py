@@ -92,7 +92,7 @@ class Holdings:
         """The bytes that one rank holds."""
         model, units = self.model, []
         parts, state = self._shapes(coordinates), model.setup
-        weights = trained = 0
+        weights = trained = moments = 0
         _, kinds = model.kinds(self.mesh.tp)
         for facts in model.units(self.mesh.tp, spread=self.mesh.ep > 1):
             several = self._count(facts, coordinates.pp)
@@ -104,11 +104,12 @@ class Holdings:
                 count = shard_elements(shape, shards, index) * several
                 weights += count * weight.itemsize
                 trained += count * weight.trained * state.trained
+                if weight.trained and state.trained:
+                    moments += state.state_bytes(weight.name, weight.shape, count)
             units.append(_unit(facts, several, own, shards))
-        moments = sum(dtype.itemsize for dtype in state.moments)
         average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
         master = state.precision.master.itemsize
-        return RankShare(coordinates, weights, trained * master, trained * moments, trained * average, tuple(units))
+        return RankShare(coordinates, weights, trained * master, moments, trained * average, tuple(units))
 
     def by_stage(self) -> list[RankShare]:
         """For each stage, the holdings of the rank that holds most between steps."""

@@ -178,8 +178,9 @@ def _could_fit(problem: Search, parts: int) -> bool:
     setup = problem.model.setup
     if problem.model.config.fsdp.cpu_offload:
         return True
-    state = setup.precision.master.itemsize + sum(dtype.itemsize for dtype in setup.moments)
-    total = problem.model.stored + problem.model.trained * state * setup.trained
+    trained = [weight for weight in problem.model.weights if weight.trained and setup.trained]
+    state = sum(setup.state_bytes(weight.name, weight.shape, math.prod(weight.shape)) for weight in trained)
+    total = problem.model.stored + problem.model.trained * setup.precision.master.itemsize * setup.trained + state
     return total / parts <= problem.machine.accelerator.memory * problem.machine.usable
 
 

@@ -178,7 +178,7 @@ def show_search(
         mesh, memory = result.nearest
         say(
             f"none     fits: {mesh_overrides(mesh)} needs the least, {byte_count(memory.fullest)} a rank. Use more "
-            "ranks, a smaller step.max_tokens_per_device, optimizer.state_dtype=bf16 or lora.rank=16"
+            "ranks, a smaller step.max_tokens_per_device, optimizer.state_dtype=int8 or lora.rank=16"
         )
         return
     table = new_table("the best meshes, estimated", "", "mesh", ">memory", ">step s", ">tokens/s", ">MFU", "limit")

@@ -1,0 +1,86 @@
+"""Optimizer steps with gradients that are bitwise equal on every mesh, and what a checkpoint holds after them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.support.cases import open_engine, world_of
+from tests.support.pool import run
+from tests.support.resuming import equal, whole_state
+from weft.checkpoint.retention import step_folder
+from weft.checkpoint.save import Saver
+from weft.checkpoint.state import load_state, read_state
+from weft.config.schema import CheckpointConfig
+from weft.engine.engine import Engine
+from weft.engine.optim.optimizer import set_learning_rate
+from weft.parallel.shards.boxes import local_box
+from weft.parallel.shards.cuts import full_shape
+
+
+def gradient(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """A gradient whose elements differ in size by orders of magnitude; the same for the same name and step."""
+    seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:4], "little")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+
+
+@torch.no_grad()
+def give_gradients(engine: Engine, step: int) -> None:
+    """Set every trained parameter's gradient to this rank's shard of `gradient`."""
+    cuts = engine.divided.cuts
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        whole = gradient(name, full_shape(name, parameter, cuts), step)
+        part = cuts[name].take(whole) if name in cuts else whole
+        box, local = local_box(parameter)
+        values = part[tuple(slice(a, b) for a, b in zip(box.start, box.end, strict=True))].to(local.dtype).clone()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            shape, stride = parameter.shape, parameter.stride()
+            parameter.grad = DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
+        else:
+            parameter.grad = values
+
+
+def step_and_save(path: str, mesh: str, sections: dict[str, Any], resumed: str | None, target: str) -> None:
+    """Take three steps on a mesh, and save after the second and the third. resumed: begin after the second step, from
+    this checkpoint."""
+    engine = open_engine(path, mesh, **sections)
+    assert engine.optimizer is not None
+    if resumed is not None:
+        load_state(engine, read_state(Path(resumed)))
+    with Saver(engine, Path(target), CheckpointConfig(async_=False), {"config": {}}) as saver:
+        for step in (1, 2, 3) if resumed is None else (3,):
+            give_gradients(engine, step)
+            set_learning_rate(engine.optimizer, 1e-2 / step)
+            engine.optimizer.step()
+            engine.drop_gradients()
+            if step > 1:
+                saver.save(step, {"epoch": 1, "updates": 1, "summary": {}})
+
+
+def same_on_every_mesh(path: str, sections: dict[str, Any], meshes: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Assert that masters and state after three steps are bitwise equal on all meshes, and after the third step on each
+    from what the mesh before it has written. Returns what was saved."""
+    expected, source = dict[str, Any](), None
+    for mesh in meshes:
+        for resumed in (None, source) if source is not None else (None,):
+            target = folder / f"{mesh} {resumed is not None}"
+            target.mkdir()
+            run(world_of(mesh), step_and_save, path, mesh, sections, resumed, str(target))
+            saved = whole_state(target, 3)
+            expected = expected or saved
+            assert equal(saved, expected), (mesh, resumed, _differing(saved, expected))
+        source = str(step_folder(folder / f"{mesh} False" / "checkpoints", 2))
+    return expected
+
+
+def _differing(saved: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    return [name for name in saved.keys() | expected.keys() if not equal(saved.get(name), expected.get(name))]

@@ -1,0 +1,76 @@
+"""AdamW: torch's fused one, or the one with few bits where state or masters are lossy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from weft.config.schema import OptimizerConfig
+from weft.engine.optim.kinds import OptimizerKind, ParameterSet, state_dtype
+from weft.engine.optim.low_bit import BLOCK, LowBitAdamW, has_codes
+from weft.parallel.mesh import local_shard
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW over the local tensors of DTensors, which spares each operation DTensor's dispatch.
+
+    divisor: divides the gradients, as their loss scale does. skip: 1.0 leaves parameters and state as they are, 0.0
+    does not. Both are fp32 scalars on the device, used by each step until they are set again; None does nothing.
+    """
+
+    divisor: Tensor | None = None
+    skip: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
+            self._init_group(group, *lists)  # of torch 2.11 to 2.13; creates state like the parameters
+            beta1, beta2 = group["betas"]
+            adamw(
+                *([local_shard(tensor) for tensor in tensors] for tensors in lists),
+                fused=True, grad_scale=self.divisor, found_inf=self.skip, amsgrad=False, beta1=beta1, beta2=beta2,
+                lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+
+
+def build_adamw(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    master = parameters.dtype
+    state = state_dtype(config, master)
+    if state == master and (master != torch.bfloat16 or config.rounding == "nearest"):
+        # Measured on CPU with 5M parameters in 57 DTensors: fused 3.5 ms, foreach 10 ms, a loop 28 ms.
+        return FusedAdamW(parameters.groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return LowBitAdamW(
+        parameters.groups, parameters.placements, parameters.names, state_dtype=state, lr=config.lr,
+        betas=config.betas, eps=config.eps, rounding=config.rounding, seed=parameters.seed,
+    )  # fmt: skip
+
+
+def adamw_moments(config: OptimizerConfig, master: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Dtypes of exp_avg and exp_avg_sq, and of what Kahan's rounding keeps."""
+    state = state_dtype(config, master)
+    moments = (torch.int8, torch.uint8) if state == torch.int8 else (state, state)
+    return (*moments, master) if config.rounding == "kahan" and master == torch.bfloat16 else moments
+
+
+def adamw_bytes(config: OptimizerConfig, master: torch.dtype, name: str, shape: Sequence[int], elements: int) -> int:
+    """Bytes of the state, with the scales of blocks."""
+    sizes = [dtype.itemsize for dtype in adamw_moments(config, master)]
+    if state_dtype(config, master) != torch.int8:
+        return elements * sum(sizes)
+    wide = torch.float32.itemsize
+    if not has_codes(name, shape):
+        return elements * (2 * wide + sum(sizes[2:]))
+    scales = math.ceil(elements * math.ceil(shape[-1] / BLOCK) / shape[-1])
+    return elements * sum(sizes) + 2 * wide * scales
+
+
+ADAMW = OptimizerKind(build_adamw, adamw_moments, adamw_bytes)

@@ -1,0 +1,47 @@
+"""What an optimizer of weft's own is made of. Each has a file with an OptimizerKind, and a line in OPTIMIZERS
+(optimizer.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.config.schema import OptimizerConfig
+from weft.engine.optim.placement import Placements
+from weft.parallel.fsdp import DTYPES
+
+
+@dataclass(frozen=True)
+class ParameterSet:
+    """The parameters that an optimizer steps. groups: parameters of equal treatment, as torch's param_groups, with
+    `weight_decay` and `lr_scale`. names: of each parameter, the same on every mesh. seed: of the run."""
+
+    groups: Sequence[dict[str, Any]]
+    names: Mapping[nn.Parameter, str]
+    placements: Placements
+    seed: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the masters."""
+        return next((p.dtype for group in self.groups for p in group["params"]), torch.float32)
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer. build: makes it over parameters. moments: dtypes of the state tensors that have a matrix's shape,
+    for masters of a dtype. state_bytes: bytes of the state of some elements of a tensor, from the config, the dtype of
+    masters, the tensor's name, its whole shape, and the number of elements."""
+
+    build: Callable[[OptimizerConfig, ParameterSet], torch.optim.Optimizer]
+    moments: Callable[[OptimizerConfig, torch.dtype], tuple[torch.dtype, ...]]
+    state_bytes: Callable[[OptimizerConfig, torch.dtype, str, Sequence[int], int], int]
+
+
+def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
+    """Dtype of the optimizer's state for masters of this dtype; int8 stands for codes."""
+    return master if config.state_dtype == "auto" else {**DTYPES, "int8": torch.int8}[config.state_dtype]

@@ -1,0 +1,67 @@
+"""SGD: torch's own, or one whose momentum has another dtype than the parameters (optimizer.state_dtype).
+
+torch's keeps state in the parameter's dtype. The other computes an update in fp32 from stored state and parameter, one
+parameter at a time, and rounds both to nearest in their own dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.config.schema import OptimizerConfig
+from weft.engine.optim.kinds import OptimizerKind, ParameterSet, state_dtype
+from weft.parallel.mesh import local_shard
+
+
+class RoundedSGD(torch.optim.Optimizer):
+    """SGD with momentum in `state_dtype`; weight decay is added to the gradient, as in torch."""
+
+    def __init__(self, params: Any, state_dtype: torch.dtype, lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        self.state_dtype = state_dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, local_shard(parameter.grad).float(), group)
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, shard = self.state[parameter], local_shard(parameter)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        stored, weight = local_shard(state["momentum_buffer"]), shard.float()
+        gradient = gradient.add(weight, alpha=group["weight_decay"])
+        # From zero this is the first gradient itself, as in torch.
+        velocity = stored.float().mul_(group["momentum"]).add_(gradient)
+        shard.copy_(weight.add_(velocity, alpha=-group["lr"]))
+        stored.copy_(velocity)
+
+
+def build_sgd(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
+    """SGD, with momentum where config.momentum is above 0."""
+    state = state_dtype(config, parameters.dtype)
+    if config.momentum > 0 and state != parameters.dtype:
+        return RoundedSGD(parameters.groups, state, config.lr, config.momentum)
+    # The fused SGD kernel has no rule for DTensors.
+    return torch.optim.SGD(parameters.groups, lr=config.lr, momentum=config.momentum, foreach=True)
+
+
+def sgd_moments(config: OptimizerConfig, master: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtype of the momentum, if there is any."""
+    return (state_dtype(config, master),) * int(config.momentum > 0)
+
+
+def sgd_bytes(config: OptimizerConfig, master: torch.dtype, name: str, shape: Sequence[int], elements: int) -> int:
+    """Bytes of the momentum."""
+    return elements * sum(dtype.itemsize for dtype in sgd_moments(config, master))
+
+
+SGD = OptimizerKind(build_sgd, sgd_moments, sgd_bytes)

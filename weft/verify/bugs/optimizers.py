@@ -1,0 +1,37 @@
+"""Bugs of optimizers whose steps depend on more than one element."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.engine.optim.low_bit import has_codes
+from weft.verify.bugs import Original, Plant, bug
+
+
+@bug(
+    "B33", "weft.engine.optim.placement:Placements.max_",
+    "blocks of 8-bit state have the scales of the parts that each rank holds",
+    caught_by="weights after 3 steps", issue="bitsandbytes-foundation/bitsandbytes#2080", ranks=2,
+    needs="optimizer.state_dtype=int8, and a mesh that cuts blocks, such as mesh.tp=2 with rows that are no multiples "
+    "of 512",
+)  # fmt: skip
+def scales_of_shards(plant: Plant, original: Original, self: Any, x: Any) -> None:
+    before = x.clone()
+    original(self, x)
+    if not x.equal(before):
+        plant.hit()
+        x.copy_(before)
+
+
+@bug(
+    "B33", "weft.engine.optim.low_bit:LowBitAdamW._prepare",
+    "whether a tensor's state has 8 bits depends on the size of the rank's shard",
+    caught_by="weights after 3 steps", issue="pytorch/ao#4912", ranks=2, needs="optimizer.state_dtype=int8",
+)  # fmt: skip
+def codes_by_shard(plant: Plant, original: Original, self: Any, placement: Any, parameter: Any) -> Any:
+    info = original(self, placement, parameter)
+    if info.coded and not has_codes(placement.name, (sum(box.box.numel for box in placement.boxes) // 64, 64)):
+        plant.hit()
+        return replace(info, coded=False, scales=0, tiles=tuple(replace(tile, grid=None) for tile in info.tiles))
+    return info

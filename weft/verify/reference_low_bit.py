@@ -1,0 +1,82 @@
+"""The reference's AdamW with 8-bit state: the same lossy algorithm on whole tensors. Imports nothing of weft.
+
+State is kept decoded, in fp32. docs/explanation/exact.md and weft/engine/optim/low_bit.py have the formulas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class CodedAdamW(torch.optim.Optimizer):
+    """AdamW whose moments are rounded to codes of 8 bits after each step.
+
+    names: of parameters, for the random bits. coded: those whose state is in codes; others keep fp32.
+    """
+
+    def __init__(
+        self, groups: Any, names: Mapping[nn.Parameter, str], coded: Mapping[nn.Parameter, bool], *,
+        betas: tuple[float, float], eps: float, seed: int,
+    ) -> None:  # fmt: skip
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.names, self.coded, self.seed = names, coded, seed
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._one(parameter, group)
+
+    def _one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        g, state, (beta1, beta2) = parameter.grad, self.state[parameter], group["betas"]
+        assert g is not None
+        t = state["step"] = state.get("step", 0) + 1
+        m = state.get("exp_avg", torch.zeros_like(g)) * beta1 + g * (1 - beta1)
+        v = state.get("exp_avg_sq", torch.zeros_like(g)) * beta2 + g * g * (1 - beta2)
+        change = m / (v.sqrt() / math.sqrt(1 - beta2**t) + group["eps"]) * (group["lr"] / (1 - beta1**t))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change)
+        if self.coded[parameter]:
+            name = f"{self.seed}/{t}/{self.names[parameter]}".encode()
+            key = int.from_bytes(hashlib.blake2s(name, digest_size=4).digest(), "little")
+            m, v = rounded_first(m), rounded_second(v, bits(key, g.numel()).view(g.shape).to(g.device))
+        state["exp_avg"], state["exp_avg_sq"] = m, v
+
+
+def rounded_first(m: Tensor) -> Tensor:
+    """The first moment as its nearest code says: s c |c| / 127^2, c in -127..127, s the block's largest |m|."""
+    s = largest(m.abs())
+    c = (m.abs() / s.clamp(min=1e-37)).sqrt().mul(127.0).round().copysign(m)
+    return c * c.abs() * (s * (1 / 127.0**2))
+
+
+def rounded_second(v: Tensor, word: Tensor) -> Tensor:
+    """The second moment as a code next to it says: sqrt(v) = s c^2 / 255^2, c in 0..255, s the block's largest sqrt(v).
+    The low 16 bits of `word` decide between both neighbours."""
+    root = v.sqrt()
+    s = largest(root)
+    c = ((root / s.clamp(min=1e-37)).sqrt() * 255.0 + (word & 0xFFFF) * (1 / 65536)).floor()
+    root = torch.maximum(c, (root > 0).to(c)).clamp(max=255.0).square() * (s * (1 / 255.0**2))
+    return root.square()
+
+
+def largest(x: Tensor) -> Tensor:
+    """For each element, the largest one of its block: 256 along the last dimension, less at a row's end."""
+    blocks = [part.amax(-1, keepdim=True).expand_as(part) for part in x.split(256, -1)]
+    return torch.cat(blocks, -1)
+
+
+def bits(key: int, count: int) -> Tensor:
+    """32 random bits for each of `count` places, in int64."""
+    x = (torch.arange(count) & 0xFFFFFFFF) ^ key
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = x ^ (x >> shift)
+        x = (x * (factor & 0xFFFF) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
+    return x ^ (x >> 16)
