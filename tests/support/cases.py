@@ -30,7 +30,7 @@ from weft.launch.process import join
 from weft.models import hf
 from weft.recipes.verify import EPSILON
 from weft.verify import harness
-from weft.verify.documents import awkward_steps, special_ids
+from weft.verify.documents import awkward_steps, forest_steps, special_ids
 from weft.verify.expected import Expected, ReferenceTrainer, expect, with_noise, with_rounding
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents
@@ -172,14 +172,15 @@ def bytes_held(engine: Engine) -> tuple[int, int, int]:
 
 def parity(
     path: str, mesh: str, sections: dict[str, dict[str, Any]], device: Device = "cpu", steps: int = 3,
-    special: bool = False,
+    special: bool = False, trees: bool = False,
 ) -> Verdict | None:  # fmt: skip
     """The verdict of `weft verify`'s own function on this mesh; on rank 0. The reference is on the CPU. special: with
-    special_ids among the documents."""
+    special_ids among the documents. trees: of forest_steps."""
     with references_once():
         engine = open_engine(path, mesh, device=device, **sections)
         ids = special_ids(engine, path)[0] if special else []
-        return harness.verify(engine, path, awkward_steps(128, special=ids)[:steps], [1e-3] * steps)
+        shown = forest_steps(128) if trees else awkward_steps(128, special=ids)
+        return harness.verify(engine, path, shown[:steps], [1e-3] * steps)
 
 
 def pairs(suite: Sequence[tuple[Any, ...]], table: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -488,6 +488,11 @@ class StepConfig:
         "free",
         formerly="shapes",
     )
+    share_prefixes: Literal["auto", "off"] = key(
+        "Forward the equal beginnings of a group's documents once (answers to one prompt, a preference pair): `auto` "
+        "wherever this saves a step 5% of its tokens or more, `off` never.",
+        "auto",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

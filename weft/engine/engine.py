@@ -75,6 +75,15 @@ class _Unread:
     checksums: list[ReplicaChecksum]
 
 
+def _reason_apart(config: EngineConfig) -> str:
+    """What of this run makes every document's tokens its own, so that none are shared; empty for nothing."""
+    if config.lora is not None and config.lora.dropout:
+        return "lora.dropout draws other random numbers for every document"
+    if config.neftune_noise_alpha is not None:
+        return "the noise on embeddings differs from document to document"
+    return ""
+
+
 class Engine:
     """A sharded model that takes steps over sets of documents. Every method is called by all ranks together."""
 
@@ -125,7 +134,7 @@ class Engine:
         data_rank, has_cp = (self.mesh.loss_rank, self.mesh.loss_ranks), self.mesh.cp_size > 1
         self.planner = StepPlanner(
             config.step, data_rank, built, sharded.context, multiple, has_cp=has_cp,
-            end_marked=config.score is not None and config.score.end_marked,
+            end_marked=config.score is not None and config.score.end_marked, apart=_reason_apart(config),
         )  # fmt: skip
         self.pipeline, self.stages = sharded.pipeline, sharded.stages
         self._other_stages: OtherStages | None = None

@@ -27,6 +27,7 @@ from weft.launch.timing import waiting
 from weft.models.balance import Balance, Counted
 from weft.models.embedding_noise import EmbeddingNoise
 from weft.models.experts import find_experts
+from weft.models.train_module import OF_ROUTERS
 from weft.ops.divergence import Comparison
 from weft.ops.exact import numerics
 from weft.ops.head import KnownGrad
@@ -182,16 +183,29 @@ class Executor:
         first = received is None  # the first stage, which has embeddings and images
         media, placeholder, exchange = (row.media, row.placeholder, row.exchange) if first else (None, False, None)
         if balance is not None and balance.counting:  # the head computes nothing
-            row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
+            row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0], repeats=None)
+        # Documents with shared tokens read a prediction of these once, unless each asks for logits of its own.
+        repeats = row.repeats if chosen_NC is None and not comparisons else None
+        if repeats is not None:
+            row = replace(row, selected_N=row.selected_N[repeats.first_U], targets_N=row.targets_N[repeats.first_U])
+            if known_grad is not None:
+                known_grad = replace(known_grad, values_N=repeats.summed(known_grad.values_N))
         noise: AbstractContextManager[None] = nullcontext()
         if self._noise is not None and first and row.noise_keys_BT is not None and row.noise_sizes_BT is not None:
             noise = self._noise.adding(row.noise_keys_BT, row.noise_sizes_BT)
         tokens = row.real_tokens if row.real_K is None else row.real_K
         with self.load.counting(tokens, self.multiplicity_of(row)), noise:
-            return self.module(
+            outputs: dict[str, Tensor] = self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, readouts, known_grad,
                 balance, chosen_NC, media, placeholder, received, chunk, exchange, comparisons,
             )  # fmt: skip
+        if repeats is None:
+            return outputs
+        of_row = ("sent", *OF_ROUTERS)
+        return {
+            name: values if name in of_row else values.index_select(0, repeats.distinct_N)
+            for name, values in outputs.items()
+        }
 
     def multiplicity_of(self, row: Row) -> Tensor | None:
         """[T]: the number of documents that hold each token of the row; None if none is shared, or nothing counts

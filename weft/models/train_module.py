@@ -29,6 +29,8 @@ from weft.ops.divergence import Comparison, divergences
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
 from weft.ops.selected import selected_logits
 
+OF_ROUTERS = ("balance", "choices", "layers")  # outputs of TrainModule.forward that are not of single predictions
+
 
 class Head(nn.Module):
     """Computes per-token readouts from the last hidden states, without a [N, V] tensor."""
@@ -351,6 +353,6 @@ def _of_routers(logits: Sequence[Tensor] | None, balance: Balance) -> dict[str, 
     """The routers' readouts. logits: router logits of each layer with experts."""
     if not logits:
         return {}
-    if balance.counting:
+    if balance.counting:  # the names are OF_ROUTERS
         return {"choices": count_choices(logits, balance), "layers": torch.tensor(float(len(logits)))}
     return {"balance": balance_sum(logits, balance)}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,9 +183,20 @@ def attend(
     )  # fmt: skip
     for look in _watching:
         look(call)
-    run = _kernel(preference, call)
+    run = partial(attend_by_paths, _kernel(preference, call))
     out = run(call) if bounds.context is None else attend_in_context(call, bounds.context, run)
     return out.transpose(1, 2).contiguous(), None
+
+
+def attend_by_paths(run: Callable[[Call], Tensor], call: Call) -> Tensor:
+    """[B, H, T, E]: a kernel's result where documents may share their beginnings. The queries of a segment see the keys
+    of its path and its own, gathered here; the gather's backward adds up what siblings owe to a shared token."""
+    segments = call.bounds.segments
+    if segments is None:
+        return run(call)
+    device = call.key_BKTD.device
+    key, value = (x.index_select(2, segments.key_places(device)) for x in (call.key_BKTD, call.value_BKTE))
+    return run(replace(call, key_BKTD=key, value_BKTE=value, bounds=call.bounds.by_paths(device)))
 
 
 def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:

@@ -11,7 +11,7 @@ is one member of the ring. The number of a token is (document, position in the d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,18 @@ class Bounds:
     def longest_keys(self) -> int:
         return self.longest if self.key_lengths is None else max(self.key_lengths)
 
+    def by_paths(self, device: torch.device) -> Bounds:
+        """Bounds of the queries of segments, and of the keys of their paths; made once per row. last_seen: counts in
+        the gathered keys."""
+        if ("paths", device) not in self.cache:
+            assert self.segments is not None
+            bounds = Bounds.packed(self.lengths, device, self.segments.key_lengths)
+            if self.last_seen is not None:
+                bounds.last_seen = self.last_seen + self.segments.key_shift_T(device)
+            self.cache["paths", device] = bounds
+        paths: Bounds = self.cache["paths", device]
+        return paths
+
     @staticmethod
     def packed(lengths: tuple[int, ...], device: torch.device, key_lengths: tuple[int, ...] | None = None) -> Bounds:
         """Bounds of a packed row. Cumulative lengths are copied to the device only where kernels read them there."""
@@ -100,12 +112,14 @@ class ContextRow:
     """The shared documents of one row, over the ranks of its group.
 
     ranges_by_rank: for each rank, the ranges of tokens at the start of its row, ascending. whole_lengths: lengths of
-    the unshared documents, and of the padding, that follow on this rank.
+    the unshared documents, and of the padding, that follow on this rank; of their segments, if there are
+    whole_segments.
     """
 
     axis: CPAxis
     ranges_by_rank: tuple[tuple[TokenRange, ...], ...]
     whole_lengths: tuple[int, ...]
+    whole_segments: Segments | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -138,7 +152,7 @@ class ContextRow:
     def unshared_bounds(self, device: torch.device) -> Bounds:
         """The bounds of the unshared documents."""
         if "rest" not in self.cache:
-            self.cache["rest"] = Bounds.packed(self.whole_lengths, device)
+            self.cache["rest"] = replace(Bounds.packed(self.whole_lengths, device), segments=self.whole_segments)
         bounds: Bounds = self.cache["rest"]
         return bounds
 

@@ -9,6 +9,8 @@ key, or a whole hidden block, adds an exact zero, so the number of hidden keys d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,31 +68,51 @@ def _packed(call: Call) -> Tensor:
     """Sequences end to end in one batch entry; sequences with equally many blocks of keys run together."""
     query_THD, key_TKD, value_TKE = (x[0].transpose(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
     out_THE = value_TKE.new_empty(*query_THD.shape[:2], value_TKE.shape[-1])
-    for index_BT, real_BT in _document_indices(call.bounds, query_THD.device):
-        for part in _sequence_slices(len(index_BT), query_THD.shape[1], index_BT.shape[1]):
-            index, real = index_BT[part], real_BT[part]
-            out = _causal(call, *(x[index].transpose(1, 2) for x in (query_THD, key_TKD, value_TKE)))
-            out_THE[index[real]] = out.transpose(1, 2)[real]
+    for group in _document_indices(call.bounds, query_THD.device):
+        for part in _sequence_slices(len(group.query_BT), query_THD.shape[1], group.key_BS.shape[1]):
+            index, real = group.query_BT[part], group.real_BT[part]
+            query = query_THD[index].transpose(1, 2)
+            key, value = (x[group.key_BS[part]].transpose(1, 2) for x in (key_TKD, value_TKE))
+            before = None if group.before_B is None else group.before_B[part]
+            out_THE[index[real]] = _causal(call, query, key, value, before).transpose(1, 2)[real]
     return out_THE.transpose(0, 1)[None]
 
 
-def _document_indices(bounds: Bounds, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """For each group of documents padded to one length: ([B, T] index of each token in the row, [B, T] which tokens are
-    real)."""
+@dataclass(frozen=True)
+class _SequenceGroup:
+    """Sequences padded to one length. query_BT, key_BS: index of each token in the row, and of each key. real_BT: which
+    tokens are no padding. before_B: keys before the first token; None: 0 everywhere."""
+
+    query_BT: Tensor
+    real_BT: Tensor
+    key_BS: Tensor
+    before_B: Tensor | None
+
+
+def _document_indices(bounds: Bounds, device: torch.device) -> list[_SequenceGroup]:
+    """The groups of a row, made once."""
     if "exact" not in bounds.cache:
-        starts = [sum(bounds.lengths[:n]) for n in range(len(bounds.lengths))]
-        documents_by_blocks: dict[int, list[tuple[int, int]]] = {}
-        for start, length in zip(starts, bounds.lengths, strict=True):
-            documents_by_blocks.setdefault(-(-length // _KEYS), []).append((start, length))
-        bounds.cache["exact"] = [_group_indices(group, device) for group in documents_by_blocks.values()]
-    places: list[tuple[Tensor, Tensor]] = bounds.cache["exact"]
-    return places
+        key_lengths = bounds.key_lengths or bounds.lengths
+        starts, key_starts = (accumulate(lengths, initial=0) for lengths in (bounds.lengths, key_lengths))
+        by_blocks: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        for places in zip(starts, bounds.lengths, key_starts, key_lengths, strict=False):
+            by_blocks.setdefault((-(-places[3] // _KEYS), -(-places[1] // _KEYS)), []).append(places)
+        bounds.cache["exact"] = [_group_indices(group, device) for group in by_blocks.values()]
+    groups: list[_SequenceGroup] = bounds.cache["exact"]
+    return groups
 
 
-def _group_indices(documents: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    start_B1, length_B1 = torch.tensor(documents, device=device).T[..., None]
-    token_T = torch.arange(int(length_B1.max()), device=device)
-    return start_B1 + token_T.minimum(length_B1 - 1), token_T < length_B1
+def _group_indices(sequences: list[tuple[int, int, int, int]], device: torch.device) -> _SequenceGroup:
+    """sequences: (first token, tokens, first key, keys) of each, in the row."""
+    start_B1, length_B1, key_start_B1, keys_B1 = torch.tensor(sequences, device=device).T[..., None]
+    token_T, key_S = (torch.arange(int(x.max()), device=device) for x in (length_B1, keys_B1))
+    whole = all(tokens == keys for _, tokens, _, keys in sequences)
+    return _SequenceGroup(
+        start_B1 + token_T.minimum(length_B1 - 1),
+        token_T < length_B1,
+        key_start_B1 + key_S.minimum(keys_B1 - 1),
+        None if whole else (keys_B1 - length_B1)[:, 0],
+    )
 
 
 def _sequence_slices(sequences: int, heads: int, length: int) -> Iterator[slice]:
@@ -99,15 +121,20 @@ def _sequence_slices(sequences: int, heads: int, length: int) -> Iterator[slice]
     return (slice(start, start + step) for start in range(0, sequences, step))
 
 
-def _causal(call: Call, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
-    """Causal attention of all tokens of whole sequences."""
+def _causal(
+    call: Call, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, before_B: Tensor | None = None
+) -> Tensor:
+    """Causal attention of all tokens of whole sequences, or of those after the first before_B keys."""
     length, device = query_BHTD.shape[2], query_BHTD.device
+    most = 0 if before_B is None else int(before_B.max())
     out = []
     for start in range(0, length, _QUERIES):
         end = min(start + _QUERIES, length)
-        position_1T = torch.arange(start, end, device=device)[None]
-        keys, values = key_BKTD[:, :, :end], value_BKTE[:, :, :end]
-        out.append(_attend(call, query_BHTD[:, :, start:end], keys, values, position_1T))
+        position_BT = torch.arange(start, end, device=device)[None]
+        if before_B is not None:
+            position_BT = position_BT + before_B[:, None]
+        keys, values = key_BKTD[:, :, : most + end], value_BKTE[:, :, : most + end]
+        out.append(_attend(call, query_BHTD[:, :, start:end], keys, values, position_BT))
     return torch.cat(out, 2)
 
 

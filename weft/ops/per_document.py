@@ -40,21 +40,26 @@ def per_document(call: Call) -> Tensor:
 
 
 def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
-    """Attention of documents with more keys than queries; the queries are a document's last tokens."""
-    query = call.query_BHTD.split(list(lengths), 2)
-    key, value = (x.split(list(key_lengths), 2) for x in (call.key_BKTD, call.value_BKTE))
-    parts = [
-        _single(call, q, k, v) if q.shape[2] == k.shape[2] else _InBlocks.apply(q, k, v, call.sinks_H, call)
-        for q, k, v in zip(query, key, value, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    """Attention of documents with more keys than queries; the queries are a document's last tokens. Neighbours of equal
+    lengths run as one batch."""
+    runs = [(sizes, len(list(same))) for sizes, same in groupby(zip(lengths, key_lengths, strict=True))]
+    query = call.query_BHTD.split([queries * count for (queries, _), count in runs], 2)
+    key, value = (x.split([keys * count for (_, keys), count in runs], 2) for x in (call.key_BKTD, call.value_BKTE))
+    parts = []
+    for (sizes, count), tensors in zip(runs, zip(query, key, value, strict=True), strict=True):
+        q, k, v = (x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in tensors)
+        out = _single(call, q, k, v) if sizes[0] == sizes[1] else _InBlocks.apply(q, k, v, call.sinks_H, call)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None].transpose(1, 2)
 
 
 def _with_images(call: Call, last_T: Tensor) -> Tensor:
     """Attention of documents in which tokens of an image see later ones of it, one document at a time."""
     lengths = list(call.bounds.lengths)
-    parts = zip(*(x.split(lengths, 2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)), strict=True)
-    starts = accumulate(lengths, initial=0)
+    key_lengths = list(call.bounds.key_lengths or lengths)
+    tensors = ((call.query_BHTD, lengths), (call.key_BKTD, key_lengths), (call.value_BKTE, key_lengths))
+    parts = zip(*(x.split(sizes, 2) for x, sizes in tensors), strict=True)
+    starts = accumulate(key_lengths, initial=0)
     lasts = [last - start for last, start in zip(last_T.split(lengths), starts, strict=False)]
     results = [_explicit(call, q, k, v, call.sinks_H, last) for (q, k, v), last in zip(parts, lasts, strict=True)]
     return torch.cat(results, 2)

@@ -7,6 +7,7 @@ children. Padding is a segment of no document. T tokens of the row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -112,11 +113,39 @@ class Segments:
             self.cache["segment", device] = _on(segments, device)
         return self.cache["segment", device]
 
+    def key_shift_T(self, device: torch.device) -> Tensor:
+        """[T] int32: how much further back each token lies in key_places, among the keys of its own segment."""
+        if ("shift", device) not in self.cache:
+            firsts = accumulate(self.key_lengths, initial=0)
+            shifts = [a + before - b for a, before, b in zip(firsts, self.before, self.starts, strict=False)]
+            counts = torch.tensor(self.lengths)
+            self.cache["shift", device] = _on(torch.tensor(shifts, dtype=torch.int32).repeat_interleave(counts), device)
+        return self.cache["shift", device]
+
     def after(self, first: int) -> Segments:
         """The segments from `first` on, as a row of their own; no path may begin before."""
         documents = tuple(segment - first for segment in self.last_segments if segment >= first)
         parents = tuple(ROOT if parent == ROOT else parent - first for parent in self.parents[first:])
         return Segments(self.lengths[first:], parents, documents)
+
+    def padded(self, tokens: int) -> Segments:
+        """With a segment of padding at the end; the same without tokens."""
+        if not tokens:
+            return self
+        return Segments((*self.lengths, tokens), (*self.parents, ROOT), self.last_segments)
+
+    def behind(self, pieces: Sequence[int], lengths: Sequence[int]) -> Segments:
+        """With documents in front that share nothing, of which a row has some pieces.
+
+        pieces: number of each document's pieces, which become a path. lengths: of all segments of the new row.
+        """
+        parents, documents = list[int](), list[int]()
+        for count in pieces:
+            parents += [ROOT, *range(len(parents), len(parents) + count - 1)]
+            documents.append(len(parents) - 1)
+        first = len(parents)
+        parents += [ROOT if parent == ROOT else parent + first for parent in self.parents]
+        return Segments(tuple(lengths), tuple(parents), (*documents, *(last + first for last in self.last_segments)))
 
     def _cached(self, name: str, segments: range | tuple[int, ...], device: torch.device) -> Tensor:
         if (name, device) not in self.cache:

@@ -29,7 +29,7 @@ from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
 from weft.rl.trainer import TrainerRank
 from weft.terminal import counted
-from weft.verify.documents import awkward_steps, special_ids
+from weft.verify.documents import awkward_steps, forest_steps, special_ids
 from weft.verify.harness import Verdict, verify
 from weft.verify.image_documents import steps_for
 from weft.verify.narrow import compare_as_configured
@@ -104,6 +104,8 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     engine = Engine(EngineConfig.from_config(exact), ranks, readouts=() if objective is None else objective.readouts)
     special, remark = special_ids(engine, subject.path)
     steps = awkward_steps(hf.vocabulary_size(subject.path), special=special)
+    if not engine.planner.apart:
+        steps += forest_steps(hf.vocabulary_size(subject.path))[:1]
     shown, images, image_plan = steps_for(engine, subject.path, steps)
     verdict = verify(engine, subject.path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)
     if verdict is not None and remark:

@@ -19,6 +19,7 @@ from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import ImageOpener
 from weft.engine.batch.document import Document, MeasuredDocuments, Measures
 from weft.engine.batch.media import Media
+from weft.engine.batch.prefixes import TokenKeys
 from weft.engine.batch.replay import align_routes
 from weft.inference.types import Flags, Floats, Prompt, Sample, SampleGroup
 from weft.rl.corrections import comparable
@@ -50,6 +51,18 @@ class _Samples(MeasuredDocuments):
             videos=np.zeros(len(images), np.bool_),
         )
 
+    def groups(self) -> list[int | None]:
+        """Samples of one prompt are a group: their equal beginnings are forwarded once."""
+        numbers: dict[str, int] = {}
+        return [numbers.setdefault(sample.prompt.id, len(numbers)) for sample in self.samples]
+
+    def token_keys(self, index: int) -> TokenKeys | None:
+        sample = self.samples[index]
+        if sample.images is not None:
+            return None
+        tokens, routes = sample.tokens[:, None].astype(np.int64), self._routes(sample)
+        return tokens if routes is None else np.concatenate([tokens, routes.flatten(1).long().numpy()], 1)
+
     def source(self, index: int) -> str:
         sample = self.samples[index]
         return f"sample {sample.id}" + (f" ({sample.prompt.source})" if sample.prompt.source else "")
@@ -65,6 +78,7 @@ class _Samples(MeasuredDocuments):
         weighed = [trained_tokens(self.samples[index]) * self._weights[index] for index in indices]
         weights = _column(weighed, np.float32)
         columns = {name: _column(arrays, np.float32) for name, arrays in self.arrays(chosen).items()}
+        groups = self.groups()
         return {
             index: Document(
                 tokens=tokens[position],
@@ -73,6 +87,7 @@ class _Samples(MeasuredDocuments):
                 routes=self._routes(chosen[position]),
                 source=self.source(index),
                 media=self._media(chosen[position]),
+                group=groups[index],
             )
             for position, index in enumerate(indices)
         }

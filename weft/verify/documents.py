@@ -39,6 +39,26 @@ def awkward_steps(
     return [documents, single, three]
 
 
+def forest_steps(vocabulary: int, seed: int = 1) -> list[list[Document]]:
+    """Three steps of documents that begin alike: with branches inside of branches, suffixes of one token and of none,
+    equal documents, one that is another's beginning, and trained tokens in what they share; a pair; two prompts.
+
+    Beginnings and suffixes are longer than small windows and chunks (16).
+    """
+    source = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [source.randrange(3, vocabulary) for _ in range(count)]
+
+    prompt, other, turn, answer = tokens(23), tokens(9), tokens(5), tokens(19)
+    beginnings = [prompt] * 3 + [prompt + turn] * 3 + [prompt + turn + answer[:4]] * 2
+    suffixes = [tokens(1), [], answer, tokens(17), answer, tokens(6), tokens(2), tokens(11)]
+    forest = [*map(list.__add__, beginnings, suffixes), prompt + answer, tokens(13)]
+    pair = [prompt + answer, prompt + tokens(8)]
+    prompts = [beginning + tokens(count) for beginning, count in ((prompt, 4), (other, 21), (prompt, 18), (other, 3))]
+    return [[(ids, [source.choice([0.0, 0.5, 1.0]) for _ in ids]) for ids in step] for step in (forest, pair, prompts)]
+
+
 def boundary_ids(vocabulary: int, ranks: int) -> list[int]:
     """The first and the last id of each shard of a vocabulary that 1 to `ranks` ranks divide, the shards of `ranks`
     first. Random documents have hardly any of them, and an error at the border of a shard shows in no other token."""

@@ -150,9 +150,12 @@ def _documents_after_cut(plan: StepPlan) -> int:
 
 
 def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[dict[int, Document], list[DocumentMeta]]:
-    """(Documents of a step by index, their metadata). images: by the token ids of their documents."""
+    """(Documents of a step by index, their metadata). They are one group, which shares beginnings. images: by the token
+    ids of their documents."""
     documents = {
-        index: Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=_media(engine, ids, images))
+        index: Document(
+            torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=_media(engine, ids, images), group=0
+        )
         for index, (ids, mask) in enumerate(step)
     }
     return documents, engine.planner.metadata(documents.values())

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, overload
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.engine.batch.media import Media
+from weft.engine.batch.prefixes import Path, TokenKeys, shared_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,9 @@ class DocumentMeta:
 
     length: tokens. omitted: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
     tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: number of a group of
-    documents; plans do not use it yet. cost: estimated FLOPs, in any unit. routed: whether it carries routes. patches:
-    of its images, in the vision tower. tower_tokens: tokens that take as much memory as these patches.
+    documents, whose equal beginnings are forwarded once. cost: estimated FLOPs, in any unit. routed: whether it carries
+    routes. patches: of its images, in the vision tower. tower_tokens: tokens that take as much memory as these patches.
+    path: what it shares with others of its group (prefixes.py); empty: nothing.
     """
 
     length: int
@@ -36,6 +39,7 @@ class DocumentMeta:
     omitted: int = 0
     patches: int = 0
     tower_tokens: int = 0
+    path: Path = ()
 
     @property
     def read(self) -> int:
@@ -77,6 +81,18 @@ class Document:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
+    def token_keys(self) -> TokenKeys | None:
+        """What must be equal for a token to be shared with another document of its group: the token, its position, its
+        experts. None if it shares nothing."""
+        if self.media is not None:
+            return None
+        columns = [self.tokens[:, None]]
+        if self.positions is not None:
+            columns.append(self.positions.reshape(-1, len(self)).T)
+        if self.routes is not None:
+            columns.append(self.routes.flatten(1))
+        return torch.cat([column.long() for column in columns], 1).numpy()
+
     def meta(self, cost: float = 0.0, omitted: int = 0, tower_tokens: int = 0) -> DocumentMeta:
         """This document's metadata. cost, omitted, tower_tokens: as in DocumentMeta."""
         predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
@@ -94,8 +110,7 @@ class Document:
 
 
 class Measures(NamedTuple):
-    """The fields of DocumentMeta, Media.pairs and Media.has_videos, for several documents without groups, each
-    [documents]."""
+    """The fields of DocumentMeta, Media.pairs and Media.has_videos, for several documents, each [documents]."""
 
     length: NDArray[np.int64]
     weight: NDArray[np.float64]
@@ -120,6 +135,14 @@ class MeasuredDocuments(Sequence[Document]):
     @abstractmethod
     def build(self, index: int) -> Document:
         """The document of this index, from 0."""
+
+    def groups(self) -> Sequence[int | None]:
+        """The group of each document."""
+        return [None] * len(self)
+
+    def token_keys(self, index: int) -> TokenKeys | None:
+        """Document.token_keys of a document of a group; on every rank, so it should need less than the document."""
+        return self.build(index).token_keys()
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
         """index -> document."""
@@ -149,6 +172,13 @@ class Chosen(MeasuredDocuments):
             all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen],
             all_of.patches[chosen], all_of.pairs[chosen], all_of.videos[chosen],
         )  # fmt: skip
+
+    def groups(self) -> Sequence[int | None]:
+        groups = self._documents.groups()
+        return [groups[index] for index in self._indices]
+
+    def token_keys(self, index: int) -> TokenKeys | None:
+        return self._documents.token_keys(self._indices[index])
 
     def source(self, index: int) -> str:
         return self._documents.source(self._indices[index])
@@ -195,10 +225,27 @@ class Costs:
     images: Callable[[int, int], tuple[float, int]]
 
 
-def document_metadata(documents: Collection[Document], costs: Costs) -> list[DocumentMeta]:
-    """The metadata of each document."""
-    if not isinstance(documents, MeasuredDocuments):
-        return [_meta(document, costs) for document in documents]
+def document_metadata(
+    documents: Collection[Document], costs: Costs, shares: Callable[[int], bool] | None = None
+) -> list[DocumentMeta]:
+    """The metadata of each document. shares: length -> whether a document of that length may share its beginning with
+    others of its group; None: none does."""
+    if isinstance(documents, MeasuredDocuments):
+        metadata, groups, keys = _measured(documents, costs), documents.groups(), documents.token_keys
+    else:
+        sequence = list(documents)
+        metadata = [_meta(document, costs) for document in sequence]
+        groups, keys = [document.group for document in sequence], lambda index: sequence[index].token_keys()
+    if shares is None or all(group is None for group in groups):
+        return metadata
+    groups = [group if shares(meta.length) else None for group, meta in zip(groups, metadata, strict=True)]
+    for index, path in shared_paths(groups, [meta.read for meta in metadata], keys).items():
+        priced = tuple(node._replace(cost=costs.tokens(node.end)) for node in path)
+        metadata[index] = replace(metadata[index], group=groups[index], path=priced)
+    return metadata
+
+
+def _measured(documents: MeasuredDocuments, costs: Costs) -> list[DocumentMeta]:
     columns = documents.measures()
     lengths, patches, pairs = columns.length.tolist(), columns.patches.tolist(), columns.pairs.tolist()
     omitted = [costs.omitted(length) for length in lengths]
@@ -208,7 +255,7 @@ def document_metadata(documents: Collection[Document], costs: Costs) -> list[Doc
         for length, unread, (tower, _) in zip(lengths, omitted, towers, strict=True)
     ]
     rows = zip(
-        lengths, columns.weight.tolist(), columns.loss_tokens.tolist(), [None] * len(lengths), flops,
+        lengths, columns.weight.tolist(), columns.loss_tokens.tolist(), documents.groups(), flops,
         columns.routed.tolist(), omitted, patches, [tokens for _, tokens in towers],
         strict=True,
     )  # fmt: skip

@@ -6,7 +6,8 @@ row whose documents mesh.cp cuts; labels were shifted before, so that they are c
 
 B batch, T tokens of the row, K tokens of its documents, M tokens of this rank, N predictions that are read. Prediction
 i is made at position selected_N[i] of targets_N[i], the next token of the same document; weights and arrays are the
-target's.
+target's. Where documents share their beginning, a token of the row belongs to several of them: each has predictions of
+its own, so that positions repeat. U predictions of the row are distinct.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -34,11 +35,41 @@ from weft.models.families.family import Layout
 from weft.models.vision import Vision
 from weft.ops.attention_call import Bounds, ContextRow
 from weft.ops.communicator import CPAxis, FeatureExchange
+from weft.ops.segments import Segments
 from weft.ops.shared_documents import SharedDocuments
 from weft.parallel.cp.split import Interval
 
 # The token of padding. The embedding of 0 is often all zeros, where a standard deviation has no gradient (gemma3n).
 PADDING = 1
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Predictions of one token at one position, by several documents. first_U: index of the first of each, among the
+    N predictions. distinct_N: index of each prediction in first_U."""
+
+    first_U: Tensor
+    distinct_N: Tensor
+
+    @staticmethod
+    def find(selected_N: Tensor, targets_N: Tensor) -> Repeats | None:
+        """None if all predictions are distinct."""
+        pairs = torch.stack([selected_N, targets_N])
+        _, distinct_N = pairs.unique(dim=1, return_inverse=True)
+        count = int(distinct_N.max()) + 1 if len(distinct_N) else 0
+        if count == len(distinct_N):
+            return None
+        first_U = torch.full((count,), len(distinct_N)).scatter_reduce(
+            0, distinct_N, torch.arange(len(distinct_N)), "amin"
+        )
+        return Repeats(first_U, distinct_N)
+
+    def summed(self, values_N: Tensor) -> Tensor:
+        """[U] sums over the predictions that are alike."""
+        return values_N.new_zeros(len(self.first_U)).index_add(0, self.distinct_N, values_N)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Repeats:
+        return Repeats(move(self.first_U), move(self.distinct_N))
 
 
 @dataclass(frozen=True)
@@ -56,6 +87,7 @@ class Row:
     document_N: Tensor  # index in `documents`
     token_N: Tensor  # index of the target in its document
     arrays: dict[str, Tensor]  # of the documents, each [N]
+    repeats: Repeats | None = field(default=None, kw_only=True)  # None: predictions are distinct
     # Tokens, over the flattened row.
     owner_M: Tensor | None  # index in `documents`, -1 for padding; None unless requested
     routes: Tensor | None  # [M, layers, k], -1 for none; None if no document has any
@@ -80,7 +112,10 @@ class Row:
         bounds = self.bounds
         if not bounds.padded:
             bounds = replace(
-                Bounds.packed(bounds.lengths, device), firsts=self.bounds.firsts, context=self.bounds.context
+                Bounds.packed(bounds.lengths, device),
+                firsts=self.bounds.firsts,
+                context=self.bounds.context,
+                segments=self.bounds.segments,
             )
         if self.bounds.last_seen is not None:
             bounds = replace(bounds, last_seen=self.bounds.last_seen.to(device, non_blocking=True))
@@ -94,6 +129,8 @@ class Row:
             changed["media"] = {name: move(value) for name, value in self.media.items()}
         if self.exchange is not None:
             changed["exchange"] = self.exchange.moved(move)
+        if self.repeats is not None:
+            changed["repeats"] = self.repeats.moved(move)
         return replace(self, **changed, shared=None if self.shared is None else self.shared.moved(move))
 
 
@@ -109,29 +146,36 @@ def build_row(
     vision: Vision | None = None,
     images: bool = False,
     noise: StepNoise | None = None,
+    segments: Segments | None = None,
 ) -> Row:
     """Lay out documents for one forward, on the host.
 
     read: tokens of each document that the forward reads: all, or all but the last. length: T with padding. every_token:
     predict all tokens, not only those with a weight. owners: fill owner_M. vision: of the model, if it takes images.
-    images: whether some rank's row of this micro-batch has images. noise: that embeddings get. A row without documents
-    holds padding, so that every rank runs the same collectives.
+    images: whether some rank's row of this micro-batch has images. noise: that embeddings get. segments: of the
+    documents, without padding, if they share tokens. A row without documents holds padding, so that every rank runs the
+    same collectives.
     """
     chosen = [documents[index] for index in indices]
-    starts = document_offsets(read, length, layout)
+    used = sum(read if segments is None else segments.lengths)
+    places = _TokenIndex.of_documents(document_offsets(read, length, layout), read)
     if layout == "packed":
-        tail = length - sum(read)
-        assert tail >= 0, f"documents of {sum(read)} tokens in a row of {length}"
-        all_lengths = tuple(read) + ((tail,) if tail else ())
-        shape, bounds = (1, length), Bounds.packed(all_lengths, torch.device("cpu"))
+        tail = length - used
+        assert tail >= 0, f"documents of {used} tokens in a row of {length}"
+        lengths = (*(read if segments is None else segments.lengths), *([tail] if tail else []))
+        shape, bounds = (1, length), Bounds.packed(lengths, torch.device("cpu"))
+        if segments is not None:
+            bounds.segments = segments if not tail else segments.padded(tail)
+            places = replace(places, row_K=segments.document_places(torch.device("cpu")))
     else:
         shape = (max(1, len(chosen)), length)
         bounds = Bounds((length,) * shape[0], padded=True)
     if vision is not None and vision.both_ways and any(document.media for document in chosen):
-        bounds.last_seen = _last_seen(chosen, vision, read, length)
-    places = _TokenIndex.of_documents(starts, read)
+        bounds.last_seen = _last_seen(chosen, vision, places, read, length)
     ids = torch.full((shape[0] * length,), PADDING)
-    ids[places.row_K] = _joined([d.tokens[:count] for d, count in zip(chosen, read, strict=True)], torch.int64)
+    tokens_K = _joined([d.tokens[:count] for d, count in zip(chosen, read, strict=True)], torch.int64)
+    ids[places.row_K] = tokens_K
+    assert segments is None or torch.equal(ids[places.row_K], tokens_K), "documents share tokens that are not equal"
     owner_M = torch.full((ids.numel(),), -1)
     owner_M[places.row_K] = places.document_K
     media: dict[str, Any] = {}
@@ -141,15 +185,15 @@ def build_row(
     return Row(
         documents=tuple(indices),
         input_ids_BT=ids.view(shape),
-        position_ids_BT=build_positions(chosen, places, starts, read, shape, layout),
+        position_ids_BT=build_positions(chosen, places, read, shape, layout),
         bounds=bounds,
         owner_M=owner_M if owners else None,
-        routes=_routes(chosen, starts, read, ids.numel()),
-        real_tokens=sum(read),
+        routes=_routes(chosen, places, read, ids.numel()),
+        real_tokens=used,
         real_K=None if layout == "packed" else places.row_K,
         **({} if noise is None else _noise(indices, chosen, places, shape, noise)),
         **media,
-        **shift_labels(chosen, starts, every_token),
+        **shift_labels(chosen, places, read, every_token, repeated=segments is not None),
     )
 
 
@@ -186,23 +230,25 @@ def _noise(
     return {"noise_keys_BT": keys.view(shape), "noise_sizes_BT": sizes.view(shape)}
 
 
-def _last_seen(documents: Sequence[Document], vision: Vision, read: Sequence[int], length: int) -> Tensor:
+def _last_seen(
+    documents: Sequence[Document], vision: Vision, places: _TokenIndex, read: Sequence[int], length: int
+) -> Tensor:
     """Bounds.last_seen of a packed row."""
     last = torch.arange(length, dtype=torch.int32)
-    for document, count, start in zip(documents, read, accumulate(read, initial=0), strict=False):
+    for document, row_T in zip(documents, places.row_K.split(list(read)), strict=True):
         if document.media is not None:
-            last[start : start + count] = start + vision.last_seen(document.tokens[:count])
+            last[row_T] = row_T[vision.last_seen(document.tokens[: len(row_T)]).long()].int()
     return last
 
 
-def _routes(documents: Sequence[Document], starts: Sequence[int], read: Sequence[int], tokens: int) -> Tensor | None:
+def _routes(documents: Sequence[Document], places: _TokenIndex, read: Sequence[int], tokens: int) -> Tensor | None:
     shapes = [document.routes.shape[1:] for document in documents if document.routes is not None]
     if not shapes:
         return None
     routes = torch.full((tokens, *shapes[0]), -1, dtype=torch.int16)
-    for start, count, document in zip(starts, read, documents, strict=True):
+    for row_T, document in zip(places.row_K.split(list(read)), documents, strict=True):
         if document.routes is not None:
-            routes[start : start + count] = document.routes[:count]
+            routes[row_T] = document.routes[: len(row_T)].to(torch.int16)
     return routes
 
 
@@ -216,7 +262,6 @@ def document_offsets(read: Sequence[int], length: int, layout: Layout) -> list[i
 def build_positions(
     documents: Sequence[Document],
     places: _TokenIndex,
-    starts: Sequence[int],
     read: Sequence[int],
     shape: tuple[int, int],
     layout: Layout,
@@ -226,32 +271,43 @@ def build_positions(
         positions = torch.arange(shape[1]).repeat(shape[0])
     else:
         # Padding gets no position beyond those of documents: some rotary tables depend on the row's largest position.
-        highest, used = max([2, *read]), sum(read)
+        highest, used = max([2, *read]), int(places.row_K.max()) + 1 if len(places.row_K) else 0
         positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
     positions[places.row_K] = places.token_K
     if any(document.positions is not None and document.positions.ndim == 2 for document in documents):
         positions = positions.repeat(3, 1)  # in time, height and width; equal for text
-    for start, count, document in zip(starts, read, documents, strict=True):
+    for row_T, document in zip(places.row_K.split(list(read)), documents, strict=True):
         if document.positions is not None:
-            positions[..., start : start + count] = document.positions[..., :count]
+            positions[..., row_T] = document.positions[..., : len(row_T)]
     return positions.view(*positions.shape[:-1], *shape)
 
 
-def shift_labels(documents: Sequence[Document], starts: Sequence[int], every_token: bool) -> dict[str, Any]:
-    """Shift labels within each document: position t predicts token t + 1, and the last position predicts nothing."""
-    places = _TokenIndex.of_documents(starts, [len(d) for d in documents])
+def shift_labels(
+    documents: Sequence[Document], places: _TokenIndex, read: Sequence[int], every_token: bool, *, repeated: bool
+) -> dict[str, Any]:
+    """Shift labels within each document: position t predicts token t + 1, and the last position predicts nothing.
+
+    places: of the tokens that a forward reads. repeated: whether documents share tokens.
+    """
+    counts = [len(document) for document in documents]
+    targets = _TokenIndex.of_documents([0] * len(counts), counts)
+    first_D = torch.tensor([0, *accumulate(read)], dtype=torch.int64)
     weights = _joined([d.weights for d in documents], torch.float32)
-    predicted = places.token_K > 0
+    predicted = targets.token_K > 0
     chosen = (predicted if every_token else predicted & (weights != 0)).nonzero().flatten()
     names = documents[0].arrays if documents else ()
     arrays = {name: torch.cat([d.arrays[name] for d in documents])[chosen] for name in names}
+    document_N, token_N = targets.document_K[chosen], targets.token_K[chosen]
+    selected_N = places.row_K[first_D[document_N] + token_N - 1]
+    targets_N = _joined([d.tokens for d in documents], torch.int64)[chosen]
     return {
-        "selected_N": places.row_K[chosen] - 1,
-        "targets_N": _joined([d.tokens for d in documents], torch.int64)[chosen],
+        "selected_N": selected_N,
+        "targets_N": targets_N,
         "weights_N": weights[chosen],
-        "document_N": places.document_K[chosen],
-        "token_N": places.token_K[chosen],
+        "document_N": document_N,
+        "token_N": token_N,
         "arrays": arrays if documents else _no_arrays(weights),
+        "repeats": Repeats.find(selected_N, targets_N) if repeated else None,
     }
 
 
@@ -266,34 +322,43 @@ def _no_arrays(like: Tensor) -> dict[str, Tensor]:
 def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis) -> Row:
     """This rank's part of a packed row of whole documents, which was built without padding."""
     pieces = plan.pieces[micro_batch][rank]
-    lengths_read = [plan.documents[index].read for index in row.documents]
-    offsets = accumulate(lengths_read, initial=0)
+    shared = plan.shared_documents(micro_batch, rank)
+    cut = [intervals for index, intervals in zip(row.documents, pieces, strict=True) if index in shared]
+    reads = [plan.documents[index].read for index in row.documents]
+    # Cut documents come first in a row; whole documents and the padding follow.
     ranges_of_row = [
         torch.arange(offset + start, offset + stop)
-        for intervals, offset in zip(pieces, offsets, strict=False)
+        for intervals, offset in zip(cut, accumulate(reads, initial=0), strict=False)
         for start, stop in intervals
     ]
+    whole = torch.arange(sum(reads[: len(cut)]), row.real_tokens)
     # [M]: for each of this rank's tokens, in the order of its row, the index in the row of whole documents.
-    indices_M = torch.cat(ranges_of_row) if ranges_of_row else torch.zeros(0, dtype=torch.int64)
+    indices_M = torch.cat([*ranges_of_row, whole])
     length = plan.row_length(micro_batch, rank)
     padding = length - len(indices_M)
-    chosen_N, selected_N = local_predictions(row.selected_N, indices_M, sum(lengths_read))
-    lengths = [stop - start for intervals in pieces for start, stop in intervals] + ([padding] if padding else [])
-    first_positions = [start for intervals in pieces for start, _ in intervals] + ([0] if padding else [])
+    chosen_N, selected_N = local_predictions(row.selected_N, indices_M, row.real_tokens)
+    intervals_here = [interval for intervals in cut for interval in intervals]
+    tail = [padding] if padding else []
+    whole_lengths = [*(row.bounds.segments or row.bounds).lengths[len(cut) :], *tail]
+    lengths = [stop - start for start, stop in intervals_here] + whole_lengths
     bounds = Bounds.packed(tuple(lengths), torch.device("cpu"))
-    bounds.firsts = tuple(first_positions)
+    before = [0] * len(whole_lengths)
+    if row.bounds.segments is not None:
+        before[: len(before) - len(tail)] = row.bounds.segments.before[len(cut) :]
+    bounds.firsts = (*(start for start, _ in intervals_here), *before)
+    if row.bounds.segments is not None:
+        bounds.segments = row.bounds.segments.after(len(cut)).padded(padding).behind([len(i) for i in cut], lengths)
     if row.bounds.last_seen is not None:
         bounds.last_seen = local_last_seen(row.bounds.last_seen, indices_M, padding)
-    shared = plan.shared_documents(micro_batch, rank)
     if shared:
         slot = {document: n for n, document in enumerate(shared)}
         ranges = tuple(
             tuple((slot[d], *interval) for d, intervals in documents.items() if d in slot for interval in intervals)
             for documents in plan.ranges_by_rank(micro_batch, rank)
         )
-        # In a row, whole documents and the padding follow the shared documents.
-        whole_lengths = [part[0][1] for d, part in zip(row.documents, pieces, strict=True) if d not in slot]
-        bounds.context = ContextRow(axis, ranges, (*whole_lengths, *([padding] if padding else [])))
+        segments = bounds.segments
+        whole_segments = None if segments is None else segments.after(len(intervals_here))
+        bounds.context = ContextRow(axis, ranges, tuple(whole_lengths), whole_segments)
     routes = row.routes
     if routes is not None:
         routes = torch.cat([routes[indices_M], routes.new_full((padding, *routes.shape[1:]), -1)])
@@ -319,6 +384,7 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis)
         if row.noise_sizes_BT is None
         else _padded(row.noise_sizes_BT[:, indices_M], torch.zeros(padding)),
         shared=_shared_documents(row.documents, pieces, shared, axis) if shared else None,
+        repeats=Repeats.find(selected_N, row.targets_N[chosen_N]) if row.repeats is not None else None,
     )
 
 
@@ -458,11 +524,13 @@ class RowBuilder:
             self.replay.check(documents[index])
         documents = {index: self._placed(documents[index]) for index in indices}
         read = [plan.documents[index].read for index in indices]
-        length = sum(read) if plan.pieces else plan.row_length(micro_batch, self.rank)
+        segments = plan.segments(micro_batch, self.rank)
+        whole = sum(read if segments is None else segments.lengths)
+        length = whole if plan.pieces else plan.row_length(micro_batch, self.rank)
         row = build_row(
             indices, documents, read=read, length=length, layout=self.layout, every_token=every_token,
             owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),
-            noise=noise,
+            noise=noise, segments=segments,
         )  # fmt: skip
         row = replace(row, checksums=document_checksums(row, plan, documents, micro_batch, self.rank, self.same))
         if plan.pieces:

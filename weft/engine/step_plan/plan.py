@@ -4,13 +4,14 @@ A pure function of the documents' metadata, so that all ranks compute the same p
 documents are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). Documents that are longer than a
 row may be cut over the rows of one micro-batch (parallel/cp/split.py). FSDP synchronises the ranks in every
 micro-batch, so a step takes the sum over k of the maximum over r of the cost of row (k, r). The plan keeps that low.
+Documents that share a beginning are dealt together, as far as that lowers the time (step_plan/trees.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal
 
@@ -27,11 +28,14 @@ from weft.engine.batch.document import (
 from weft.engine.batch.media import ImageRoom
 from weft.engine.build import BuiltModel
 from weft.engine.step_plan.packing import pack, pack_padded
+from weft.engine.step_plan.trees import PlanItem, items_of, segments_of, tree_cost
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.families.family import Layout
 from weft.models.flops import document_flops, tower_flops
+from weft.ops.attention import ADAPTERS
 from weft.ops.communicator import CPAxis
+from weft.ops.segments import Segments
 from weft.parallel.cp.split import CPGroup, Interval, assign
 
 Shapes = Literal["free", "buckets", "fixed"]
@@ -43,6 +47,10 @@ _BUCKETS_PER_OCTAVE = 8
 _SHORTEST_ROW = 2
 # Costs become integers of so many bits, so that sums over 2**30 documents fit 63 bits.
 _COST_BITS = 32
+# Trees must leave out this share of a step's tokens, because attention takes a little longer by segments.
+_LEAST_SAVING = 0.05
+# A plan this close to the shortest possible time is not improved by splitting trees.
+_EVEN = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +145,41 @@ class StepPlan:
             cost=math.fsum(d.cost for d in self.documents),
         )
 
+    def segments(self, micro_batch: int, rank: int) -> Segments | None:
+        """The segments of a row of whole documents, without padding; None if its documents share no tokens. Documents
+        that are cut come first, and share none."""
+        row = self.rows[micro_batch][rank]
+        documents = [self.documents[index] for index in row]
+        if not any(document.path for document in documents):
+            return None
+        cut = set(self.shared_documents(micro_batch, rank))
+        return segments_of(documents, [place for place, index in enumerate(row) if index in cut])
+
+    def row_tokens(self, micro_batch: int, rank: int) -> int:
+        """Tokens that a forward of a row reads, without padding."""
+        segments = self.segments(micro_batch, rank)
+        if not self.pieces:
+            reads = (self.documents[index].read for index in self.rows[micro_batch][rank])
+            return sum(reads) if segments is None else sum(segments.lengths)
+        parts = dict(zip(self.rows[micro_batch][rank], self.pieces[micro_batch][rank], strict=True))
+        counts = {index: sum(stop - start for start, stop in intervals) for index, intervals in parts.items()}
+        if segments is None:
+            return sum(counts.values())
+        cut = set(self.shared_documents(micro_batch, rank)) & set(counts)
+        return sum(segments.lengths) - sum(self.documents[index].read - counts[index] for index in cut)
+
+    @property
+    def tokens_forwarded(self) -> int:
+        """Tokens that forwards of all rows read, without padding: fewer than those of the documents where these share
+        beginnings."""
+        if not any(document.path for document in self.documents):
+            return sum(document.read for document in self.documents)
+        return sum(self.row_tokens(k, r) for k in range(self.micro_batches) for r in range(self.ranks))
+
     @property
     def fill(self) -> float:
         """Tokens read / token budget, over all rows."""
-        return sum(d.read for d in self.documents) / (self.micro_batches * self.ranks * self.budget)
+        return self.tokens_forwarded / (self.micro_batches * self.ranks * self.budget)
 
     @property
     def time(self) -> float:
@@ -159,7 +198,16 @@ class StepPlan:
         """
         groups = (-1 if d.group is None else d.group for d in self.documents)
         made_of = tuple(
-            (d.length, d.omitted, -1.0 if math.isnan(d.weight) else d.weight, d.loss_tokens, d.cost, d.patches, group)
+            (
+                d.length,
+                d.omitted,
+                -1.0 if math.isnan(d.weight) else d.weight,
+                d.loss_tokens,
+                d.cost,
+                d.patches,
+                group,
+                d.path,
+            )
             for d, group in zip(self.documents, groups, strict=True)
         )
         parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed", self.pieces)
@@ -193,97 +241,154 @@ def plan_step(
     sizes = _RowSizes(budget, multiple, shapes)
     group = CPGroup(ring, ulysses, sizes.capacity) if layout == "packed" else CPGroup(1, 1, sizes.capacity)
     _check(documents, sizes, layout, group.ranks, cuts and layout == "packed", cuts_images)
-    costs = [d.cost for d in documents]
-    if not any(costs):
-        costs = [float(d.read) for d in documents]
-    scale = 2.0**_COST_BITS / max(costs)
-    weighed = [round(cost * scale) for cost in costs]
-    if any(d.room > sizes.capacity for d in documents):
-        return _plan_cut(documents, costs, weighed, ranks, sizes, group, budget, alone_above)
-    # Documents of equal length are neighbours, so that attention may compute them together.
-    if layout == "packed":
-        rows = _packed(range(len(documents)), documents, weighed, ranks, sizes.capacity, alone_above)
-        dealt = tuple(tuple(tuple(row) for row in k) for k in rows)
-    else:
-        widths = [sizes.padded(d.read) for d in documents]
-        padded = pack_padded(widths, weighed, ranks=ranks, capacity=sizes.capacity)
-        dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].read, i)) for row in padded], ranks)
-    join = sum if layout == "packed" else max
+    if layout == "padded":
+        return _plan_padded(documents, ranks, sizes, budget)
+    dealing = _Dealing(tuple(documents), ranks, sizes, group, budget, alone_above)
+    if any(document.path for document in documents):
+        return dealing.with_trees()
+    return dealing.plan(1)
+
+
+def _plan_padded(documents: Sequence[DocumentMeta], ranks: int, sizes: _RowSizes, budget: int) -> StepPlan:
+    costs = _costs(documents)
+    widths = [sizes.padded(d.read) for d in documents]
+    padded = pack_padded(widths, _weighed(costs), ranks=ranks, capacity=sizes.capacity)
+    dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].read, i)) for row in padded], ranks)
     return StepPlan(
         documents=tuple(documents),
         rows=dealt,
-        lengths=tuple(tuple(sizes.padded(join([documents[i].read for i in row] or [0])) for row in k) for k in dealt),
-        costs=tuple(tuple(_row_cost([costs[i] for i in row], layout) for row in k) for k in dealt),
+        lengths=tuple(tuple(sizes.padded(max([documents[i].read for i in row] or [0])) for row in k) for k in dealt),
+        costs=tuple(tuple(len(row) * max([costs[i] for i in row], default=0.0) for row in k) for k in dealt),
         budget=budget,
-        layout=layout,
+        layout="padded",
     )
 
 
-def _plan_cut(
-    documents: Sequence[DocumentMeta],
-    costs: Sequence[float],
-    weighed: Sequence[int],
-    ranks: int,
-    sizes: _RowSizes,
-    group: CPGroup,
-    budget: int,
-    alone_above: int | None,
-) -> StepPlan:
-    """A plan with documents that are longer than a row: first rows of whole groups, each then spread over its ranks.
-    Whole documents without room there are dealt to all ranks as usual."""
-    rows: list[list[_Row]] = []
-    remaining = list(range(len(documents)))
-    while any(documents[i].room > sizes.capacity for i in remaining):
-        packed = _packed(remaining, documents, weighed, ranks // group.ranks, sizes.capacity * group.ranks, alone_above)
-        remaining = []
-        for micro_batch in packed:
-            dealt = [_over_ranks(row, documents, weighed, group) for row in micro_batch]
-            rows.append([part for placed, _ in dealt for part in placed])
-            remaining += [i for _, unplaced in dealt for i in unplaced]
-    for micro_batch in _packed(remaining, documents, weighed, ranks, sizes.capacity, alone_above) if remaining else ():
-        rows.append([{i: ((0, documents[i].read),) for i in row} for row in micro_batch])
-    counts = [[{i: sum(b - a for a, b in intervals) for i, intervals in row.items()} for row in k] for k in rows]
-    return StepPlan(
-        documents=tuple(documents),
-        rows=tuple(tuple(tuple(row) for row in k) for k in rows),
-        lengths=tuple(tuple(sizes.padded(sum(row.values())) for row in k) for k in counts),
-        costs=tuple(
-            tuple(math.fsum(costs[i] * n / documents[i].read for i, n in counts_of.items()) for counts_of in k)
-            for k in counts
-        ),
-        budget=budget,
-        layout="packed",
-        pieces=tuple(tuple(tuple(row.values()) for row in k) for k in rows),
-        group=group,
-    )
+def _costs(documents: Sequence[DocumentMeta]) -> list[float]:
+    """The cost of each document; its tokens if none has a cost."""
+    costs = [d.cost for d in documents]
+    return costs if any(costs) else [float(d.read) for d in documents]
+
+
+def _weighed(costs: Sequence[float]) -> list[int]:
+    """Costs as integers."""
+    scale = 2.0**_COST_BITS / max(costs)
+    return [round(cost * scale) for cost in costs]
+
+
+@dataclass(frozen=True)
+class _Dealing:
+    """Deals packed documents to rows; see plan_step."""
+
+    documents: tuple[DocumentMeta, ...]
+    ranks: int
+    sizes: _RowSizes
+    group: CPGroup
+    budget: int
+    alone_above: int | None
+
+    def with_trees(self) -> StepPlan:
+        """The best plan of those with whole trees, and with trees in 2, 4, ... parts; without trees if they save too
+        little. A tree in one row leaves the least tokens, but may leave other ranks waiting."""
+        groups: dict[int, int] = {}
+        for document in self.documents:
+            if document.path:
+                groups[document.path[0].digest] = groups.get(document.path[0].digest, 0) + 1
+        best, parts = self.plan(1), 2
+        least = math.fsum(cost for micro_batch in best.costs for cost in micro_batch) / self.ranks
+        while best.time > _EVEN * least and parts < 2 * max(groups.values()):
+            other = self.plan(parts)
+            if other.time < best.time:
+                best = other
+            parts *= 2
+        reads = sum(document.read for document in self.documents)
+        if best.tokens_forwarded <= (1.0 - _LEAST_SAVING) * reads:
+            return best
+        apart = tuple(replace(document, path=()) for document in self.documents)
+        return replace(self, documents=apart).plan(1)
+
+    def plan(self, parts: int) -> StepPlan:
+        """The plan with every tree in at least so many parts, as far as its documents allow."""
+        documents, costs, capacity = self.documents, _costs(self.documents), self.sizes.capacity
+        items = items_of(documents, costs, range(len(documents)), capacity, parts)
+        weighed = _weighed([item.cost for item in items])
+        if any(item.room > capacity for item in items):
+            return self._plan_cut(items, costs, weighed)
+        # Documents of equal length are neighbours, so that attention may compute them together.
+        rows = self._packed(range(len(items)), items, weighed, self.ranks, capacity)
+        dealt = tuple(tuple(tuple(i for n in row for i in items[n].documents) for row in k) for k in rows)
+        plan = StepPlan(documents, dealt, (), (), self.budget, "packed")
+        return replace(
+            plan,
+            lengths=self._lengths(plan),
+            costs=tuple(tuple(tree_cost(documents, costs, row) for row in k) for k in dealt),
+        )
+
+    def _lengths(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        shape = [[plan.row_tokens(k, r) for r in range(plan.ranks)] for k in range(plan.micro_batches)]
+        return tuple(tuple(self.sizes.padded(tokens) for tokens in k) for k in shape)
+
+    def _plan_cut(self, items: Sequence[PlanItem], costs: Sequence[float], weighed: Sequence[int]) -> StepPlan:
+        """A plan with documents that are longer than a row: first rows of whole groups, each then spread over its
+        ranks. Whole items without room there are dealt to all ranks as usual."""
+        group, capacity = self.group, self.sizes.capacity
+        rows: list[list[_Row]] = []
+        remaining = list(range(len(items)))
+        while any(items[n].room > capacity for n in remaining):
+            packed = self._packed(remaining, items, weighed, self.ranks // group.ranks, capacity * group.ranks)
+            remaining = []
+            for micro_batch in packed:
+                dealt = [_over_ranks(row, items, weighed, group) for row in micro_batch]
+                rows.append([part for placed, _ in dealt for part in placed])
+                remaining += [n for _, unplaced in dealt for n in unplaced]
+        for micro_batch in self._packed(remaining, items, weighed, self.ranks, capacity) if remaining else ():
+            rows.append([{n: ((0, items[n].read),) for n in row} for row in micro_batch])
+        pieces = [[self._pieces(row, items) for row in k] for k in rows]
+        plan = StepPlan(
+            self.documents, tuple(tuple(tuple(row) for row in k) for k in pieces), (), (), self.budget, "packed",
+            tuple(tuple(tuple(row.values()) for row in k) for k in pieces), group,
+        )  # fmt: skip
+        return replace(
+            plan,
+            lengths=self._lengths(plan),
+            costs=tuple(tuple(self._cost_of_pieces(row, costs) for row in k) for k in pieces),
+        )
+
+    def _pieces(self, row: _Row, items: Sequence[PlanItem]) -> _Row:
+        """document -> its tokens there, from the same of items; only items of one document are cut."""
+        result: _Row = {}
+        for n, intervals in row.items():
+            single = len(items[n].documents) == 1
+            result |= {i: intervals if single else ((0, self.documents[i].read),) for i in items[n].documents}
+        return result
+
+    def _cost_of_pieces(self, row: _Row, costs: Sequence[float]) -> float:
+        counts = {i: sum(b - a for a, b in intervals) for i, intervals in row.items()}
+        whole = [i for i, count in counts.items() if count == self.documents[i].read]
+        cut = [costs[i] * n / self.documents[i].read for i, n in counts.items() if n < self.documents[i].read]
+        return math.fsum([*cut, tree_cost(self.documents, costs, whole)])
+
+    def _packed(
+        self, chosen: Sequence[int], items: Sequence[PlanItem], weighed: Sequence[int], ranks: int, capacity: int
+    ) -> list[list[list[int]]]:
+        """[k][r]: rows of this capacity with some of the items, the longest first."""
+        limit = capacity if self.alone_above is None else self.alone_above
+        rooms = [items[n].room if items[n].longest <= limit else capacity for n in chosen]
+        rows = pack(rooms, [weighed[n] for n in chosen], ranks=ranks, capacity=capacity)
+        by_length = [sorted((chosen[n] for n in row), key=lambda n: (-items[n].longest, items[n])) for row in rows]
+        return [[list(row) for row in k] for k in _deal_to_ranks(by_length, ranks)]
 
 
 _Row = dict[int, tuple[Interval, ...]]  # document -> its tokens there
 
 
-def _packed(
-    chosen: Sequence[int],
-    documents: Sequence[DocumentMeta],
-    weighed: Sequence[int],
-    ranks: int,
-    capacity: int,
-    alone_above: int | None,
-) -> list[list[list[int]]]:
-    """[k][r]: rows of this capacity with some of the documents, the longest first."""
-    limit = capacity if alone_above is None else alone_above
-    lengths = [documents[i].room if documents[i].read <= limit else capacity for i in chosen]
-    rows = pack(lengths, [weighed[i] for i in chosen], ranks=ranks, capacity=capacity)
-    by_length = [sorted((chosen[n] for n in row), key=lambda i: (-documents[i].read, i)) for row in rows]
-    return [[list(row) for row in k] for k in _deal_to_ranks(by_length, ranks)]
-
-
 def _over_ranks(
-    row: Sequence[int], documents: Sequence[DocumentMeta], weighed: Sequence[int], group: CPGroup
+    row: Sequence[int], items: Sequence[PlanItem], weighed: Sequence[int], group: CPGroup
 ) -> tuple[list[_Row], list[int]]:
-    """(row of each rank; documents for which there was no room). In a row, cut documents come first, ascending, then
-    whole ones by length."""
-    rooms = [documents[i].room for i in row]
-    placed, remaining = assign([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
+    """(row of each rank; items for which there was no room). In a row, cut documents come first, ascending, then whole
+    ones by length."""
+    rooms = [items[n].room for n in row]
+    placed, remaining = assign([items[n].read for n in row], [weighed[n] for n in row], group, rooms)
     order = sorted(
         range(len(row)), key=lambda n: (rooms[n] <= group.capacity, row[n] if rooms[n] > group.capacity else n)
     )
@@ -334,12 +439,6 @@ def _deal_to_ranks(rows: list[list[int]], ranks: int) -> tuple[tuple[tuple[int, 
     return tuple(micro_batches)
 
 
-def _row_cost(costs: list[float], layout: Layout) -> float:
-    if layout == "padded":
-        return len(costs) * max(costs, default=0.0)
-    return math.fsum(costs)
-
-
 class _RowSizes:
     """Row lengths that step.padding allows."""
 
@@ -364,6 +463,21 @@ class _RowSizes:
         return min(self.capacity, -(-tokens // self.multiple) * self.multiple)
 
 
+def _reason_apart(step: StepConfig, built: BuiltModel) -> str:
+    """Why documents of this model are forwarded apart although they begin alike; empty if they need not be."""
+    if step.share_prefixes == "off":
+        return "step.share_prefixes is off"
+    if built.layout == "padded" or not built.uses_bounds:
+        return "this family's documents are padded, or its attention is its own"
+    if built.module.facts.model_type in ADAPTERS:
+        return "attention of this family depends on where a document's chunks begin"
+    if built.module.mixers:
+        return "modules of this family carry state along a document"
+    if built.flops.expert:
+        return "this model has experts"
+    return ""
+
+
 class StepPlanner:
     """Plans the steps of one model on one mesh, which is `engine.planner`."""
 
@@ -377,10 +491,11 @@ class StepPlanner:
         *,
         has_cp: bool,
         end_marked: bool = False,
+        apart: str = "",
     ) -> None:
         """ranks: (this rank's place among ranks with different documents, their number). context: the ranks that share
-        documents, if any. multiple: row lengths are multiples of it. has_cp: whether mesh.cp is above 1.
-        end_marked: see ScoreSpec."""
+        documents, if any. multiple: row lengths are multiples of it. end_marked: see ScoreSpec. apart: why documents of
+        this run share no beginnings; empty if nothing speaks against it."""
         self.step, self.layout, self.context, self.multiple = step, built.layout, context, multiple
         self._rank, self._ranks = ranks
         self._cuts = context is not None if has_cp else built.cuts_documents
@@ -392,6 +507,7 @@ class StepPlanner:
         room = step.max_tokens_per_device // multiple * multiple * self._image_ranks
         self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images, self._image_ranks)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
+        self.apart = apart or _reason_apart(step, built)
         # Cached by length, and by patches and pairs, because a step has many equal ones.
         self.costs = Costs(
             self._omitted, cache(partial(document_flops, built.flops)), cache(partial(tower_flops, built.flops))
@@ -399,12 +515,16 @@ class StepPlanner:
 
     def metadata(self, documents: Collection[Document]) -> list[DocumentMeta]:
         """The metadata of each document, with its cost in this model; measured documents are not built."""
-        result = document_metadata(documents, self.costs)
+        result = document_metadata(documents, self.costs, None if self.apart else self._shares)
         if self._no_images and any(meta.patches for meta in result):
             raise UserError(f"this model cannot be trained on images: {self._no_images}.")
         if self._no_videos and have_videos(documents):
             raise UserError(f"this model cannot be trained on videos: {self._no_videos}.")
         return result
+
+    def _shares(self, length: int) -> bool:
+        """Whether a document of this length may share its beginning: not if its length chooses its rotary table."""
+        return self._position_limit is None or length - self._omitted(length) <= self._position_limit
 
     def check_images(self, documents: Sequence[Document]) -> None:
         """Raises UserError, with the document, if this model, or its rows, cannot hold the images of one."""

@@ -1,0 +1,123 @@
+"""Documents that share their beginnings are forwarded as trees; everything equals plain transformers, which sees each
+document alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
+from tests.support.pool import run
+from weft.engine.batch.document import Document
+from weft.engine.losses.base import CrossEntropy
+from weft.engine.step_plan.trees import tree_tokens
+from weft.verify.harness import Verdict
+
+SUITE = [("llama", "1"), ("gemma3_text", "2"), ("gemma2", "cp2"), ("qwen3", "2xtp2"), ("llama", "pp2")]
+TABLE = [
+    ("llama", "2x2"), ("llama", "cp2u2"), ("phi3_longrope", "2"), ("llama", "pp2x2xtp2"), ("gemma3_text", "cp2xtp2"),
+    ("qwen3", "2x2xcp2"), ("falcon", "2"), ("llama4_text", "1"),
+]  # fmt: skip
+
+
+def of_trees(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> tuple[Verdict | None, int]:
+    """(Verdict of parity on trees, number of rows that had segments)."""
+    from weft.ops.attention_call import Bounds
+
+    seen, by_paths = list[int](), Bounds.by_paths
+
+    def counted(self: Bounds, device: torch.device) -> Bounds:
+        seen.append(1)
+        return by_paths(self, device)
+
+    Bounds.by_paths = counted  # type: ignore[method-assign]
+    try:
+        return parity(path, mesh, sections, trees=True), len(seen)
+    finally:
+        Bounds.by_paths = by_paths  # type: ignore[method-assign]
+
+
+@pytest.mark.covers("step.share_prefixes")
+@pytest.mark.parametrize(("family", "mesh"), pairs(SUITE, TABLE))
+def test_trees_equal_documents_apart(family: str, mesh: str) -> None:
+    ((verdict, rows), *_) = run(world_of(mesh), of_trees, saved_model(family), mesh, {})
+    assert verdict is not None and verdict.passed, describe(verdict)
+    assert rows > 0 or family == "llama4_text"  # whose chunks begin with the document: it stays apart
+
+
+@pytest.mark.parametrize(
+    "section", [{"lora": {"rank": 4}}, {"model": {"recompute": "full"}}], ids=["lora", "recompute"]
+)
+def test_trees_with_adapters_and_recomputed_layers(section: dict[str, dict[str, Any]]) -> None:
+    ((verdict, rows),) = run(1, of_trees, saved_model("llama"), "1", section)
+    assert verdict is not None and verdict.passed, describe(verdict)
+    assert rows > 0
+
+
+# ---------------------------------------------------------------- random forests, with and without sharing
+
+
+Forest = Sequence[tuple[list[int], list[float], int]]
+
+
+def random_forest(seed: int) -> Forest:
+    """(token ids, weights, group) of documents whose groups have branches of any depth."""
+    draw = random.Random(seed)
+    documents: list[tuple[list[int], list[float], int]] = []
+    for group in range(draw.randint(1, 4)):
+        beginnings = [[draw.randrange(3, 6) for _ in range(draw.randint(1, 25))]]
+        for _ in range(draw.randint(1, 7)):
+            ids = [*draw.choice(beginnings), *(draw.randrange(3, 9) for _ in range(draw.randint(0, 15)))]
+            ids = ids if len(ids) > 1 else [*ids, 7]
+            beginnings.append(ids[: draw.randint(1, len(ids))])
+            documents.append((ids, [draw.choice([0.0, 0.25, 1.0]) for _ in ids], group))
+    return documents
+
+
+def nodes_of(forest: Forest) -> int:
+    """Nodes of the tries of all groups; each document without its last token, which predicts nothing."""
+    return len({(group, *ids[:end]) for ids, _, group in forest for end in range(1, len(ids))})
+
+
+def differences(path: str, mesh: str, seeds: Sequence[int]) -> list[tuple[float, float, int, int]]:
+    """Of each forest: (difference of loss, of gradient norm, tokens forwarded in one row, nodes of the trie)."""
+    results = []
+    engines = [open_engine(path, mesh, step={"share_prefixes": share}) for share in ("auto", "off")]
+    for seed in seeds:
+        forest = random_forest(seed)
+        documents = {
+            index: Document(torch.tensor(ids), torch.tensor(weights), group=group)
+            for index, (ids, weights, group) in enumerate(forest)
+        }
+        values = []
+        for engine in engines:
+            plan = engine.plan(engine.planner.metadata(documents.values()))
+            loss = engine.accumulate(plan, documents, CrossEntropy())["loss"] or 0.0
+            values.append((loss, engine.gradient_norm()))
+            engine.drop_gradients()
+        (loss, norm), (loss_apart, norm_apart) = values
+        metadata = engines[0].planner.metadata(documents.values())
+        whole = tree_tokens(metadata, range(len(metadata)))
+        results.append(
+            (
+                abs(loss - loss_apart) / max(1e-9, loss_apart),
+                abs(norm - norm_apart) / max(1e-9, norm_apart),
+                whole,
+                nodes_of(forest),
+            )
+        )
+    return results
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count"),
+    [("4", 12), pytest.param("4", 300, marks=pytest.mark.table), pytest.param("2xcp2", 50, marks=pytest.mark.table)],
+)
+def test_random_forests_equal_documents_apart(mesh: str, count: int) -> None:
+    for loss, norm, tokens, nodes in run(4, differences, saved_model("llama"), mesh, range(count), timeout=900.0)[0]:
+        assert loss < 1e-6 and norm < 1e-6
+        assert tokens == nodes

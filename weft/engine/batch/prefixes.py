@@ -1,0 +1,97 @@
+"""Documents of a group that begin alike: where their tokens part.
+
+The documents of a group form a trie. A document's path is the list of nodes from the trie's root to its last token that
+is read; nodes end where documents part, and where one ends. A node is named by a digest of everything up to its end, so
+that two documents share a node exactly if they share its tokens, whichever process compares them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenKeys = NDArray[np.int64]  # [T, k]: what must be equal for a token to be shared
+
+
+class PathNode(NamedTuple):
+    """The tokens of a path between the end of the node before and `end`. cost: of a document that ends here, in the
+    unit of DocumentMeta.cost."""
+
+    digest: int
+    end: int
+    cost: float = 0.0
+
+
+Path = tuple[PathNode, ...]
+
+
+def shared_paths(
+    groups: Sequence[Hashable | None], read: Sequence[int], keys: Callable[[int], TokenKeys | None]
+) -> dict[int, Path]:
+    """The paths, by index, of documents that begin like another of their group.
+
+    groups: of each document; None shares nothing. read: tokens of each that a forward reads. keys: index -> TokenKeys
+    of a document of a group; None if it shares nothing.
+    """
+    by_group: dict[Hashable, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        if group is not None:
+            by_group[group].append(index)
+    paths: dict[int, Path] = {}
+    for group, indices in by_group.items():
+        by_width: dict[int, dict[int, TokenKeys]] = defaultdict(dict)
+        for index in indices if len(indices) > 1 else ():
+            tokens = keys(index)
+            if tokens is not None:
+                by_width[tokens.shape[1]][index] = np.ascontiguousarray(tokens[: read[index]])
+        for width, alike in by_width.items():
+            paths |= _paths(alike, repr((group, width)).encode())
+    return paths
+
+
+def _paths(keys: dict[int, TokenKeys], salt: bytes) -> dict[int, Path]:
+    texts = {index: tokens.tobytes() for index, tokens in keys.items()}
+    order = sorted(texts, key=lambda index: texts[index])  # neighbours have the longest beginnings in common
+    common = [_common(keys[a], keys[b]) for a, b in pairwise(order)]
+    paths = {}
+    for place, index in enumerate(order):
+        ends = {*_falling(common[place:]), *_falling(common[:place][::-1])}
+        if ends:
+            tokens = keys[index]
+            paths[index] = _nodes(texts[index], sorted(ends | {len(tokens)}), tokens.shape[1] * tokens.itemsize, salt)
+    return paths
+
+
+def _common(first: TokenKeys, second: TokenKeys) -> int:
+    """The number of tokens that two documents have in common at their beginnings."""
+    length = min(len(first), len(second))
+    differing = (first[:length] != second[:length]).any(1)
+    return int(differing.argmax()) if differing.any() else length
+
+
+def _falling(common: Sequence[int]) -> set[int]:
+    """The tokens that a document has in common with any of its neighbours on one side, from what each of them has in
+    common with the next."""
+    ends: set[int] = set()
+    lowest = 1 << 62
+    for count in common:
+        lowest = min(lowest, count)
+        if not lowest:
+            break
+        ends.add(lowest)
+    return ends
+
+
+def _nodes(text: bytes, ends: Sequence[int], bytes_per_token: int, salt: bytes) -> Path:
+    hashed, start, nodes = blake2b(salt, digest_size=8), 0, list[PathNode]()
+    for end in ends:
+        hashed.update(text[start * bytes_per_token : end * bytes_per_token])
+        nodes.append(PathNode(int.from_bytes(hashed.copy().digest(), "little") >> 1, end))
+        start = end
+    return tuple(nodes)

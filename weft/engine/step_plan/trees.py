@@ -1,0 +1,166 @@
+"""Trees in the step plan: documents that share their beginnings are dealt to rows together, and laid out as segments.
+
+Plain integers in and out, equal on every rank. Paths: see weft/engine/batch/prefixes.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from weft.engine.batch.document import DocumentMeta
+from weft.engine.batch.prefixes import PathNode
+from weft.ops.segments import ROOT, Segments
+
+
+class PlanItem(NamedTuple):
+    """What the plan deals to a row as a whole: a document, or documents of one tree in depth-first order. read: tokens
+    that a forward reads. room: as DocumentMeta.room. longest: tokens read of the longest document."""
+
+    documents: tuple[int, ...]
+    read: int
+    room: int
+    cost: float
+    longest: int
+
+
+def items_of(
+    documents: Sequence[DocumentMeta], costs: Sequence[float], chosen: Collection[int], capacity: int, parts: int
+) -> list[PlanItem]:
+    """The chosen documents as items, each tree in the fewest parts of at most `capacity` tokens that this search finds,
+    or in about `parts` parts. costs: of each document."""
+    items, trees = list[PlanItem](), dict[int, list[int]]()
+    for index in chosen:
+        document = documents[index]
+        if document.path and document.room <= capacity:
+            trees.setdefault(document.path[0].digest, []).append(index)
+        else:
+            items.append(PlanItem((index,), document.read, document.room, costs[index], document.read))
+    for indices in trees.values():
+        root = _grow(documents, indices)
+        limit = capacity
+        if parts > 1:
+            whole = tree_tokens(documents, indices)
+            longest = max(documents[index].read for index in indices)
+            limit = min(capacity, max(longest, root.length + -(-(whole - root.length) // parts)))
+        for part in root.split(limit):
+            longest = max(documents[index].read for index in part.documents)
+            cost = tree_cost(documents, costs, part.documents)
+            items.append(PlanItem(tuple(part.documents), part.tokens, part.tokens, cost, longest))
+    return items
+
+
+@dataclass
+class _Part:
+    """Documents of a subtree. tokens: of the subtree's part that they need."""
+
+    documents: list[int]
+    tokens: int
+
+
+@dataclass
+class _Branch:
+    """A node of a tree. length: its tokens. documents: those that end with it."""
+
+    length: int
+    documents: list[int] = field(default_factory=list)
+    children: list[_Branch] = field(default_factory=list)
+
+    def split(self, capacity: int) -> list[_Part]:
+        """The subtree in parts of at most `capacity` tokens. Each part repeats this node, so there should be few: first
+        fit by falling size (Johnson 1973)."""
+        room = capacity - self.length
+        pieces = [part for child in self.children for part in child.split(room)]
+        pieces.sort(key=lambda part: -part.tokens)
+        parts = [_Part([], 0)]
+        for piece in pieces:
+            target = next((part for part in parts if part.tokens + piece.tokens <= room), None)
+            if target is None:
+                target = _Part([], 0)
+                parts.append(target)
+            target.documents += piece.documents
+            target.tokens += piece.tokens
+        parts[0].documents += self.documents
+        return [_Part(part.documents, part.tokens + self.length) for part in parts]
+
+
+def _grow(documents: Sequence[DocumentMeta], indices: Sequence[int]) -> _Branch:
+    """The tree of documents that have the same first node."""
+    branches: dict[int, _Branch] = {}
+    root: _Branch | None = None
+    for index in indices:
+        parent, start = None, 0
+        for node in documents[index].path:
+            if node.digest not in branches:
+                branches[node.digest] = _Branch(node.end - start)
+                if parent is not None:
+                    parent.children.append(branches[node.digest])
+            parent, start = branches[node.digest], node.end
+            root = root or parent
+        assert parent is not None
+        parent.documents.append(index)
+    assert root is not None
+    return root
+
+
+def tree_tokens(documents: Sequence[DocumentMeta], indices: Collection[int]) -> int:
+    """The tokens that a forward of these documents in one row reads."""
+    ends = {b.digest: b.end - a for index in indices for a, b in _steps(documents[index])}
+    return sum(ends.values()) + sum(documents[index].read for index in indices if not documents[index].path)
+
+
+def tree_cost(documents: Sequence[DocumentMeta], costs: Sequence[float], indices: Collection[int]) -> float:
+    """The cost of these documents in one row: that of each node, which is what its documents cost more with it."""
+    nodes: dict[int, float] = {}
+    alone = list[float]()
+    for index in indices:
+        document = documents[index]
+        if not document.path:
+            alone.append(costs[index])
+            continue
+        before = 0.0
+        for node in document.path:
+            price = node.cost or float(node.end)
+            nodes.setdefault(node.digest, price - before)
+            before = price
+    return math.fsum([*alone, *nodes.values()])
+
+
+def _steps(document: DocumentMeta) -> list[tuple[int, PathNode]]:
+    """(tokens before the node, node) along a document's path."""
+    starts = [0, *(node.end for node in document.path)]
+    return list(zip(starts, document.path, strict=False))
+
+
+def segments_of(documents: Sequence[DocumentMeta], alone: Collection[int] = ()) -> Segments | None:
+    """The segments of a row of these documents, without padding; None if none of them share tokens.
+
+    alone: places, among these documents, of those that share nothing because they are cut.
+    """
+    paths = [() if place in alone else document.path for place, document in enumerate(documents)]
+    uses = Counter(node.digest for path in paths for node in path)
+    if all(count == 1 for count in uses.values()):
+        return None
+    lengths, parents, last_segments = list[int](), list[int](), list[int]()
+    segments: dict[int, int] = {}
+    for path, document in zip(paths, documents, strict=True):
+        parent, start = ROOT, 0
+        nodes = _joined(path, uses) or (PathNode(ROOT, document.read),)
+        for node in nodes:
+            if node.digest == ROOT or node.digest not in segments:
+                segments[node.digest] = len(lengths)
+                lengths.append(node.end - start)
+                parents.append(parent)
+            parent, start = segments[node.digest], node.end
+        last_segments.append(parent)
+    return Segments(tuple(lengths), tuple(parents), tuple(last_segments))
+
+
+def _joined(path: Sequence[PathNode], uses: Mapping[int, int]) -> tuple[PathNode, ...]:
+    """The path without nodes at whose end no document of the row parts from the others, or ends."""
+    between = [a for a, b in pairwise(path) if uses[a.digest] != uses[b.digest]]
+    return (*between, *path[-1:])
