@@ -17,11 +17,19 @@ from weft.engine.losses.base import CrossEntropy
 from weft.engine.step_plan.trees import tree_tokens
 from weft.verify.harness import Verdict
 
-SUITE = [("llama", "1"), ("gemma3_text", "2"), ("gemma2", "cp2"), ("qwen3", "2xtp2"), ("llama", "pp2")]
+SUITE = [
+    ("llama", "1"), ("gemma3_text", "2"), ("gemma2", "cp2"), ("qwen3", "2xtp2"), ("llama", "pp2"), ("qwen3_next", "1"),
+    ("deepseek_v3", "1"), ("gpt_oss", "2"),
+]  # fmt: skip
 TABLE = [
     ("llama", "2x2"), ("llama", "cp2u2"), ("phi3_longrope", "2"), ("llama", "pp2x2xtp2"), ("gemma3_text", "cp2xtp2"),
-    ("qwen3", "2x2xcp2"), ("falcon", "2"), ("llama4_text", "1"),
+    ("qwen3", "2x2xcp2"), ("falcon", "2"), ("llama4_text", "1"), ("lfm2", "cp2u2"), ("mamba2", "2"), ("jamba", "2"),
+    ("qwen3_next", "tp2"), ("deepseek_v3", "ep2"), ("gpt_oss", "ep2xcp2"),
 ]  # fmt: skip
+BALANCED = [("qwen3_moe", "ep2", "step"), ("qwen3_moe", "cp2", "document")]
+BALANCED_TABLE = [("qwen3_moe", "pp2xep2", "document"), ("qwen3_moe", "2xep2", "step")]
+APART = ("llama4_text",)  # whose chunks begin with the document
+NO_ATTENTION = ("mamba2",)
 
 
 def of_trees(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> tuple[Verdict | None, int]:
@@ -46,7 +54,15 @@ def of_trees(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> tuple
 def test_trees_equal_documents_apart(family: str, mesh: str) -> None:
     ((verdict, rows), *_) = run(world_of(mesh), of_trees, saved_model(family), mesh, {})
     assert verdict is not None and verdict.passed, describe(verdict)
-    assert rows > 0 or family == "llama4_text"  # whose chunks begin with the document: it stays apart
+    assert (rows > 0) == (family not in APART + NO_ATTENTION)
+
+
+@pytest.mark.parametrize(("family", "mesh", "balance"), pairs(BALANCED, BALANCED_TABLE))
+def test_experts_count_a_shared_token_for_each_of_its_documents(family: str, mesh: str, balance: str) -> None:
+    section = {"model": {"router_aux_loss": balance, "router_aux_loss_coef": 0.1}}
+    ((verdict, rows), *_) = run(world_of(mesh), of_trees, saved_model(family), mesh, section)
+    assert verdict is not None and verdict.passed, describe(verdict)
+    assert rows > 0
 
 
 @pytest.mark.parametrize(

@@ -471,10 +471,6 @@ def _reason_apart(step: StepConfig, built: BuiltModel) -> str:
         return "this family's documents are padded, or its attention is its own"
     if built.module.facts.model_type in ADAPTERS:
         return "attention of this family depends on where a document's chunks begin"
-    if built.module.mixers:
-        return "modules of this family carry state along a document"
-    if built.flops.expert:
-        return "this model has experts"
     return ""
 
 
