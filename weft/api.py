@@ -18,6 +18,7 @@ from weft.checkpoint.remote.enter import fetched_config
 from weft.checkpoint.remote.local import local_path, with_local_paths
 from weft.checkpoint.retention import ranks_of
 from weft.config import check_reshard, resolve_mesh, to_dict
+from weft.config.distill_schema import DistillConfig
 from weft.config.load import load_values, written_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
@@ -95,6 +96,32 @@ def sft(
     """
     hooks = Hooks(objective=objective() if isinstance(objective, type) else objective, on_step=on_step)
     return _train(SftConfig, hooks, device, config, model, data, resume, overwrite, dict(sections))
+
+
+def distill(
+    config: DistillConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | Mapping[str, Any] | None = None,
+    teacher: str | Path | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    on_step: OnStep | None = None,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    device: Device = "auto",
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Distillation in this process, as `weft distill`: a student learns the distributions of a teacher.
+
+    model: the student. teacher: as distill.teacher (docs/how-to/distill.md). Other arguments: as for weft.sft;
+    sections, as in distill={"loss": "jsd", "beta": 0.1}.
+    """
+    given = dict(sections)
+    if teacher is not None:
+        section = given.get("distill", {})
+        if "teacher" in section:
+            raise UserError("teacher and distill={'teacher': ...} are both given: keep one.")
+        given["distill"] = {**section, "teacher": str(teacher)}
+    return _train(DistillConfig, Hooks(on_step=on_step), device, config, model, data, resume, overwrite, given)
 
 
 def rl(

@@ -543,7 +543,10 @@ def _fit_to_machine(config: AnyConfig, device: Device, words: Sequence[str]) -> 
 
 
 # The commands that share the loop of weft/recipes/training.py; each is a module of weft/recipes.
-RECIPES = {"sft": "Fine-tune a model on documents or conversations."}
+RECIPES = {
+    "sft": "Fine-tune a model on documents or conversations.",
+    "distill": "Train a student on the distributions of a teacher.",
+}
 
 COMMANDS = {
     **{name: Command(TrainOptions, partial(_train, name), summary) for name, summary in RECIPES.items()},

@@ -32,7 +32,7 @@ def distill(
     engines = [
         Engine(replace(engine_config(p, m), purpose="inference"), engine.ranks, shares_with=engine) for p, m in teachers
     ]
-    roles = [Teacher(p, e) for (p, _), e in zip(teachers, engines, strict=True)]
+    roles = [Teacher(e) for e in engines]
     heads = [head for e in engines if (head := teacher_head(e, engine)) is not None]
     scale = settings["temperature"] ** 2 if settings["squared"] else 1.0
     losses, results = list[float](), list[Tensors]()

@@ -35,7 +35,7 @@ from weft.errors import UserError
 from weft.inference.types import Floats
 from weft.launch.process import join
 from weft.rl.advantages import advantages
-from weft.rl.model_engines import critic_config, critic_engine, policy_config, reference_config
+from weft.rl.model_engines import critic_config, critic_engine, policy_config, reference_config, teacher_config
 from weft.rl.trainer import Role, TrainerRank
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
@@ -310,6 +310,13 @@ def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_
     "critic.pp",
     "critic.cpu_offload",
     "critic.max_tokens_per_device",
+    "teacher.param_dtype",
+    "teacher.dp_replicate",
+    "teacher.dp_shard",
+    "teacher.tp",
+    "teacher.pp",
+    "teacher.cpu_offload",
+    "teacher.max_tokens_per_device",
 )
 @pytest.mark.parametrize(
     ("override", "where", "value"),
@@ -327,11 +334,11 @@ def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_
     ],
 )
 def test_what_is_said_is_the_engines_own(override: str, where: str, value: object) -> None:
-    found = {"reference": reference_config, "critic": critic_config}
+    found = {"reference": reference_config, "critic": critic_config, "teacher": teacher_config}
     for section, config_of in found.items():
         if f"{section}.{override.partition('=')[0]}" not in schema_keys(RlConfig):
             continue
-        before, after = read(), read(f"{section}.{override}")
+        before, after = read("rl.teacher=t"), read("rl.teacher=t", f"{section}.{override}")
         assert get(config_of(after), where) == value != get(config_of(before), where)
         assert policy_config(before) == policy_config(after)
         assert all(other(before) == other(after) for name, other in found.items() if name != section)

@@ -75,8 +75,8 @@ IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-def _combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """(key, message) for values that do not go together."""
+def training_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    """(key, message) for values that do not go together, in `weft sft` and the commands that share its loop."""
     longest, row, tokens = config.data.max_length, config.step.max_tokens_per_device, config.step.tokens
     cp = config.mesh.cp
     if longest is not None and longest > row * cp:
@@ -368,4 +368,4 @@ def adapter_presets(value: Callable[[str], Any], command: str) -> Iterator[tuple
             yield name, ADAPTER_DEFAULTS[command]
 
 
-SFT = Rules(EXCLUSIVE, INERT, _combinations, lambda value: adapter_presets(value, "sft"))
+SFT = Rules(EXCLUSIVE, INERT, training_combinations, lambda value: adapter_presets(value, "sft"))

@@ -137,6 +137,9 @@ NO_OVERLONG_BUFFER = Unread(lambda c: c.rl.overlong_buffer is None, "rl.overlong
 NO_REWARD_MODEL = Unread(
     lambda c: not any(path.startswith("model:") for path in c.rl.reward), "rl.reward names no model:PATH"
 )
+NO_TEACHER = Unread(lambda c: c.command == "rl" and c.rl.teacher is None, "rl.teacher is not set")
+TEACHER_IN_ADVANTAGE = Unread(lambda c: c.rl.teacher_in == "advantage", "only rl.teacher_in=loss reads it")
+NO_TEACHER_JSD = Unread(lambda c: c.rl.teacher_divergence != "jsd", "only rl.teacher_divergence=jsd reads it")
 NO_REWARD = Unread(lambda c: not c.rl.reward, "rl.reward is empty")
 NO_ENVIRONMENT = Unread(lambda c: c.rl.environment is None, "rl.environment is not set")
 ONLY_EMBEDDED = only_with("rollout.engine", "embedded", " (others have rollout.gpu_memory_utilization)")

@@ -13,6 +13,7 @@ from weft.config.keys import get, schema_keys
 # fine-tuning and in reinforcement learning alike (Schulman et al. 2025, "LoRA Without Regret").
 ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {"optimizer.lr": 1.0e-4, "optimizer.weight_decay": 0.0},
+    "distill": {"optimizer.lr": 1.0e-4, "optimizer.weight_decay": 0.0},
     "rl": {"optimizer.lr": 1.0e-5},
 }
 

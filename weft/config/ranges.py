@@ -29,6 +29,7 @@ SHARE = Range(lambda v: 0 <= v <= 1, "between 0 and 1")
 BELOW_1 = Range(lambda v: 0 <= v < 1, "0 or more and below 1")
 UP_TO_1 = Range(lambda v: 0 < v <= 1, "above 0 and at most 1")
 AXIS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1 for as many as the ranks allow")
+INSIDE_0_1 = Range(lambda v: 0 < v < 1, "above 0 and below 1")
 PROCESSES = up_to(4_096)  # on a host
 RANKS = up_to(1_000_000)
 POWER_OF_2 = Range(lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more")

@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.config.coerce import describe
 from weft.config.commands import SCHEMAS
+from weft.config.distill_schema import DistillConfig
 from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
 from weft.config.migrate.trainer import TABLES
@@ -43,12 +44,23 @@ only the keys are listed whose defaults differ.
 """
 
 
+_DISTILLATION = """\
+# Keys of `weft distill`
+
+Beside the sections of `weft sft`, and `teacher` as it stands above.
+"""
+
+
 def reference() -> str:
     """The page, as Markdown."""
     parts = [_INTRODUCTION, *_tables(SftConfig, sections(SftConfig)), _REINFORCEMENT]
     shared = sections(SftConfig).values()
     rl_sections = {section: kind for section, kind in sections(RlConfig).items() if kind not in shared}
     parts += _tables(RlConfig, rl_sections)
+    of_distill = {
+        s: kind for s, kind in sections(DistillConfig).items() if kind not in (*shared, *rl_sections.values())
+    }
+    parts += [_DISTILLATION, *_tables(DistillConfig, of_distill)]
     return "\n".join(parts)
 
 
@@ -166,6 +178,10 @@ def _foreign(search_words: Sequence[str]) -> dict[str, str]:
 # What a first config sets, and what it shows behind a `#`, in this order. A value stands for the schema's default.
 _FIRST: dict[str, dict[str, Any]] = {
     "sft": {"model.path": "Qwen/Qwen3-0.6B", "data.path": "chat.jsonl", "step.documents": 16, "train.epochs": 3},
+    "distill": {
+        "model.path": "Qwen/Qwen3-0.6B", "data.path": "chat.jsonl", "distill.teacher": "Qwen/Qwen3-4B",
+        "step.documents": 16, "train.epochs": 3,
+    },
     "rl": {
         "model.path": "Qwen/Qwen3-0.6B", "data.path": "problems.jsonl", "rl.reward": ["exact_match"], "rl.chat": True,
         "rl.prompts_per_step": 32, "rollout.max_new_tokens": 512,
@@ -174,6 +190,8 @@ _FIRST: dict[str, dict[str, Any]] = {
 _SET = {
     "sft": "model.path data.path step.documents step.max_tokens_per_device optimizer.lr schedule.name "
     "schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
+    "distill": "model.path data.path distill.teacher distill.loss step.documents step.max_tokens_per_device "
+    "optimizer.lr schedule.name schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
     "rl": "model.path data.path rl.reward rl.chat rl.algorithm rl.prompts_per_step rl.group_size rollout.engine "
     "rollout.max_prompt_tokens rollout.max_new_tokens rollout.temperature step.max_tokens_per_device optimizer.lr "
     "schedule.name train.epochs checkpoint.every checkpoint.keep",
@@ -181,6 +199,8 @@ _SET = {
 _SHOWN = {
     "sft": "model.recompute data.columns data.max_length data.long_documents data.train_on mesh.dp_shard mesh.tp "
     "mesh.cp lora.rank optimizer.weight_decay eval.share eval.every track.report_to run.dir",
+    "distill": "distill.temperature distill.alpha distill.cache teacher.param_dtype teacher.cpu_offload data.columns "
+    "data.max_length data.train_on mesh.dp_shard mesh.tp lora.rank eval.share eval.every track.report_to run.dir",
     "rl": "data.columns rl.kl_coef rl.instruction rl.environment mesh.dp_shard mesh.tp lora.rank eval.path eval.every "
     "eval.samples track.report_to run.dir",
 }
@@ -188,7 +208,9 @@ _EXAMPLES: dict[str, Any] = {
     "model.recompute": "full", "data.columns": {"prompt": "question"}, "data.max_length": 4096, "lora.rank": 16,
     "data.long_documents": "drop", "data.train_on": "all", "mesh.dp_shard": 4, "mesh.tp": 2, "mesh.cp": 2,
     "optimizer.weight_decay": 0.0, "eval.share": 0.05, "eval.path": "held_out.jsonl", "eval.every": 20,
-    "eval.samples": 4, "track.report_to": ["tensorboard"], "run.dir": "runs/mine", "rl.kl_coef": 0.001,
+    "distill.temperature": 2.0, "distill.alpha": 0.5, "distill.cache": "disk", "teacher.param_dtype": "bf16",
+    "teacher.cpu_offload": True, "eval.samples": 4, "track.report_to": ["tensorboard"], "run.dir": "runs/mine",
+    "rl.kl_coef": 0.001,
     "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
 }  # fmt: skip
 

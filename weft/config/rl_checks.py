@@ -181,14 +181,17 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
     yield from _exact_combinations(config)
     yield from _truncated_combinations(config)
-    for section in ("reference", "critic"):
+    yield from _teacher_combinations(config)
+    for section in ("reference", "critic", "teacher"):
         role = getattr(config, section)
-        if (role.pp or 1) > 1 and (config.mesh.pp == 1 or role.ranks is not None):  # else its stages are the policy's
+        if (role.pp or 1) > 1 and (
+            config.mesh.pp == 1 or getattr(role, "ranks", None) is not None
+        ):  # else its stages are the policy's
             yield from pipeline_combinations(config, f"{section}.pp", role.pp)
     if reward_models(config.rl.reward) and config.reward_model.pp > 1:
         yield from pipeline_combinations(config, "reward_model.pp", config.reward_model.pp)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    for section in ("step", "reference", "critic"):
+    for section in ("step", "reference", "critic", "teacher"):
         row = getattr(config, section).max_tokens_per_device
         cp = config.mesh.cp if getattr(getattr(config, section), "ranks", None) is None else 1
         if row is not None and longest > row * cp:
@@ -226,6 +229,39 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "architectures alone: set rollout.engine=embedded or hf.",
         )
     yield from common_combinations(config, free_columns=True)
+
+
+def _teacher_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    """The loss and the estimate compare whole distributions, which truncated sampling does not draw from."""
+    if config.rl.teacher is None:
+        return
+    for name, whole in KEEPS_ALL.items():
+        if getattr(config.rollout, name) != whole:
+            yield (
+                f"rollout.{name}",
+                f"rollout.{name} is {getattr(config.rollout, name)}, so that samples leave tokens out, but rl.teacher "
+                f"compares distributions over the whole vocabulary: set rollout.{name}={whole}.",
+            )
+    if config.rl.dynamic_sampling and not config.rl.reward and config.rl.environment is None:
+        yield (
+            "rl.dynamic_sampling",
+            f"rl.dynamic_sampling is {config.rl.dynamic_sampling}, but without rl.reward no group has rewards that "
+            "differ, and all would be replaced: set rl.dynamic_sampling=0.",
+        )
+    if config.rl.teacher_in == "advantage" and config.rl.old_logprobs == "rollout":
+        yield (
+            "rl.teacher_in",
+            "rl.teacher_in is advantage, which subtracts the trainer's logprobs, but rl.old_logprobs=rollout takes the "
+            "engine's: set rl.old_logprobs=recompute.",
+        )
+    if config.rl.teacher_in == "advantage" and config.rl.advantage not in ADVANTAGES:
+        return
+    if config.rl.teacher_in == "advantage" and ADVANTAGES[config.rl.advantage].needs_critic:
+        yield (
+            "rl.teacher_in",
+            f"rl.teacher_in is advantage, but rl.advantage={config.rl.advantage} has a critic, which would not learn "
+            "the teacher's part: set rl.teacher_in=loss, or rl.advantage=grpo.",
+        )
 
 
 def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
@@ -305,11 +341,11 @@ def _truncated_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
 
 
 def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
-    if not rl.reward and rl.environment is None:
+    if not rl.reward and rl.environment is None and rl.teacher is None:
         yield (
             "rl.reward",
             f"rl.reward is empty: name at least one reward function, as in {override('rl.reward', ['math'])} "
-            "(docs/how-to/write-a-reward.md), or an rl.environment that gives rewards.",
+            "(docs/how-to/write-a-reward.md), an rl.environment that gives rewards, or an rl.teacher.",
         )
     for path in rl.reward:
         if path.startswith(REWARD_MODEL):

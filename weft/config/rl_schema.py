@@ -14,6 +14,7 @@ from weft.config.ranges import (
     AT_LEAST_2,
     AXIS,
     BELOW_1,
+    INSIDE_0_1,
     NOT_NEGATIVE,
     POSITIVE,
     PROCESSES,
@@ -34,6 +35,7 @@ from weft.config.schema import (
     ScheduleConfig,
     SourceConfig,
     StepConfig,
+    TeacherConfig,
     TrainConfig,
 )
 from weft.errors import how_to_install
@@ -206,6 +208,33 @@ class RlAlgorithm:
         None,
         unread=(when.NO_ENTROPY,),
     )
+    teacher: str | None = key(
+        "Distil this model into the policy, on the policy's own samples: a HuggingFace model directory or hub id with "
+        "the same tokenizer; null: none. With it rl.reward may be empty (docs/how-to/distill.md).",
+        None,
+    )
+    teacher_in: Literal["loss", "advantage"] = key(
+        "`loss`: rl.teacher_divergence of both distributions over the whole vocabulary, at each sampled token's "
+        "position, is part of the loss (GKD); `advantage`: log(teacher / policy) of each sampled token is added to its "
+        "advantage, whose expected gradient is that of the reverse KL, taken off.",
+        "loss",
+        unread=(when.NO_TEACHER,),
+    )
+    teacher_coef: float = key(
+        "Weight of the teacher's part beside rewards.", 1.0, within=POSITIVE, unread=(when.NO_TEACHER,)
+    )
+    teacher_divergence: Literal["forward_kl", "reverse_kl", "jsd"] = key(
+        "Divergence of rl.teacher_in=loss: `forward_kl` KL(teacher || policy), `reverse_kl` KL(policy || teacher), or "
+        "`jsd`, with rl.teacher_beta between them. Logits of both are divided by rollout.temperature.",
+        "reverse_kl",
+        unread=(when.NO_TEACHER, when.TEACHER_IN_ADVANTAGE),
+    )
+    teacher_beta: float = key(
+        "With jsd: beta KL(teacher || m) + (1 - beta) KL(policy || m), m = beta teacher + (1 - beta) policy.",
+        0.5,
+        within=INSIDE_0_1,
+        unread=(when.NO_TEACHER, when.TEACHER_IN_ADVANTAGE, when.NO_TEACHER_JSD),
+    )
     old_logprobs: Literal["recompute", "rollout"] = key(
         "Where logprobs of the old policy come from: `recompute` reads them with the trainer, in one more forward, or "
         "without it where a rollout step is one optimizer step (rl.minibatches x rl.epochs = 1); `rollout` takes those "
@@ -268,6 +297,16 @@ class RlAlgorithm:
     def has_reference(self) -> bool:
         """Whether the KL divergence from a reference is trained on, or only measured."""
         return self.kl_coef > 0 or self.measure_kl
+
+    @property
+    def teacher_in_loss(self) -> bool:
+        """Whether the divergence from a teacher is part of the loss."""
+        return self.teacher is not None and self.teacher_in == "loss"
+
+    @property
+    def teacher_in_advantage(self) -> bool:
+        """Whether a teacher's logprobs of sampled tokens are part of the advantages."""
+        return self.teacher is not None and self.teacher_in == "advantage"
 
     @property
     def has_critic(self) -> bool:
@@ -656,6 +695,7 @@ class RlConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

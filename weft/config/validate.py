@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.config.checks import SFT, Rules, show_value
+from weft.config.distill_checks import DISTILL
+from weft.config.distill_schema import DistillConfig
 from weft.config.keys import get, schema_keys
-from weft.config.rl_checks import RULES
+from weft.config.rl_checks import RULES as RL
 from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
 
+_RULES: dict[type, Rules] = {SftConfig: SFT, DistillConfig: DISTILL, RlConfig: RL}
 _LARGEST = 2**31 - 1
 _OF_ANY_SIZE = ("train.seed", "data.max_row_bytes")  # the latter has a limit of its own
 
@@ -30,7 +34,7 @@ def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list
 
 def rules_of(schema: type) -> Rules:
     """The rules for configs of this type."""
-    return RULES if schema is RlConfig else SFT
+    return _RULES[schema]
 
 
 def inert_keys(config: Any) -> set[str]:

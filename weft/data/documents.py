@@ -98,6 +98,9 @@ class Documents(MeasuredDocuments):
         selection, row = self._locate(index)
         return selection.table.row_name(int(selection.indices[row]))
 
+    def dataset(self, index: int) -> str:
+        return self._locate(index)[0].source
+
     def build(self, index: int) -> Document:
         selection, row = self._locate(index)
         index_in_table = int(selection.indices[row])

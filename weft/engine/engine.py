@@ -42,7 +42,7 @@ from weft.launch.simulated import read
 from weft.models.embedding_noise import StepNoise
 from weft.models.readouts import ReadoutSpec
 from weft.parallel.fsdp import fsdp_modules, reshard
-from weft.parallel.mesh import Mesh, full_tensor
+from weft.parallel.mesh import Mesh, full_tensor, local_shard
 from weft.parallel.pp.communication import P2PCommunicator, gather_over_stages, sum_shared_gradients
 from weft.parallel.shards.cuts import AnyShardSpec
 from weft.parallel.shards.layout import TensorMapping
@@ -449,6 +449,23 @@ class Engine:
             )
         with self.lora.switch.off():
             yield
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the trained weights are their average (optimizer.ema_decay), for readouts; takes a copy of the
+        shards."""
+        assert self.ema is not None, "this engine keeps no average"
+        reshard(self.module)
+        shards = [(local_shard(parameter.detach()), mean) for parameter, mean in self.ema.shards.items()]
+        present = [shard.clone() for shard, _ in shards]
+        for shard, mean in shards:
+            shard.copy_(mean)
+        try:
+            yield
+        finally:
+            reshard(self.module)
+            for (shard, _), before in zip(shards, present, strict=True):
+                shard.copy_(before)
 
     # ------------------------------------------------------------ optimizer
 

@@ -25,8 +25,8 @@ from weft.parallel.shards.load import Progress
 
 
 class ModelSection(Protocol):
-    """The keys of a config section that say which model it is, and how it is computed. ranks: of its own; None: it
-    takes turns with the trained one."""
+    """The keys of a config section that say which model it is, and how it is computed: a ReferenceConfig, a
+    CriticConfig, or a TeacherConfig with its path. ranks: of its own; None: it takes turns with the trained one."""
 
     @property
     def path(self) -> str | None: ...

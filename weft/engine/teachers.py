@@ -7,13 +7,15 @@ as large.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.config.schema import TeacherConfig
 from weft.engine.batch.document import Document, choose
 from weft.engine.engine import Engine
 from weft.engine.losses.distillation import HIDDEN, TEACHER
@@ -23,20 +25,48 @@ from weft.ops.divergence import TeacherHead
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """One teacher. name: for messages, and in the data where there are several. without_adapter: it is the student's
-    own engine with its adapters switched off. tokens: number of tokens of the tokenizer."""
+class TeacherSection:
+    """Which model a teacher is, and how it is computed (frozen.py); None: as the student."""
 
-    name: str
+    path: str
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cpu_offload: bool | None = None
+    max_tokens_per_device: int | None = None
+    ranks: None = None  # it takes turns with the student
+
+    @classmethod
+    def from_config(cls, path: str, section: TeacherConfig) -> TeacherSection:
+        return cls(path, **vars(section))
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """One teacher. weights: its engine's own, or, where that is the student's, those at its `base`, without adapters,
+    or the `average` of the trained ones."""
+
     engine: Engine
-    without_adapter: bool = False
+    weights: Literal["own", "base", "average"] = "own"
 
     def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
         """Index -> last hidden states [T, H] (Engine.last_hidden) of the documents that this rank's plan of them has;
         the plan is that of the teacher's mesh and budget. Collective."""
         plan, local = self.engine.plan_step(documents)
-        with self.engine.without_adapter() if self.without_adapter else nullcontext():
+        with self._reading():
             return self.engine.last_hidden(plan, local)
+
+    def head(self, student: Engine) -> TeacherHead | None:
+        """teacher_head of the weights that are read. Collective."""
+        with self._reading():
+            return teacher_head(self.engine, student)
+
+    def _reading(self) -> AbstractContextManager[None]:
+        if self.weights == "base":
+            return self.engine.without_adapter()
+        return self.engine.averaged() if self.weights == "average" else nullcontext()
 
 
 def teacher_head(teacher: Engine, student: Engine) -> TeacherHead | None:

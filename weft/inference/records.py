@@ -30,6 +30,7 @@ _ARRAYS: dict[str, tuple[str, Any]] = {
     "kept_logmass": ("kept_logmass", np.float32),
     "old": ("old_logprobs", np.float32),
     "reference": ("ref_logprobs", np.float32),
+    "teacher": ("teacher_logprobs", np.float32),
     "values": ("values", np.float32),
     "advantages": ("advantages", np.float32),
     "correction": ("correction", np.float32),
@@ -254,7 +255,7 @@ def _checked_rewards(row: dict[str, Any], names: Collection[str]) -> dict[str, f
 def _sample(row: dict[str, Any]) -> Sample:
     rewards = _checked_rewards(row, _TYPES)
     arrays: dict[str, Any] = {
-        name: None if row[column] is None else np.asarray(row[column], dtype=dtype)
+        name: None if row.get(column) is None else np.asarray(row[column], dtype=dtype)
         for column, (name, dtype) in _ARRAYS.items()
     }
     prompt = Prompt(

@@ -47,10 +47,11 @@ class Sample:
     """One answer to a prompt, its rewards, and what is computed from it. Arrays are [T]; their entry 0 is never used.
 
     number: index in the group. sampled: whether the policy sampled each token; only sampled tokens are trained.
-    rollout_logprobs, old_logprobs, ref_logprobs: logprobs of the sampled tokens, 0 elsewhere: under the engine, under
-    the trainer with the rollout's weights, and under the reference policy. values: a critic's values. versions: of the
-    weights that sampled each token; -1 for other tokens. kept_logmass: as in Completion, 0 at other tokens; None if
-    sampling was not truncated. turns: number of the policy's answers. finish: how the last answer ended. text: the
+    rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs: logprobs of the sampled tokens, 0 elsewhere: under
+    the engine, under the trainer with the rollout's weights, under the reference policy, and under a teacher. values: a
+    critic's values. versions: of the weights that sampled each token; -1 for other tokens. kept_logmass: as in
+    Completion, 0 at other tokens; None if sampling was not truncated. turns: number of the policy's answers. finish:
+    how the last answer ended. text: the
     decoded completion. routes: as in Completion.
     rewards: of each function, before weights; None if the function gave none. reward: their weighted sum; None if the
     sample failed or has no reward, and is not trained.
@@ -75,6 +76,7 @@ class Sample:
     reward: float | None = None
     old_logprobs: Floats | None = None
     ref_logprobs: Floats | None = None
+    teacher_logprobs: Floats | None = None
     values: Floats | None = None
     advantages: Floats | None = None
     returns: Floats | None = None
@@ -85,7 +87,8 @@ class Sample:
 
     def forget_readings(self) -> None:
         """Drop what trainers computed for the sample, and what was derived from that; tokens and rewards stay."""
-        self.old_logprobs = self.ref_logprobs = self.values = self.advantages = self.correction = None
+        self.old_logprobs = self.ref_logprobs = self.teacher_logprobs = None
+        self.values = self.advantages = self.correction = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -64,6 +64,7 @@ from weft.rl.rewards.base import Rewards, decode
 from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
 from weft.rl.state import FRESH, RlPlan, RlRun, RlTask, RolloutStep
+from weft.rl.teacher import add_teacher_advantages
 from weft.terminal import counted, display_name, say, say_all
 
 _PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"
@@ -429,11 +430,15 @@ async def compute_advantages(run: RlRun, step: RolloutStep) -> None:
         step.metrics |= correct(samples, rl, truncated=run.config.rollout.truncated)
     stale = staleness(samples, run.version, None if run.replayed else run.config.cluster.max_staleness)
     step.metrics |= {**advantages(step.groups, rl), **step.failures.metrics(), **stale}
+    if rl.teacher_in_advantage:
+        step.metrics |= add_teacher_advantages(samples, rl)
 
 
 def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
     """The models that must read the samples before training. old: whether the policy is one of them."""
-    is_read_by_role: dict[Role, bool] = {"policy": old, "reference": rl.has_reference, "critic": rl.has_critic}
+    is_read_by_role: dict[Role, bool] = {
+        "policy": old, "reference": rl.has_reference, "teacher": rl.teacher_in_advantage, "critic": rl.has_critic,
+    }  # fmt: skip
     return [role for role, is_wanted in is_read_by_role.items() if is_wanted]
 
 

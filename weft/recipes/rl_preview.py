@@ -18,7 +18,7 @@ from weft.parallel.memory import cache_bytes
 from weft.recipes.rl import check_task, read_task
 from weft.recipes.run_data import why_unread
 from weft.rl.environments.base import environment_class
-from weft.rl.model_engines import critic_engine, policy_config, reference_engine
+from weft.rl.model_engines import critic_engine, policy_config, reference_engine, teacher_engine
 from weft.rl.reference_critic import own_ranks
 from weft.rl.rewards.base import Rewards
 from weft.rl.state import RlPlan, RlTask
@@ -95,7 +95,8 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
     separate = own_ranks(config)
     reference = None if "reference" in separate else reference_engine(config, ranks, shares_with=policy, weights=False)
     critic = None if "critic" in separate else critic_engine(config, ranks, shares_with=policy, weights=False)
-    engines = {"policy": policy, "reference": reference, "critic": critic}
+    teacher = teacher_engine(config, ranks, shares_with=policy, weights=False)
+    engines = {"policy": policy, "reference": reference, "teacher": teacher, "critic": critic}
     rows = [
         EngineRow(name, e.memory.weights, e.memory.gradients, e.memory.optimizer, e.memory.gathered)
         for name, e in engines.items()

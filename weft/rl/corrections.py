@@ -41,7 +41,10 @@ def old_is_current(config: RlConfig) -> bool:
     """
     rl = config.rl
     is_needed_earlier = (
-        (rl.kl_coef > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
+        (rl.kl_coef > 0 and rl.kl_in == "reward")
+        or rl.teacher_in_advantage
+        or rl.advantage not in ADVANTAGES
+        or rl.on_policy == "exact"
     )
     is_one_step = rl.minibatches * rl.epochs == 1 and config.mesh.cp == 1
     return rl.old_logprobs == "recompute" and is_one_step and not is_needed_earlier and config.lora.dropout == 0

@@ -12,10 +12,12 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from weft.config.rl_schema import RlConfig
+from weft.data.same_tokenizer import check_same_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.frozen import beside_trained, frozen_config, named_section, open_frozen
 from weft.engine.score_head import ScoreSpec
+from weft.engine.teachers import TeacherSection
 from weft.inference.cache_support import caches
 from weft.launch.process import Ranks
 from weft.parallel.shards.load import Progress
@@ -34,6 +36,13 @@ def reference_config(config: RlConfig) -> EngineConfig | None:
     if not config.rl.has_reference or (config.lora.on and section.path is None and not config.lora.modules_to_save):
         return None
     return frozen_config(policy_config(config), section)
+
+
+def teacher_config(config: RlConfig) -> EngineConfig | None:
+    """The engine config of rl.teacher, or None. Its logits are divided by rollout.temperature, as the policy's."""
+    if config.rl.teacher is None:
+        return None
+    return frozen_config(policy_config(config), TeacherSection.from_config(config.rl.teacher, config.teacher))
 
 
 def critic_config(config: RlConfig) -> EngineConfig | None:
@@ -65,6 +74,22 @@ def reference_engine(
     return open_frozen("reference", engine_config, ranks, weights=weights, shares_with=shares_with, progress=progress)
 
 
+def teacher_engine(
+    config: RlConfig,
+    ranks: Ranks,
+    *,
+    weights: bool = True,
+    shares_with: Engine | None = None,
+    progress: Progress | None = None,
+) -> Engine | None:
+    """The engine of teacher_config, or None; see reference_engine. Raises UserError for another tokenizer."""
+    engine_config = teacher_config(config)
+    if engine_config is None:
+        return None
+    check_same_tokenizer(config.model.path, engine_config.model.path, "rl.teacher")
+    return open_frozen("teacher", engine_config, ranks, weights=weights, shares_with=shares_with, progress=progress)
+
+
 def critic_engine(
     config: RlConfig,
     ranks: Ranks,
@@ -83,14 +108,21 @@ def critic_engine(
         return Engine(engine_config, ranks, weights=weights, fill=fill, shares_with=shares_with, progress=progress)
 
 
-def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | None) -> list[str]:
-    """Lines that describe the reference and the critic at start."""
+def opening_lines(
+    config: RlConfig, reference: Engine | None, critic: Engine | None, teacher: Engine | None = None
+) -> list[str]:
+    """Lines that describe the reference, the teacher and the critic at start."""
     lines, only = [], "; not trained on (rl.measure_kl)" * config.rl.measure_kl
     if reference is not None:
         dtype = str(reference.precision.compute).removeprefix("torch.")
         lines.append(f"kl       measured against {reference.config.model.path}, in {dtype}{only}: {reference.memory}")
     elif config.rl.has_reference and reference_config(config) is None:
         lines.append(f"kl       measured against the base under the adapters{only}")
+    if teacher is not None:
+        part = config.rl.teacher_divergence if config.rl.teacher_in == "loss" else "log(teacher / policy) as advantage"
+        lines.append(
+            f"teacher  {teacher.config.model.path}: {part}, weight {config.rl.teacher_coef:g}: {teacher.memory}"
+        )
     if critic is not None:
         kind = type(critic.built.module.hf_model).__name__
         load = critic.built.load

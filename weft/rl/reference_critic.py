@@ -38,10 +38,12 @@ from weft.rl.documents import ReadSamples, TrainedSamples
 from weft.rl.model_engines import check_images, critic_engine, opening_lines, reference_engine
 from weft.terminal import counted
 
-Role = str  # "policy", "reference", "critic", or that of a reward model (config/rl_schema.py:reward_models)
+Role = str  # "policy", "reference", "teacher", "critic", or that of a reward model (config/rl_schema.py:reward_models)
 CRITIC: Role = "critic"
 # Role -> the array of a sample that it reads.
-READS: dict[Role, str] = {"policy": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
+READS: dict[Role, str] = {
+    "policy": "old_logprobs", "reference": "ref_logprobs", "teacher": "teacher_logprobs", "critic": "values",
+}  # fmt: skip
 
 
 def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:

@@ -18,8 +18,8 @@ from weft.inference.types import Prompt, Sample
 # Arrays with one entry per token, and their dtypes in the pickle. Trainers do not use `versions`.
 _BY_TOKEN = {
     "tokens": np.int32, "sampled": np.bool_, "rollout_logprobs": np.float32, "kept_logmass": np.float32,
-    "old_logprobs": np.float32, "ref_logprobs": np.float32, "values": np.float32, "advantages": np.float32,
-    "returns": np.float32, "correction": np.float32,
+    "old_logprobs": np.float32, "ref_logprobs": np.float32, "teacher_logprobs": np.float32, "values": np.float32,
+    "advantages": np.float32, "returns": np.float32, "correction": np.float32,
 }  # fmt: skip
 _NO_VERSIONS = np.zeros(0, np.int32)
 

@@ -31,6 +31,7 @@ from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.sleep import Part
+from weft.engine.teachers import Teacher, with_teachers
 from weft.errors import ActorError
 from weft.inference.base import Request, Synced
 from weft.inference.embedded import EmbeddedEngine
@@ -58,6 +59,7 @@ from weft.rl.model_engines import (
     opening_lines,
     policy_config,
     reference_engine,
+    teacher_engine,
 )
 from weft.rl.reference_critic import (
     CRITIC,
@@ -70,6 +72,7 @@ from weft.rl.reference_critic import (
     readout,
     start_rank,
 )
+from weft.rl.teacher import teacher_loss
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,10 @@ class TrainerRank:
         has_reference = "reference" not in separate
         self.reference = reference_engine(config, self.ranks, shares_with=self.engine) if has_reference else None
         critic = None if CRITIC in separate else critic_engine(config, self.ranks, fill=fill, shares_with=self.engine)
+        self.teacher = teacher_engine(config, self.ranks, shares_with=self.engine)
+        self.teacher_loss = None
+        if self.teacher is not None and config.rl.teacher_in_loss:
+            self.teacher_loss = teacher_loss(config.rl, self.teacher, self.engine, config.rollout.temperature)
         self.critic, self.values = critic, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
@@ -125,7 +132,7 @@ class TrainerRank:
         parts = sleeping_parts(self.config, self.engine.device.type)
         model = model_opening(self.config, self.engine, self._engines()[1:], parts)
         return replace(model, lines=[*notes, *model.lines]).followed_by(
-            opening_lines(self.config, self.reference, self.critic)
+            opening_lines(self.config, self.reference, self.critic, self.teacher)
         )
 
     def compute_dtype(self) -> str:
@@ -162,7 +169,8 @@ class TrainerRank:
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """Raise UserError if a model cannot take these samples (model_engines.check_images)."""
-        check_images({"policy": self.engine, "reference": self.reference, CRITIC: self.critic}, samples)
+        engines = {"policy": self.engine, "reference": self.reference, "teacher": self.teacher, CRITIC: self.critic}
+        check_images(engines, samples)
 
     def image_room(self) -> ImageRoom:
         """The smallest image room of the models in these ranks."""
@@ -210,7 +218,8 @@ class TrainerRank:
         return sum(engine.wake() for engine in self._engines())
 
     def _engines(self) -> list[Engine]:
-        return [engine for engine in (self.engine, self.reference, self.critic) if engine is not None]
+        engines = (self.engine, self.reference, self.teacher, self.critic)
+        return [engine for engine in engines if engine is not None]
 
     def devices(self) -> RankDevices:
         """The devices of this rank."""
@@ -272,7 +281,7 @@ class TrainerRank:
         if role == "reference" and self.reference is None:
             with self.engine.without_adapter():
                 return readout(self.engine, samples, "logprob", self.opener)
-        engine = self.engine if role == "policy" else self.reference
+        engine = {"policy": self.engine, "reference": self.reference, "teacher": self.teacher}[role]
         assert engine is not None
         return readout(engine, samples, "logprob", self.opener, routes=role == "policy")
 
@@ -290,11 +299,16 @@ class TrainerRank:
         if not documents:  # on every rank alike
             skipped = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
             return UpdateResult({**skipped, **_NO_STEP})
-        loss = PolicyLoss(self.config.rl, old_is_current=not documents.old_is_known, masked=documents.masked)
+        loss = PolicyLoss(
+            self.config.rl, old_is_current=not documents.old_is_known, masked=documents.masked,
+            teacher=self.teacher_loss,
+        )  # fmt: skip
         # Only the policy's step is timed: readouts and the critic pass through phases of the same names.
         with contextlib.nullcontext() if self.times is None else contextlib.closing(self.times.open()):
             flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
             plan, local = self.engine.plan_step(documents)
+            if self.teacher is not None and self.teacher_loss is not None:
+                local = with_teachers([Teacher(self.teacher)], None, documents, local, self.engine)
             metrics, result = self.engine.step(plan, local, loss, lr)
         outcome = StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
         values = {} if self.values is None else self.values.train(documents, lr / self.config.optimizer.lr)

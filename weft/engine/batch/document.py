@@ -132,6 +132,10 @@ class MeasuredDocuments(Sequence[Document]):
     def source(self, index: int) -> str:
         """The `source` of the document of this index."""
 
+    def dataset(self, index: int) -> str:
+        """The `dataset` of the document of this index."""
+        return self.build(index).dataset
+
     @abstractmethod
     def build(self, index: int) -> Document:
         """The document of this index, from 0."""
@@ -183,6 +187,9 @@ class Chosen(MeasuredDocuments):
     def source(self, index: int) -> str:
         return self._documents.source(self._indices[index])
 
+    def dataset(self, index: int) -> str:
+        return self._documents.dataset(self._indices[index])
+
     def build(self, index: int) -> Document:
         return self._documents.build(self._indices[index])
 
@@ -199,6 +206,13 @@ def take(documents: Sequence[Document], indices: Sequence[int]) -> dict[int, Doc
     if isinstance(documents, MeasuredDocuments):
         return documents.take(indices)
     return {index: documents[index] for index in indices}
+
+
+def datasets_of(documents: Sequence[Document]) -> list[str]:
+    """The `dataset` of each document; measured documents are not built."""
+    if isinstance(documents, MeasuredDocuments):
+        return [documents.dataset(index) for index in range(len(documents))]
+    return [document.dataset for document in documents]
 
 
 def have_videos(documents: Collection[Document]) -> bool:

@@ -15,7 +15,7 @@ A step's loss is the sum over its tokens of weight x loss of the token, divided 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from weft.engine.losses.base import Batch, LossOutput
 from weft.engine.losses.correction import LARGEST, bounded, importance_ratios, of_tokens
+from weft.engine.losses.distillation import DistillationLoss
 from weft.errors import UserError
 from weft.importing import import_named
+from weft.ops.divergence import Comparison
 from weft.rl.algorithms import TOKEN_LOSSES
 
 if TYPE_CHECKING:
@@ -115,16 +117,26 @@ def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm
 
 
 class PolicyLoss:
-    """loss of a token = correction x policy loss + rl.kl_coef x KL - rl.entropy_coef x entropy; see the top of this
-    file."""
+    """loss of a token = correction x policy loss + rl.kl_coef x KL - rl.entropy_coef x entropy + rl.teacher_coef x
+    divergence from a teacher; see the top of this file."""
 
     readouts = frozenset({"logprob", "entropy"})  # entropy without a gradient costs next to nothing
     every_token = False
 
-    def __init__(self, config: RlAlgorithm, *, old_is_current: bool = False, masked: int = 0) -> None:
+    def __init__(
+        self,
+        config: RlAlgorithm,
+        *,
+        old_is_current: bool = False,
+        masked: int = 0,
+        teacher: DistillationLoss | None = None,
+    ) -> None:
         """old_is_current: documents bring no old_logprobs, because nothing was updated since the rollout. masked:
-        number of the step's samples that rl.mask_truncated leaves out."""
-        self.config, self.old_is_current = config, old_is_current
+        number of the step's samples that rl.mask_truncated leaves out. teacher: of rl.teacher_in=loss, whose
+        divergence is read."""
+        self.config, self.old_is_current, self.teacher = config, old_is_current, teacher
+        if teacher is not None:
+            self.readouts = self.readouts | {"divergence"}
         self.masked = masked if config.count_masked else 0
         self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
         self.loss = choose_policy_loss(config.policy_loss)
@@ -151,6 +163,11 @@ class PolicyLoss:
     def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
         return None  # it depends on the ratios
 
+    def comparisons(self, arrays: Mapping[str, Tensor], count: int) -> list[Comparison]:
+        """See Loss."""
+        assert self.teacher is not None
+        return self.teacher.comparisons(arrays, count)
+
     def __call__(self, batch: Batch) -> LossOutput:
         config, logprob, entropy = self.config, batch.readouts["logprob"], batch.readouts["entropy"]
         if self.old_is_current:
@@ -168,6 +185,10 @@ class PolicyLoss:
                 loss = loss + config.kl_coef * kl_loss(tokens, reference, config)
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * entropy * self._entropy_share(batch)
+        if self.teacher is not None:
+            divergence = batch.readouts["divergence"]
+            loss = loss + config.teacher_coef * divergence
+            means["teacher/divergence"] = divergence
         loss_sum = (batch.weights_N * loss).sum()
         metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()}
         if self._ratio != "ratio" and self._clipping != "none":  # a sample has one ratio

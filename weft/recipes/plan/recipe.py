@@ -32,7 +32,7 @@ from weft.recipes.plan.show import show_engines, show_estimate, show_search, sho
 from weft.recipes.plan.simulate import Step, simulate
 from weft.recipes.plan.timing import time_of
 from weft.recipes.run_data import make_steps, read_data
-from weft.rl.model_engines import critic_config, policy_config, reference_config
+from weft.rl.model_engines import critic_config, policy_config, reference_config, teacher_config
 from weft.rl.reference_critic import own_ranks
 from weft.terminal import byte_count
 
@@ -150,7 +150,10 @@ def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[
     """The memory of the reference and the critic on the trainer's ranks; rollout engines are not counted. An engine
     with ranks of its own has a row without figures."""
     separate, rows = own_ranks(config), []
-    for name, engine in (("reference", reference_config(config)), ("critic", critic_config(config))):
+    engines = {
+        "reference": reference_config(config), "teacher": teacher_config(config), "critic": critic_config(config),
+    }  # fmt: skip
+    for name, engine in engines.items():
         if engine is None or name in separate:
             continue
         model = Blueprint(engine, "cpu", assumed)

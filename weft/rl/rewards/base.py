@@ -92,6 +92,8 @@ class Rewards:
         self.weights = {ENVIRONMENT: 1.0, **{f.name: w for f, w in zip(self.functions, weights, strict=True)}}
         self.column = config.reward_column
         self._environment = config.environment is not None
+        # Samples that only a teacher judges have a reward of 0, so that they count.
+        self._unrewarded = config.teacher is not None and not config.reward and config.environment is None
         self._inline = {f.name: RewardFunction(f) for f in self.functions if f.path in INLINE}
         self._models = [f.name for f in self.functions if f.path.startswith(REWARD_MODEL)]
         self.scorers: dict[str, Scorer] = {}  # of the reward models, once their ranks have started
@@ -215,6 +217,9 @@ class Rewards:
         sample.rewards = {name: sample.rewards[name] for name in order if name in sample.rewards}
         values = {name: value for name, value in sample.rewards.items() if value is not None}
         lost = error or "reward_errors" in sample.notes
+        if self._unrewarded and not lost:
+            sample.reward = 0.0
+            return
         sample.reward = (
             None if lost or not values else sum(self.weights[name] * value for name, value in values.items())
         )

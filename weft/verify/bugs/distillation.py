@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weft.engine.losses.base import Batch, LossOutput
+from weft.inference.types import Sample
 from weft.ops.divergence import Terms
 from weft.verify.bugs import Original, Plant, bug
 
+TEACHER_ADVANTAGE = "tests/parity/test_rl_teacher_parity.py: an update with a teacher is that of plain PyTorch"
 DISTILLED = "tests/parity/test_distill_parity.py: a step of distillation is that of plain PyTorch"
 
 
@@ -53,3 +57,21 @@ def gradient_into_the_teacher(plant: Plant, original: Original, name: str, beta:
         return values, torch.add(slope, q * difference)  # the derivative of q (log q - log p) by log q
 
     return leaking
+
+
+@bug(
+    "B45", "weft.rl.teacher:add_teacher_advantages",
+    "the KL from the teacher at a token's position is its advantage, whatever token was drawn, so that the expected "
+    "gradient is zero",
+    caught_by=TEACHER_ADVANTAGE, issue="radixark/miles#2362", needs="rl.teacher_in=advantage",
+)  # fmt: skip
+def divergence_as_advantage(plant: Plant, original: Original, samples: Sequence[Sample], config: Any) -> Any:
+    before = [None if sample.advantages is None else sample.advantages.copy() for sample in samples]
+    metrics = original(samples, config)
+    for sample, advantages in zip(samples, before, strict=True):
+        if advantages is not None and sample.counts and sample.length:
+            assert sample.teacher_logprobs is not None and sample.old_logprobs is not None
+            difference = sample.teacher_logprobs - sample.old_logprobs
+            sample.advantages = advantages - config.teacher_coef * (np.expm1(difference) - difference)
+            plant.hit()
+    return metrics

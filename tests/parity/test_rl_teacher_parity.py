@@ -1,0 +1,123 @@
+"""rl.teacher, in the loss and in the advantages, against plain PyTorch on given samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.test_policy_parity import LONGEST, TEMPERATURE, groups_of, plain_model, rollouts
+from tests.support import plain_rl
+from tests.support.cases import engine_config, open_engine, saved_model, world_of
+from tests.support.plain_distill import divergence
+from tests.support.plain_rl import Row
+from tests.support.pool import run
+from tests.support.rl_samples import algorithm, rl_config
+from weft.engine.engine import Engine
+from weft.engine.losses.policy import PolicyLoss
+from weft.engine.teachers import Teacher, with_teachers
+from weft.rl import advantages
+from weft.rl import teacher as rl_teacher
+from weft.rl.corrections import correct
+from weft.rl.documents import build_documents
+from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
+from weft.verify.observed import Tensors
+from weft.verify.plants import planted
+
+CASES: dict[str, dict[str, Any]] = {
+    "loss": {"teacher_divergence": "jsd", "teacher_beta": 0.3, "teacher_coef": 0.7},
+    "advantage": {"teacher_in": "advantage", "teacher_coef": 0.5},
+}
+
+
+def accumulate(
+    path: str, of_teacher: str, mesh: str, case: str, rows: list[Row], rewarded: bool, plant: str | None
+) -> tuple[float, Tensors]:
+    """(Loss, gradients) of an update, as the recipe has it made."""
+    rl = algorithm("grpo", teacher=of_teacher, correction="none", **CASES[case])
+    engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": 40})
+    config = replace(engine_config(of_teacher, mesh), purpose="inference", temperature=TEMPERATURE)
+    teacher = Engine(config, engine.ranks, shares_with=engine)
+    groups = groups_of(rows)
+    samples = [sample for group in groups for sample in group.samples]
+    for sample in samples:
+        sample.reward = sample.reward if rewarded else 0.0
+    correct(samples, rl)
+    advantages.advantages(groups, rl)
+    loss = None
+    with planted(plant):
+        if rl.teacher_in_advantage:
+            for sample, row in zip(samples, rows, strict=True):
+                sample.teacher_logprobs = torch.zeros(len(row.ids)).numpy()
+                logprob = plain_rl.current(plain_model(of_teacher), row, TEMPERATURE)[0]
+                sample.teacher_logprobs[sample.sampled] = logprob.detach().numpy()
+            rl_teacher.add_teacher_advantages(samples, rl)
+        else:
+            loss = rl_teacher.teacher_loss(rl, teacher, engine, TEMPERATURE)
+        documents = build_documents(samples, rl_config(rl, max_new_tokens=LONGEST))
+        plan = engine.plan(engine.planner.metadata(documents))
+        local = {index: documents[index] for index in engine.planner.local_documents(plan)}
+        if loss is not None:
+            local = with_teachers([Teacher(teacher)], None, documents, local, engine)
+        result = engine.accumulate(plan, local, PolicyLoss(rl, teacher=loss))["loss"]
+    assert result is not None
+    return result, {n: g.cpu() for n, g in engine.gradients() if g is not None}
+
+
+def plain(path: str, of_teacher: str, case: str, rows: list[Row], rewarded: bool) -> tuple[float, Tensors]:
+    keys, model, teacher = CASES[case], plain_model(path), plain_model(of_teacher)
+    trained = [
+        replace(row, reward=row.reward if rewarded else 0.0) for row in rows if not rewarded or row.reward is not None
+    ]
+    losses = []
+    for row, a in zip(trained, plain_rl.by_group(trained, plain_rl.reward, plain_rl.mean_std), strict=True):
+        logp, _ = plain_rl.current(model, row, TEMPERATURE)
+        with torch.no_grad():
+            of_tokens = plain_rl.current(teacher, row, TEMPERATURE)[0]
+        if case == "advantage":
+            a = a + keys["teacher_coef"] * (of_tokens - row.old).double()
+        loss = plain_rl.clipped(plain_rl.ratio(row, logp), a, 0.2, 0.2)
+        if case == "loss":
+            places = [place - 1 for place in row.drawn]
+            z = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0][places] / TEMPERATURE
+            with torch.no_grad():
+                z_q = teacher(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0][places] / TEMPERATURE
+            loss = loss + keys["teacher_coef"] * divergence("jsd", z, z_q, keys["teacher_beta"])
+        losses.append(loss)
+    total = plain_rl.sequence_mean(losses)
+    total.backward()
+    return float(total.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def differs(
+    mesh: str, case: str, rewarded: bool, plant: str | None = None, family: str = "llama", of_teacher: str = "qwen3"
+) -> float:
+    """The largest difference, relative to its tolerance."""
+    path, teacher = saved_model(family), saved_model(of_teacher, num_hidden_layers=3)
+    rows = rollouts(path)
+    loss, gradients = run(world_of(mesh), accumulate, path, teacher, mesh, case, rows, rewarded, plant)[0]
+    expected = plain(path, teacher, case, rows, rewarded)
+    figures = compare_gradients(gradients, expected[1], {})
+    apart = abs(loss - expected[0]) / max(abs(expected[0]), 1.0) / SCALAR
+    return max(apart, *(figure.value / GRADIENT for figure in figures))
+
+
+@pytest.mark.covers("rl.teacher", "rl.teacher_in", "rl.teacher_coef", "rl.teacher_divergence", "rl.teacher_beta")
+@pytest.mark.parametrize(
+    ("mesh", "case", "rewarded"),
+    [
+        ("1", "loss", False),
+        ("2", "loss", True),
+        ("tp2", "loss", True),
+        ("2", "advantage", False),
+        ("1", "advantage", True),
+    ],
+)
+def test_an_update_with_a_teacher(mesh: str, case: str, rewarded: bool) -> None:
+    assert differs(mesh, case, rewarded) <= 1.0
+
+
+def advantage_is_the_plain_one(plant: str | None) -> bool:
+    return differs("1", "advantage", False, plant) <= 1.0

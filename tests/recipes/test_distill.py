@@ -1,0 +1,223 @@
+"""`weft distill`: its run on meshes, teachers that are the student itself, resuming, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import plain_distill
+from tests.support.cases import saved_model
+from tests.support.pool import run
+from tests.support.resuming import Killed
+from tests.support.toy_tokenizers import byte_tokenizer, chat, metaspace_tokenizer, write_jsonl
+from weft import cli
+from weft.config.distill_schema import DistillConfig
+from weft.config.load import load_config
+from weft.data.documents import Documents
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.launch.options import TrainOptions
+from weft.ops.divergence import differentiated, terms_of
+from weft.recipes import distill
+from weft.recipes.run_data import read_run_data
+
+_home = TemporaryDirectory(prefix="weft-distill-")
+WORDS = [
+    "step.documents=6", "step.max_tokens_per_device=96", "train.epochs=null", "train.steps=3", "optimizer.name=sgd",
+    "optimizer.lr=0.2", "optimizer.weight_decay=0", "optimizer.max_grad_norm=null", "schedule.name=constant",
+    "schedule.warmup_steps=0", "schedule.warmup_ratio=null", "checkpoint.every=1", "checkpoint.keep=null",
+]  # fmt: skip
+
+
+@cache
+def home() -> Path:
+    """A student, two teachers of other families and widths, and two files of chats."""
+    path = Path(_home.name)
+    models = {
+        "student": ("llama", {"vocab_size": 264}),
+        "wide": ("llama", {"vocab_size": 272, "hidden_size": 48, "num_hidden_layers": 3}),
+        "other": ("qwen3", {"vocab_size": 264}),
+    }
+    for name, (family, changes) in models.items():
+        shutil.copytree(saved_model(family, **changes), path / name)
+        byte_tokenizer().save_pretrained(path / name)
+    for name in ("a", "b"):
+        chats = [chat(("user", name * (i % 5 + 1)), ("assistant", "bcd" * (i % 7 + 1))) for i in range(12)]
+        write_jsonl(path / f"{name}.jsonl", *chats)
+    return path
+
+
+def config_of(folder: Path, *words: str) -> DistillConfig:
+    paths = [f"model.path={home()}/student", f"data.path={home()}/a.jsonl", f"run.dir={folder}"]
+    return load_config([], [*paths, *WORDS, *words], DistillConfig)
+
+
+def attempt(config: DistillConfig, resume: str | None = None, steps: int | None = None) -> None:
+    """A run on one rank; it ends in the step after `steps`, before the update."""
+    applied, original = [0], Engine.apply
+
+    def apply(engine: Engine, lr: float) -> Any:
+        if applied[0] == steps:
+            raise Killed
+        applied[0] += 1
+        return original(engine, lr)
+
+    with mock.patch.object(Engine, "apply", apply), suppress(Killed):
+        distill.run(config, TrainOptions(device="cpu", resume=resume))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path, step: int = 3) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+def documents(config: DistillConfig) -> list[list[tuple[list[int], list[float]]]]:
+    """Those of each step, as lists, in the run's order."""
+    from weft.recipes.run_data import make_steps
+
+    data = read_run_data(config)
+    assert isinstance(data.documents, Documents)
+    steps = [[data.documents[i] for i in step.documents] for step in make_steps(config, data.documents)]
+    return [[(d.tokens.tolist(), d.weights.tolist()) for d in step] for step in steps]
+
+
+@pytest.mark.covers(
+    "distill.teacher", "distill.loss", "distill.beta", "distill.temperature", "distill.temperature_squared",
+    "distill.alpha",
+)  # fmt: skip
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_is_that_of_plain_transformers(tmp_path: Path, world: int) -> None:
+    words = ["distill.loss=jsd", "distill.beta=0.3", "distill.temperature=2", "distill.temperature_squared=true",
+             "distill.alpha=0.25", f"distill.teacher={home()}/wide", "teacher.max_tokens_per_device=64"]  # fmt: skip
+    config = config_of(tmp_path / "run", *words)
+    run(world, attempt, config)
+    steps = documents(config)
+    settings = {"loss": "jsd", "beta": 0.3, "temperature": 2.0, "squared": True, "alpha": 0.25}
+    expected = plain_distill.train(
+        f"{home()}/student", [f"{home()}/wide"], steps, [[0] * len(step) for step in steps], settings, 0.2
+    )
+    assert [line["loss"] for line in lines(tmp_path / "run")] == pytest.approx(expected[0], rel=1e-5)
+    for name, weight in weights(tmp_path / "run").items():
+        torch.testing.assert_close(weight, expected[2][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.covers("distill.teachers")
+def test_each_source_has_its_teacher(tmp_path: Path) -> None:
+    sources = f"data.sources=[{{path: {home()}/a.jsonl}}, {{path: {home()}/b.jsonl}}]"
+    held_out = f"eval.sources=[{{path: {home()}/b.jsonl}}]"
+    teachers = f"distill.teachers={{a: {home()}/wide, b: {home()}/other}}"
+    config = config_of(tmp_path / "run", "data.path=null", sources, held_out, teachers)
+    run(2, attempt, config)
+    data = read_run_data(config).documents
+    names = {tuple(d.tokens.tolist()): d.dataset for d in (data[i] for i in range(len(data)))}
+    steps = documents(config)
+    chosen = [[("a", "b").index(names[tuple(ids)]) for ids, _ in step] for step in steps]
+    assert {place for step in chosen for place in step} == {0, 1}
+    settings = {"loss": "forward_kl", "beta": 0.5, "temperature": 1.0, "squared": False, "alpha": 0.0}
+    expected = plain_distill.train(
+        f"{home()}/student", [f"{home()}/wide", f"{home()}/other"], steps, chosen, settings, 0.2
+    )
+    assert [line["loss"] for line in lines(tmp_path / "run")] == pytest.approx(expected[0], rel=1e-5)
+    assert "eval/b/divergence" in lines(tmp_path / "run")[-1]
+
+
+def test_a_teacher_under_adapters_and_an_average_begin_at_the_student(tmp_path: Path) -> None:
+    """The divergence from the model itself is zero at first, and then not: the teacher stays, or lags behind."""
+    cases = {
+        "base": ["distill.teacher=base", "lora.rank=4", "distill.alpha=0.5"],
+        "average": ["distill.teacher=average", "optimizer.ema_decay=0.9", "distill.alpha=0.5"],
+    }
+    for name, words in cases.items():
+        run(2, attempt, config_of(tmp_path / name, *words))
+        values = [line["divergence"] for line in lines(tmp_path / name)]
+        assert abs(values[0]) < 1e-6 and values[1] > 1e-6 and values[2] > 1e-6, (name, values)
+
+
+def test_a_base_under_adapters_equals_a_copy_of_it(tmp_path: Path) -> None:
+    losses = []
+    for teacher in ("base", f"{home()}/student"):
+        folder = tmp_path / str(len(losses))
+        run(1, attempt, config_of(folder, f"distill.teacher={teacher}", "lora.rank=4", "distill.alpha=0.5"))
+        losses.append([line["loss"] for line in lines(folder)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
+    words = [f"distill.teacher={home()}/other", "eval.share=0.2", "eval.every=1"]
+    whole, broken = config_of(tmp_path / "whole", *words), config_of(tmp_path / "broken", *words)
+    run(2, attempt, whole)
+    run(2, attempt, broken, None, 2)
+    run(2, attempt, broken, str(tmp_path / "broken"))
+    for name, weight in weights(tmp_path / "whole").items():
+        assert torch.equal(weight, weights(tmp_path / "broken")[name]), name
+    figures = [[line[k] for k in ("loss", "eval/loss", "eval/agreement")] for line in lines(tmp_path / "whole")]
+    assert figures == [
+        [line[k] for k in ("loss", "eval/loss", "eval/agreement")] for line in lines(tmp_path / "broken")
+    ]
+
+
+def half_skewed(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Terms of a user: KL(q || p), half of it."""
+    return 0.5 * log_q.exp() * (log_q - log_p)
+
+
+def summed(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    return half_skewed(log_p, log_q).sum(1)
+
+
+def test_a_divergence_of_ones_own(tmp_path: Path) -> None:
+    teacher, path = f"distill.teacher={home()}/other", "tests.recipes.test_distill"
+    run(1, attempt, config_of(tmp_path / "own", teacher, f"distill.loss={path}:half_skewed"))
+    run(1, attempt, config_of(tmp_path / "ours", teacher))
+    first, second = lines(tmp_path / "own")[0], lines(tmp_path / "ours")[0]
+    assert 2 * first["loss"] == pytest.approx(second["loss"], rel=1e-6)
+    assert 2 * first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-5)
+    with pytest.raises(Exception, match="gives .*; it must give a term for each token of the vocabulary"):
+        run(1, attempt, config_of(tmp_path / "summed", teacher, f"distill.loss={path}:summed"))
+    assert differentiated(half_skewed, "")(torch.zeros(1, 2), torch.zeros(1, 2))[0].shape == (1, 2)
+    assert terms_of("forward_kl", 0.5) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "of distill.teacher and distill.teachers neither is set"),
+        (["distill.teacher=t", "distill.teachers={a: t}"], "of distill.teacher and distill.teachers both are set"),
+        (["distill.teacher=base"], "set lora.rank, or name a model"),
+        (["distill.teacher=average"], "set optimizer.ema_decay=0.99"),
+        (["distill.teacher=t", "distill.loss=kl"], "neither one of forward_kl, reverse_kl, jsd nor an import path"),
+        (["distill.teacher=t", "distill.beta=0.1"], "distill.beta would have no effect: only distill.loss=jsd"),
+        (["distill.teacher=t", "distill.loss=jsd", "distill.beta=1"], "distill.beta is 1.0; it must be above 0"),
+        (["distill.teacher=t", "distill.temperature_squared=true"], "distill.temperature is 1"),
+        (["distill.teacher=t", "distill.alpha=1"], "weft sft trains on cross entropy alone"),
+        (["distill.teacher=t", "train.loss=a:b"], "train.loss would have no effect: distill.loss says"),
+        (["distill.teachers={a: t}"], "data.sources is not set"),
+        (["distill.teacher=base", "lora.rank=4", "teacher.tp=2"], "the teacher is the student itself"),
+    ],
+)
+def test_configs_that_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        load_config([], ["model.path=m", "data.path=d.jsonl", *words], DistillConfig)
+
+
+def test_another_tokenizer_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    other = home() / "tokens"
+    if not other.exists():
+        shutil.copytree(home() / "other", other)
+        metaspace_tokenizer().save_pretrained(other)
+    paths = [f"model.path={home()}/student", f"data.path={home()}/a.jsonl", f"distill.teacher={other}"]
+    assert cli.main(["distill", *paths, "--dry-run"]) != 0
+    assert "is another one than that of" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Checks of a config of `weft distill`, with those that it shares with `weft sft` (checks.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.config.checks import (
+    EXCLUSIVE,
+    IMPORT_PATH,
+    Inert,
+    Rules,
+    adapter_presets,
+    inert_rules,
+    pipeline_combinations,
+    training_combinations,
+)
+from weft.config.distill_schema import AVERAGE, BASE, DIVERGENCES, DistillConfig
+from weft.config.sources import source_name
+
+
+def _combinations(config: DistillConfig) -> Iterator[tuple[str, str]]:
+    yield from training_combinations(config)
+    distill = config.distill
+    if distill.loss not in DIVERGENCES and not IMPORT_PATH.fullmatch(distill.loss):
+        yield (
+            "distill.loss",
+            f"distill.loss is {distill.loss}, which is neither one of {', '.join(DIVERGENCES)} nor an import path, as "
+            "in my_losses:skewed for the function skewed in my_losses.py.",
+        )
+    yield from _teachers(config)
+    stages = config.teacher.pp or config.mesh.pp
+    if stages > 1 and config.mesh.pp == 1:
+        yield from pipeline_combinations(config, "teacher.pp", stages)
+
+
+def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
+    distill, own = config.distill, (BASE, AVERAGE)
+    if (distill.teacher is None) == (distill.teachers is None):
+        state = "neither is" if distill.teacher is None else "both are"
+        yield (
+            "distill.teacher",
+            f"of distill.teacher and distill.teachers {state} set: set distill.teacher to a model, or "
+            "distill.teachers to one for each of data.sources.",
+        )
+    if distill.teacher == BASE and not config.lora.on:
+        yield (
+            "distill.teacher",
+            "distill.teacher is base, the model under the student's adapters, and there are none: set lora.rank, or "
+            "name a model.",
+        )
+    if distill.teacher == BASE and config.lora.modules_to_save:
+        yield (
+            "distill.teacher",
+            "distill.teacher is base, but lora.modules_to_save replaces modules of the base: adapt them with "
+            "lora.targets, or set distill.teacher to model.path, which opens a copy.",
+        )
+    if distill.teacher == AVERAGE and config.optimizer.ema_decay is None:
+        yield (
+            "distill.teacher",
+            "distill.teacher is average, but no average of the weights is kept: set optimizer.ema_decay=0.99, or name "
+            "a model.",
+        )
+    if distill.cache == "disk" and distill.teacher == AVERAGE:
+        yield (
+            "distill.cache",
+            "distill.cache is disk, but distill.teacher=average changes with every step: set distill.cache=off.",
+        )
+    if distill.teachers is None:
+        return
+    names = [source_name(source) for source in config.data.sources or ()]
+    names += [source_name(source) for source in config.eval.sources or ()]
+    trained = [source_name(source) for source in config.data.sources or ()]
+    if not trained:
+        yield (
+            "distill.teachers",
+            "distill.teachers gives each source of the data a teacher, but data.sources is not set: set it, or name "
+            "one model in distill.teacher.",
+        )
+    elif missing := [name for name in dict.fromkeys(names) if name not in distill.teachers]:
+        yield (
+            "distill.teachers",
+            f"distill.teachers has no teacher for the source {missing[0]}: add {missing[0]}: PATH.",
+        )
+    elif extra := [name for name in distill.teachers if name not in names]:
+        yield (
+            "distill.teachers",
+            f"distill.teachers names {extra[0]}, which is no source: there are {', '.join(names)}.",
+        )
+    if config.eval.path is not None:
+        yield (
+            "eval.path",
+            "eval.path has no name by which distill.teachers could give it a teacher: set eval.sources, or eval.share.",
+        )
+    if config.eval.share is not None:
+        yield (
+            "eval.share",
+            "eval.share has no name by which distill.teachers could give it a teacher: set eval.sources.",
+        )
+    if paths := [path for path in distill.teachers.values() if path in own]:
+        yield (
+            "distill.teachers",
+            f"distill.teachers names {paths[0]}, which is the student itself: name models, or set distill.teacher.",
+        )
+
+
+_OWN_LOSS = Inert("train.loss", lambda c: True, "distill.loss says what is trained")
+_NO_ENGINE = tuple(
+    Inert(
+        f"teacher.{leaf}",
+        lambda c: c.distill.teacher in (BASE, AVERAGE),
+        "the teacher is the student itself, in the student's engine",
+    )
+    for leaf in ("param_dtype", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
+)
+DISTILL = Rules(
+    EXCLUSIVE,
+    (*inert_rules(DistillConfig), _OWN_LOSS, *_NO_ENGINE),
+    _combinations,
+    lambda value: adapter_presets(value, "distill"),
+)

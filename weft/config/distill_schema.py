@@ -1,0 +1,83 @@
+"""The keys of `weft distill` beside those of `weft sft` (schema.py). Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from weft.config.conditions import Unread
+from weft.config.keys import key
+from weft.config.ranges import INSIDE_0_1, POSITIVE, Range
+from weft.config.schema import SftConfig, TeacherConfig
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+BASE, AVERAGE = "base", "average"  # teachers that are the student itself
+
+_NO_JSD = Unread(lambda c: c.distill.loss != "jsd", "only distill.loss=jsd reads it")
+_AT_1 = Unread(lambda c: c.distill.temperature == 1.0, "distill.temperature is 1")
+_NO_CACHE = Unread(lambda c: c.distill.cache == "off", "distill.cache is off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSection:
+    """The teacher of `weft distill`, and what the student learns of it."""
+
+    teacher: str | None = key(
+        "Teacher: a HuggingFace model directory or hub id with the same tokenizer, of any family, width and depth; "
+        "`base`: the model under the student's adapters (lora.rank); `average`: the average of the student's weights "
+        "(optimizer.ema_decay).",
+        None,
+    )
+    teachers: dict[str, str] | None = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "In place of distill.teacher: a teacher for each of data.sources, by the source's name, as in "
+        "{math: org/math-7b, code: org/code-7b}.",
+        None,
+    )
+    loss: str = key(
+        "Divergence of a token's distributions over the whole vocabulary: `forward_kl` KL(teacher || student), "
+        "`reverse_kl` KL(student || teacher), `jsd` between them by distill.beta, or the import path of a function of "
+        "(student's log-probabilities, teacher's), [tokens, vocabulary] each, that gives the terms of a sum over the "
+        "vocabulary, as in my_losses:skewed.",
+        "forward_kl",
+    )
+    beta: float = key(
+        "With jsd: beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student.",
+        0.5,
+        within=INSIDE_0_1,
+        unread=(_NO_JSD,),
+    )
+    temperature: float = key(
+        "Logits of both models are divided by it before they are compared; cross entropy is at 1.", 1.0, within=POSITIVE
+    )
+    temperature_squared: bool = key(
+        "Multiply the divergence by distill.temperature squared (Hinton et al. 2015), so that its gradient keeps its "
+        "size.",
+        False,
+        unread=(_AT_1,),
+    )
+    alpha: float = key(
+        "Share of cross entropy in the loss: alpha x cross entropy + (1 - alpha) x divergence.",
+        0.0,
+        within=Range(lambda v: 0 <= v < 1, "from 0 to below 1 (weft sft trains on cross entropy alone)"),
+    )
+    cache: Literal["off", "disk"] = key(
+        "`disk`: write the teacher's last hidden states to distill.cache_dir, trained tokens x width x bytes of its "
+        "dtype (said at start), and read them in later epochs and runs, on any mesh.",
+        "off",
+    )
+    cache_dir: str = key(
+        "Folder of these hidden states, which all ranks see. A row of other tokens, weights or another teacher is an "
+        "error.",
+        "teacher_cache",
+        unread=(_NO_CACHE,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(SftConfig):
+    """The config of `weft distill`, one field per section."""
+
+    command: ClassVar[str] = "distill"
+
+    distill: DistillSection = field(default_factory=DistillSection)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)

@@ -1,0 +1,26 @@
+"""Whether a teacher reads the student's tokens: distributions are compared token by token, by their ids."""
+
+from __future__ import annotations
+
+from weft.data.encode import load_tokenizer
+from weft.errors import UserError
+
+
+def check_same_tokenizer(student: str, teacher: str, key: str) -> None:
+    """Raise UserError unless every token of the student's tokenizer has the same id in the teacher's. The teacher's may
+    have more; how many rows their heads have does not matter. student, teacher: paths. key: that names the teacher."""
+    if student == teacher:
+        return
+    of_student, of_teacher = load_tokenizer(student).get_vocab(), load_tokenizer(teacher).get_vocab()
+    other = sorted((index, token) for token, index in of_student.items() if of_teacher.get(token) != index)
+    if not other:
+        return
+    index, token = other[0]
+    there = of_teacher.get(token)
+    has = "lacks it" if there is None else f"has it as {there}"
+    raise UserError(
+        f"{key}: the tokenizer of {teacher} is another one than that of {student}: of {len(of_student)} tokens "
+        f"{len(other)} have another id or none, the first {token!r}, {index}, where the teacher {has}. Distributions "
+        "over other tokens cannot be compared token by token; that would need a projection between vocabularies, which "
+        "weft does not have. Choose a teacher of the same family, or train on texts that it writes (weft sft)."
+    )

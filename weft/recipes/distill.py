@@ -1,0 +1,133 @@
+"""Distillation: `weft distill`. The loop is that of training.py; before each step teachers read its documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from weft.config.distill_schema import AVERAGE, BASE, DIVERGENCES, DistillConfig, DistillSection
+from weft.data.same_tokenizer import check_same_tokenizer
+from weft.engine.batch.document import Document, choose, datasets_of
+from weft.engine.engine import Engine
+from weft.engine.frozen import frozen_config, open_frozen
+from weft.engine.losses.distillation import DistillationLoss
+from weft.engine.step_plan.plan import StepPlan
+from weft.engine.teachers import Teacher, TeacherSection, with_teachers
+from weft.errors import UserError
+from weft.importing import import_named
+from weft.launch import flight
+from weft.launch.options import TrainOptions
+from weft.observe.hooks import NO_HOOKS, Hooks
+from weft.ops.divergence import Terms, differentiated, terms_of
+from weft.parallel.shards.load import Progress
+from weft.recipes.recipe import PreparedStep, Recipe
+from weft.recipes.run_data import RunData
+from weft.recipes.training import run as train
+
+
+def run(config: DistillConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -> None:
+    """Entry point of one rank. Raises StoppedError if a signal ended the run early."""
+    train(Distillation, config, options, hooks)
+
+
+class Distillation(Recipe[DistillConfig]):
+    """What `weft distill` adds to the loop."""
+
+    def __init__(self, config: DistillConfig, hooks: Hooks = NO_HOOKS) -> None:
+        super().__init__(config, hooks)
+        for path in teacher_paths(config):
+            key = "distill.teacher" if config.distill.teachers is None else "distill.teachers"
+            check_same_tokenizer(config.model.path, path, key)
+        self.objective: DistillationLoss = make_loss(config.distill)
+        self._measured = make_loss(config.distill, measured=True)
+        self._teachers: list[Teacher] = []
+        self._held_out: Mapping[str, Sequence[Document]] = {}
+
+    @property
+    def held_out_objective(self) -> DistillationLoss:
+        return self._measured
+
+    def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
+        super().open_models(engine, data, progress)
+        self._held_out = data.held_out.documents
+        self._teachers = open_teachers(self.config, engine, progress)
+        self._set_heads()
+        return [line for teacher in self._teachers for line in teacher_lines(self.config, teacher)]
+
+    def before_step(self, step: PreparedStep) -> PreparedStep:
+        local = self._taught(step.documents, step.local)
+        return replace(step, local=local, rows=self.engine.rows(step.plan, local, self.objective, step.number))
+
+    def before_evaluation(
+        self, name: str, indices: Sequence[int], plan: StepPlan, local: Mapping[int, Document]
+    ) -> Mapping[int, Document]:
+        return self._taught(choose(self._held_out[name], indices), local)
+
+    def _taught(self, documents: Sequence[Document], local: Mapping[int, Document]) -> dict[int, Document]:
+        """This rank's documents with what their teachers read."""
+        flight.enter("teacher")
+        if self.config.distill.teacher == AVERAGE:
+            self._set_heads()
+        names = self.config.distill.teachers
+        order = list(names or ())
+        chosen = None if names is None else [order.index(dataset) for dataset in datasets_of(documents)]
+        return with_teachers(self._teachers, chosen, documents, local, self.engine)
+
+    def _set_heads(self) -> None:
+        heads = [head for teacher in self._teachers if (head := teacher.head(self.engine)) is not None]
+        self.objective.heads = self._measured.heads = heads
+
+
+def teacher_paths(config: DistillConfig) -> list[str]:
+    """The models that are opened beside the student, in order."""
+    if config.distill.teachers is not None:
+        return list(config.distill.teachers.values())
+    teacher = config.distill.teacher
+    return [] if teacher is None or teacher in (BASE, AVERAGE) else [teacher]
+
+
+def open_teachers(config: DistillConfig, engine: Engine, progress: Progress | None = None) -> list[Teacher]:
+    """The teachers of a student's engine. Collective."""
+    if config.distill.teacher in (BASE, AVERAGE):
+        return [Teacher(engine, "base" if config.distill.teacher == BASE else "average")]
+    engines = [
+        open_frozen(
+            "teacher", frozen_config(engine.config, TeacherSection.from_config(path, config.teacher)), engine.ranks,
+            shares_with=engine, progress=progress,
+        )
+        for path in teacher_paths(config)
+    ]  # fmt: skip
+    return [Teacher(teacher) for teacher in engines]
+
+
+def make_loss(config: DistillSection, *, measured: bool = False) -> DistillationLoss:
+    """The loss without teachers' heads. measured: as in DistillationLoss."""
+    scale = config.temperature**2 if config.temperature_squared else 1.0
+    return DistillationLoss(
+        divergence_of(config), temperature=config.temperature, alpha=config.alpha, scale=scale, measured=measured
+    )
+
+
+def divergence_of(config: DistillSection) -> Terms:
+    """The divergence of distill.loss. Raises UserError if its import path leads to no function."""
+    if config.loss in DIVERGENCES:
+        return terms_of(config.loss, config.beta)
+    function = import_named(config.loss, "distill.loss")
+    if not callable(function):
+        raise UserError(
+            f"distill.loss: {config.loss} is no function of (student's log-probabilities, teacher's), [tokens, "
+            "vocabulary] each."
+        )
+    return differentiated(function, f"distill.loss: {config.loss}")
+
+
+def teacher_lines(config: DistillConfig, teacher: Teacher) -> list[str]:
+    """What the opening says of a teacher."""
+    if teacher.weights != "own":
+        what = "the base under the adapters" if teacher.weights == "base" else "the average of the student's weights"
+        return [f"teacher  {what}"]
+    engine = teacher.engine
+    dtype = str(engine.precision.compute).removeprefix("torch.")
+    kind = engine.module.facts.model_type
+    width = engine.built.config.get_text_config().hidden_size
+    return [f"teacher  {engine.config.model.path} ({kind}, width {width}, {dtype}): {engine.memory}"]
