@@ -72,7 +72,7 @@ def test_the_first_config_of_rl_runs_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["init", "dpo"], "weft init dpo: weft init writes configs for `weft sft` and `weft rl`"),
+        (["init", "dpo"], "weft init dpo: weft init writes configs for `weft sft`"),
         (["init", "sft", "rl"], "rl is not an override"),
         (["init", "learning_rate=1"], "optimizer.lr"),
         (["init", "train.epochs=x"], "train.epochs must be an integer"),
