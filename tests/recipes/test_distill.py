@@ -169,6 +169,42 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.covers("distill.cache", "distill.cache_dir")
+def test_kept_hidden_states_are_the_teachers_on_any_mesh(tmp_path: Path) -> None:
+    """The second run, on another mesh, opens no teacher; the third has one more file, and reads only that anew."""
+    words = [f"distill.teacher={home()}/other", "distill.loss=reverse_kl", "eval.share=0.2"]
+    kept = [*words, "distill.cache=disk", f"distill.cache_dir={tmp_path}/cache"]
+    run(2, attempt, config_of(tmp_path / "live", *words))
+    run(2, attempt, config_of(tmp_path / "first", *kept))
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin")}
+    assert sizes
+    run(1, attempt_without_teacher, config_of(tmp_path / "second", *kept))
+    assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin")}
+    figures = [
+        [[line[k] for k in ("loss", "grad_norm")] for line in lines(tmp_path / name)] for name in ("live", "first")
+    ]
+    assert figures[0] == figures[1]
+    second = [[line[k] for k in ("loss", "grad_norm")] for line in lines(tmp_path / "second")]
+    for one, other in zip(figures[0], second, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    run(1, attempt, config_of(tmp_path / "third", *kept, f"data.path={home()}/b.jsonl", "eval.share=null"))
+    assert len(list((tmp_path / "cache").rglob("*.bin"))) == len(sizes) + 1
+
+
+def attempt_without_teacher(config: DistillConfig) -> None:
+    with mock.patch.object(distill, "open_teacher", side_effect=AssertionError("the teacher was opened")):
+        attempt(config)
+
+
+def test_damaged_hidden_states_are_an_error(tmp_path: Path) -> None:
+    kept = [f"distill.teacher={home()}/other", "distill.cache=disk", f"distill.cache_dir={tmp_path}/cache"]
+    run(1, attempt, config_of(tmp_path / "first", *kept))
+    (path,) = (tmp_path / "cache").rglob("*.bin")
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(Exception, match="is damaged: remove .* and it is made anew"):
+        run(1, attempt, config_of(tmp_path / "second", *kept))
+
+
 def half_skewed(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """Terms of a user: KL(q || p), half of it."""
     return 0.5 * log_q.exp() * (log_q - log_p)

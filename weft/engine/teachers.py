@@ -73,13 +73,18 @@ def teacher_head(teacher: Engine, student: Engine) -> TeacherHead | None:
     """The teacher's head, of which this rank keeps the rows of its student's shard of the vocabulary, on the student's
     device; None on ranks that compute no loss (mesh.pp). Tokens that one of both lacks are left out. Collective."""
     weight, bias = teacher.head_weights()
-    head, pipeline = student.module.head, student.pipeline
+    rows = int(student.built.config.get_text_config().vocab_size)
+    return head_for(TeacherHead(weight, bias, teacher.module.facts.transform, min(rows, len(weight))), student)
+
+
+def head_for(whole: TeacherHead, student: Engine) -> TeacherHead | None:
+    """What a rank of the student needs of a whole head, on its device; see teacher_head."""
+    pipeline = student.pipeline
     if student.mesh.pp is not None and pipeline is not None and student.mesh.pp.rank != pipeline.placement.last:
         return None
-    rows = int(student.built.config.get_text_config().vocab_size)
-    whole = TeacherHead(weight, bias, teacher.module.head.transform, min(rows, len(weight)))
+    head = student.module.head
     first = 0 if head.shard is None else head.shard.first
-    part = whole.rows(first, rows if head.shard is None else len(head.weight))
+    part = whole.rows(first, whole.vocabulary if head.shard is None else len(head.weight))
     kept = [None if x is None else x.to(student.device).clone() for x in (part.weight, part.bias)]
     assert kept[0] is not None
     return replace(part, weight=kept[0], bias=kept[1])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
 
 from weft.config.distill_schema import AVERAGE, BASE, DIVERGENCES, DistillConfig, DistillSection
 from weft.data.same_tokenizer import check_same_tokenizer
@@ -12,17 +17,23 @@ from weft.engine.engine import Engine
 from weft.engine.frozen import frozen_config, open_frozen
 from weft.engine.losses.distillation import DistillationLoss
 from weft.engine.step_plan.plan import StepPlan
+from weft.engine.teacher_cache import CachedTeacher, HiddenCache, with_cached_teachers
 from weft.engine.teachers import Teacher, TeacherSection, with_teachers
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.launch import flight
 from weft.launch.options import TrainOptions
+from weft.models import hf
+from weft.models.facts import logit_transform
 from weft.observe.hooks import NO_HOOKS, Hooks
+from weft.observe.resume import sample_rows
 from weft.ops.divergence import Terms, differentiated, terms_of
+from weft.parallel.parallelize import Precision
 from weft.parallel.shards.load import Progress
 from weft.recipes.recipe import PreparedStep, Recipe
 from weft.recipes.run_data import RunData
 from weft.recipes.training import run as train
+from weft.terminal import byte_count
 
 
 def run(config: DistillConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -> None:
@@ -41,6 +52,7 @@ class Distillation(Recipe[DistillConfig]):
         self.objective: DistillationLoss = make_loss(config.distill)
         self._measured = make_loss(config.distill, measured=True)
         self._teachers: list[Teacher] = []
+        self._cached: list[CachedTeacher] = []
         self._held_out: Mapping[str, Sequence[Document]] = {}
 
     @property
@@ -50,9 +62,14 @@ class Distillation(Recipe[DistillConfig]):
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
         super().open_models(engine, data, progress)
         self._held_out = data.held_out.documents
+        if self.config.distill.cache == "disk":
+            self._cached = open_caches(self.config, engine, progress)
+            heads = [teacher.head(engine) for teacher in self._cached]
+            self.objective.heads = self._measured.heads = [head for head in heads if head is not None]
+            return [line for teacher in self._cached for line in cache_lines(teacher.cache, data)]
         self._teachers = open_teachers(self.config, engine, progress)
         self._set_heads()
-        return [line for teacher in self._teachers for line in teacher_lines(self.config, teacher)]
+        return [line for teacher in self._teachers for line in teacher_lines(teacher)]
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
         local = self._taught(step.documents, step.local)
@@ -71,6 +88,8 @@ class Distillation(Recipe[DistillConfig]):
         names = self.config.distill.teachers
         order = list(names or ())
         chosen = None if names is None else [order.index(dataset) for dataset in datasets_of(documents)]
+        if self._cached:
+            return with_cached_teachers(self._cached, chosen, documents, local, self.engine)
         return with_teachers(self._teachers, chosen, documents, local, self.engine)
 
     def _set_heads(self) -> None:
@@ -90,14 +109,47 @@ def open_teachers(config: DistillConfig, engine: Engine, progress: Progress | No
     """The teachers of a student's engine. Collective."""
     if config.distill.teacher in (BASE, AVERAGE):
         return [Teacher(engine, "base" if config.distill.teacher == BASE else "average")]
-    engines = [
-        open_frozen(
-            "teacher", frozen_config(engine.config, TeacherSection.from_config(path, config.teacher)), engine.ranks,
-            shares_with=engine, progress=progress,
+    return [open_teacher(config, path, engine, progress) for path in teacher_paths(config)]
+
+
+def open_teacher(config: DistillConfig, path: str, engine: Engine, progress: Progress | None = None) -> Teacher:
+    """A teacher beside a student's engine. Collective."""
+    beside = frozen_config(engine.config, TeacherSection.from_config(path, config.teacher))
+    return Teacher(open_frozen("teacher", beside, engine.ranks, shares_with=engine, progress=progress))
+
+
+def open_caches(config: DistillConfig, engine: Engine, progress: Progress | None = None) -> list[CachedTeacher]:
+    """The teachers' folders of hidden states, in distill.cache_dir. Collective."""
+    if engine.built.vision is not None:
+        raise UserError(
+            "distill.cache is disk, but the student takes images, whose hidden states are not kept: set "
+            "distill.cache=off."
         )
-        for path in teacher_paths(config)
-    ]  # fmt: skip
-    return [Teacher(teacher) for teacher in engines]
+    if config.distill.teacher == BASE:
+        raise UserError(
+            "distill.cache is disk, but distill.teacher=base is in memory anyway: set distill.cache=off, or "
+            "distill.teacher to model.path."
+        )
+    dtype = Precision.from_config(
+        frozen_config(engine.config, TeacherSection.from_config("", config.teacher)).fsdp, engine.ranks.device
+    ).compute
+    out = []
+    for path in teacher_paths(config):
+        shape, digest = hf.read_config(path), hashlib.sha256(str(dtype).encode())
+        for row in sample_rows(path):
+            digest.update(row.view(torch.uint8).numpy().tobytes())
+        folder, text = Path(config.distill.cache_dir) / digest.hexdigest()[:16], shape.get_text_config()
+        cache = HiddenCache(folder, text.hidden_size, dtype, {"weights": digest.hexdigest()})
+        out.append(CachedTeacher(cache, partial(open_teacher, config, path, engine, progress), logit_transform(text)))
+    return out
+
+
+def cache_lines(cache: HiddenCache, data: RunData) -> list[str]:
+    """What the opening says of a folder of hidden states."""
+    tokens = data.report.loss_tokens
+    held_out = sum(report.loss_tokens for report in data.held_out.reports.values())
+    size = byte_count((tokens + held_out) * cache.row_bytes)
+    return [f"cache    hidden states in {cache.folder}: {tokens + held_out:,} trained tokens would take {size}"]
 
 
 def make_loss(config: DistillSection, *, measured: bool = False) -> DistillationLoss:
@@ -121,7 +173,7 @@ def divergence_of(config: DistillSection) -> Terms:
     return differentiated(function, f"distill.loss: {config.loss}")
 
 
-def teacher_lines(config: DistillConfig, teacher: Teacher) -> list[str]:
+def teacher_lines(teacher: Teacher) -> list[str]:
     """What the opening says of a teacher."""
     if teacher.weights != "own":
         what = "the base under the adapters" if teacher.weights == "base" else "the average of the student's weights"

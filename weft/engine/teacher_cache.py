@@ -1,0 +1,203 @@
+"""A teacher's last hidden states on disk, by the content of documents; later epochs, runs and other meshes read them.
+
+A folder belongs to one teacher in one dtype. It has the teacher's head, and for each process that wrote there a pair of
+files: PART.bin, rows of [trained tokens, H], and PART.idx, an entry for each document: a digest of its tokens and of
+which of them are trained, the offset in bytes, and the number of rows. An entry is written after its rows, so a file
+that was cut short has whole entries only. A document that changed has another digest, so that no row is taken for
+another's; one without an entry is read by the teacher, which is opened then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from weft.engine.batch.document import Document, choose
+from weft.engine.engine import Engine
+from weft.engine.teachers import Teacher, exchange, head_for, with_hidden
+from weft.errors import UserError
+from weft.launch.timing import waiting
+from weft.ops.divergence import TeacherHead
+from weft.ops.head import LogitTransform
+
+_ENTRY = struct.Struct("<16sQI")  # digest, offset, rows
+
+
+def digest_of(document: Document) -> bytes:
+    """16 bytes, of the tokens and of which of them have a loss weight."""
+    content = hashlib.blake2b(document.tokens.numpy().tobytes(), digest_size=16)
+    content.update((document.weights != 0).numpy().tobytes())
+    if document.positions is not None:
+        content.update(document.positions.numpy().tobytes())
+    return content.digest()
+
+
+class HiddenCache:
+    """One teacher's folder. width: H. dtype: of its hidden states."""
+
+    def __init__(self, folder: Path, width: int, dtype: torch.dtype, teacher: Mapping[str, str]) -> None:
+        """teacher: what identifies it. Raises UserError if the folder is that of another teacher, or unusable."""
+        self.folder, self.width, self.dtype = folder, width, dtype
+        self._entries: dict[bytes, tuple[str, int, int]] = {}
+        self._read: dict[str, int] = {}  # bytes of each index that are in `_entries`
+        self._part = uuid.uuid4().hex
+        self._written = 0
+        manifest = json.dumps({**teacher, "width": width, "dtype": str(dtype)}, indent=1, sort_keys=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "teacher.json"
+            if path.exists() and path.read_text(encoding="utf-8") != manifest:
+                raise UserError(f"distill.cache_dir: {folder} holds the hidden states of another teacher: remove it.")
+            partial = path.with_name(f"{path.name}.{self._part}")
+            partial.write_text(manifest, encoding="utf-8")
+            partial.replace(path)
+            self.refresh()
+        except OSError as error:
+            raise UserError(f"distill.cache_dir: {folder} cannot be used: {error.strerror or error}.") from error
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    def refresh(self) -> None:
+        """Take in entries that any process has written since."""
+        for path in sorted(self.folder.glob("*.idx")):
+            content = path.read_bytes()
+            for offset in range(self._read.get(path.stem, 0), len(content) - _ENTRY.size + 1, _ENTRY.size):
+                digest, start, rows = _ENTRY.unpack_from(content, offset)
+                self._entries[digest] = path.stem, start, rows
+                self._read[path.stem] = offset + _ENTRY.size
+
+    def get(self, document: Document) -> Tensor | None:
+        """[T, H] as Engine.last_hidden gives it; None if there is no entry. Raises UserError for a damaged one."""
+        entry = self._entries.get(digest_of(document))
+        if entry is None:
+            return None
+        part, start, rows = entry
+        is_trained = _trained(document)
+        path = self.folder / f"{part}.bin"
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read(rows * self.row_bytes)
+        if rows != int(is_trained.sum()) or len(content) != rows * self.row_bytes:
+            raise UserError(f"distill.cache_dir: {path} is damaged: remove {self.folder}, and it is made anew.")
+        out = torch.zeros(len(document), self.width, dtype=self.dtype)
+        if rows:
+            out[is_trained] = torch.frombuffer(bytearray(content), dtype=self.dtype).view(rows, self.width)
+        return out
+
+    def put(self, documents: Mapping[int, Document], hidden: Mapping[int, Tensor]) -> None:
+        """Write the hidden states of these documents."""
+        entries = []
+        with (self.folder / f"{self._part}.bin").open("ab") as file:
+            for place, document in documents.items():
+                rows = hidden[place][_trained(document)].contiguous()
+                file.write(rows.view(torch.uint8).numpy().tobytes() if len(rows) else b"")
+                entries.append(_ENTRY.pack(digest_of(document), self._written, len(rows)))
+                self._written += len(rows) * self.row_bytes
+            file.flush()
+            os.fsync(file.fileno())
+        with (self.folder / f"{self._part}.idx").open("ab") as file:
+            file.write(b"".join(entries))
+        self.refresh()
+
+    def head(self, transform: LogitTransform, vocabulary: int) -> TeacherHead | None:
+        """The whole head, if it was kept. vocabulary: rows that the student's head has."""
+        path = self.folder / "head.safetensors"
+        if not path.exists():
+            return None
+        tensors = load_file(path)
+        weight = tensors["weight"]
+        return TeacherHead(weight, tensors.get("bias"), transform, min(vocabulary, len(weight)))
+
+    def keep_head(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Write the head, atomically."""
+        tensors = {"weight": weight.cpu().contiguous()} | ({} if bias is None else {"bias": bias.cpu().contiguous()})
+        partial = self.folder / f"head.{self._part}"
+        save_file(tensors, partial)
+        partial.replace(self.folder / "head.safetensors")
+
+
+def _trained(document: Document) -> Tensor:
+    """[T] whether each token is predicted with a loss weight."""
+    return (document.weights != 0) & (torch.arange(len(document)) > 0)
+
+
+class CachedTeacher:
+    """A teacher that is opened when a document has no entry. open: opens it; collective."""
+
+    def __init__(self, cache: HiddenCache, open: Callable[[], Teacher], transform: LogitTransform) -> None:
+        self.cache, self._open, self._transform = cache, open, transform
+        self._teacher: Teacher | None = None
+
+    @property
+    def teacher(self) -> Teacher:
+        """Collective at the first use."""
+        if self._teacher is None:
+            self._teacher = self._open()
+        return self._teacher
+
+    def head(self, student: Engine) -> TeacherHead | None:
+        """As Teacher.head, from the folder if it is there. Collective."""
+        group, rank = student.mesh.world_group, dist.get_rank(student.mesh.world_group)
+        rows = int(student.built.config.get_text_config().vocab_size)
+        has = [self.cache.head(self._transform, rows) is not None]
+        dist.broadcast_object_list(has, src=0, group=group)
+        if not has[0]:
+            weight, bias = self.teacher.engine.head_weights()
+            if rank == 0:
+                self.cache.keep_head(weight, bias)
+            dist.barrier(group)
+        whole = self.cache.head(self._transform, rows)
+        if whole is None:
+            raise UserError(f"distill.cache_dir: {self.cache.folder} is not seen by all ranks: name a shared folder.")
+        return head_for(whole, student)
+
+
+def with_cached_teachers(
+    teachers: Sequence[CachedTeacher],
+    chosen: Sequence[int] | None,
+    documents: Sequence[Document],
+    local: Mapping[int, Document],
+    student: Engine,
+) -> dict[int, Document]:
+    """teachers.with_teachers, from the folders; what has no entry is read by its teacher, and kept. Collective."""
+
+    def of(place: int) -> int:
+        return 0 if chosen is None else chosen[place]
+
+    for teacher in teachers:
+        teacher.cache.refresh()
+    found = {place: teachers[of(place)].cache.get(document) for place, document in local.items()}
+    hidden = {place: values for place, values in found.items() if values is not None}
+    group = student.mesh.world_group
+    missing: list[list[int]] = [[] for _ in range(dist.get_world_size(group))]
+    with waiting():
+        dist.all_gather_object(missing, sorted(local.keys() - hidden.keys()), group=group)
+    wanted = sorted({place for places in missing for place in places})
+    read: dict[int, Tensor] = {}
+    for index, teacher in enumerate(teachers):
+        places = [place for place in wanted if of(place) == index]
+        if places:
+            by_index = teacher.teacher.read(choose(documents, places))
+            read |= {places[i]: values for i, values in by_index.items()}
+    if wanted:
+        needed = {place: local[place] for place in missing[dist.get_rank(group)]}
+        lengths = [len(local[place]) if place in local else 0 for place in range(len(documents))]
+        read = exchange(read, needed, lengths, group, student.device)
+        writer = {place: rank for rank, places in reversed(list(enumerate(missing))) for place in places}
+        for index, teacher in enumerate(teachers):
+            mine = {p: d for p, d in needed.items() if of(p) == index and writer[p] == dist.get_rank(group)}
+            if mine:
+                teacher.cache.put(mine, read)
+    return with_hidden(local, hidden | read, chosen)
