@@ -546,6 +546,7 @@ def _fit_to_machine(config: AnyConfig, device: Device, words: Sequence[str]) -> 
 RECIPES = {
     "sft": "Fine-tune a model on documents or conversations.",
     "distill": "Train a student on the distributions of a teacher.",
+    "dpo": "Train a model on preferences: pairs of answers, or answers with a label.",
 }
 
 COMMANDS = {

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from weft.config.distill_schema import DistillConfig
+from weft.config.dpo_schema import DpoConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 
-SCHEMAS: dict[str, type[SftConfig] | type[RlConfig]] = {"sft": SftConfig, "distill": DistillConfig, "rl": RlConfig}
+SCHEMAS: dict[str, type[SftConfig] | type[RlConfig]] = {
+    "sft": SftConfig, "dpo": DpoConfig, "distill": DistillConfig, "rl": RlConfig,
+}  # fmt: skip
 # Section -> the command that a config with this section belongs to; without any of them it belongs to `weft sft`.
-MARKS = {"distill": "distill", "rl": "rl"}
+MARKS = {"preference": "dpo", "distill": "distill", "rl": "rl"}
 
 
 def command_of(sections: Collection[str]) -> str:

@@ -883,3 +883,13 @@ class SftConfig:
     track: TrackConfig = field(default_factory=TrackConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def reads_preferences(self) -> bool:
+        """Whether rows of the data are of preferences (weft/data/preferences.py), not documents."""
+        return False
+
+    @property
+    def tail_weight(self) -> float | None:
+        """Of preferences, the loss weight of an answer's tokens beyond the length of the shorter of its pair."""
+        return None

@@ -8,12 +8,14 @@ from typing import Any
 from weft.config.checks import SFT, Rules, show_value
 from weft.config.distill_checks import DISTILL
 from weft.config.distill_schema import DistillConfig
+from weft.config.dpo_checks import DPO
+from weft.config.dpo_schema import DpoConfig
 from weft.config.keys import get, schema_keys
 from weft.config.rl_checks import RULES as RL
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 
-_RULES: dict[type, Rules] = {SftConfig: SFT, DistillConfig: DISTILL, RlConfig: RL}
+_RULES: dict[type, Rules] = {SftConfig: SFT, DpoConfig: DPO, DistillConfig: DISTILL, RlConfig: RL}
 _LARGEST = 2**31 - 1
 _OF_ANY_SIZE = ("train.seed", "data.max_row_bytes")  # the latter has a limit of its own
 

@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, AnyStr, Generic, Protocol, TypeVar
 
+from weft.data.preferences import parse_answers
 from weft.data.records import ParseOptions, Record, json_row, parse_row
 from weft.errors import UserError, first_line
 from weft.files import regular_file
@@ -85,7 +86,7 @@ class Block(Protocol):
         """Yields the readable rows, in order."""
 
     def records(self, options: ParseOptions, bad: OnBad = raise_bad_row) -> Iterator[tuple[int, Record]]:
-        """Yields (line or row number, document) for each valid row."""
+        """Yields (line or row number, document) for each valid row; of a pair of preferences two."""
 
 
 class _BlockBase(ABC, Generic[_Item]):
@@ -122,15 +123,17 @@ class _BlockBase(ABC, Generic[_Item]):
         folder = self.folder()
         for row in self.rows(bad):
             try:
-                record = parse_row(row.location, row.cleaned(), options, folder)
-                if record.images:
-                    record = replace(record, position=row.position)
-                if row.escaped:
+                if options.preferences:
+                    records = parse_answers(row.location, row.cleaned(), options, folder)
+                else:
+                    records = [parse_row(row.location, row.cleaned(), options, folder)]
+                for record in records if row.escaped else ():
                     check_unicode(record.location, record.value)
             except UserError as error:
                 bad(row.number, error)
             else:
-                yield row.number, record
+                for record in records:
+                    yield row.number, replace(record, position=row.position) if record.images else record
 
 
 @dataclass(frozen=True, slots=True)

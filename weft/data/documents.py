@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import DataConfig
@@ -18,7 +19,7 @@ from weft.data.images import Images
 from weft.data.limits import Limits, LongDocuments, TableSelection
 from weft.data.limits import bad_rows as bad_rows_of
 from weft.data.order import SourceShare, permutation
-from weft.data.records import ALL_KINDS, NEEDED, template_use
+from weft.data.records import ALL_KINDS, NEEDED, ROLES, template_use
 from weft.data.sources import Data, DataSource, open_data
 from weft.data.table import Array, Digest, TokenTable
 from weft.data.tokenise import TokeniseOptions, TokeniseTask, tokenise
@@ -35,7 +36,7 @@ class DataReport:
     tokens of the longest document after truncation. digest: hexadecimal, of all tokens and loss masks in order, and of
     the weights of several sources. dropped, truncated: documents that were too long. formats: (format, documents).
     in_epoch: documents of an epoch. sources: one report each, with data.sources. bad: (source, error) of each row that
-    was left out.
+    was left out. unit: what `documents` and in_epoch count: documents, or pairs or answers of preferences.
     """
 
     path: str
@@ -50,23 +51,27 @@ class DataReport:
     in_epoch: int | None = None
     sources: tuple[DataReport, ...] = ()
     bad: tuple[tuple[str, str], ...] = ()
+    unit: str = "documents"
 
     def __str__(self) -> str:
         formats = ", ".join(name if len(self.formats) == 1 else f"{count:,} {name}" for name, count in self.formats)
         text = (
-            f"{self.path}: {self.documents:,} documents{f' ({formats})' * bool(formats)}, {self.tokens:,} tokens, of "
+            f"{self.path}: {self.documents:,} {self.unit}{f' ({formats})' * bool(formats)}, {self.tokens:,} tokens, of "
             f"which {self.loss_tokens:,} trained; the longest has {self.longest:,}"
         )
         for count, verb in ((self.dropped, "dropped"), (self.truncated, "truncated")):
             text += f"; {count:,} longer documents {verb}" if count else ""
         text += f"; {len(self.bad):,} bad rows left out" if self.bad else ""
         if self.in_epoch not in (None, self.documents):
-            text += f"; an epoch takes {self.in_epoch:,} documents"
+            text += f"; an epoch takes {self.in_epoch:,} {self.unit}"
         return "\n".join([text, *(f"         {source}" for source in self.sources)])
 
     def template_use(self, data: DataConfig, template: bool) -> str:
         """As the function template_use."""
         return template_use(dict(self.formats), data, template)
+
+
+_NEVER = np.iinfo(np.int64).max
 
 
 class Documents(MeasuredDocuments):
@@ -77,12 +82,31 @@ class Documents(MeasuredDocuments):
         selections: Sequence[TableSelection],
         shares: Sequence[SourceShare],
         loaded: Sequence[_SourceDocuments] = (),
+        tail: float | None = None,
     ) -> None:
-        self._selections, self.shares, self.loaded = selections, shares, loaded
+        """tail: the loss weight of an answer's tokens beyond the length of the shorter answer of its pair."""
+        self._selections, self.shares, self.loaded, self.tail = selections, shares, loaded, tail
         self._ends = np.cumsum([len(selection.indices) for selection in selections])
+        begins = self._ends - [len(selection.indices) for selection in selections]
+        # [examples], as in TableSelection
+        self.example_ends: Array = np.concatenate(
+            [begin + selection.example_ends for begin, selection in zip(begins, selections, strict=True)]
+        )
+        sizes = np.diff(self.example_ends, prepend=0)
+        examples = np.repeat(np.arange(len(sizes)), sizes).tolist()
+        self._groups: Sequence[int | None] = examples if len(sizes) < len(examples) else [None] * len(examples)
+        # [documents], as in Chunk
+        self.roles: Array = np.concatenate([selection.table.roles[selection.indices] for selection in selections])
+        self.margins: Array = np.concatenate([selection.table.margins[selection.indices] for selection in selections])
         lengths = np.concatenate([selection.lengths for selection in selections]).astype(np.int64)
         losses: Array = np.concatenate([selection.losses for selection in selections])
-        weights = losses.astype(np.float64)  # a trained token weighs 1
+        self.trained: Array = losses  # [documents] trained tokens without the first, which nothing predicts
+        self._cut = np.full(len(losses), _NEVER) if tail is None else _shorter(self.roles, losses)
+        self._tail = np.float32(1.0 if tail is None else tail)
+        beyond = np.maximum(losses - self._cut, 0)
+        weights = losses - beyond + beyond * np.float64(self._tail)  # a trained token weighs 1
+        if not self._tail:
+            losses = losses - beyond
         patches: Array = np.concatenate([selection.table.patches[selection.indices] for selection in selections])
         pairs: Array = np.concatenate([selection.table.pairs[selection.indices] for selection in selections])
         videos: Array = np.concatenate([selection.table.videos[selection.indices] > 0 for selection in selections])
@@ -93,6 +117,10 @@ class Documents(MeasuredDocuments):
 
     def measures(self) -> Measures:
         return self._measures
+
+    def groups(self) -> Sequence[int | None]:
+        """The pair of each document."""
+        return self._groups
 
     def source(self, index: int) -> str:
         selection, row = self._locate(index)
@@ -105,9 +133,13 @@ class Documents(MeasuredDocuments):
         selection, row = self._locate(index)
         index_in_table = int(selection.indices[row])
         ids, trained = selection.table.tokens(index_in_table, int(selection.lengths[row]))
+        weights = trained.astype(np.float32)
+        if self._cut[index] < self.trained[index]:
+            weights[weights.cumsum() - weights[0] > self._cut[index]] *= self._tail
         return Document(
             tokens=torch.from_numpy(ids.astype(np.int64)),
-            weights=torch.from_numpy(trained.astype(np.float32)),
+            weights=torch.from_numpy(weights),
+            group=self._groups[index],
             source=selection.table.row_name(index_in_table),
             dataset=selection.source,
             media=_media(selection.table, index_in_table),
@@ -161,12 +193,27 @@ def _media(table: TokenTable, index: int) -> Media | None:
     return Media(inputs, patches, int(table.pairs[index]))
 
 
+def _shorter(roles: Array, trained: Array) -> Array:
+    """[documents] trained tokens of the shorter answer of each document's pair."""
+    chosen = np.flatnonzero(roles == ROLES.index("chosen"))
+    shorter = np.full(len(roles), _NEVER)
+    shorter[chosen] = shorter[chosen + 1] = np.minimum(trained[chosen], trained[chosen + 1])
+    return shorter
+
+
 def lengths_of(documents: Sequence[Document]) -> list[int]:
     """Tokens of each document; documents that are measured are not built."""
     if isinstance(documents, MeasuredDocuments):
         lengths: list[int] = documents.measures().length.tolist()
         return lengths
     return [len(document) for document in documents]
+
+
+def example_ends_of(documents: Sequence[Document]) -> NDArray[np.int64] | None:
+    """[examples] the number of documents up to the end of each example; None where each document is one."""
+    if isinstance(documents, Documents) and documents.roles.any():
+        return documents.example_ends
+    return None
 
 
 def shares_of(documents: Sequence[Document]) -> Sequence[SourceShare] | None:
@@ -186,6 +233,8 @@ def load_documents(
     bad_rows: Literal["error", "drop"] = "error",
     images: Images | None = None,
     how: TokeniseOptions | None = None,
+    preferences: bool = False,
+    tail: float | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, checks and tokenises data. docs/reference/data.md lists the accepted forms.
 
@@ -197,12 +246,14 @@ def load_documents(
     whether longer documents are an error, truncated, or dropped. vocab_size: if given, token ids must be below it.
     encoding: what is trained, and the chat template. bad_rows: whether a row that cannot be trained on is an error or
     dropped. images: the image reader of a vision model. how: processes and cache; by default one process, no cache.
+    preferences: whether rows are of preferences (weft/data/preferences.py). tail: as in Documents.
 
     Raises UserError, with file and line, for anything that the user has to fix in the data.
     """
     sources, drop = open_data(data), bad_rows == "drop"
+    chat = has_template(tokenizer, encoding)
     jobs = [
-        (part, TokeniseTask(tokenizer, encoding, source.parse_options(has_template(tokenizer, encoding)), drop, images))
+        (part, TokeniseTask(tokenizer, encoding, source.parse_options(chat, preferences), drop, images))
         for source in sources
         for part in source.parts
     ]
@@ -216,7 +267,7 @@ def load_documents(
         _SourceDocuments(source, [limits.select(table, source.name) for table in source_tables])
         for source, source_tables in zip(sources, tables, strict=True)
     ]
-    return _join(loaded)
+    return _join(loaded, tail)
 
 
 def hold_out(
@@ -239,8 +290,8 @@ def hold_out(
         chosen[permutation(source.share.documents, f"{seed}:eval.share:{number}")[:count]] = True
         training.append(source.only(~chosen))
         held_out.append(source.only(chosen))
-    held_out_documents, report = _join(held_out)
-    return _join(training), (held_out_documents, replace(report, dropped=0, bad=()))
+    held_out_documents, report = _join(held_out, documents.tail)
+    return _join(training, documents.tail), (held_out_documents, replace(report, dropped=0, bad=()))
 
 
 def find_leaks(held_out: Documents, training: Documents) -> list[tuple[str, str]]:
@@ -287,7 +338,7 @@ class _SourceDocuments:
 
     @property
     def share(self) -> SourceShare:
-        return SourceShare(sum(len(selection.indices) for selection in self.selections), self.source.weight)
+        return SourceShare(sum(len(selection.example_ends) for selection in self.selections), self.source.weight)
 
     @property
     def bad(self) -> tuple[tuple[str, str], ...]:
@@ -296,8 +347,8 @@ class _SourceDocuments:
         )
 
     def only(self, chosen: Array) -> _SourceDocuments:
-        """The source reduced to the documents where the mask `chosen` is true."""
-        ends = np.cumsum([len(selection.indices) for selection in self.selections])
+        """The source reduced to the examples where the mask `chosen` is true."""
+        ends = np.cumsum([len(selection.example_ends) for selection in self.selections])
         masks = np.split(chosen, ends[:-1])
         return _SourceDocuments(
             self.source, [selection.only(mask) for selection, mask in zip(self.selections, masks, strict=True)]
@@ -320,10 +371,17 @@ class _SourceDocuments:
             formats=tuple((name, int(count)) for name, count in zip(ALL_KINDS, counts, strict=False) if count),
             in_epoch=self.share.in_epoch,
             bad=self.bad,
+            unit=_unit([selection.table.roles[selection.indices] for selection in self.selections]),
         )
 
 
-def _join(loaded: Sequence[_SourceDocuments]) -> tuple[Documents, DataReport]:
+def _unit(roles: Sequence[Array]) -> str:
+    present = {ROLES[int(role)] for of_table in roles for role in np.unique(of_table)} - {""}
+    paired = {"chosen", "rejected"}
+    return "documents" if not present else "pairs" if present <= paired else "rows" if present & paired else "answers"
+
+
+def _join(loaded: Sequence[_SourceDocuments], tail: float | None = None) -> tuple[Documents, DataReport]:
     emptied = [source.source.label for source in loaded if not source.share.documents]
     if emptied:
         raise UserError(
@@ -331,7 +389,7 @@ def _join(loaded: Sequence[_SourceDocuments]) -> tuple[Documents, DataReport]:
             "data.max_length, or set data.long_documents: truncate."
         )
     selections = [selection for source in loaded for selection in source.selections]
-    documents = Documents(selections, [source.share for source in loaded], loaded)
+    documents = Documents(selections, [source.share for source in loaded], loaded, tail)
     reports = [source.report() for source in loaded]
     if not loaded[0].source.name:
         return documents, reports[0]
@@ -339,7 +397,7 @@ def _join(loaded: Sequence[_SourceDocuments]) -> tuple[Documents, DataReport]:
     weights = [f"{source.source.weight:.17g}" for source in loaded]
     total = DataReport(
         path=f"{len(reports)} sources",
-        documents=len(documents),
+        documents=sum(report.documents for report in reports),
         tokens=sum(report.tokens for report in reports),
         loss_tokens=sum(report.loss_tokens for report in reports),
         longest=max(report.longest for report in reports),
@@ -350,6 +408,7 @@ def _join(loaded: Sequence[_SourceDocuments]) -> tuple[Documents, DataReport]:
         in_epoch=sum(source.share.in_epoch for source in loaded),
         sources=tuple(reports),
         bad=tuple(row for report in reports for row in report.bad),
+        unit=reports[0].unit if len({report.unit for report in reports}) == 1 else "rows",
     )
     return documents, total
 

@@ -41,9 +41,15 @@ class TableSelection:
             losses[index] = self.table.losses_of(int(self.indices[index]), int(self.lengths[index]))
         return losses
 
+    @cached_property
+    def example_ends(self) -> Array:
+        """[examples] the number of documents up to the end of each example: a document, or a pair of preferences."""
+        return example_ends(self.table, self.indices)
+
     def only(self, chosen: Array) -> TableSelection:
-        """The selection reduced to the documents where the mask `chosen` is true."""
-        return replace(self, indices=self.indices[chosen], lengths=self.lengths[chosen])
+        """The selection reduced to the examples where the mask `chosen` is true."""
+        documents = np.repeat(chosen, np.diff(self.example_ends, prepend=0))
+        return replace(self, indices=self.indices[documents], lengths=self.lengths[documents])
 
     def digest(self) -> str:
         """Digest of the documents after truncation and dropping."""
@@ -53,6 +59,7 @@ class TableSelection:
         for index, length in zip(self.indices, self.lengths, strict=True):
             digest.update(*self.table.tokens(int(index), int(length)), np.array([length]))
             digest.update_images(*self.table.media_of(int(index)))
+        digest.update_answers(self.table.roles[self.indices], self.table.margins[self.indices])
         return digest.hexdigest()
 
 
@@ -89,6 +96,9 @@ class Limits:
         """The documents of a table that are trained on."""
         good = table.losses > 0 if self.drop_untrained else np.ones(len(table), bool)
         short = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
+        if table.roles.any():  # a pair goes as a whole
+            starts, sizes = _example_starts(table)
+            good, short = (np.repeat(np.logical_and.reduceat(mask, starts), sizes) for mask in (good, short))
         selected = np.flatnonzero(good & short)
         dropped = int((good & ~short).sum())
         return TableSelection(table, source, selected, np.minimum(table.lengths[selected], self.max_length), dropped)
@@ -136,6 +146,20 @@ class Limits:
                 f"which end at token {int(table.reaches[index])} ({len(cut):,} such documents). Raise {self.key}, make "
                 "images smaller (data.image_pixels), or set data.long_documents: drop."
             )
+
+
+def example_ends(table: TokenTable, indices: Array) -> Array:
+    """[examples] the number of these documents up to the end of each example: documents of one row of preferences."""
+    if not table.roles.any():
+        return np.arange(1, len(indices) + 1)
+    numbers = table.numbers[indices]
+    return np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]) + 1
+
+
+def _example_starts(table: TokenTable) -> tuple[Array, Array]:
+    """(First document of each example of a table, its documents)."""
+    sizes = np.diff(example_ends(table, np.arange(len(table))), prepend=0)
+    return np.cumsum(sizes) - sizes, sizes
 
 
 _OVER_CP = "step.max_tokens_per_device x mesh.cp"

@@ -85,7 +85,8 @@ class StepSampler:
     lengths: tokens of each document. documents or tokens: the size of a step, as a number of documents, or as the most
     tokens (a document that is longer gets its own step). epochs or steps: the length of the run; epochs repeat until
     `steps` is reached. Of each pair exactly one is not None. shares: the sources of the documents; None for one source
-    of weight 1.
+    of weight 1. example_ends: if documents belong together, the number of documents up to the end of each example, such
+    as a pair; then documents, tokens and shares count examples, and a step has all documents of its examples, in order.
     """
 
     def __init__(
@@ -99,7 +100,12 @@ class StepSampler:
         seed: int = 0,
         shuffle: bool = True,
         shares: Sequence[SourceShare] | None = None,
+        example_ends: Sequence[int] | None = None,
     ) -> None:
+        if example_ends is not None:
+            firsts = [0, *example_ends[:-1]]
+            lengths = [sum(lengths[i] for i in range(*span)) for span in zip(firsts, example_ends, strict=True)]
+        self._example_ends = example_ends
         assert len(lengths), "no documents"
         assert (documents is None) != (tokens is None) and (epochs is None) != (steps is None)
         assert all(value is None or value >= 1 for value in (documents, tokens, epochs, steps))
@@ -135,9 +141,16 @@ class StepSampler:
         while first <= self.total:
             for i, documents in enumerate(self.cut_epoch(epoch)):
                 if number <= first + i <= self.total:
-                    yield SampledStep(first + i, epoch, documents)
+                    yield SampledStep(first + i, epoch, self.documents_of(documents))
             first += self._count(epoch)
             epoch += 1
+
+    def documents_of(self, examples: list[int]) -> list[int]:
+        """The documents of these examples, in order."""
+        ends = self._example_ends
+        if ends is None:
+            return examples
+        return [i for example in examples for i in range(ends[example - 1] if example else 0, ends[example])]
 
     @property
     def in_epoch(self) -> int:

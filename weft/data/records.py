@@ -43,6 +43,9 @@ from weft.data.messages import (
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
+# What a document is of its row: an answer of a pair, or an unpaired one (weft/data/preferences.py).
+Role = Literal["", "chosen", "rejected", "desired", "undesired"]
+ROLES: tuple[Role, ...] = ("", "chosen", "rejected", "desired", "undesired")
 Format = Literal["messages", "prompt", "text", "input_ids"]
 # What a document is: a prompt is text, or messages, which go through the chat template.
 Kind = Literal["messages", "prompt", "text", "input_ids", "prompt of messages"]
@@ -70,7 +73,7 @@ class Record:
     dicts), with `tools` and `chat_template_kwargs` if the row has them; `prompt` and `completion`, both strings, or
     both lists of messages with the same two; `text`; `input_ids` and `trained` (1 for each trained token, else 0).
     images: the images and videos of a chat, in the order of the content parts that stand for them. position: of the
-    row, for reading it again; None if the row cannot be read by itself.
+    row, for reading it again; None if the row cannot be read by itself. role, margin: of an answer of preferences.
     """
 
     location: str
@@ -78,6 +81,8 @@ class Record:
     value: dict[str, Any]
     images: tuple[Image | Video, ...] = ()
     position: int | None = None
+    role: Role = ""
+    margin: float = 0.0
 
     @property
     def kind(self) -> Kind:
@@ -88,11 +93,12 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class ParseOptions:
     """How rows are parsed. columns: as data.columns. rules: how messages are read. chat: whether an instruction becomes
-    a chat, or else plain text."""
+    a chat, or else plain text. preferences: whether rows are of preferences, with one or two documents each."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     rules: MessageRules = AS_THEY_STAND
     chat: bool = True
+    preferences: bool = False
 
 
 def template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -> str:

@@ -632,9 +632,10 @@ class DataSource:
     weight: float = 1.0
     rules: MessageRules = AS_THEY_STAND
 
-    def parse_options(self, chat: bool) -> ParseOptions:
-        """How the rows of the source are parsed. chat: whether there is a chat template."""
-        return ParseOptions(self.columns, self.rules, chat)
+    def parse_options(self, chat: bool, preferences: bool = False) -> ParseOptions:
+        """How the rows of the source are parsed. chat: whether there is a chat template. preferences: as in
+        ParseOptions."""
+        return ParseOptions(self.columns, self.rules, chat, preferences)
 
 
 def message_rules(data: DataConfig) -> MessageRules:

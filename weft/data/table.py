@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from weft.data.blocks import row_name
 from weft.data.encode import Encoded
 from weft.data.image_files import FILES, HEAD_BYTES, MediaLocation, identity
-from weft.data.records import ALL_KINDS, Kind, Record
+from weft.data.records import ALL_KINDS, ROLES, Kind, Record
 
 Array = NDArray[Any]
 BadRow = tuple[int, str]  # (number of the row, error message, which begins with file:line)
@@ -30,6 +30,7 @@ _TOKENS = {"ids": np.int32, "trained": np.uint8}
 _DOCUMENTS = {
     "lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8,
     "patches": np.int64, "pairs": np.int64, "reaches": np.int32, "images": np.int32, "videos": np.int32,
+    "roles": np.uint8, "margins": np.float32,
 }  # fmt: skip
 # The packed places of the images of all documents, concatenated, and the size of each in bytes.
 _PLACES = {"places": np.uint8}
@@ -44,7 +45,8 @@ class Chunk:
 
     ids, trained: one value a token. One value a document: lengths, its tokens; losses, its trained tokens without the
     first, which nothing predicts; numbers, its line or row; formats, indices into ALL_KINDS; patches, pairs, reaches,
-    as in Encoded; images, the number of its images and videos; videos, the number of its videos. places: the packed
+    as in Encoded; images, the number of its images and videos; videos, the number of its videos; roles, indices into
+    ROLES; margins, as in Record. places: the packed
     Places of all images and videos, concatenated. sizes: bytes of each packed MediaLocation. bad: the rows that were
     left out.
     """
@@ -60,6 +62,8 @@ class Chunk:
     reaches: Array
     images: Array
     videos: Array
+    roles: Array
+    margins: Array
     places: Array
     sizes: Array
     bad: Sequence[BadRow] = ()
@@ -89,6 +93,8 @@ class Chunk:
             videos=np.array(
                 [sum(location.info.clip is not None for location in item.places) for item in encoded], np.int32
             ),
+            roles=np.array([ROLES.index(record.role) for record in records], np.uint8),
+            margins=np.array([record.margin for record in records], np.float32),
             places=np.frombuffer(b"".join(packed), np.uint8),
             sizes=np.array([len(location) for location in packed], np.int64),
             bad=bad,
@@ -101,7 +107,9 @@ class Digest:
 
     def __init__(self) -> None:
         self._parts = [hashlib.blake2b(digest_size=16) for _ in range(3)]
-        self._images: Any = None  # None until a document has images, so that the digest of texts has no part for them
+        # None until a document has images, or a role, so that the digest of texts has no part for them
+        self._images: Any = None
+        self._answers: Any = None
 
     def update(self, ids: Array, trained: Array, lengths: Array) -> None:
         for part, values, dtype in zip(
@@ -119,8 +127,14 @@ class Digest:
             self._images.update(identity(places[start : start + HEAD_BYTES]))
         self._images.update(np.ascontiguousarray(images[images > 0], np.int32).data)
 
+    def update_answers(self, roles: Array, margins: Array) -> None:
+        """Of documents that are answers of preferences."""
+        if roles.any():
+            self._answers = self._answers or hashlib.blake2b(digest_size=16)
+            self._answers.update(np.rec.fromarrays([roles, margins.astype("<f4")]).tobytes())
+
     def hexdigest(self) -> str:
-        parts = [*self._parts, *([] if self._images is None else [self._images])]
+        parts = [*self._parts, *(part for part in (self._images, self._answers) if part is not None)]
         return hashlib.blake2b(b"".join(part.digest() for part in parts), digest_size=8).hexdigest()
 
 
@@ -145,6 +159,7 @@ class TokenTable:
         self.numbers, self.formats = arrays["numbers"], arrays["formats"]
         self.patches, self.pairs = arrays["patches"], arrays["pairs"]
         self.reaches, self.images, self.videos = arrays["reaches"], arrays["images"], arrays["videos"]
+        self.roles, self.margins = arrays["roles"], arrays["margins"]
         self._places, self._sizes = arrays["places"], arrays["sizes"]
         self.ends: Array = np.cumsum(self.lengths, dtype=np.int64)
         self.inputs: Callable[[str, Sequence[MediaLocation]], tuple[dict[str, Any], int]] | None = None
@@ -207,6 +222,7 @@ def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> TokenTable
     for chunk in all_chunks:
         digest.update(chunk.ids, chunk.trained, chunk.lengths)
         digest.update_images(chunk.images, chunk.places, chunk.sizes)
+        digest.update_answers(chunk.roles, chunk.margins)
     arrays = {
         name: np.concatenate([np.empty(0, dtype), *(getattr(chunk, name) for chunk in all_chunks)])
         for name, dtype in _ALL.items()
@@ -224,6 +240,7 @@ def write(folder: Path, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             digest.update(chunk.ids, chunk.trained, chunk.lengths)
             digest.update_images(chunk.images, chunk.places, chunk.sizes)
+            digest.update_answers(chunk.roles, chunk.margins)
             places_digest.update(np.ascontiguousarray(chunk.places).data)
             largest = max(largest, int(chunk.ids.max()) if len(chunk.ids) else 0)
             documents += len(chunk.lengths)
@@ -255,6 +272,7 @@ def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
     digest, tokens = Digest(), int(arrays["lengths"].sum(dtype=np.int64))
     digest.update(arrays["ids"], arrays["trained"], arrays["lengths"])
     digest.update_images(arrays["images"], arrays["places"], arrays["sizes"])
+    digest.update_answers(arrays["roles"], arrays["margins"])
     places_digest = hashlib.blake2b(np.ascontiguousarray(arrays["places"]).data, digest_size=16).hexdigest()
     counts = [
         *(len(arrays[name]) - tokens for name in _TOKENS),

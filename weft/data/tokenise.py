@@ -16,17 +16,20 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.data import table as tables
 from weft.data.blocks import Block, raise_bad_row, with_skip_advice
-from weft.data.encode import Encoder, Encoding
+from weft.data.encode import Encoded, Encoder, Encoding
 from weft.data.image_columns import Image, Video
 from weft.data.image_files import MediaLocation
 from weft.data.images import Images
-from weft.data.records import ParseOptions
+from weft.data.preference_tokens import separate_answers
+from weft.data.records import ParseOptions, Record
 from weft.data.sources import SourcePart
 from weft.data.table import BadRow, Chunk, DamagedTableError, TokenTable
 from weft.data.workers import WorkerPool
@@ -75,7 +78,7 @@ class TokeniseTask:
         rows: dict[int, tuple[Image | Video, ...]] = {}
         for position in {media.position for media in places if media.in_row}:
             assert part.row is not None
-            ((_, record),) = part.row(position).records(self.parsing)
+            (_, record), *_ = part.row(position).records(self.parsing)
             rows[position] = record.images
         return self.images.inputs(location, [(p.source(rows.get(p.position, ())), p.info) for p in places])
 
@@ -87,19 +90,25 @@ class TokeniseTask:
             bad.append((number, first_line(error)))
 
         numbered = list(block.records(self.parsing, note if self.drop else raise_bad_row))
+
+        def encode_all(records: list[Record]) -> list[Encoded]:
+            encoded = encoder.encode(records)
+            return separate_answers(records, encoded) if self.parsing.preferences else encoded
+
         try:
-            encoded = encoder.encode([record for _, record in numbered])
+            encoded = encode_all([record for _, record in numbered])
         except BadRowError as error:
             if not self.drop:
                 raise with_skip_advice(error) from error
             encoded, good = [], []
-            for number, record in numbered:  # one by one, to find the bad ones
+            for number, rows in groupby(numbered, key=itemgetter(0)):  # row by row, to find the bad ones
+                records = [record for _, record in rows]
                 try:
-                    encoded += encoder.encode([record])
+                    encoded += encode_all(records)
                 except BadRowError as problem:
                     note(number, problem)
                 else:
-                    good.append((number, record))
+                    good += [(number, record) for record in records]
             numbered = good
         return Chunk.from_records(
             [number for number, _ in numbered], [record for _, record in numbered], encoded, sorted(bad)

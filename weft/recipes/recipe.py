@@ -38,10 +38,11 @@ Config = TypeVar("Config", bound=SftConfig)
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step before its forward. documents: the step's, not built, in its order. local: those of this rank, built, by
-    their place in it."""
+    """A step before its forward. documents: the step's, not built, in its order. indices: theirs in the data. local:
+    those of this rank, built, by their place in the step."""
 
     number: int
+    indices: Sequence[int]
     documents: Sequence[Document]
     plan: StepPlan
     local: Mapping[int, Document]
@@ -56,7 +57,7 @@ class Recipe(Generic[Config]):
 
     def __init__(self, config: Config, hooks: Hooks = NO_HOOKS) -> None:
         self.config, self.hooks = config, hooks
-        self.objective = choose_objective(config.train.loss, hooks.objective)
+        self.objective: Loss = choose_objective(config.train.loss, hooks.objective)
 
     @property
     def held_out_objective(self) -> Loss:

@@ -19,6 +19,7 @@ from weft.config.urls import is_url
 from weft.data.documents import (
     DataReport,
     Documents,
+    example_ends_of,
     find_leaks,
     hold_out,
     leak_hint,
@@ -54,7 +55,8 @@ class RunData:
 
 
 def read_run_data(config: SftConfig, progress: OnProgress | None = None) -> RunData:
-    """Reads and tokenises all data. shown: called with (bytes done, total bytes). Raises UserError."""
+    """Reads and tokenises all data. progress: called with (bytes done, total bytes). Raises UserError."""
+    config = dated(config)
     tokenizer = load_tokenizer(config.model.path)
     images = read_images(config.model.path, tokenizer, config.data)  # first, because it may set the chat template
     read = partial(read_data, config, tokenizer=tokenizer, images=images)
@@ -89,7 +91,7 @@ def read_data(
     progress: OnProgress | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads and tokenises the documents of one data section. config: of the run, for limits and encoding. images: the
-    image reader of a vision model. shown: called with (bytes done, total bytes)."""
+    image reader of a vision model. progress: called with (bytes done, total bytes)."""
     max_length, key = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     return load_documents(
         data,
@@ -102,6 +104,8 @@ def read_data(
         bad_rows=config.data.bad_rows,
         images=images,
         how=TokeniseOptions(config.data.workers, config.data.cache, progress),
+        preferences=config.reads_preferences,
+        tail=config.tail_weight,
     )
 
 
@@ -136,4 +140,5 @@ def make_steps(config: SftConfig, documents: Sequence[Document]) -> StepSampler:
         seed=config.train.seed,
         shuffle=config.data.shuffle,
         shares=shares_of(documents),
+        example_ends=None if (ends := example_ends_of(documents)) is None else ends.tolist(),
     )

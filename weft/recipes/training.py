@@ -202,7 +202,9 @@ def prepare_step(engine: Engine, documents: Sequence[Document], objective: Loss,
     """Plans a step and lays out this rank's rows. Builds only the documents of these rows, and uses no device."""
     chosen = choose(documents, step.documents)
     plan, local = engine.plan_step(chosen)
-    return PreparedStep(step.number, chosen, plan, local, engine.rows(plan, local, objective, step.number).ahead())
+    return PreparedStep(
+        step.number, step.documents, chosen, plan, local, engine.rows(plan, local, objective, step.number).ahead()
+    )
 
 
 def take_step(

@@ -44,6 +44,13 @@ class Batch:
         sums_D = self._document_sums(values_N)
         return sums_D if self.shared is None else sums_D.index_select(0, self.shared.counted_indices)
 
+    @property
+    def counted_documents(self) -> list[int]:
+        """The places in the step of the documents of document_sum, in its order."""
+        if self.shared is None:
+            return list(self.documents)
+        return [self.documents[index] for index in self.shared.counted_indices.tolist()]
+
     def per_token_document_sum(self, values_N: Tensor) -> Tensor:
         """[N]: for each prediction the sum over its whole document; differentiable, and equal on every mesh."""
         return self._document_sums(values_N)[self.document_N]

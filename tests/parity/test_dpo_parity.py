@@ -1,0 +1,238 @@
+"""`weft dpo` against plain transformers, pair by pair (tests/support/plain_dpo.py), on meshes and cuts."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support import plain_dpo
+from tests.support.cases import MESHES, byte_tokenizer, pairs, saved_model, world_of
+from tests.support.plain_dpo import Answer
+from tests.support.pool import run
+from weft.config.dpo_schema import DpoConfig
+from weft.config.load import load_config
+from weft.config.preference_losses import LOSSES
+from weft.data.mismatched import mismatched
+from weft.data.order import SampledStep
+from weft.data.records import ROLES
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.launch.process import join
+from weft.recipes.dpo import Dpo
+from weft.recipes.training import prepare_step
+from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
+from weft.verify.observed import Tensors
+from weft.verify.plants import planted
+
+KEYS = {"preference.beta": plain_dpo.BETA, "preference.gamma": 0.5}
+PAIRED = [name for name, facts in LOSSES.items() if facts.paired]
+
+
+@cache
+def folder() -> Path:
+    """pairs.jsonl and kto.jsonl: uneven lengths, with margins."""
+    path, source = Path(tempfile.mkdtemp(prefix="weft-dpo-")), random.Random(3)
+
+    def words(most: int) -> str:
+        return "".join(source.choice("abcdefgh ") for _ in range(source.randint(1, most)))
+
+    rows = [
+        {"prompt": words(20), "chosen": "x" + words(30), "rejected": "y" + words(9), "margin": source.random()}
+        for _ in range(7)
+    ]
+    answers = [{"prompt": words(20), "completion": words(30), "label": n % 3 > 0} for n in range(9)]
+    for name, lines in (("pairs", rows), ("kto", answers)):
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@cache
+def models(family: str) -> tuple[str, str]:
+    """The model that is trained, and another one as the reference, with tokenizers."""
+    paths = [saved_model(family, vocab_size=264), saved_model(family, vocab_size=264, initializer_range=0.19)]
+    for path in paths:
+        byte_tokenizer().save_pretrained(path)
+    return paths[0], paths[1]
+
+
+def config_of(family: str, mesh: str, budget: int, data: str, **keys: Any) -> DpoConfig:
+    path, reference = models(family)
+    given = {
+        "model.path": path, "data.path": str(folder() / f"{data}.jsonl"), "step.max_tokens_per_device": budget,
+        **{f"mesh.{axis}": size for axis, size in MESHES[mesh].items()}, **KEYS, **keys,
+    }  # fmt: skip
+    losses = given.get("preference.loss", "sigmoid")
+    names = losses if isinstance(losses, list) else [losses]
+    if any(LOSSES[name].reference for name in names):
+        given = {"reference.path": reference, **given}
+    if any(LOSSES[name].smoothing for name in names):
+        given["preference.label_smoothing"] = plain_dpo.SMOOTHING
+    if "simpo" not in names:
+        del given["preference.gamma"]
+    return load_config([], [f"{key}={json.dumps(value)}" for key, value in given.items()], DpoConfig)
+
+
+def ours(configs: Sequence[DpoConfig], plant: str | None = None) -> list[tuple[dict[str, float | None], Tensors]]:
+    """(metrics, gradients) of one step of all data, for each of these configs, which have the same model and mesh."""
+    engine = Engine(EngineConfig.from_config(configs[0]), join("cpu"))
+    out = []
+    for config in configs:
+        with planted(plant):
+            recipe = Dpo(config)
+            data = recipe.read_data()
+            recipe.open_models(engine, data)
+            indices = list(range(len(data.documents)))
+            step = prepare_step(engine, data.documents, recipe.objective, SampledStep(1, 1, indices))
+            step = recipe.before_step(step)
+            metrics = engine.accumulate(step.plan, step.rows, recipe.objective)
+        out.append((metrics, {name: grad for name, grad in engine.gradients() if grad is not None}))
+        engine.drop_gradients()
+    return out
+
+
+def plain_model(path: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@cache
+def answers_of(family: str, data: str, tail: float | None = None) -> tuple[list[Answer], list[Answer]]:
+    """The answers of a data set with the reference's sums, and those of other prompts for KTO. Tokens are weft's: the
+    tests of data compare them with hand-written ones."""
+    documents: Any = (
+        Dpo(config_of(family, "1", 128, data, **({} if data == "pairs" else {"preference.loss": "kto"})))
+        .read_data()
+        .documents
+    )
+    reference = plain_model(models(family)[1])
+    out = []
+    for index in range(len(documents)):
+        document, role = documents[index], ROLES[int(documents.roles[index])]
+        trained = (document.weights != 0).int().tolist()
+        out.append(Answer(document.tokens.tolist(), trained, role, float(documents.margins[index])))
+    for chosen, rejected in zip(out[::2], out[1::2], strict=False):
+        if tail is not None:
+            chosen.shorter = rejected.shorter = min(chosen.tokens, rejected.tokens)
+            chosen.tail = rejected.tail = tail
+    others = []
+    for index in range(len(documents)):
+        document = mismatched(documents, index, 128)
+        others.append(Answer(document.tokens.tolist(), document.weights.int().tolist(), ""))
+    with torch.no_grad():
+        for answer in (*out, *others):
+            answer.reference = float(plain_dpo.logprob_sum(reference, answer))
+    return out, others
+
+
+def plain(
+    family: str, names: Sequence[str], weights: Sequence[float], tail: float | None = None
+) -> tuple[float, Tensors]:
+    model, (answers, _) = plain_model(models(family)[0]), answers_of(family, "pairs", tail)
+    sums = [plain_dpo.logprob_sum(model, answer) for answer in answers]
+    loss = plain_dpo.step_loss(names, weights, sums, answers)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_kto(family: str, desirable: float, undesirable: float) -> tuple[float, float, Tensors]:
+    """(loss, z, gradients)."""
+    model, (answers, others) = plain_model(models(family)[0]), answers_of(family, "kto")
+    with torch.no_grad():
+        ratios = [float(plain_dpo.logprob_sum(model, answer)) - answer.reference for answer in others]
+    kl = max(0.0, sum(ratios) / len(ratios))
+    sums = [plain_dpo.logprob_sum(model, answer) for answer in answers]
+    loss = plain_dpo.kto_loss(sums, answers, kl, desirable, undesirable)
+    loss.backward()
+    return loss.item(), kl, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(found: tuple[dict[str, float | None], Tensors], loss: float, gradients: Tensors, what: object) -> None:
+    assert found[0]["loss"] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), what
+    worst = max(compare_gradients(found[1], gradients, {}), key=lambda figure: figure.value)
+    assert worst.value <= GRADIENT, (what, worst)
+
+
+MIXES = [(["sigmoid", "sft"], [1.0, 0.3]), (["aot", "bco_pair", "sft"], [0.5, 0.2, 1.0])]
+
+
+@pytest.mark.covers("preference.loss", "preference.weights", "preference.beta", "preference.label_smoothing",
+                    "preference.gamma", "reference.path")  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "mesh", "budget"),
+    pairs([("llama", "1", 128), ("qwen3", "2", 64)], [("llama", "2", 512), ("gemma3_text", "4", 64)]),
+)
+def test_every_loss_of_pairs(family: str, mesh: str, budget: int) -> None:
+    """Every loss and two mixes, with pairs in one row and pairs in two."""
+    cases: list[tuple[list[str], list[float]]] = [*(([name], [1.0]) for name in PAIRED), *MIXES]
+    configs = [
+        config_of(
+            family, mesh, budget, "pairs", **{"preference.loss": names},
+            **({"preference.weights": weights} if len(names) > 1 else {}),
+        )
+        for names, weights in cases
+    ]  # fmt: skip
+    found = run(world_of(mesh), ours, configs)[0]
+    for (names, weights), result in zip(cases, found, strict=True):
+        check(result, *plain(family, names, weights), names)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    pairs([("llama", "cp2"), ("qwen3_moe", "ep2"), ("llama", "pp2"), ("qwen3", "tp2")],
+          [("llama", "2x2"), ("gemma3_text", "tp2"), ("qwen3_next", "2"), ("qwen3_moe", "2x2")]),
+)  # fmt: skip
+def test_on_meshes(family: str, mesh: str) -> None:
+    """A loss of pairs and a mix that needs the whole step, where axes cut documents, experts, layers and stages."""
+    configs = [config_of(family, mesh, 40 if mesh == "cp2" else 64, "pairs", **{"preference.loss": "sigmoid"})]
+    names, weights = MIXES[1]
+    configs.append(
+        config_of(
+            family, mesh, 40 if mesh == "cp2" else 64, "pairs",
+            **{"preference.loss": names, "preference.weights": weights},
+        )
+    )  # fmt: skip
+    found = run(world_of(mesh), ours, configs)[0]
+    check(found[0], *plain(family, ["sigmoid"], [1.0]), "sigmoid")
+    check(found[1], *plain(family, names, weights), names)
+
+
+CUTS = [("1", 512), ("1", 160), ("1", 64), ("2", 64), ("4", 64)]
+
+
+@pytest.mark.covers("preference.desirable_weight", "preference.undesirable_weight")
+def test_kto_is_of_the_whole_step_on_every_cut() -> None:
+    keys = {"preference.loss": "kto", "preference.desirable_weight": 1.3, "preference.undesirable_weight": 0.7}
+    loss, kl, gradients = plain_kto("llama", 1.3, 0.7)
+    assert kl > 0
+    for mesh, budget in CUTS:
+        (found,) = run(world_of(mesh), ours, [config_of("llama", mesh, budget, "kto", **keys)])[0]
+        check(found, loss, gradients, (mesh, budget))
+        assert found[0]["kl"] == pytest.approx(kl, rel=1e-5)
+
+
+def test_mixes_are_of_the_whole_step_on_every_cut() -> None:
+    names, weights = MIXES[1]
+    loss, gradients = plain("llama", names, weights)
+    for mesh, budget in CUTS:
+        keys = {"preference.loss": names, "preference.weights": weights}
+        (found,) = run(world_of(mesh), ours, [config_of("llama", mesh, budget, "pairs", **keys)])[0]
+        check(found, loss, gradients, (mesh, budget))
+
+
+@pytest.mark.covers("preference.ld_alpha")
+def test_tokens_beyond_the_shorter_answer_weigh_less_on_both_sides() -> None:
+    for name in ("sigmoid", "ipo"):
+        (found,) = run(
+            1, ours, [config_of("llama", "1", 64, "pairs", **{"preference.loss": name, "preference.ld_alpha": 0.4})]
+        )[0]
+        check(found, *plain("llama", [name], [1.0], 0.4), name)

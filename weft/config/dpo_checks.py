@@ -1,0 +1,82 @@
+"""Checks of a config of `weft dpo` that need neither torch nor a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.config.checks import EXCLUSIVE, IMPORT_PATH, Inert, Rules, adapter_presets, inert_rules, training_combinations
+from weft.config.dpo_schema import DpoConfig, own_reference
+from weft.config.keys import schema_keys
+from weft.config.preference_losses import LOSSES
+from weft.config.yaml12 import override
+
+_BASE_IS_READ = "the model without its adapters is the reference"
+_REFERENCE = [name for name in schema_keys(DpoConfig) if name.startswith("reference.")]
+_INERT = (
+    *inert_rules(DpoConfig),
+    *(
+        Inert(name, lambda c: not c.preference.has_reference, "no loss of preference.loss reads it")
+        for name in _REFERENCE
+    ),
+    *(Inert(n, lambda c: not own_reference(c), _BASE_IS_READ) for n in _REFERENCE if n != "reference.path"),
+    Inert("train.loss", lambda c: True, "preference.loss says what is trained"),
+    Inert("eval.target", lambda c: True, "answers of preferences have no eval/exact"),
+)
+
+
+def _combinations(config: Any) -> Iterator[tuple[str, str]]:
+    """(key, message) of values that do not go together."""
+    preference = config.preference
+    names, facts = preference.losses, preference.facts
+    for name in names:
+        if name not in LOSSES and not IMPORT_PATH.fullmatch(name):
+            yield "preference.loss", f"preference.loss: {name} is none of {', '.join(LOSSES)}, nor an import path."
+    if len({*names}) < len(names):
+        yield "preference.loss", "preference.loss names a loss twice: add up its preference.weights."
+    if len({fact.paired for fact in facts}) > 1:
+        unpaired = next(name for name, fact in zip(names, facts, strict=True) if not fact.paired)
+        yield (
+            "preference.loss",
+            f"preference.loss: {unpaired} is of answers one by one, and does not go together with losses of pairs.",
+        )
+    if preference.weights is not None and len(preference.weights) != len(names):
+        yield (
+            "preference.weights",
+            f"preference.weights has {len(preference.weights)} numbers for {len(names)} losses: write one for each.",
+        )
+    if "exo_pair" in names and not preference.label_smoothing:
+        yield (
+            "preference.label_smoothing",
+            "preference.label_smoothing is 0, where exo_pair is not defined (log 0): set it above, as in "
+            "preference.label_smoothing=0.001.",
+        )
+    whole = [name for name, fact in zip(names, facts, strict=True) if not fact.tail]
+    if preference.ld_alpha is not None and whole:
+        yield (
+            "preference.ld_alpha",
+            f"preference.ld_alpha has no meaning for {whole[0]}, which counts every token of an answer alike: set "
+            "preference.ld_alpha=null.",
+        )
+    if config.lora.dropout:
+        yield (
+            "lora.dropout",
+            "lora.dropout: answers that lie on two ranks are compared by a forward without dropout, so that the "
+            "gradient would be another than the loss's. Set lora.dropout=0.",
+        )
+    if config.train.neftune_noise_alpha is not None:
+        yield (
+            "train.neftune_noise_alpha",
+            "train.neftune_noise_alpha: both answers of a pair would get other noise, and the reference none. Set it "
+            "to null.",
+        )
+    if config.data.train_on != "answers":
+        yield (
+            "data.train_on",
+            f"data.train_on is {config.data.train_on}: preferences compare the answers behind the prompt. Set "
+            f"{override('data.train_on', 'answers')}.",
+        )
+    yield from training_combinations(config)
+
+
+DPO = Rules(EXCLUSIVE, _INERT, _combinations, lambda value: adapter_presets(value, "dpo"))

@@ -1,0 +1,44 @@
+"""Checks of the tokens of preferences, and the common beginning of answers that come without a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from weft.data.encode import Encoded
+from weft.data.records import Record
+from weft.errors import BadRowError
+
+
+def separate_answers(records: Sequence[Record], encoded: Sequence[Encoded]) -> list[Encoded]:
+    """The documents of preferences, checked. Of a `text`, what both answers begin with is the prompt, which is not
+    trained. Raises BadRowError for a row whose answers have the same tokens, or none."""
+    out = list(encoded)
+    for first, second in _pairs(records):
+        location, chosen, rejected = records[first].location, encoded[first], encoded[second]
+        if chosen.ids == rejected.ids:
+            raise BadRowError(f"{location}: `chosen` and `rejected` have the same tokens. Remove the row.")
+        if records[first].format == "text":
+            shared = common_beginning(chosen.ids, rejected.ids)
+            for index in (first, second):
+                ids = encoded[index].ids
+                out[index] = replace(encoded[index], trained=[int(place >= shared) for place in range(len(ids))])
+    for record, document in zip(records, out, strict=True):
+        if not any(document.trained[1:]):
+            name = record.role if record.role in ("chosen", "rejected") else "completion"
+            raise BadRowError(f"{record.location}: `{name}` has no token behind the prompt. Remove the row.")
+    return out
+
+
+def common_beginning(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two documents begin with alike."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def _pairs(records: Sequence[Record]) -> Iterator[tuple[int, int]]:
+    """Yields the indices of chosen and rejected answers."""
+    for index, record in enumerate(records):
+        if record.role == "chosen":
+            yield index, index + 1

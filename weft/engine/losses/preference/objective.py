@@ -1,0 +1,216 @@
+"""The objective of `weft dpo`: any mix of losses of preferences, on every cut of a step.
+
+D documents of the step, by their places in it; P pairs or E answers one by one (answers.py). A pair whose answers lie
+in one row on one rank is differentiated there. For other pairs, and for losses of the whole step, the logprob sums are
+read first, without gradients (engine/document_sums.py); what is trained is then the linear form of answers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.config.dpo_schema import PreferenceConfig
+from weft.config.preference_losses import LOSSES
+from weft.engine.losses.base import Batch, LossOutput
+from weft.engine.losses.preference import pairs, unpaired, whole_step, without_reference
+from weft.engine.losses.preference.answers import Pairs, Singles
+from weft.errors import UserError
+from weft.importing import import_named
+
+if TYPE_CHECKING:
+    from weft.engine.step_plan.plan import StepPlan
+
+_FILES: dict[str, Any] = {
+    "pairs": pairs, "whole_step": whole_step, "without_reference": without_reference, "unpaired": unpaired,
+}  # fmt: skip
+LossFunction = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class StepAnswers:
+    """What is known of a step before its gradient; fp64 on the host. chosen, rejected: [P] places; of answers one by
+    one `chosen` has all places, and `rejected` is empty. reference, tokens: [D] logprob sums of the reference, trained
+    tokens. margin: [P]. desired: [E], of answers one by one. kl: as in Singles. policy: [D] logprob sums, NaN where
+    they were not read first."""
+
+    chosen: Tensor
+    rejected: Tensor
+    reference: Tensor
+    tokens: Tensor
+    margin: Tensor
+    desired: Tensor
+    kl: float
+    policy: Tensor
+
+    @property
+    def mean_tokens(self) -> float:
+        return float(self.tokens[self.chosen].mean())
+
+    def compared(self, policy: Tensor, examples: Tensor, config: PreferenceConfig) -> Pairs | Singles:
+        """The pairs or answers of these indices. policy: their logprob sums, [2, P] or [1, E]."""
+        numbers = policy.detach()
+
+        def like(values: Tensor) -> Tensor:
+            return values.to(numbers, non_blocking=True)
+
+        chosen = self.chosen[examples]
+        if not len(self.rejected):
+            return Singles(
+                policy[0], like(self.reference[chosen]), like(self.tokens[chosen]), like(self.desired[examples]),
+                self.kl, config,
+            )  # fmt: skip
+        rejected = self.rejected[examples]
+        return Pairs(
+            policy[0], policy[1], like(self.reference[chosen]), like(self.reference[rejected]),
+            like(self.tokens[chosen]), like(self.tokens[rejected]), like(self.margin[examples]), self.mean_tokens,
+            config,
+        )  # fmt: skip
+
+
+def load_losses(config: PreferenceConfig) -> list[tuple[float, LossFunction]]:
+    """(Factor, function) of each loss. Raises UserError for an import path that leads to no function."""
+    out: list[tuple[float, LossFunction]] = []
+    for name, weight in zip(config.losses, config.weights or (1.0,) * len(config.losses), strict=True):
+        function: Any = (
+            getattr(_FILES[LOSSES[name].family], name) if name in LOSSES else import_named(name, "preference.loss")
+        )
+        if not callable(function):
+            raise UserError(
+                f"preference.loss: {name} is no function of the pairs (weft/engine/losses/preference/answers.py)."
+            )
+        out.append((weight, function))
+    return out
+
+
+class PreferenceLoss:
+    """The mean over a step's examples of the sum of preference.weights x losses. `begin` is called before each step and
+    each evaluation, on every rank with the same values."""
+
+    readouts = frozenset({"logprob"})
+    every_token = False
+
+    def __init__(self, config: PreferenceConfig) -> None:
+        self.config, self.losses = config, load_losses(config)
+        self.whole_step = any(facts.whole_step for facts in config.facts)
+        self._step: StepAnswers | None = None
+        self._example: list[int] = []  # of each document: its example
+        self._read: list[bool] = []  # of each example: whether its answers were read first
+        self._factors = torch.zeros(0, dtype=torch.float64)  # [D] d loss / d logprob sum, of those
+        self._metrics: dict[str, Tensor] = {}  # [examples], of those
+
+    def begin(self, step: StepAnswers) -> None:
+        """Takes what is known of the next step, and differentiates the losses of answers that were read first."""
+        self._step = step
+        columns = [step.chosen, step.rejected] if len(step.rejected) else [step.chosen]
+        places = torch.stack(columns)
+        self._example = [0] * len(step.tokens)
+        for column in places.tolist():
+            for example, place in enumerate(column):
+                self._example[place] = example
+        read = step.policy[places].isfinite().all(0)
+        self._read = read.tolist()
+        examples = read.nonzero()[:, 0]
+        self._factors, self._metrics = torch.zeros_like(step.tokens), {}
+        if self.whole_step and len(examples) < places.shape[1]:
+            raise RuntimeError("a loss of the whole step needs the logprobs of all of its answers")
+        policy = step.policy[places[:, examples]].requires_grad_()
+        metrics = self._measure(policy, examples)
+        if len(examples):
+            (gradient,) = torch.autograd.grad(metrics["loss"].sum(), policy)
+            self._factors[places[:, examples]] = gradient
+        for name, values in metrics.items():
+            self._metrics[name] = torch.zeros(places.shape[1], dtype=torch.float64)
+            self._metrics[name][examples] = values.detach().double()
+
+    def normaliser(self, plan: StepPlan) -> float:
+        return float(len(self._known.chosen)) or 1.0
+
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
+        return None  # it depends on the logprobs
+
+    @property
+    def _known(self) -> StepAnswers:
+        assert self._step is not None, "begin() comes before a step"
+        return self._step
+
+    def __call__(self, batch: Batch) -> LossOutput:
+        sums_D = batch.document_sum((batch.weights_N * batch.readouts["logprob"]).double())
+        places = batch.counted_documents
+        index_of = {place: index for index, place in enumerate(places)}
+        chosen, rejected = self._known.chosen, self._known.rejected
+        first = [place for place in places if self._read[self._example[place]]]
+        loss_sum = sums_D.sum() * 0.0
+        if first:
+            indices, factors = [index_of[place] for place in first], self._factors[first]
+            loss_sum = loss_sum + (factors.to(sums_D.device) * sums_D[indices]).sum()
+        direct = [e for place in places if not self._read[e := self._example[place]] and int(chosen[e]) == place]
+        columns = [chosen[direct].tolist()] + ([rejected[direct].tolist()] if len(rejected) else [])
+        policy = torch.stack([sums_D[[index_of[place] for place in column]] for column in columns])
+        metrics = self._measure(policy, torch.tensor(direct, dtype=torch.int64))
+        loss_sum = loss_sum + metrics["loss"].sum()
+        counted = [self._example[place] for place in first if int(chosen[self._example[place]]) == place]
+        ones = torch.ones(len(direct) + len(counted), dtype=torch.float64)
+        weights = dict.fromkeys(metrics, ones)
+        if not len(rejected):
+            desired = self._known.desired[[*direct, *counted]]
+            weights |= {name: desired if name.endswith("chosen") else 1 - desired for name in metrics if "/" in name}
+        sums: dict[str, tuple[Tensor, Tensor | float]] = {}
+        for name, values in metrics.items():
+            known = self._metrics[name][counted].to(values)
+            together = torch.cat([values.detach(), known])
+            weight = weights[name].to(together)
+            sums[name] = (together * weight).sum(), weight.sum()
+        if not len(rejected):
+            sums["kl"] = ones.sum() * self._known.kl, ones.sum()
+        return LossOutput(loss_sum, sums)
+
+    def _measure(self, policy: Tensor, examples: Tensor) -> dict[str, Tensor]:
+        """Name -> [examples]; `loss` with gradient. Of answers one by one, chosen means desired."""
+        compared = self._known.compared(policy, examples, self.config)
+        loss = torch.zeros_like(policy[0])
+        for weight, function in self.losses if len(examples) else ():
+            loss = loss + weight * self._checked(function, compared, policy)
+        rows: list[tuple[str, Tensor, Tensor]]
+        if isinstance(compared, Singles):
+            rows = [(name, compared.policy, compared.reference) for name in ("chosen", "rejected")]
+        else:
+            rows = [
+                ("chosen", compared.chosen, compared.ref_chosen),
+                ("rejected", compared.rejected, compared.ref_rejected),
+            ]
+        metrics = {"loss": loss}
+        for name, sums, reference in rows:
+            metrics[f"rewards/{name}"] = (self.config.beta * (sums - reference)).detach()
+            metrics[f"logps/{name}"] = sums.detach()
+        if isinstance(compared, Pairs):
+            margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+            metrics["rewards/margin"] = margin
+            metrics["rewards/accuracy"] = (margin > 0).to(margin.dtype)
+        return metrics
+
+    def _checked(self, function: LossFunction, compared: Pairs | Singles, policy: Tensor) -> Tensor:
+        loss = function(compared)
+        if not isinstance(loss, Tensor) or loss.shape != policy[0].shape:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(
+                f"preference.loss: {getattr(function, '__name__', function)} must give a loss for each of the "
+                f"{len(policy[0])} pairs, not {shape}."
+            )
+        return loss
+
+
+def split_examples(columns: Sequence[Sequence[int]], plan: StepPlan) -> list[int]:
+    """The examples whose documents are not all whole in one row of the plan. columns: [2, P] or [1, E] places."""
+    row_of: dict[int, tuple[int, int]] = {}
+    for micro_batch, of_ranks in enumerate(plan.rows):
+        for rank, row in enumerate(of_ranks):
+            cut = set(plan.shared_documents(micro_batch, rank))
+            row_of |= {place: (micro_batch, rank) for place in row if place not in cut}
+    return [
+        e for e, places in enumerate(zip(*columns, strict=True)) if len({row_of.get(p, (-1, p)) for p in places}) > 1
+    ]

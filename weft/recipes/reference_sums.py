@@ -1,0 +1,151 @@
+"""Logprob sums of a reference over documents of data sets, cached as preference.cache says.
+
+On disk a cache is data.cache/reference/KEY, with a digest of the reference's files, its dtype and weft's version. Each
+row has the digest of its document's tokens and loss weights, so that a row serves any mesh, order or selection, and
+never another document. A row that is missing or foreign after reading is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.config.dpo_schema import DpoConfig
+from weft.engine.batch.document import Document, choose
+from weft.engine.document_sums import read_sums
+from weft.engine.engine import Engine
+from weft.launch import flight
+from weft.launch.consistency import run_on_first_rank
+from weft.parallel.shards.source import open_model_weights
+from weft.recipes.evaluate import split_by_tokens
+from weft.version import __version__
+
+_ROWS = 16  # rows of a rank in one plan, as in an evaluation
+_FILE = "sums.npz"
+
+
+class ReferenceSums:
+    """engine: the reference, or the trained model, whose adapters are then switched off; None once all is cached.
+    documents: by name of the data set."""
+
+    def __init__(
+        self, config: DpoConfig, engine: Engine, documents: Mapping[str, Sequence[Document]], *, adapters_off: bool
+    ) -> None:
+        self.config, self.documents, self.adapters_off = config, documents, adapters_off
+        self.engine: Engine | None = engine
+        self.sums = {
+            name: torch.full((len(of_name),), torch.nan, dtype=torch.float64) for name, of_name in documents.items()
+        }
+
+    def of(self, name: str, indices: Sequence[int]) -> Tensor:
+        """[indices] fp64: the sums of these documents of a data set. Raises RuntimeError for one that is in no cache.
+        Collective."""
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        known = self.sums[name]
+        missing = chosen[known[chosen].isnan()].unique()
+        if len(missing):
+            values = self.read(choose(self.documents[name], missing.tolist()))
+            if self.config.preference.cache == "off":
+                return values[torch.searchsorted(missing, chosen)]
+            known[missing] = values
+        return known[chosen]
+
+    def read(self, documents: Sequence[Document]) -> Tensor:
+        """[documents] fp64: the sums of any documents, computed now. Collective."""
+        if self.engine is None:
+            raise RuntimeError("logprobs of the reference are missing in the cache, and the reference is closed")
+        with self.engine.without_adapter() if self.adapters_off else nullcontext():
+            return read_sums(self.engine, documents)
+
+    def fill(self) -> list[str]:
+        """Reads what data.cache lacks of all documents, and keeps it there. Returns lines for the opening.
+        Collective."""
+        engine = self.engine
+        assert engine is not None and self.config.data.cache is not None
+        folder = self._folder(engine)
+        digests = {
+            name: np.array([document_digest(d) for d in of_name], np.uint64) for name, of_name in self.documents.items()
+        }
+        stored = _read(folder)
+        read, total = 0, sum(len(of_name) for of_name in self.documents.values())
+        for name, documents in self.documents.items():
+            known = self.sums[name]
+            for index, digest in enumerate(digests[name].tolist()):
+                known[index] = stored.get(digest, torch.nan)
+            missing = known.isnan().nonzero()[:, 0].tolist()
+            chosen = choose(documents, missing)
+            metas = engine.planner.metadata(chosen)
+            budget = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
+            for first, last in split_by_tokens(metas, budget) if missing else ():
+                flight.beat()
+                known[missing[first:last]] = self.read(choose(documents, missing[first:last]))
+                read += last - first
+            stored |= dict(zip(digests[name].tolist(), known.tolist(), strict=True))
+            if bool(known.isnan().any()):
+                raise RuntimeError(f"{folder}: rows of the reference's logprobs are missing")
+        if read:
+            run_on_first_rank(lambda: _write(folder, stored), engine.ranks)
+        return [
+            f"cache    reference logprobs of {total:,} answers in {folder}: {total - read:,} were there, {read:,} read"
+        ]
+
+    def _folder(self, engine: Engine) -> Path:
+        """The folder of this reference's cache. Collective."""
+        key: list[str] = [""]
+        if engine.ranks.is_first:
+            digest = hashlib.blake2b(digest_size=16)
+            path = engine.config.model.path
+            for file in sorted({file.path for file in open_model_weights(path).files.values()}):
+                with file.open("rb") as stream:
+                    while block := stream.read(1 << 24):
+                        digest.update(block)
+            digest.update((file.parent / "config.json").read_bytes())
+            words = (str(engine.precision.compute), engine.config.model.attention, __version__)
+            digest.update("\0".join(words).encode())
+            key = [digest.hexdigest()]
+        dist.broadcast_object_list(key, src=0, group=engine.ranks.group)
+        return Path(str(self.config.data.cache)).expanduser() / "reference" / key[0]
+
+
+def document_digest(document: Document) -> int:
+    """Digest of the tokens, loss weights and images of a document."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(document.tokens.numpy().tobytes())
+    digest.update(document.weights.numpy().tobytes())
+    if document.media is not None:
+        for name, value in sorted(document.media.inputs.items()):
+            digest.update(name.encode())
+            digest.update(torch.as_tensor(value).contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _read(folder: Path) -> dict[int, float]:
+    """Digest of a document -> its sum. {} without a readable file: all is read again then."""
+    try:
+        with np.load(folder / _FILE, allow_pickle=False) as arrays:
+            digests: NDArray[np.uint64] = arrays["digests"]
+            sums: NDArray[np.float64] = arrays["sums"]
+            check = hashlib.blake2b(digests.tobytes() + sums.tobytes(), digest_size=16).hexdigest()
+            if len(digests) != len(sums) or str(arrays["check"]) != check:
+                return {}
+            return dict(zip(digests.tolist(), sums.tolist(), strict=True))
+    except (OSError, KeyError, ValueError, EOFError):
+        return {}
+
+
+def _write(folder: Path, stored: Mapping[int, float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    digests, sums = np.array(list(stored), np.uint64), np.array(list(stored.values()), np.float64)
+    check = hashlib.blake2b(digests.tobytes() + sums.tobytes(), digest_size=16).hexdigest()
+    unfinished = folder / f"{_FILE}.partial"
+    with unfinished.open("wb") as stream:
+        np.savez(stream, digests=digests, sums=sums, check=np.array(check))
+    unfinished.replace(folder / _FILE)
