@@ -19,6 +19,7 @@ from weft.checkpoint.remote.local import local_path, with_local_paths
 from weft.checkpoint.retention import ranks_of
 from weft.config import check_reshard, resolve_mesh, to_dict
 from weft.config.distill_schema import DistillConfig
+from weft.config.dpo_schema import DpoConfig
 from weft.config.load import load_values, written_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
@@ -96,6 +97,25 @@ def sft(
     """
     hooks = Hooks(objective=objective() if isinstance(objective, type) else objective, on_step=on_step)
     return _train(SftConfig, hooks, device, config, model, data, resume, overwrite, dict(sections))
+
+
+def dpo(
+    config: DpoConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    on_step: OnStep | None = None,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    device: Device = "auto",
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Preference tuning in this process, as one rank; under torchrun, srun or mpirun as one of its ranks.
+
+    data: rows of preferences, as docs/how-to/dpo.md lists them. sections: further sections of the config
+    (docs/reference/config.md), as in preference={"loss": "ipo"}. Other arguments and errors: as of weft.sft.
+    """
+    return _train(DpoConfig, Hooks(on_step=on_step), device, config, model, data, resume, overwrite, dict(sections))
 
 
 def distill(

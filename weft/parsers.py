@@ -19,11 +19,11 @@ _ADAPTERS = "adapters are keys of the config: weft sft ... lora.rank=16"
 _WORDS = (
     ("train finetune fine-tune fine_tune tune fit run", "`weft sft` fine-tunes, and `weft rl` trains on rewards"),
     ("pretrain pt cpt", "use `weft sft` with rows of `text`; model.init=random starts from random weights"),
-    (
-        "dpo orpo kto ipo simpo cpo",
-        "preference tuning is not supported yet. `weft sft` with "
-        "'data.columns={instruction: prompt, output: chosen}' trains the chosen answers alone",
+    *(
+        (name, f"it is a loss of `weft dpo`: weft dpo ... preference.loss={name}")
+        for name in ("orpo", "kto", "ipo", "simpo", "cpo")
     ),
+    ("preference preferences preference_tuning rpo", "`weft dpo` trains on preferences"),
     (
         "reward rm reward-model reward_model reward_modeling",
         "reward models cannot be trained yet. Rewards are functions: docs/how-to/write-a-reward.md",

@@ -204,7 +204,7 @@ def test_a_wrong_command_line_is_answered(
     [
         ("train", "`weft sft` fine-tunes"), ("finetune", "`weft sft` fine-tunes"), ("serve", "`vllm serve`"),
         ("generate", "`weft chat RUN|MODEL`"), ("infer", "`weft chat"), ("predict", "`weft chat"),
-        ("dpo", "preference tuning is not supported yet"), ("KTO", "preference tuning"), ("orpo", "preference"),
+        ("KTO", "preference.loss=kto"), ("orpo", "preference.loss=orpo"),
         ("grpo", "weft rl ... rl.algorithm=grpo"), ("ppo", "rl.algorithm=ppo"), ("lora", "lora.rank=16"),
         ("convert", "`weft export`"), ("merge_adapter", "`weft merge RUN|ADAPTER`"),
     ],

@@ -820,8 +820,8 @@ def test_a_preference_config_is_one_line(
     for command in ("sft", "rl"):
         assert cli.main([command, "dpo.yaml"]) == 2
         assert capsys.readouterr().err == (
-            "error: dpo.yaml: this is a DPO config of TRL and the HuggingFace Trainer (beta: 0.1); weft has no "
-            "preference tuning yet.\n"
+            "error: dpo.yaml: this is a DPO config of TRL and the HuggingFace Trainer (beta: 0.1): `weft dpo` trains "
+            "on preferences, and docs/how-to/dpo.md has its keys.\n"
         )
 
 

@@ -116,7 +116,7 @@ CASES = [
     Case("question and answer", [{"question": "a", "answer": "b"}], ":1: ",
          ["Set 'data.columns={instruction: question, output: answer}'"]),
     Case("preference pair", [{"chosen": "a", "rejected": "b"}], ":1: ",
-         ["has no preference tuning (DPO) yet", "set 'data.columns={text: chosen}'"]),
+         ["on which `weft dpo` trains", "set 'data.columns={text: chosen}'"]),
     Case("two formats", [{"text": "a", **GOOD}], ":1: ",
          ["(`messages` and `text`)", "'data.columns={messages: messages}'"]),
     Case("images", [{**GOOD, "images": ["a.png"]}], ":1: ", ["has images or videos", "a text-only model"]),
@@ -263,7 +263,7 @@ def followed(row: dict[str, Any], chat: bool) -> Record:
     found = re.search(r"[Ss]et ('data\.columns=.*')\.$", str(caught.value))
     assert found is not None, caught.value
     ((_, columns),) = (word.split("=", 1) for word in shlex.split(found[1]))
-    assert ("has no preference tuning" in str(caught.value)) == ("rejected" in row and "chosen" in row)
+    assert ("on which `weft dpo` trains" in str(caught.value)) == ("rejected" in row and "chosen" in row)
     return parse_row("here", row, ParseOptions(columns=yaml.safe_load(columns), chat=chat))
 
 

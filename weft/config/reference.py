@@ -12,6 +12,7 @@ from typing import Any
 from weft.config.coerce import describe
 from weft.config.commands import SCHEMAS
 from weft.config.distill_schema import DistillConfig
+from weft.config.dpo_schema import DpoConfig
 from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
 from weft.config.migrate.trainer import TABLES
@@ -36,6 +37,13 @@ number, `yes` is a string. An unknown key, a value of another type, and a key th
 them, and the resolved config has the new ones. Paths are relative to where the command is run.
 """
 
+_PREFERENCES = """\
+# Keys of `weft dpo`
+
+Beside the sections above. Of `optimizer` only the keys are listed whose defaults differ. `step.documents` and
+`step.tokens` count pairs, or answers with a label.
+"""
+
 _REINFORCEMENT = """\
 # Keys of `weft rl`
 
@@ -53,14 +61,12 @@ Beside the sections of `weft sft`, and `teacher` as it stands above.
 
 def reference() -> str:
     """The page, as Markdown."""
-    parts = [_INTRODUCTION, *_tables(SftConfig, sections(SftConfig)), _REINFORCEMENT]
-    shared = sections(SftConfig).values()
-    rl_sections = {section: kind for section, kind in sections(RlConfig).items() if kind not in shared}
-    parts += _tables(RlConfig, rl_sections)
-    of_distill = {
-        s: kind for s, kind in sections(DistillConfig).items() if kind not in (*shared, *rl_sections.values())
-    }
-    parts += [_DISTILLATION, *_tables(DistillConfig, of_distill)]
+    parts = [_INTRODUCTION, *_tables(SftConfig, sections(SftConfig))]
+    described = {*sections(SftConfig).values()}
+    for schema, text in ((DpoConfig, _PREFERENCES), (RlConfig, _REINFORCEMENT), (DistillConfig, _DISTILLATION)):
+        further = {section: kind for section, kind in sections(schema).items() if kind not in described}
+        parts += [text, *_tables(schema, further)]
+        described |= {*further.values()}
     return "\n".join(parts)
 
 
@@ -133,8 +139,8 @@ def find_keys(words: Sequence[str]) -> list[str]:
 
 
 def _all_keys() -> list[Key]:
-    """The keys of both commands; of one that both have, `weft sft`'s."""
-    return list({**schema_keys(RlConfig), **schema_keys(SftConfig)}.values())
+    """The keys of all commands; of one that several have, the first's of commands.SCHEMAS."""
+    return list({name: key for s in reversed(SCHEMAS.values()) for name, key in schema_keys(s).items()}.values())
 
 
 def _default(key: Key) -> str:
@@ -147,7 +153,7 @@ def _default(key: Key) -> str:
             text = "required" if command_key.required else show_default(command_key)
             defaults[f"weft {command}"] = text + ("" if adapted is None else f", with lora {show(adapted)}")
     if len(set(defaults.values())) == 1:
-        only = "" if len(defaults) == len(SCHEMAS) else f"  ({next(iter(defaults))} alone)"
+        only = f"  ({next(iter(defaults))} alone)" if len(defaults) == 1 else ""
         return f"{next(iter(defaults.values()))}{only}"
     return "; ".join(f"{command}: {text}" for command, text in defaults.items())
 
@@ -177,6 +183,9 @@ def _foreign(search_words: Sequence[str]) -> dict[str, str]:
 
 # What a first config sets, and what it shows behind a `#`, in this order. A value stands for the schema's default.
 _FIRST: dict[str, dict[str, Any]] = {
+    "dpo": {
+        "model.path": "Qwen/Qwen3-0.6B", "data.path": "preferences.jsonl", "step.documents": 32, "train.epochs": 1,
+    },
     "sft": {"model.path": "Qwen/Qwen3-0.6B", "data.path": "chat.jsonl", "step.documents": 16, "train.epochs": 3},
     "distill": {
         "model.path": "Qwen/Qwen3-0.6B", "data.path": "chat.jsonl", "distill.teacher": "Qwen/Qwen3-4B",
@@ -188,6 +197,8 @@ _FIRST: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _SET = {
+    "dpo": "model.path data.path preference.loss preference.beta step.documents step.max_tokens_per_device "
+    "optimizer.lr schedule.name schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
     "sft": "model.path data.path step.documents step.max_tokens_per_device optimizer.lr schedule.name "
     "schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
     "distill": "model.path data.path distill.teacher distill.loss step.documents step.max_tokens_per_device "
@@ -197,6 +208,8 @@ _SET = {
     "schedule.name train.epochs checkpoint.every checkpoint.keep",
 }
 _SHOWN = {
+    "dpo": "model.recompute data.columns data.max_length data.long_documents preference.cache reference.path "
+    "mesh.dp_shard mesh.tp mesh.cp lora.rank eval.share eval.every track.report_to run.dir",
     "sft": "model.recompute data.columns data.max_length data.long_documents data.train_on mesh.dp_shard mesh.tp "
     "mesh.cp lora.rank optimizer.weight_decay eval.share eval.every track.report_to run.dir",
     "distill": "distill.temperature distill.alpha distill.cache teacher.param_dtype teacher.cpu_offload data.columns "
@@ -211,7 +224,7 @@ _EXAMPLES: dict[str, Any] = {
     "distill.temperature": 2.0, "distill.alpha": 0.5, "distill.cache": "disk", "teacher.param_dtype": "bf16",
     "teacher.cpu_offload": True, "eval.samples": 4, "track.report_to": ["tensorboard"], "run.dir": "runs/mine",
     "rl.kl_coef": 0.001,
-    "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
+    "preference.cache": "disk", "reference.path": "Qwen/Qwen3-0.6B", "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
 }  # fmt: skip
 
 # What a first config says of keys whose help is long.
@@ -230,7 +243,7 @@ _COMMENTS = {
     "rl.chat": "prompts that are texts go through the chat template; false: they are continued as they stand",
     "rollout.engine": "embedded, hf, vllm or sglang",
     "eval.share": "of the documents, held out and evaluated",
-    "lora.rank": "adapters instead of all weights; optimizer.lr is then 1e-4 (weft rl: 1e-5) unless it is set",
+    "lora.rank": "adapters instead of all weights; optimizer.lr is then 1e-4 (weft rl, dpo: 1e-5) unless it is set",
     "schedule.name": "constant, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt or wsd, after warm-up",
     "step.max_tokens_per_device": "of one forward on one rank: lower it where memory is short",
     "run.dir": "where the run writes; left out: runs/NAME-DATE",

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys, sections
 from weft.config.migrate.names import advice_for, likely_trainer, task_of
 from weft.config.migrate.trainer import REINFORCEMENT, TABLES
-from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node
 
@@ -37,8 +37,12 @@ class Unknown:
 
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     """The unknown keys in `name`, a key or section that the schema does not have."""
-    if name.partition(".")[0] in {*sections(RlConfig)} - {*sections(SftConfig), *sections(schema)}:
-        return [Unknown(name, node.location, "belongs to `weft rl`: remove it for supervised fine-tuning.")]
+    section = name.partition(".")[0]
+    owners = [command for command, other in SCHEMAS.items() if section in sections(other)]
+    if owners and section not in sections(schema):
+        commands = " and ".join(f"`weft {command}`" for command in owners)
+        task = "supervised fine-tuning" if schema is SftConfig else f"`weft {getattr(schema, 'command', 'sft')}`"
+        return [Unknown(name, node.location, f"belongs to {commands}: remove it for {task}.")]
     advice = advice_for(name, reinforcement="rl" in sections(schema))
     message = f"is not a key of weft: {advice or _nearest(name, schema)}"
     if node.is_section and node.value and not _is_typo(name, node, schema):

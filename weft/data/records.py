@@ -282,8 +282,8 @@ def _refuse_preferences(location: str, row: Mapping[str, Any], chat: bool) -> No
     else:
         columns = _question_and_answer(row, question, "chosen", chat)
     raise UserError(
-        f"{location}: has `chosen` and `rejected`: it is a preference pair, and weft has no preference tuning (DPO) "
-        f"yet. To fine-tune only on the chosen answers, set {override('data.columns', columns)}."
+        f"{location}: has `chosen` and `rejected`: it is a preference pair, on which `weft dpo` trains. "
+        f"To fine-tune only on the chosen answers, set {override('data.columns', columns)}."
     )
 
 
@@ -294,8 +294,8 @@ def _refuse_unwanted(location: str, row: Mapping[str, Any]) -> None:
     for mark in marks:
         if row.get(mark) is False:
             raise UserError(
-                f"{location}: `{mark}` is false: the answer is one that is not wanted, and weft has no preference "
-                "tuning (KTO) yet. Remove such rows to fine-tune on the others, or set "
+                f"{location}: `{mark}` is false: the answer is one that is not wanted. `weft dpo` with "
+                "preference.loss=kto trains on such rows. Remove them to fine-tune on the others, or set "
                 f"{override('data.ignore', [mark])} to train all."
             )
 

@@ -90,8 +90,9 @@ class Task:
         description = f"{article} {self.algorithm} config of {self.trainer.title} ({self.sign})"
         if self.kind == REINFORCEMENT:
             return f"{description}. {TABLES.drafts}"
-        missing = "distillation" if self.kind == DISTILLATION else "preference tuning"
-        return f"{description}; weft has no {missing} yet."
+        if self.kind == DISTILLATION or self.algorithm == "reward-model":
+            return f"{description}; weft makes no draft of it."
+        return f"{description}: `weft dpo` trains on preferences, and docs/how-to/dpo.md has its keys."
 
 
 _ALGORITHMS = re.compile(r"grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
