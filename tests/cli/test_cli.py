@@ -15,9 +15,9 @@ import pytest
 
 import weft.recipes
 from weft import __version__, cli
+from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys
 from weft.config.rl_schema import RlConfig
-from weft.config.schema import SftConfig
 from weft.errors import UserError
 from weft.launch.options import TrainOptions, VerifyOptions
 from weft.parsers import OTHER_COMMANDS
@@ -229,7 +229,7 @@ def test_answers_to_words_of_other_tools_name_commands_and_keys_that_there_are()
             (Path(cli.__file__).parent.parent / page).exists() for page in re.findall(r"docs/[\w/.-]+\w", answer)
         )
         for key, value in re.findall(r"([a-z]+\.[a-z_]+)=([\w']+)", answer):
-            assert key in schema_keys(SftConfig) or key in schema_keys(RlConfig), word
+            assert any(key in schema_keys(schema) for schema in SCHEMAS.values()), word
             assert key != "rl.algorithm" or value in algorithms
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from weft.config import SftConfig
-from weft.config.distill_schema import DistillConfig
+from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys
-from weft.config.rl_schema import RlConfig
 
 TESTS = Path(__file__).parents[1]
 
@@ -26,7 +24,7 @@ def covered() -> set[str]:
 
 
 def test_every_key_has_a_test_that_is_marked_with_it() -> None:
-    keys = {*schema_keys(SftConfig), *schema_keys(DistillConfig), *schema_keys(RlConfig)}
+    keys = {key for schema in SCHEMAS.values() for key in schema_keys(schema)}
     marked = covered()
     assert keys - marked == set(), "mark the test of its effect: @pytest.mark.covers(...)"
     assert marked - keys == set(), "there are no such keys"

@@ -72,7 +72,7 @@ def test_the_first_config_of_rl_runs_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["init", "dpo"], "weft init dpo: weft init writes configs for `weft sft`"),
+        (["init", "grpo"], "weft init grpo: weft init writes configs for `weft sft`"),
         (["init", "sft", "rl"], "rl is not an override"),
         (["init", "learning_rate=1"], "optimizer.lr"),
         (["init", "train.epochs=x"], "train.epochs must be an integer"),
@@ -88,7 +88,7 @@ def test_what_they_refuse(words: list[str], message: str, capsys: pytest.Capture
 def test_keys_are_found_by_name_meaning_and_other_names() -> None:
     lr = "\n".join(find_keys(["optimizer.lr"]))
     assert lr.split("\n")[0].startswith(
-        "optimizer.lr  a number; above 0; default weft sft: 1e-05, with lora 0.0001; weft rl:"
+        "optimizer.lr  a number; above 0; default weft sft: 1e-05, with lora 0.0001; weft dpo: 1e-06,"
     )
     assert "Peak learning rate." in lr and "critic" not in lr
     assert any(line.startswith("rl.dual_clip") for line in find_keys(["clip"]))

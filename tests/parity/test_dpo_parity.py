@@ -65,7 +65,7 @@ def models(family: str) -> tuple[str, str]:
 
 
 def config_of(family: str, mesh: str, budget: int, data: str, **keys: Any) -> DpoConfig:
-    path, reference = models(family)
+    path, reference = models(family) if data == "pairs" else reversed(models(family))  # so that z is above 0
     given = {
         "model.path": path, "data.path": str(folder() / f"{data}.jsonl"), "step.max_tokens_per_device": budget,
         **{f"mesh.{axis}": size for axis, size in MESHES[mesh].items()}, **KEYS, **keys,
@@ -114,7 +114,7 @@ def answers_of(family: str, data: str, tail: float | None = None) -> tuple[list[
         .read_data()
         .documents
     )
-    reference = plain_model(models(family)[1])
+    reference = plain_model(models(family)[data == "pairs"])
     out = []
     for index in range(len(documents)):
         document, role = documents[index], ROLES[int(documents.roles[index])]
@@ -146,7 +146,7 @@ def plain(
 
 def plain_kto(family: str, desirable: float, undesirable: float) -> tuple[float, float, Tensors]:
     """(loss, z, gradients)."""
-    model, (answers, others) = plain_model(models(family)[0]), answers_of(family, "kto")
+    model, (answers, others) = plain_model(models(family)[1]), answers_of(family, "kto")
     with torch.no_grad():
         ratios = [float(plain_dpo.logprob_sum(model, answer)) - answer.reference for answer in others]
     kl = max(0.0, sum(ratios) / len(ratios))

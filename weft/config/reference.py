@@ -224,7 +224,8 @@ _EXAMPLES: dict[str, Any] = {
     "distill.temperature": 2.0, "distill.alpha": 0.5, "distill.cache": "disk", "teacher.param_dtype": "bf16",
     "teacher.cpu_offload": True, "eval.samples": 4, "track.report_to": ["tensorboard"], "run.dir": "runs/mine",
     "rl.kl_coef": 0.001,
-    "preference.cache": "disk", "reference.path": "Qwen/Qwen3-0.6B", "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
+    "preference.cache": "disk", "reference.path": "Qwen/Qwen3-0.6B",
+    "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
 }  # fmt: skip
 
 # What a first config says of keys whose help is long.
