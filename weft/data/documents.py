@@ -25,6 +25,7 @@ from weft.data.table import Array, Digest, TokenTable
 from weft.data.tokenise import TokeniseOptions, TokeniseTask, tokenise
 from weft.engine.batch.document import Document, MeasuredDocuments, Measures
 from weft.engine.batch.media import Media
+from weft.engine.batch.prefixes import TokenKeys
 from weft.errors import UserError
 
 
@@ -121,6 +122,13 @@ class Documents(MeasuredDocuments):
     def groups(self) -> Sequence[int | None]:
         """The pair of each document."""
         return self._groups
+
+    def token_keys(self, index: int) -> TokenKeys | None:
+        selection, row = self._locate(index)
+        if self._measures.patches[index]:
+            return None
+        ids, _ = selection.table.tokens(int(selection.indices[row]), int(selection.lengths[row]))
+        return ids.astype(np.int64)[:, None]
 
     def source(self, index: int) -> str:
         selection, row = self._locate(index)
