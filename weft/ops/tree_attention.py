@@ -75,8 +75,8 @@ class _AttendTrees(torch.autograd.Function):
             for total, gradient in zip((grad_q, grad_k, grad_v), gradients, strict=True):
                 total[:, :, span] = _joined(gradient)
         for keys, queries in _subtrees(ctx.segments):
-            parts = (grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries])
-            gradients = _backward(*parts, lse[:, :, queries], 0.0, False, scale=ctx.scale)
+            inputs = (grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries])
+            gradients = _backward(*inputs, lse[:, :, queries], 0.0, False, scale=ctx.scale)
             for total, span, gradient in zip((grad_q, grad_k, grad_v), (queries, keys, keys), gradients, strict=True):
                 total[:, :, span] += gradient
         return grad_q, grad_k, grad_v, None, None
