@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.batch.document import Document
+from weft.engine.batch.rows import Row, RowBuilder
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.step_plan.trees import tree_tokens
 from weft.verify.harness import Verdict
@@ -34,19 +36,16 @@ NO_ATTENTION = ("mamba2",)
 
 def of_trees(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> tuple[Verdict | None, int]:
     """(Verdict of parity on trees, number of rows that had segments)."""
-    from weft.ops.attention_call import Bounds
+    rows, build = list[Row](), RowBuilder._build
 
-    seen, by_paths = list[int](), Bounds.by_paths
+    def noted(self: RowBuilder, *args: Any) -> Row:
+        row = build(self, *args)
+        rows.append(row)
+        return row
 
-    def counted(self: Bounds, device: torch.device) -> Bounds:
-        seen.append(1)
-        return by_paths(self, device)
-
-    Bounds.by_paths = counted  # type: ignore[method-assign]
-    try:
-        return parity(path, mesh, sections, trees=True), len(seen)
-    finally:
-        Bounds.by_paths = by_paths  # type: ignore[method-assign]
+    with mock.patch.object(RowBuilder, "_build", noted):
+        verdict = parity(path, mesh, sections, trees=True)
+    return verdict, sum(row.bounds.segments is not None for row in rows)
 
 
 @pytest.mark.covers("step.share_prefixes")

@@ -63,10 +63,34 @@ class PerDocumentMixer:
             kwargs["attention_mask"] = None
         self.calls += 1
         if bounds.context is not None:
-            return _run_over_ranks(mixer, bounds.context, *args, **kwargs)
+            return self._run_over_ranks(mixer, bounds.context, *args, **kwargs)
         if bounds.segments is not None:
             return self._run_paths(mixer, bounds, *args, **kwargs)
         return self._run_row(mixer, bounds, *args, **kwargs)
+
+    def _run_over_ranks(self, mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
+        """by_document for a row that begins with parts of shared documents. Each rank of Ulysses computes all their
+        tokens for its part of the heads, so that states and convolutions see whole documents. Collective over cp."""
+        x = args[0] if args else kwargs.pop("hidden_states")
+        # These mixers read no per-token argument but hidden states (MixerSpec.hidden_alone).
+        kwargs = {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in kwargs.items()}
+        axis, shard = context.axis, None
+        if axis.ulysses is not None and axis.ring is None:
+            shard = shard_for_documents(mixer, axis.rank, axis.ulysses, axis.size)
+        if shard is None:
+            raise RuntimeError(f"{type(mixer).__name__}: its heads cannot be divided over {axis.size} ranks of mesh.cp")
+        part = view(mixer, shard)
+        gathered = gather_documents(x[:, : context.tokens], context)
+        documents = by_document(partial(type(part).forward, part), context.shared_bounds(x.device), gathered, **kwargs)
+        parts = [sum_to_tokens(_first(documents), context)]
+        if context.whole_lengths:
+            bounds, whole = context.unshared_bounds(x.device), x[:, context.tokens :]
+            if bounds.segments is None:
+                parts.append(_first(by_document(partial(type(mixer).forward, mixer), bounds, whole, **kwargs)))
+            else:
+                parts.append(_first(self._run_paths(mixer, bounds, whole, **kwargs)))
+        row = torch.cat(parts, 1)
+        return (row, *documents[1:]) if isinstance(documents, tuple) else row
 
     def _run_paths(self, mixer: nn.Module, bounds: Bounds, *args: Any, **kwargs: Any) -> Any:
         """The row's trees: by forks of states where the mixer's own code continues from a state, else as a row of all
@@ -113,28 +137,6 @@ def _not_fused(mixer: nn.Module) -> nn.Module:
     copy: nn.Module = object.__new__(type(mixer))
     copy.__dict__.update({name: value for name, value in mixer.__dict__.items() if name != "forward"}, training=False)
     return copy
-
-
-def _run_over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
-    """by_document for a row that begins with parts of shared documents. Each rank of Ulysses computes all their tokens
-    for its part of the heads, so that states and convolutions see whole documents. Collective over cp."""
-    x = args[0] if args else kwargs.pop("hidden_states")
-    # These mixers read no per-token argument but hidden states (MixerSpec.hidden_alone).
-    kwargs = {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in kwargs.items()}
-    axis, shard = context.axis, None
-    if axis.ulysses is not None and axis.ring is None:
-        shard = shard_for_documents(mixer, axis.rank, axis.ulysses, axis.size)
-    if shard is None:
-        raise RuntimeError(f"{type(mixer).__name__}: its heads cannot be divided over {axis.size} ranks of mesh.cp")
-    part = view(mixer, shard)
-    gathered = gather_documents(x[:, : context.tokens], context)
-    documents = by_document(partial(type(part).forward, part), context.shared_bounds(x.device), gathered, **kwargs)
-    parts = [sum_to_tokens(_first(documents), context)]
-    if context.whole_lengths:
-        forward = partial(type(mixer).forward, mixer)
-        parts.append(_first(by_document(forward, context.unshared_bounds(x.device), x[:, context.tokens :], **kwargs)))
-    row = torch.cat(parts, 1)
-    return (row, *documents[1:]) if isinstance(documents, tuple) else row
 
 
 def _first(output: Any) -> Tensor:

@@ -23,6 +23,7 @@ from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
 from weft.ops.recompute import compiled_kernel
 from weft.ops.shapes import shapes_of_flash
+from weft.ops.tree_attention import attend_trees, suits_trees
 from weft.versions import varlen_attention
 
 EXACT = "exact"  # used instead of the table's kernels with rl.on_policy=exact
@@ -194,6 +195,8 @@ def attend_by_paths(run: Callable[[Call], Tensor], call: Call) -> Tensor:
     segments = call.bounds.segments
     if segments is None:
         return run(call)
+    if run is per_document and suits_trees(call):
+        return attend_trees(call)
     device = call.key_BKTD.device
     key, value = (x.index_select(2, segments.key_places(device)) for x in (call.key_BKTD, call.value_BKTE))
     return run(replace(call, key_BKTD=key, value_BKTE=value, bounds=call.bounds.by_paths(device)))

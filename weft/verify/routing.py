@@ -173,7 +173,11 @@ class Replay:
             pieces = [tuple(row.tolist()) for row in rows]
         state.lengths = [len(piece) for piece in pieces]
         state.documents, state.counts, state.firsts = [], [], []
-        for same in _parts(pieces, bounds):
+        parts, segments = _parts(pieces, bounds), bounds.segments
+        if segments is not None:  # of the documents that begin with a segment and its path, all have the same routes
+            cut = 0 if bounds.context is None else len(bounds.context.ranges_by_rank[bounds.context.axis.rank])
+            parts = [part for part in parts if part[0][1] is not None]
+        for same in parts:
             document, counts = next(
                 ((k, h) for k in self._documents if all(h := [_tokens_of(piece, k, first) for piece, first in same])),
                 (None, [0] * len(same)),
@@ -181,6 +185,11 @@ class Replay:
             state.documents += [document] * len(same)
             state.counts += counts
             state.firsts += [first or 0 for _, first in same]
+        for segment in range(cut, len(pieces)) if segments is not None else ():
+            path = tuple(rows[0][segments.places(segment)].tolist())
+            state.documents.append(next((k for k in self._documents if k[: len(path)] == path), None))
+            state.counts.append(segments.lengths[segment])
+            state.firsts.append(segments.before[segment])
 
     def _steer(self, state: _RowDocuments, layer: int, scores: Tensor, out: Any) -> Any:
         indices, start = out[1].clone(), 0
