@@ -31,7 +31,6 @@ TABLE = [
 BALANCED = [("qwen3_moe", "ep2", "step"), ("qwen3_moe", "cp2", "document")]
 BALANCED_TABLE = [("qwen3_moe", "pp2xep2", "document"), ("qwen3_moe", "2xep2", "step")]
 APART = ("llama4_text",)  # whose chunks begin with the document
-NO_ATTENTION = ("mamba2",)
 
 
 def of_trees(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> tuple[Verdict | None, int]:
@@ -53,7 +52,7 @@ def of_trees(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> tuple
 def test_trees_equal_documents_apart(family: str, mesh: str) -> None:
     ((verdict, rows), *_) = run(world_of(mesh), of_trees, saved_model(family), mesh, {})
     assert verdict is not None and verdict.passed, describe(verdict)
-    assert (rows > 0) == (family not in APART + NO_ATTENTION)
+    assert (rows > 0) == (family not in APART)
 
 
 @pytest.mark.parametrize(("family", "mesh", "balance"), pairs(BALANCED, BALANCED_TABLE))
