@@ -26,9 +26,9 @@ from weft.config.load import load_config
 from weft.data.documents import Documents
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.launch.options import TrainOptions
+from weft.launch.options import TrainOptions, VerifyOptions
 from weft.ops.divergence import differentiated, terms_of
-from weft.recipes import distill
+from weft.recipes import distill, verify
 from weft.recipes.run_data import read_run_data
 
 _home = TemporaryDirectory(prefix="weft-distill-")
@@ -225,6 +225,16 @@ def test_a_divergence_of_ones_own(tmp_path: Path) -> None:
         run(1, attempt, config_of(tmp_path / "summed", teacher, f"distill.loss={path}:summed"))
     assert differentiated(half_skewed, "")(torch.zeros(1, 2), torch.zeros(1, 2))[0].shape == (1, 2)
     assert terms_of("forward_kl", 0.5) is not None
+
+
+def verified(config: DistillConfig, plant: str | None) -> bool:
+    return verify.run(config, VerifyOptions(device="cpu", world=2, plant=plant))
+
+
+def test_verify_compares_distillation_and_finds_a_planted_bug(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", f"distill.teacher={home()}/other", "distill.alpha=0.3")
+    for plant, passes in ((None, True), ("gradient-into-the-teacher", False)):
+        assert run(2, verified, config, plant) == [passes, passes]
 
 
 @pytest.mark.parametrize(

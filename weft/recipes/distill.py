@@ -27,7 +27,8 @@ from weft.models import hf
 from weft.models.facts import logit_transform
 from weft.observe.hooks import NO_HOOKS, Hooks
 from weft.observe.resume import sample_rows
-from weft.ops.divergence import Terms, differentiated, terms_of
+from weft.ops import divergence
+from weft.ops.divergence import Terms
 from weft.parallel.parallelize import Precision
 from weft.parallel.shards.load import Progress
 from weft.recipes.recipe import PreparedStep, Recipe
@@ -163,14 +164,14 @@ def make_loss(config: DistillSection, *, measured: bool = False) -> Distillation
 def divergence_of(config: DistillSection) -> Terms:
     """The divergence of distill.loss. Raises UserError if its import path leads to no function."""
     if config.loss in DIVERGENCES:
-        return terms_of(config.loss, config.beta)
+        return divergence.terms_of(config.loss, config.beta)
     function = import_named(config.loss, "distill.loss")
     if not callable(function):
         raise UserError(
             f"distill.loss: {config.loss} is no function of (student's log-probabilities, teacher's), [tokens, "
             "vocabulary] each."
         )
-    return differentiated(function, f"distill.loss: {config.loss}")
+    return divergence.differentiated(function, f"distill.loss: {config.loss}")
 
 
 def teacher_lines(teacher: Teacher) -> list[str]:

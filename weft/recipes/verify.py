@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from weft.config.distill_schema import DistillConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
 from weft.data.encode import load_tokenizer
@@ -27,8 +28,10 @@ from weft.launch.scratch import scratch_folder
 from weft.models import hf
 from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
+from weft.recipes.distill import Distillation, open_teachers, teacher_paths
 from weft.rl.trainer import TrainerRank
 from weft.terminal import counted
+from weft.verify.distill_harness import PlainTeachers, verify_distillation
 from weft.verify.documents import awkward_steps, forest_steps, special_ids
 from weft.verify.harness import Verdict, verify
 from weft.verify.image_documents import steps_for
@@ -71,7 +74,7 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
         subject = choose_subject(config, options, ranks, str(folder))
         with planted(options.plant) as plant:
             try:
-                verdict = (check_rl if isinstance(config, RlConfig) else check)(config, subject, ranks, options)
+                verdict = CHECKS.get(config.command, check)(config, subject, ranks, options)
             except UserError as error:
                 if subject.cut:
                     raise UserError(
@@ -135,6 +138,28 @@ def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyO
     rollouts = None if options.rollouts is None else recorded_rollouts(options.rollouts)
     trainer = TrainerRank(exact, ranks.device.type)
     return verify_rl(trainer, LEARNING_RATE, rollouts)
+
+
+def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
+    """The verdict of `check`, and distillation's loss and gradients against full logits."""
+    exact: DistillConfig = verified_config(config, subject.path)
+    exact = replace(exact, teacher=replace(exact.teacher, param_dtype="fp32"))
+    recipe = Distillation(exact)
+    engine = Engine(EngineConfig.from_config(exact), ranks)
+    special, _ = special_ids(engine, subject.path)
+    step = awkward_steps(hf.vocabulary_size(subject.path), special=special)[0]
+    paths, teachers = teacher_paths(exact), open_teachers(exact, engine)
+    plain = PlainTeachers(paths or [subject.path], [index % len(teachers) for index in range(len(step))])
+    figures = verify_distillation(engine, subject.path, step, recipe.objective, teachers, plain, exact.distill)
+    del engine, teachers
+    verdict = check(config, subject, ranks, options)
+    if verdict is None:
+        return None
+    remark = f"distill  {exact.distill.loss} of {', '.join(paths) or 'the model itself'}, in fp32, on the first step"
+    return replace(verdict, figures=[*figures, *verdict.figures], remarks=[*verdict.remarks, remark])
+
+
+CHECKS = {"rl": check_rl, "distill": check_distillation}
 
 
 def verified_config(config: Config, path: str) -> Config:

@@ -11,14 +11,15 @@ from weft.engine.engine import Engine
 from weft.engine.losses.distillation import DistillationLoss
 from weft.engine.teachers import teacher_head
 from weft.inference.types import Sample
-from weft.ops.divergence import terms_of
+from weft.ops import divergence
 
 
 def teacher_loss(config: RlAlgorithm, teacher: Engine, policy: Engine, temperature: float) -> DistillationLoss:
     """The loss of rl.teacher_in=loss, between distributions of logits / temperature. Collective."""
     head = teacher_head(teacher, policy)
     heads = [] if head is None else [head]
-    return DistillationLoss(terms_of(config.teacher_divergence, config.teacher_beta), heads, temperature=temperature)
+    terms = divergence.terms_of(config.teacher_divergence, config.teacher_beta)
+    return DistillationLoss(terms, heads, temperature=temperature)
 
 
 def add_teacher_advantages(samples: Sequence[Sample], config: RlAlgorithm) -> dict[str, float]:

@@ -1,0 +1,113 @@
+"""`weft verify` of a config of `weft distill`: its loss and gradients against full logits of two plain models.
+
+The plain side is transformers in one process, one document at a time, and formulas of its own; it shares nothing with
+ops/divergence.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.config.distill_schema import DistillSection
+from weft.engine.engine import Engine
+from weft.engine.losses.distillation import DistillationLoss
+from weft.engine.teachers import Teacher, with_teachers
+from weft.importing import import_named
+from weft.verify.adapter import as_in_files, randomize_adapters, saved_adapter
+from weft.verify.expected import on_cpu
+from weft.verify.harness import SCALAR, Figure, compare_gradients, gradient_noise, relative, trainer_of, worst_of
+from weft.verify.observed import Step, Tensors, short_budget, to_documents
+from weft.verify.reference import Reference
+
+NAME = "distillation"
+
+
+@dataclass(frozen=True)
+class PlainTeachers:
+    """The teachers' models on the plain side. paths: of each; None for the student's own weights. chosen: which one
+    each document has."""
+
+    paths: Sequence[str]
+    chosen: Sequence[int]
+
+
+def verify_distillation(
+    engine: Engine,
+    path: str,
+    step: Step,
+    objective: DistillationLoss,
+    teachers: Sequence[Teacher],
+    plain_teachers: PlainTeachers,
+    config: DistillSection,
+) -> list[Figure]:
+    """Figures of one step, in rows as configured and in short ones; empty except on the first rank. The engine keeps
+    its weights. Collective. path: of the student's weights."""
+    randomize_adapters(engine)
+    objective.heads = [head for teacher in teachers if (head := teacher.head(engine)) is not None]
+    chosen = list(plain_teachers.chosen) if len(teachers) > 1 else None
+    results = []
+    for budget in (None, short_budget(engine, step)):
+        documents, metas = to_documents(engine, step)
+        plan = engine.plan(metas, budget=budget)
+        local = {index: documents[index] for index in engine.planner.local_documents(plan)}
+        local = with_teachers(teachers, chosen, list(documents.values()), local, engine)
+        loss = engine.accumulate(plan, local, objective)["loss"] or 0.0
+        gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
+        engine.drop_gradients()
+        results.append((loss, as_in_files(engine, gradients)))
+    with saved_adapter(engine) as adapter:
+        if not engine.ranks.is_first:
+            return []
+        student = trainer_of(engine, path, [], adapter, {}).reference()
+        models = [Reference(teacher, str(engine.device)) for teacher in plain_teachers.paths]
+        expected, gradients = _plain(student, models, step, plain_teachers.chosen, config)
+        reverse = _plain(student, models, step[::-1], plain_teachers.chosen[::-1], config)[1]
+    noise, figures = gradient_noise(gradients, [reverse]), []
+    for (loss, of_run), rows in zip(results, ("", ", many micro-batches"), strict=True):
+        figures.append(Figure(f"{NAME}: loss{rows}", relative(loss, expected), SCALAR))
+        figures.append(worst_of(f"{NAME}: gradients{rows}", compare_gradients(of_run, gradients, noise)))
+    return figures
+
+
+def _plain(
+    student: Reference, teachers: Sequence[Reference], step: Step, chosen: Sequence[int], config: DistillSection
+) -> tuple[float, Tensors]:
+    """(Loss, gradients) of sum w (alpha ce + (1 - alpha) scale divergence) / sum w."""
+    student.model.zero_grad(set_to_none=True)
+    total, loss_sum = sum(sum(mask[1:]) for _, mask in step) or 1.0, 0.0
+    scale = config.temperature**2 if config.temperature_squared else 1.0
+    for (ids, mask), number in zip(step, chosen, strict=True):
+        z_TV = student.logits(ids)[:-1]
+        with torch.no_grad():
+            of_teacher_TV = teachers[number].logits(ids)[:-1]
+        common = min(z_TV.shape[1], of_teacher_TV.shape[1])
+        log_p, log_q = ((x[:, :common] / config.temperature).log_softmax(-1) for x in (z_TV, of_teacher_TV))
+        weights = torch.tensor(mask[1:], device=z_TV.device)
+        ce = -z_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=z_TV.device)[:, None])[:, 0]
+        divergence = _divergence(log_p, log_q, config)
+        loss = (weights * (config.alpha * ce + (1 - config.alpha) * scale * divergence)).sum() / total
+        if loss.requires_grad:
+            loss.backward()
+        loss_sum += float(loss.detach())
+    return loss_sum, on_cpu(student.current_gradients())
+
+
+def _divergence(log_p: Tensor, log_q: Tensor, config: DistillSection) -> Tensor:
+    """[T] by the definitions."""
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+    if config.loss == "forward_kl":
+        return kl(log_q, log_p)
+    if config.loss == "reverse_kl":
+        return kl(log_p, log_q)
+    if config.loss == "jsd":
+        log_m = (config.beta * log_q.exp() + (1 - config.beta) * log_p.exp()).log()
+        return config.beta * kl(log_q, log_m) + (1 - config.beta) * kl(log_p, log_m)
+    terms: Tensor = import_named(config.loss, "distill.loss")(log_p, log_q)
+    return terms.sum(-1)
