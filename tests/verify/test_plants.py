@@ -57,7 +57,7 @@ Check = Callable[[str | None], bool]
 
 @dataclass(frozen=True)
 class Case:
-    """Where a bug shows. changes: of the family's tiny config. steps: that it takes. special: as in `parity`."""
+    """Where a bug shows. changes: of the family's tiny config. steps: that it takes. special, trees: as in `parity`."""
 
     family: str = "llama"
     mesh: str = ""
@@ -65,6 +65,7 @@ class Case:
     changes: tuple[tuple[str, Any], ...] = ()
     steps: int = 1
     special: bool = False
+    trees: bool = False
 
 
 BALANCED = Case("qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1)))
@@ -88,17 +89,26 @@ CASES = {
     "first-slice-of-the-adapter": ADAPTED,
     "alpha-not-divided": ADAPTED,
     "rslora-ignored": ADAPTED,
-}
+    "shared-token-counts-once": replace(BALANCED_STEP, mesh="", trees=True),
+    "window-along-the-row": Case("gemma3_text", trees=True),
+    **dict.fromkeys(
+        (
+            "suffix-after-its-sibling", "suffix-positions-restart", "suffix-positions-run-on",
+            "shared-token-trained-once", "gradient-of-one-sibling", "siblings-are-visible",
+        ),
+        Case(trees=True),
+    ),
+}  # fmt: skip
 
 
 AFTER_STEPS = ("loss, documents 2", "weights after 3 steps", "ranks that hold the same agree")
 
 
 def planted_parity(
-    plant: str | None, path: str, mesh: str, sections: Sections, steps: int, special: bool
+    plant: str | None, path: str, mesh: str, sections: Sections, steps: int, special: bool, trees: bool
 ) -> Verdict | None:
     with planted(plant):
-        return parity(path, mesh, sections, steps=steps, special=special)
+        return parity(path, mesh, sections, steps=steps, special=special, trees=trees)
 
 
 @cache
@@ -106,7 +116,7 @@ def verdict_of(plant: str | None, case: Case) -> Verdict:
     sections: Sections = {}
     for section, key, value in case.sections:
         sections.setdefault(section, {})[key] = value
-    path, of = saved_model(case.family, **dict(case.changes)), (case.steps, case.special)
+    path, of = saved_model(case.family, **dict(case.changes)), (case.steps, case.special, case.trees)
     verdict: Verdict = run(world_of(case.mesh), planted_parity, plant, path, case.mesh, sections, *of)[0]
     return verdict
 

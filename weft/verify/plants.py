@@ -33,6 +33,7 @@ from weft.verify.bugs import (  # they register their bugs
     step,  # noqa: F401
     tensor_parallel,  # noqa: F401
     training,  # noqa: F401
+    trees,  # noqa: F401
 )
 
 __all__ = ["PLANTS", "Bug", "Plant", "find", "planted", "table"]

@@ -246,11 +246,13 @@ def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Do
     caught_by=LOSS, issue="huggingface/transformers#36607",
 )  # fmt: skip
 def shifted_after_packing(
-    plant: Plant, original: Original, documents: Sequence[Document], starts: Sequence[int], include_last: bool
-) -> dict[str, Any]:
-    out: dict[str, Any] = original(documents, starts, include_last)
-    if include_last:
+    plant: Plant, original: Original, documents: Sequence[Document], places: Any, read: Sequence[int],
+    include_last: bool, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    out: dict[str, Any] = original(documents, places, read, include_last, **options)
+    if include_last or out["repeats"] is not None:
         return out
+    starts = [int(row_T[0]) for row_T in places.row_K.split(list(read))]
     for index, (before, document) in enumerate(pairwise(documents), start=1):
         packed = 0 <= starts[index - 1] + len(before) - starts[index] <= 1  # the last token is not read
         if packed and float(document.weights[0]):
@@ -271,10 +273,12 @@ def _append(predictions: dict[str, Any], position: int, target: int, weight: flo
     "the loss mask is off by one: the first token of an answer is not trained",
     caught_by=LOSS, issue="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip
-def first_token_lost(plant: Plant, original: Original, documents: Sequence[Document], *args: Any) -> dict[str, Any]:
+def first_token_lost(
+    plant: Plant, original: Original, documents: Sequence[Document], *args: Any, **options: Any
+) -> dict[str, Any]:
     late = [replace(d, weights=torch.cat([d.weights[:1] * 0.0, d.weights[:-1]])) for d in documents]
     plant.hits += sum(not torch.equal(a.weights, b.weights) for a, b in zip(late, documents, strict=True))
-    return original(late, *args)
+    return original(late, *args, **options)
 
 
 @bug(
