@@ -23,8 +23,8 @@ from weft.strict_json import plain
 
 # Keys that other programs may rely on, in the order of every line; the recipe's own keys follow.
 CORE_KEYS = (
-    "step", "loss", "grad_norm", "lr", "documents", "tokens", "loss_tokens", "micro_batches", "fill", "utilisation",
-    "seconds", "tokens_per_second", "mfu", "memory_gib",
+    "step", "loss", "grad_norm", "lr", "documents", "tokens", "tokens_forwarded", "loss_tokens", "micro_batches",
+    "fill", "utilisation", "seconds", "tokens_per_second", "mfu", "memory_gib",
 )  # fmt: skip
 
 

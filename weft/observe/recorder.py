@@ -55,13 +55,14 @@ def step_line(
         "lr": None if result.skipped else outcome.lr,
         "documents": totals.documents,
         "tokens": totals.tokens,
+        "tokens_forwarded": plan.tokens_forwarded,
         "loss_tokens": totals.loss_tokens,
         "micro_batches": plan.micro_batches,
         "fill": plan.fill,
         "utilisation": plan.utilisation,
         "seconds": outcome.seconds,
         "tokens_per_second": totals.tokens / outcome.seconds,
-        "mfu": throughput.mfu(totals.cost, outcome.seconds),
+        "mfu": throughput.mfu(plan.flops, outcome.seconds),
         "memory_gib": memory_gib,
     }
     if result.loss_scale is not None:

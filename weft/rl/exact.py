@@ -96,10 +96,10 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
         for a, b in zip(first, second, strict=True)
     )
     documents, recorded = [], []
-    for request, completions in zip(requests, batched, strict=True):
+    for group, (request, completions) in enumerate(zip(requests, batched, strict=True)):
         for completion in completions:
             tokens = torch.tensor(request.tokens + completion.tokens)
-            documents.append(Document(tokens, torch.ones(len(tokens)), source=request.id))
+            documents.append(Document(tokens, torch.ones(len(tokens)), source=request.id, group=group))
             recorded.append(torch.tensor(completion.logprobs, dtype=torch.float32))
     read = engine.readout(*engine.plan_step(documents))
     differences = [(readouts["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, readouts in read.items()]

@@ -142,6 +142,14 @@ def notes_on_generation(config: RlConfig, shape: PretrainedConfig) -> list[str]:
     ]
 
 
+def note_on_prefixes(engine: Engine) -> list[str]:
+    """A line if what answers to one prompt have in common is forwarded for each of them."""
+    reason = engine.planner.apart
+    if not reason or engine.config.step.share_prefixes == "off":
+        return []
+    return [f"prompts  forwarded once for each answer: {reason} (step.share_prefixes)"]
+
+
 def check_images(engines: Mapping[str, Engine | None], samples: Sequence[tuple[str, int, int]]) -> None:
     """Raise UserError, naming the prompt, if an engine cannot take a sample with images. engines: by role. samples: as
     longest_samples returns."""

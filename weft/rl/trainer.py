@@ -55,6 +55,7 @@ from weft.rl.exact import prove_exact
 from weft.rl.model_engines import (
     check_images,
     critic_engine,
+    note_on_prefixes,
     notes_on_generation,
     opening_lines,
     policy_config,
@@ -131,7 +132,7 @@ class TrainerRank:
         notes = notes_on_generation(self.config, self.engine.built.config)
         parts = sleeping_parts(self.config, self.engine.device.type)
         model = model_opening(self.config, self.engine, self._engines()[1:], parts)
-        return replace(model, lines=[*notes, *model.lines]).followed_by(
+        return replace(model, lines=[*notes, *model.lines, *note_on_prefixes(self.engine)]).followed_by(
             opening_lines(self.config, self.reference, self.critic, self.teacher)
         )
 

@@ -177,6 +177,14 @@ class StepPlan:
         return sum(self.row_tokens(k, r) for k in range(self.micro_batches) for r in range(self.ranks))
 
     @property
+    def flops(self) -> float:
+        """Estimated FLOPs of the step, without padding, in the unit of DocumentMeta.cost; shared beginnings count
+        once."""
+        if not any(document.path for document in self.documents):
+            return self.totals.cost
+        return math.fsum(cost for micro_batch in self.costs for cost in micro_batch)
+
+    @property
     def fill(self) -> float:
         """Tokens read / token budget, over all rows."""
         return self.tokens_forwarded / (self.micro_batches * self.ranks * self.budget)
