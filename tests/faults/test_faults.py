@@ -35,10 +35,10 @@ Results = dict[str, Future[tuple[Run, Path]]]
 
 @pytest.fixture(scope="module")
 def results(shared: Path, request: pytest.FixtureRequest) -> Iterator[Results]:
-    """The chosen cases run two at a time, because those that hang only wait."""
+    """The chosen cases run three at a time, because those that hang only wait."""
 
     wanted = [item.callspec.params["name"] for item in request.session.items if item.name.startswith("test_fault[")]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         yield {name: pool.submit(run_case, name, CASES[name], shared) for name in wanted}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.engine.selfcheck.architecture import forget_checks
+from weft.engine.selfcheck.architecture import fresh_checks
 from weft.errors import UserError
 from weft.launch.process import rank_and_world, world_group
 from weft.verify.bugs import (  # they register their bugs
@@ -70,12 +70,11 @@ def planted(name: str | None) -> Iterator[Plant | None]:
         return bug.replacement(plant, original, *args, **kwargs)
 
     setattr(owner, attribute, replacement)
-    forget_checks()
     try:
-        yield plant
+        with fresh_checks():
+            yield plant
     finally:
         setattr(owner, attribute, original)
-        forget_checks()
     plant.hits = _over_all_ranks(plant.hits)
     if not plant.hits:
         needs = f" It needs {bug.needs}." if bug.needs else ""

@@ -11,8 +11,8 @@ refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -76,6 +76,18 @@ def once_per_process(check: Check) -> Check:
 def forget_checks() -> None:
     """Drop all cached results of checks, because the code that they ran has been replaced."""
     _results.clear()
+
+
+@contextmanager
+def fresh_checks() -> Iterator[None]:
+    """Inside, checks run anew, because code that they run has been replaced. Earlier results count again at the end."""
+    before = dict(_results)
+    _results.clear()
+    try:
+        yield
+    finally:
+        _results.clear()
+        _results.update(before)
 
 
 @dataclass(frozen=True)
