@@ -151,7 +151,6 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("data.shuffle=no", "write false"),
         ("step.padding=bucket", "one of free, buckets, fixed, not bucket"),
         ("model.recompute={keep: [norms]}", "`keep` must be a list of attention, collectives, matmuls, not [norms]"),
-        ("optimizer.name=muon", "muon is not in this version yet"),
         ("model.freeze=lm_head", "a list of strings, not lm_head: write [lm_head]"),
         ("model.freeze=[*.norm, lm_head]", "write ['*.norm', lm_head]"),
         ("model.freeze=[1]", "a list of strings"),
@@ -241,6 +240,7 @@ def test_neither_partner_is_refused() -> None:
 
 
 LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]", "modules_to_save": "[lm_head]"}
+MUON = {"lr": "0.1", "momentum": "0.9", "scale": "original", "dtype": "fp32", "heads": "true"}
 PUSHED = ("push_at", "push_private", "push_revision")
 
 
@@ -257,6 +257,8 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("optimizer.state_dtype", "bf16", ["optimizer.name=torch.optim.RAdam"]),
         ("optimizer.options", "{eps: 1e-6}", []),
         ("optimizer.rounding", "stochastic", []),
+        *((f"optimizer.muon_{leaf}", value, []) for leaf, value in MUON.items()),
+        ("optimizer.state_dtype", "bf16", ["optimizer.name=muon"]),
         ("optimizer.rounding", "kahan", ["optimizer.name=sgd", "fsdp.master_dtype=bf16"]),
         ("checkpoint.weights", "ema", []),
         ("model.router_aux_loss_coef", "0.1", []),
@@ -316,6 +318,7 @@ def test_every_inert_rule_is_tried() -> None:
         "optimizer.load_state",
         "optimizer.state_dtype",
         "optimizer.rounding",
+        *(f"optimizer.muon_{leaf}" for leaf in MUON),
         *(f"schedule.{leaf}" for leaf in ("min_lr_ratio", "warmup_ratio", "cycles", "power", "timescale")),
         "checkpoint.keep_every",
     }
@@ -351,7 +354,6 @@ def test_every_inert_rule_is_tried() -> None:
             "or the import path of a class, as in optimizer.name=torch.optim.RAdam.",
         ),
         (["optimizer.name=adam"], "optimizer.name is adam: write adamw, or torch.optim.Adam."),
-        (["optimizer.name=muon"], "optimizer.name: muon is not in this version yet"),
         (["optimizer.name=torch.optim.SGD", "optimizer.options.lr=0.1"], "set optimizer.lr instead"),
         (["optimizer.groups=[{match: [], lr: 0.1}]"], "optimizer.groups[0] has no pattern"),
         (["optimizer.groups=[{match: [a]}]"], "optimizer.groups[0] changes nothing: set lr, lr_scale or weight_decay"),
@@ -406,6 +408,8 @@ OUT_OF_RANGE = {
     "optimizer.betas": "[0.9, 1]",
     "optimizer.eps": "0",
     "optimizer.momentum": "1",
+    "optimizer.muon_lr": "0",
+    "optimizer.muon_momentum": "1",
     "optimizer.max_grad_norm": "0",
     "optimizer.ema_decay": "1",
     "schedule.warmup_ratio": "1.1",
@@ -448,6 +452,8 @@ RANGES = {key.name: key.within for key in schema_keys(SftConfig).values() if key
 def test_a_value_out_of_range_is_refused(key: str) -> None:
     needed = {
         "optimizer.momentum": ["optimizer.name=sgd"],
+        "optimizer.muon_lr": ["optimizer.name=muon"],
+        "optimizer.muon_momentum": ["optimizer.name=muon"],
         "model.router_aux_loss_coef": ["model.router_aux_loss=document"],
         "eval.every": ["eval.path=d.jsonl"],
         "eval.patience": ["eval.path=d.jsonl"],
@@ -654,7 +660,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature", "optimizer.load_state"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory", "mesh.pp_schedule"}
-    unread |= {"optimizer.rounding"}
+    unread |= {"optimizer.rounding", *(f"optimizer.muon_{leaf}" for leaf in MUON)}
     unread |= {"data.text_unit", "mesh.pp_stages_per_rank", "schedule.cycles", "schedule.power", "schedule.timescale"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]

@@ -28,7 +28,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.loaded_state import _trained
 from weft.errors import UserError
 from weft.launch.process import join
-from weft.parallel.mesh import full_tensor, local_shard
+from weft.parallel.mesh import full_tensor
 from weft.parallel.pp.schedule import Placement
 
 FROZEN = "model.embed_tokens"
@@ -70,11 +70,11 @@ def stages(path: str) -> dict[str, Any]:
     seen["filled"] = filled.keys() == plain.keys(), [n for n in plain if not torch.equal(filled[n], plain[n])]
     seen["storage"] = {t.device for t in [*module.parameters(), *module.buffers()]}, report.tensors
 
-    optimizer, ema = build_optimizer_and_ema(setup, module, made)
+    optimizer, ema = build_optimizer_and_ema(setup, built, made)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    kept = [v for state in optimizer.state.values() for v in state.values() if local_shard(v).ndim]
+    kept = [v for state in optimizer.state.values() for key, v in state.items() if key != "step"]
     seen["moments"] = {v.dtype for v in kept}, sum(v.numel() for v in kept) - 2 * trained
     assert ema is not None
     seen["average"] = {v.dtype for v in ema.shards.values()}, sum(v.numel() for v in ema.shards.values()) - trained

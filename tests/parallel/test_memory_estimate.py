@@ -33,6 +33,8 @@ def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[MemoryNeeds
     [
         ("llama", "1", {}),
         ("llama", "2", {"model": {"freeze": ("*.mlp",)}, "optimizer": {"state_dtype": "bf16"}}),
+        ("llama", "2", {"optimizer": {"state_dtype": "int8"}}),
+        ("llama", "tp2", {"optimizer": {"name": "muon"}}),
         ("llama_tied", "2x2", {"optimizer": {"name": "sgd"}}),
         ("qwen3_moe", "4", {"fsdp": {"overrides": {"*.self_attn": "replicate", "*.mlp.gate": 2}}}),
         ("llama", "2", {"lora": {"rank": 4}, "fsdp": {"param_dtype": "bf16"}}),

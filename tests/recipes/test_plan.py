@@ -74,6 +74,8 @@ def bytes_of(held: RankShare) -> tuple[int, int, int]:
     [
         ("llama", "1", {}, {}),
         ("llama", "3", {"model": {"freeze": ("*.mlp",)}, "optimizer": {"state_dtype": "bf16"}}, {}),
+        ("llama", "3", {"optimizer": {"state_dtype": "int8"}}, {}),
+        ("qwen3_moe", "ep2xtp2", {"optimizer": {"name": "muon"}}, {}),
         ("qwen3_moe", "2x2", {"fsdp": {"overrides": {"*.self_attn": "replicate", "*.mlp.gate": 2}}}, {}),
         ("llama_tied", "tp4", {"optimizer": {"name": "sgd", "momentum": 0.9}}, {"vocab_size": 130}),
         ("qwen3", "2xtp2", {"lora": {"rank": 4}}, {"vocab_size": 131}),

@@ -28,6 +28,7 @@ from weft.engine.score_head import ScoreSpec
 from weft.launch.options import Device
 from weft.launch.process import join
 from weft.models import hf
+from weft.parallel.mesh import local_shard
 from weft.recipes.verify import EPSILON
 from weft.verify import harness
 from weft.verify.documents import awkward_steps, forest_steps, special_ids
@@ -164,7 +165,7 @@ def bytes_held(engine: Engine) -> tuple[int, int, int]:
             engine.apply(1e-3)
     assert engine.optimizer is not None
     parameters = list(engine.module.parameters())
-    states = [v.to_local() for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"]
+    states = [local_shard(v) for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"]
     gradients = [p.grad.to_local() for p in parameters if p.grad is not None]
     weights = sum(p.to_local().nbytes for p in parameters)
     return weights, sum(g.nbytes for g in gradients), sum(v.nbytes for v in states)

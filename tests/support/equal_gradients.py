@@ -66,9 +66,11 @@ def step_and_save(path: str, mesh: str, sections: dict[str, Any], resumed: str |
                 saver.save(step, {"epoch": 1, "updates": 1, "summary": {}})
 
 
-def same_on_every_mesh(path: str, sections: dict[str, Any], meshes: Sequence[str], folder: Path) -> dict[str, Any]:
+def same_on_every_mesh(
+    path: str, sections: dict[str, Any], meshes: Sequence[str], folder: Path, tolerance: float = 0.0
+) -> dict[str, Any]:
     """Assert that masters and state after three steps are bitwise equal on all meshes, and after the third step on each
-    from what the mesh before it has written. Returns what was saved."""
+    from what the mesh before it has written. tolerance: the largest difference; 0: bitwise. Returns what was saved."""
     expected, source = dict[str, Any](), None
     for mesh in meshes:
         for resumed in (None, source) if source is not None else (None,):
@@ -77,10 +79,12 @@ def same_on_every_mesh(path: str, sections: dict[str, Any], meshes: Sequence[str
             run(world_of(mesh), step_and_save, path, mesh, sections, resumed, str(target))
             saved = whole_state(target, 3)
             expected = expected or saved
-            assert equal(saved, expected), (mesh, resumed, _differing(saved, expected))
+            assert saved.keys() == expected.keys()
+            differing = [name for name in saved if not _near(saved[name], expected[name], tolerance)]
+            assert not differing, (mesh, resumed, differing)
         source = str(step_folder(folder / f"{mesh} False" / "checkpoints", 2))
     return expected
 
 
-def _differing(saved: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    return [name for name in saved.keys() | expected.keys() if not equal(saved.get(name), expected.get(name))]
+def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    return equal({"": a}, {"": b}) or bool((a.double() - b.double()).abs().max() <= tolerance)

@@ -76,6 +76,8 @@ CASES = {
     "replicas-apart": Case(mesh="2x1"),
     "replicas-counted": Case(mesh="2x1"),
     "scales-of-shards": Case(mesh="tp2", sections=(("optimizer", "state_dtype", "int8"),)),
+    "bits-by-local-place": Case(mesh="2", sections=(("optimizer", "state_dtype", "int8"),)),
+    "muon-of-shards": Case(mesh="2", sections=(("optimizer", "name", "muon"),)),
     "codes-by-shard": Case(mesh="2", sections=(("optimizer", "state_dtype", "int8"),)),
     "balance-detached": BALANCED,
     "balance-over-the-row": BALANCED,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
-from weft.config.keys import NOT_YET_VALUES, schema_keys
+from weft.config.keys import schema_keys
 from weft.config.migrate.names import weft_value
 from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.recompute import policy_of
@@ -287,14 +287,12 @@ def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _no_such_optimizer(name: str) -> str:
-    if ("optimizer.name", name) in NOT_YET_VALUES:
-        return f"optimizer.name: {name} is not in this version yet: set it to adamw, sgd or an import path."
     spelt = {path.rpartition(".")[2].lower(): path for path in _TORCHS}
     torchs, equivalent = spelt.get(name.lower()), weft_value("optimizer.name", name)
     if equivalent is not None:
         return f"optimizer.name is {show_value(name)}: write {equivalent}{f', or {torchs}' if torchs else ''}."
     return (
-        f"optimizer.name is {show_value(name)}; it must be adamw, sgd, or the import path of a class, as in "
+        f"optimizer.name is {show_value(name)}; it must be adamw, muon, sgd, or the import path of a class, as in "
         f"optimizer.name={torchs or 'torch.optim.Adagrad'}."
     )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from weft.config.sources import may_be_text
 from weft.config.urls import uses_stores
 
-BUILT_IN_OPTIMIZERS = ("adamw", "sgd")
+BUILT_IN_OPTIMIZERS = ("adamw", "muon", "sgd")
 
 
 class Unread(NamedTuple):
@@ -56,9 +56,7 @@ NO_TEXT_FILE = Unread(lambda c: not _reads_text(c), "no path of the data is a .t
 NO_ROUTER_LOSS = Unread(lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none")
 NO_SAVED_STATE = (
     Unread(lambda c: c.model.dcp_weights is None, "model.dcp_weights is null: there is no state to begin with"),
-    Unread(
-        lambda c: c.optimizer.name not in BUILT_IN_OPTIMIZERS, "only the state of adamw and sgd is known by its names"
-    ),
+    Unread(lambda c: c.optimizer.name not in ("adamw", "sgd"), "only the state of adamw and sgd is known by its names"),
     Unread(_has_stateless_optimizer, "SGD without momentum has no state"),
 )
 NO_OWN_STATE = (
@@ -67,8 +65,14 @@ NO_OWN_STATE = (
         lambda c: c.optimizer.name not in BUILT_IN_OPTIMIZERS,
         "an optimizer that is named by its import path chooses the dtype of its state itself",
     ),
+    Unread(lambda c: c.optimizer.name == "muon", "Muon keeps its state in the masters' dtype"),
 )
 ONLY_ADAMW = only_with("optimizer.name", "adamw", " (one by import path takes optimizer.options)")
+HAS_ADAMW = Unread(
+    lambda c: c.optimizer.name not in ("adamw", "muon"),
+    "only optimizer.name=adamw and muon read it (one by import path takes optimizer.options)",
+)
+ONLY_MUON = only_with("optimizer.name", "muon")
 ONLY_SGD = only_with("optimizer.name", "sgd", " (AdamW has optimizer.betas, one by import path optimizer.options)")
 ONLY_IMPORTED = Unread(
     lambda c: c.optimizer.name in BUILT_IN_OPTIMIZERS,

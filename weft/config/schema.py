@@ -511,7 +511,8 @@ class OptimizerConfig:
     """The update rule."""
 
     name: str = key(
-        "`adamw` (decoupled decay), `sgd`, or the import path of any other that steps each element by itself, as in "
+        "`adamw` (decoupled decay), `muon` (orthogonal steps of matrices; AdamW for embeddings, the head and vectors), "
+        "`sgd`, or the import path of any other that steps each element by itself, as in "
         "torch.optim.Adagrad; docs/reference/training.md tells more.",
         "adamw",
     )
@@ -525,10 +526,33 @@ class OptimizerConfig:
         "AdamW's running-average factors.",
         (0.9, 0.95),
         within=Range(lambda v: all(0 <= beta < 1 for beta in v), "two numbers, each 0 or more and below 1"),
-        unread=(when.ONLY_ADAMW,),
+        unread=(when.HAS_ADAMW,),
     )
-    eps: float = key("AdamW's epsilon.", 1.0e-8, within=POSITIVE, unread=(when.ONLY_ADAMW,))
+    eps: float = key("AdamW's epsilon.", 1.0e-8, within=POSITIVE, unread=(when.HAS_ADAMW,))
     momentum: float = key("SGD's momentum.", 0.0, within=BELOW_1, unread=(when.ONLY_SGD,))
+    muon_lr: float | None = key(
+        "Peak learning rate of Muon's matrices; optimizer.lr is AdamW's. null: optimizer.lr for both.",
+        None,
+        within=Range(lambda v: v > 0, "above 0, or null for optimizer.lr"),
+        unread=(when.ONLY_MUON,),
+    )
+    muon_momentum: float = key("Momentum of Muon's matrices.", 0.95, within=BELOW_1, unread=(when.ONLY_MUON,))
+    muon_scale: Literal["match_rms_adamw", "original"] = key(
+        "What a matrix's orthogonal step is multiplied by: `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), with which "
+        "rates of AdamW fit; `original`: sqrt(max(1, rows / columns)), torch's default.",
+        "match_rms_adamw",
+        unread=(when.ONLY_MUON,),
+    )
+    muon_dtype: Literal["auto", "fp32", "bf16"] = key(
+        "Dtype in which matrices are orthogonalised; `auto`: bf16 on accelerators, as torch.optim.Muon, fp32 on CPU.",
+        "auto",
+        unread=(when.ONLY_MUON,),
+    )
+    muon_heads: bool = key(
+        "Orthogonalise each head of projections to queries, keys and values by itself.",
+        False,
+        unread=(when.ONLY_MUON,),
+    )
     options: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
         "Arguments of an optimizer that is named by its import path, as in {eps: 1e-6}; lr and weight_decay are given "
         "as above.",

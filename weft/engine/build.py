@@ -4,7 +4,7 @@ are planned."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.config.schema import LoraConfig, ModelConfig
+from weft.engine.optim.kinds import MatrixBoxes
 from weft.engine.score_head import ScoreSpec, score_head_names
 from weft.engine.selfcheck.architecture import ModelSupport, check_kernel, compute_exactly, examine, implementation
 from weft.engine.selfcheck.device import check_on_device
@@ -41,7 +42,7 @@ class BuiltModel:
     None if there are none. lora: its adapters, which are not among the mappings. balance: the factor of the experts'
     auxiliary loss, 0 for none. vision: None if the model takes no images. whole_tensors: for a pipeline stage, the
     whole model's state dict, on meta; else None. adapter_config: for a pipeline stage, adapter_config.json of the whole
-    model's adapters, if it has some.
+    model's adapters, if it has some. matrices: the boxes of what Muon orthogonalises; {} for other optimizers.
     """
 
     path: str
@@ -59,6 +60,7 @@ class BuiltModel:
     vision: Vision | None = None
     whole_tensors: Mapping[str, torch.Tensor] | None = None
     adapter_config: dict[str, Any] | None = None
+    matrices: MatrixBoxes = field(default_factory=dict)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:

@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
@@ -23,6 +22,7 @@ from weft.engine.loaded_state import check_state, load_state
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.engine.optim.groups import check_groups
 from weft.engine.optim.loss_scale import LossScale
+from weft.engine.optim.matrices import find_matrices
 from weft.engine.optim.optimizer import Ema, build_optimizer, moments, state_bytes
 from weft.engine.optim.placement import Placements
 from weft.engine.score_head import fill_score_head
@@ -90,11 +90,6 @@ class EngineSpec:
     def trained(self) -> bool:
         return self.config.purpose == "train"
 
-    @property
-    def state_bytes(self) -> StateBytes:
-        """Bytes of the optimizer's state."""
-        return state_bytes(self.config.optimizer, self.precision.master, self.rule)
-
 
 @dataclass(frozen=True)
 class ShardedModel:
@@ -159,7 +154,7 @@ def assemble(
         return parts
     if not spec.trained:
         return parts
-    optimizer, ema = build_optimizer_and_ema(spec, built.module, sharded)
+    optimizer, ema = build_optimizer_and_ema(spec, built, sharded)
     if fill and config.optimizer.load_state and built.load is not None:
         load_state(optimizer, built.module, built.load, config.optimizer.name, spec.moments, sharded.divided.cuts)
     return replace(parts, optimizer=optimizer, ema=ema)
@@ -235,7 +230,10 @@ def build(spec: EngineSpec, *, weights: bool = True, readouts: Collection[str] =
     if config.model.router_bias_rate is not None:
         check_biases(module, built.config.get_text_config().model_type)
     flops = replace(built.flops, tower_frozen=not _trains_tower(built))
-    return replace(built, flops=flops, balance=balance_coefficient(config.model, built.config, module))
+    muon = spec.trained and config.optimizer.name == "muon"
+    matrices = find_matrices(module, built.config, config.optimizer) if muon else {}
+    balance = balance_coefficient(config.model, built.config, module)
+    return replace(built, flops=flops, balance=balance, matrices=matrices)
 
 
 def _trains_tower(built: BuiltModel) -> bool:
@@ -271,13 +269,18 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
     )  # fmt: skip
     if pipeline is not None:
         require_trained(spec, pipeline, module.facts.layers)
-    state = TrainingState(spec.state_bytes, config.optimizer.ema_decay is not None) if spec.trained else None
+    state = TrainingState(state_bytes_of(spec, built), config.optimizer.ema_decay is not None) if spec.trained else None
     memory = memory_needs(module, units, spec.precision, state, config.fsdp.reshard_after_forward, divided.cuts)
     room = capacity(spec.storage, local_ranks(ranks.world), ranks.assumed)
     return ShardedModel(
         units, divided, stages, pipeline, adapter_config, context, memory, room,
         InputCasts(module, config.fsdp.cast_forward_inputs, spec.precision.compute),
     )  # fmt: skip
+
+
+def state_bytes_of(spec: EngineSpec, built: BuiltModel) -> StateBytes:
+    """Bytes of the optimizer's state."""
+    return state_bytes(spec.config.optimizer, spec.precision.master, spec.rule, built.matrices)
 
 
 def decide_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str], *, tried: bool) -> EngineSpec:
@@ -486,7 +489,7 @@ def fill_weights(
 
 
 def build_optimizer_and_ema(
-    spec: EngineSpec, module: nn.Module, sharded: ShardedModel
+    spec: EngineSpec, built: BuiltModel, sharded: ShardedModel
 ) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
     """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one."""
     config, pipeline = spec.config.optimizer, sharded.pipeline
@@ -496,8 +499,9 @@ def build_optimizer_and_ema(
         placements = Placements(
             sharded.divided.cuts, spec.mesh.stage_rank, None if simulated else stage_group(spec.mesh)
         )
+    module, seed = built.module, spec.config.seed
     named = module.named_parameters(remove_duplicate=False)
-    optimizer = build_optimizer(named, config, spec.rule, all_parameters, placements, spec.config.seed)
+    optimizer = build_optimizer(named, config, spec.rule, all_parameters, placements, built.matrices, seed)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
     if spec.ranks.device.type == "cpu":
         keep_freed_memory()  # not earlier: memory that loading frees should go back

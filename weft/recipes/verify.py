@@ -179,8 +179,8 @@ def verified_config(config: Config, path: str) -> Config:
 
 def _with_larger_eps(optimizer: OptimizerConfig) -> OptimizerConfig:
     """With EPSILON in place of a smaller one, where the optimizer has one number of that name."""
-    if optimizer.name == "adamw":
-        return replace(optimizer, eps=max(optimizer.eps, EPSILON))
+    if optimizer.name in ("adamw", "muon"):
+        return replace(optimizer, eps=max(optimizer.eps, EPSILON), muon_dtype="fp32")
     if optimizer.name == "sgd":
         return optimizer
     parameter = inspect.signature(find_class(optimizer)[0]).parameters.get("eps")

@@ -20,6 +20,7 @@ from weft.parallel.shards.adapter_files import PREFIX, file_names
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.cuts import full_shape, shards_of
 from weft.verify.observed import Observed, Tensors
+from weft.verify.reference_muon import Part
 
 
 @torch.no_grad()
@@ -63,6 +64,12 @@ def _names(engine: Engine) -> dict[str, str]:
 def engine_names(engine: Engine) -> dict[str, str]:
     """Name in the reference -> the engine's, where they differ."""
     return {stored: name for name, stored in _names(engine).items()}
+
+
+def matrix_parts(engine: Engine) -> dict[str, list[Part]]:
+    """Name in the reference -> start and size of each matrix that Muon orthogonalises."""
+    names = _names(engine)
+    return {names.get(name, name): [(b.start, b.size) for b in boxes] for name, boxes in engine.built.matrices.items()}
 
 
 def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:

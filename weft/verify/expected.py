@@ -16,6 +16,7 @@ from weft.verify import reference
 from weft.verify.image_reference import ImageReference, Images
 from weft.verify.observed import Step, Tensors
 from weft.verify.peft_reference import PeftReference
+from weft.verify.reference_muon import Part
 from weft.verify.reference_optimizer import Optimizer
 from weft.verify.routing import Recorder, Routes
 
@@ -64,6 +65,7 @@ class ReferenceTrainer:
     is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
     changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
     their documents. seed: of the run. aliases: name of a parameter -> the name that the engine has for it.
+    matrices: parts of parameters that Muon orthogonalises.
     """
 
     path: str
@@ -79,6 +81,7 @@ class ReferenceTrainer:
     images: Images = field(default_factory=dict)
     seed: int = 0
     aliases: Mapping[str, str] = field(default_factory=dict)
+    matrices: Mapping[str, Sequence[Part]] = field(default_factory=dict)
 
     def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
         """A fresh reference. dtype: of its weights, or with an adapter of the base's."""
@@ -97,7 +100,8 @@ class ReferenceTrainer:
             widen(plain.model)
         start = on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
-        plain.start(plain_optimizer(c, self.seed, self.aliases).over(plain.named()), c.max_grad_norm, state)
+        optimizer = plain_optimizer(c, self.seed, self.aliases, self.matrices).over(plain.named())
+        plain.start(optimizer, c.max_grad_norm, state)
         curve = []
         with recording(recorder, plain, self.layers, follow=double), hf.in_double() if double else nullcontext():
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
@@ -203,13 +207,33 @@ def _with_noise(expected: Expected, gradients: Sequence[Sequence[Tensors]], weig
     return replace(expected, steps=steps, noise_samples=[*expected.noise_samples, *weights])
 
 
-def plain_optimizer(config: OptimizerConfig, seed: int = 0, aliases: Mapping[str, str] | None = None) -> Optimizer:
-    """The optimizer of a plain process. config: with the names that the plain model has. seed, aliases: as in
+def plain_optimizer(
+    config: OptimizerConfig,
+    seed: int = 0,
+    aliases: Mapping[str, str] | None = None,
+    matrices: Mapping[str, Sequence[Part]] | None = None,
+) -> Optimizer:
+    """The optimizer of a plain process. config: with the names that the plain model has. seed, aliases, matrices: as in
     ReferenceTrainer."""
     c = config
     coded = c.name == "adamw" and c.state_dtype == "int8"
     groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
-    return Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups, coded, seed, aliases or {})
+    return Optimizer(
+        c.name,
+        c.betas,
+        c.eps,
+        c.weight_decay,
+        c.momentum,
+        c.options,
+        groups,
+        coded,
+        seed,
+        aliases or {},
+        matrices or {},
+        (c.muon_lr or c.lr) / c.lr,
+        c.muon_momentum,
+        c.muon_scale,
+    )
 
 
 def _in_double(plain: reference.Reference, step: Step) -> Tensors:

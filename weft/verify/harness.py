@@ -26,7 +26,14 @@ from weft.engine.selfcheck.harness import gradient_difference
 from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
-from weft.verify.adapter import engine_names, optimizer_by_files, randomize_adapters, renamed, saved_adapter
+from weft.verify.adapter import (
+    engine_names,
+    matrix_parts,
+    optimizer_by_files,
+    randomize_adapters,
+    renamed,
+    saved_adapter,
+)
 from weft.verify.expected import (
     Expected,
     ExpectedGradient,
@@ -224,7 +231,7 @@ def trainer_of(
         resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
-        seed=engine.config.seed, aliases=engine_names(engine),
+        seed=engine.config.seed, aliases=engine_names(engine), matrices=matrix_parts(engine),
     )  # fmt: skip
 
 

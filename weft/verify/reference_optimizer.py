@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.verify.reference_low_bit import CodedAdamW
+from weft.verify.reference_muon import Part, PlainMuon
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Optimizer:
     groups: (patterns of names, factor of the learning rate, decay or None); the first that matches a parameter counts.
     coded: AdamW's state is in 8 bits; that of tensors with fewer than 4096 elements or 64 columns, or without decay,
     stays in fp32. seed, aliases: of its random bits: the run's seed, and other names of parameters than those here.
+    matrices: parts of parameters that Muon orthogonalises; muon_rate: their factor of the learning rate.
     """
 
     name: str = "adamw"
@@ -34,6 +36,10 @@ class Optimizer:
     coded: bool = False
     seed: int = 0
     aliases: Mapping[str, str] = field(default_factory=dict)
+    matrices: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    muon_rate: float = 1.0
+    muon_momentum: float = 0.95
+    muon_scale: str = "match_rms_adamw"
 
     def over(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """A fresh optimizer. named: (name, parameter); a tied parameter comes under each name."""
@@ -52,11 +58,21 @@ class Optimizer:
                 eps=self.eps,
                 seed=self.seed,
             )
+        if self.name == "muon":
+            for group in groups:
+                group["factor"] *= self.muon_rate if self._parts(names[group["params"][0]]) else 1.0
+            parts = {parameter: self._parts(of) for parameter, of in names.items() if self._parts(of)}
+            return PlainMuon(
+                groups, parts, betas=self.betas, eps=self.eps, momentum=self.muon_momentum, scale=self.muon_scale
+            )
         if self.name == "adamw":
             return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps)
         module, _, kind = self.name.replace(":", ".").rpartition(".")
         built: torch.optim.Optimizer = getattr(importlib.import_module(module), kind)(groups, lr=1.0, **self.options)
         return built
+
+    def _parts(self, names: Sequence[str]) -> Sequence[Part]:
+        return next((self.matrices[name] for name in names if name in self.matrices), ())
 
     def _group(self, parameter: nn.Parameter, names: Sequence[str]) -> dict[str, Any]:
         decay = self.weight_decay if decays(names[0], parameter) else 0.0

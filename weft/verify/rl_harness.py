@@ -35,7 +35,14 @@ from weft.rl.documents import TrainedSamples, build_documents, is_trained
 from weft.rl.reference_critic import READS, Role, set_readings
 from weft.rl.trainer import TrainerRank
 from weft.verify import rl_reference
-from weft.verify.adapter import as_in_files, engine_names, optimizer_by_files, randomize_adapters, saved_adapter
+from weft.verify.adapter import (
+    as_in_files,
+    engine_names,
+    matrix_parts,
+    optimizer_by_files,
+    randomize_adapters,
+    saved_adapter,
+)
 from weft.verify.expected import norm_of, plain_optimizer, widen
 from weft.verify.harness import (
     SCALAR,
@@ -312,7 +319,7 @@ class _Plain:
     def _optimizer(self, engine: Engine) -> torch.optim.Optimizer:
         c, plain = optimizer_by_files(engine), self.policy if engine is self.trainer.engine else self.critic
         assert plain is not None
-        return plain_optimizer(c, engine.config.seed, engine_names(engine)).over(plain.named())
+        return plain_optimizer(c, engine.config.seed, engine_names(engine), matrix_parts(engine)).over(plain.named())
 
     @contextmanager
     def _following(self, row: PlainSample) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from weft.config.schema import OptimizerConfig
-from weft.engine.optim.kinds import OptimizerKind, ParameterSet, state_dtype
+from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, state_dtype
 from weft.engine.optim.low_bit import BLOCK, LowBitAdamW, has_codes
 from weft.parallel.mesh import local_shard
 
@@ -61,16 +60,15 @@ def adamw_moments(config: OptimizerConfig, master: torch.dtype) -> tuple[torch.d
     return (*moments, master) if config.rounding == "kahan" and master == torch.bfloat16 else moments
 
 
-def adamw_bytes(config: OptimizerConfig, master: torch.dtype, name: str, shape: Sequence[int], elements: int) -> int:
+def adamw_bytes(config: OptimizerConfig, master: torch.dtype, tensor: WholeTensor, elements: int) -> int:
     """Bytes of the state, with the scales of blocks."""
-    sizes = [dtype.itemsize for dtype in adamw_moments(config, master)]
+    sizes, wide = [dtype.itemsize for dtype in adamw_moments(config, master)], torch.float32.itemsize
     if state_dtype(config, master) != torch.int8:
         return elements * sum(sizes)
-    wide = torch.float32.itemsize
-    if not has_codes(name, shape):
+    if not has_codes(tensor.name, tensor.shape):
         return elements * (2 * wide + sum(sizes[2:]))
-    scales = math.ceil(elements * math.ceil(shape[-1] / BLOCK) / shape[-1])
-    return elements * sum(sizes) + 2 * wide * scales
+    width = tensor.shape[-1]
+    return elements * sum(sizes) + 2 * wide * math.ceil(elements * math.ceil(width / BLOCK) / width)
 
 
 ADAMW = OptimizerKind(build_adamw, adamw_moments, adamw_bytes)

@@ -13,16 +13,22 @@ from torch import nn
 from weft.config.schema import OptimizerConfig
 from weft.engine.optim.placement import Placements
 from weft.parallel.fsdp import DTYPES
+from weft.parallel.shards.boxes import Box
+
+# Name of a parameter -> the boxes of its matrices, where an optimizer treats them as such.
+MatrixBoxes = Mapping[str, Sequence[Box]]
 
 
 @dataclass(frozen=True)
 class ParameterSet:
     """The parameters that an optimizer steps. groups: parameters of equal treatment, as torch's param_groups, with
-    `weight_decay` and `lr_scale`. names: of each parameter, the same on every mesh. seed: of the run."""
+    `weight_decay` and `lr_scale`. names: of each parameter, the same on every mesh. matrices: for Muon. seed: of the
+    run."""
 
     groups: Sequence[dict[str, Any]]
     names: Mapping[nn.Parameter, str]
     placements: Placements
+    matrices: MatrixBoxes
     seed: int
 
     @property
@@ -32,14 +38,23 @@ class ParameterSet:
 
 
 @dataclass(frozen=True)
+class WholeTensor:
+    """A parameter before it is divided. matrix: whether it is among the MatrixBoxes."""
+
+    name: str
+    shape: Sequence[int]
+    matrix: bool = False
+
+
+@dataclass(frozen=True)
 class OptimizerKind:
     """An optimizer. build: makes it over parameters. moments: dtypes of the state tensors that have a matrix's shape,
     for masters of a dtype. state_bytes: bytes of the state of some elements of a tensor, from the config, the dtype of
-    masters, the tensor's name, its whole shape, and the number of elements."""
+    masters, the tensor, and the number of elements."""
 
     build: Callable[[OptimizerConfig, ParameterSet], torch.optim.Optimizer]
     moments: Callable[[OptimizerConfig, torch.dtype], tuple[torch.dtype, ...]]
-    state_bytes: Callable[[OptimizerConfig, torch.dtype, str, Sequence[int], int], int]
+    state_bytes: Callable[[OptimizerConfig, torch.dtype, WholeTensor, int], int]
 
 
 def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:

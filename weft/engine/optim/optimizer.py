@@ -6,9 +6,8 @@ Parameters are plain tensors or DTensors (FSDP2), on one mesh or several.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from weft.config.schema import OptimizerConfig
 from weft.engine.optim.adamw import ADAMW
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
 from weft.engine.optim.groups import NamedParameters, ParamGroupRule, param_group_rules, set_rates
-from weft.engine.optim.kinds import OptimizerKind, ParameterSet
+from weft.engine.optim.kinds import MatrixBoxes, OptimizerKind, ParameterSet, WholeTensor
 from weft.engine.optim.low_bit import LowBitAdamW, StatePart
+from weft.engine.optim.muon import MUON
 from weft.engine.optim.placement import Placements
 from weft.engine.optim.sgd import SGD
 from weft.launch.simulated import device_kind, read
@@ -35,7 +35,7 @@ from weft.parallel.shards.cuts import ShardSpecs, split
 # An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
 _CPU_CHUNK = 1 << 16
 
-OPTIMIZERS: dict[str, OptimizerKind] = {"adamw": ADAMW, "sgd": SGD}
+OPTIMIZERS: dict[str, OptimizerKind] = {"adamw": ADAMW, "muon": MUON, "sgd": SGD}
 
 
 def build_optimizer(
@@ -44,15 +44,16 @@ def build_optimizer(
     rule: CustomOptimizerSpec | None = None,
     all_parameters: NamedParameters | None = None,
     placements: Placements | None = None,
+    matrices: MatrixBoxes | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer | ShardOptimizer:
     """The optimizer over the parameters that require a gradient: one of OPTIMIZERS, or `rule`.
 
     rule: the optimizer of config.name, if that is an import path. all_parameters: parameters of the whole model, if
-    named_parameters are those of a pipeline stage. placements: default: nothing is divided by tp or ep. seed: of what
-    is rounded at random. Parameters with different treatment or different meshes are in different groups, because
-    torch's list kernels take one mesh at a time. State has the sharding of its parameter. `set_learning_rate` sets the
-    rate before each step; parameters without a gradient are skipped.
+    named_parameters are those of a pipeline stage. placements: default: nothing is divided by tp or ep. matrices: for
+    Muon (matrices.py). seed: of what is rounded at random. Parameters with different treatment or different meshes are
+    in different groups, because torch's list kernels take one mesh at a time. State has the sharding of its parameter.
+    `set_learning_rate` sets the rate before each step; parameters without a gradient are skipped.
     """
     named_parameters = list(named_parameters)
     names = {parameter: name for name, parameter in reversed(named_parameters)}
@@ -71,7 +72,9 @@ def build_optimizer(
         numbers = None if all_rules is None else [all_rules.index(treatment) for treatment, _ in groups]
         return ShardOptimizer(settings, rule, numbers)
     assert config.name in OPTIMIZERS, config.name
-    return OPTIMIZERS[config.name].build(config, ParameterSet(settings, names, placements or Placements({}), seed))
+    return OPTIMIZERS[config.name].build(
+        config, ParameterSet(settings, names, placements or Placements({}), matrices or {}, seed)
+    )
 
 
 def moments(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None) -> tuple[torch.dtype, ...]:
@@ -79,12 +82,18 @@ def moments(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerS
     return OPTIMIZERS[config.name].moments(config, master) if rule is None else rule.moments
 
 
-def state_bytes(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None) -> StateBytes:
+def state_bytes(
+    config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None, matrices: MatrixBoxes
+) -> StateBytes:
     """The bytes of the optimizer's state of some elements of a tensor."""
-    if rule is None:
-        return partial(OPTIMIZERS[config.name].state_bytes, config, master)
-    size = sum(dtype.itemsize for dtype in rule.moments)
-    return lambda name, shape, elements: elements * size
+
+    def count(name: str, shape: Sequence[int], elements: int) -> int:
+        if rule is not None:
+            return elements * sum(dtype.itemsize for dtype in rule.moments)
+        tensor = WholeTensor(name, shape, name in matrices)
+        return OPTIMIZERS[config.name].state_bytes(config, master, tensor, elements)
+
+    return count
 
 
 def lossy_parts(config: OptimizerConfig, master: torch.dtype) -> list[str]:

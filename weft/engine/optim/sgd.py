@@ -6,14 +6,14 @@ parameter at a time, and rounds both to nearest in their own dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.config.schema import OptimizerConfig
-from weft.engine.optim.kinds import OptimizerKind, ParameterSet, state_dtype
+from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, state_dtype
 from weft.parallel.mesh import local_shard
 
 
@@ -59,7 +59,7 @@ def sgd_moments(config: OptimizerConfig, master: torch.dtype) -> tuple[torch.dty
     return (state_dtype(config, master),) * int(config.momentum > 0)
 
 
-def sgd_bytes(config: OptimizerConfig, master: torch.dtype, name: str, shape: Sequence[int], elements: int) -> int:
+def sgd_bytes(config: OptimizerConfig, master: torch.dtype, tensor: WholeTensor, elements: int) -> int:
     """Bytes of the momentum."""
     return elements * sum(dtype.itemsize for dtype in sgd_moments(config, master))
 

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 
 from weft.config.mesh import MeshSizes
+from weft.engine.builder import state_bytes_of
 from weft.models.segments import even_ranges
 from weft.ops.communicator import MetaCommunicator
 from weft.parallel.ep.experts import cut_of_expert
@@ -87,6 +88,7 @@ class Holdings:
         self.model, self.mesh = model, mesh
         self._parts: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
         self._stages = model.stages(mesh.pp)
+        self._state_bytes = state_bytes_of(model.setup, model.built)
 
     def share_of(self, coordinates: RankCoordinates) -> RankShare:
         """The bytes that one rank holds."""
@@ -105,7 +107,7 @@ class Holdings:
                 weights += count * weight.itemsize
                 trained += count * weight.trained * state.trained
                 if weight.trained and state.trained:
-                    moments += state.state_bytes(weight.name, weight.shape, count)
+                    moments += self._state_bytes(weight.name, weight.shape, count)
             units.append(_unit(facts, several, own, shards))
         average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
         master = state.precision.master.itemsize

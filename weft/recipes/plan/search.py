@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from weft.config.mesh import MeshSizes
 from weft.config.validate import check_config
+from weft.engine.builder import state_bytes_of
 from weft.errors import UserError, first_line
 from weft.models.flops import document_flops
 from weft.parallel.pp.schedule import DELAYED, placement_of
@@ -179,7 +180,8 @@ def _could_fit(problem: Search, parts: int) -> bool:
     if problem.model.config.fsdp.cpu_offload:
         return True
     trained = [weight for weight in problem.model.weights if weight.trained and setup.trained]
-    state = sum(setup.state_bytes(weight.name, weight.shape, math.prod(weight.shape)) for weight in trained)
+    state_bytes = state_bytes_of(setup, problem.model.built)
+    state = sum(state_bytes(weight.name, weight.shape, math.prod(weight.shape)) for weight in trained)
     total = problem.model.stored + problem.model.trained * setup.precision.master.itemsize * setup.trained + state
     return total / parts <= problem.machine.accelerator.memory * problem.machine.usable
 

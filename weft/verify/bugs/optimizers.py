@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from weft.engine.optim.low_bit import has_codes
 from weft.verify.bugs import Original, Plant, bug
 
@@ -35,3 +37,30 @@ def codes_by_shard(plant: Plant, original: Original, self: Any, placement: Any, 
         plant.hit()
         return replace(info, coded=False, scales=0, tiles=tuple(replace(tile, grid=None) for tile in info.tiles))
     return info
+
+
+@bug(
+    "B33", "weft.engine.optim.muon:Muon._orthogonalised",
+    "Muon orthogonalises the part of a matrix that each rank holds",
+    caught_by="weights after 3 steps", issue="areal-project/AReaL#1270", ranks=2, needs="optimizer.name=muon",
+)  # fmt: skip
+def muon_of_shards(plant: Plant, original: Original, self: Any, matrices: Any) -> Any:
+    if len(self._boxes) == 1 or not matrices:
+        return original(self, matrices)
+    plant.hit()
+    halves = [list(matrix.chunk(len(self._boxes))) for matrix in matrices]
+    results = iter(original(self, [half for parts in halves for half in parts]))
+    return [torch.cat([next(results) for _ in parts]) for parts in halves]
+
+
+@bug(
+    "B33", "weft.engine.optim.low_bit:random_words",
+    "the bits of stochastic rounding depend on the place in the rank's shard",
+    caught_by="weights after 3 steps", issue="pytorch/ao#4912", ranks=2,
+    needs="optimizer.state_dtype=int8 or optimizer.rounding=stochastic",
+)  # fmt: skip
+def bits_by_local_place(plant: Plant, original: Original, rows: Any, width: int, key: int, device: Any) -> Any:
+    local = replace(rows, row=rows.first, column=0)
+    if local != rows:
+        plant.hit()
+    return original(local, rows.columns, key, device)

@@ -1,0 +1,342 @@
+"""Muon: matrices take orthogonal steps (Jordan et al. 2024, kellerjordan.github.io/posts/muon), all else AdamW's.
+
+    B = momentum B + (1 - momentum) g
+    U = momentum B + (1 - momentum) g        (Nesterov)
+    w = w (1 - lr d) - lr s NS(U)
+
+NS is five Newton-Schulz steps on the whole matrix, as in torch.optim.Muon. s is 0.2 sqrt(max(rows, columns))
+(match_rms_adamw; Liu et al. 2025, arXiv:2502.16982), so that rates of AdamW fit, or sqrt(max(1, rows / columns))
+(original).
+
+Ranks of a stage share the matrices, balanced by cost, also those that hold copies of each other: parts of U go to the
+rank that orthogonalises the matrix, and parts of the result come back to every rank that holds them. Two all-to-alls
+carry as many matrices as fit into a buffer; the next round's parts travel while a round is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.config.schema import OptimizerConfig
+from weft.engine.optim.adamw import FusedAdamW
+from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor
+from weft.engine.optim.placement import ParameterPlacement
+from weft.launch.simulated import device_kind
+from weft.launch.timing import waiting
+from weft.parallel.mesh import local_shard
+from weft.parallel.shards.boxes import Box, overlap
+from weft.parallel.shards.cuts import RankBox
+
+COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's
+_ROUND = 1 << 26  # elements of matrices that a rank orthogonalises in a round, unless one matrix has more
+
+Boxes = Mapping[str, Sequence[tuple[Box, bool]]]  # of one rank: name -> (box, whether this rank sends it)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix and the rank of the stage that orthogonalises it. box: in the whole tensor of the parameter."""
+
+    name: str
+    box: Box
+    rank: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.box.size[-2], self.box.size[-1]
+
+
+def newton_schulz(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, columns], or several of them [n, rows, columns] -> nearly orthogonal, in `dtype`."""
+    a, b, c = COEFFICIENTS
+    x = matrix.to(dtype, copy=True)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS) if x.ndim > 2 else x.norm().clamp(min=EPS))
+    product = torch.baddbmm if x.ndim > 2 else torch.addmm
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def step_scale(scale: str, shape: tuple[int, int]) -> float:
+    """What a matrix's step is multiplied by (optimizer.muon_scale)."""
+    rows, columns = shape
+    if scale == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def cost(shape: tuple[int, int]) -> int:
+    """Multiplications of one Newton-Schulz step."""
+    small, large = min(shape), max(shape)
+    return 2 * small * small * large + small**3
+
+
+def deal(boxes: Sequence[tuple[str, Box]], ranks: int) -> list[Matrix]:
+    """Matrices dealt to ranks, the costliest first, each to the rank with the least to do. The same on every rank."""
+    loads = [0] * ranks
+    matrices = []
+    for name, box in sorted(boxes, key=lambda of: (-cost((of[1].size[-2], of[1].size[-1])), of[0], of[1].start)):
+        rank = loads.index(min(loads))
+        matrices.append(Matrix(name, box, rank))
+        loads[rank] += cost(matrices[-1].shape)
+    return matrices
+
+
+def rounds_of(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
+    """Matrices in rounds, in each of which a rank has at most about _ROUND elements."""
+    rounds: dict[int, list[Matrix]] = defaultdict(list)
+    number, filled = [0] * ranks, [0] * ranks
+    for matrix in matrices:
+        rank, size = matrix.rank, math.prod(matrix.shape)
+        if filled[rank] and filled[rank] + size > _ROUND:
+            number[rank], filled[rank] = number[rank] + 1, 0
+        rounds[number[rank]].append(matrix)
+        filled[rank] += size
+    return [rounds[n] for n in range(len(rounds))]
+
+
+@dataclass
+class _MatrixExchange:
+    """A round on its way. work: None where nothing travels. received: parts of this rank's matrices, rank by rank."""
+
+    matrices: Sequence[Matrix]
+    received: Tensor
+    sizes: Sequence[int]
+    work: Any = None
+    sent: Tensor | None = field(default=None, repr=False)  # must live until the work has ended
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon on the matrices of `matrix_groups`, torch's AdamW on `other_groups`.
+
+    momentum, scale, dtype: optimizer.muon_momentum, muon_scale, and the dtype in which matrices travel and are
+    orthogonalised.
+    """
+
+    def __init__(
+        self,
+        matrix_groups: Sequence[dict[str, Any]],
+        other_groups: Sequence[dict[str, Any]],
+        parameters: ParameterSet,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        momentum: float,
+        scale: str,
+        dtype: torch.dtype,
+    ) -> None:
+        """Collective where several ranks are in a stage."""
+        super().__init__(list(matrix_groups) or [{"params": []}], {"lr": lr, "weight_decay": 0.0, "lr_scale": 1.0})
+        self.momentum, self.scale, self.dtype, self.placements = momentum, scale, dtype, parameters.placements
+        self._matrix_groups = list(self.param_groups)
+        self._adamw = FusedAdamW(other_groups, lr=lr, betas=betas, eps=eps, fused=True) if other_groups else None
+        if self._adamw is not None:
+            self._adamw.state = self.state
+            self.param_groups += self._adamw.param_groups
+        stepped = [p for group in self._matrix_groups for p in group["params"]]
+        self._places: dict[str, ParameterPlacement] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for number, parameter in enumerate(stepped):
+            name = parameters.names[parameter]
+            self._parameters[name] = parameter
+            self._places[name] = self.placements.of(name, parameter, number)
+        own = {
+            name: [(box.box, box.is_writer(place.number)) for box in place.boxes]
+            for name, place in self._places.items()
+        }
+        self._boxes = cast("list[Boxes]", self.placements.gather(own))
+        self._rank = self.placements.among[0] if len(self._boxes) > 1 else 0
+        self._matrices = deal([(name, box) for name in own for box in parameters.matrices[name]], len(self._boxes))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient. Collective where several ranks are in a stage."""
+        assert closure is None
+        if self._adamw is not None:
+            self._adamw.step()
+        updates, rates = {}, {}
+        for group in self._matrix_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    updates[parameter] = self._momentum_of(parameter)
+                    rates[parameter] = group["lr"]
+                    local_shard(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+        # A parameter without a gradient has none on any rank.
+        matrices = [matrix for matrix in self._matrices if self._parameters[matrix.name] in updates]
+        rounds = rounds_of(matrices, len(self._boxes))
+        following = self._send(rounds[0], updates) if rounds else None
+        for number in range(len(rounds)):
+            current, following = following, None
+            if number + 1 < len(rounds):
+                following = self._send(rounds[number + 1], updates)
+            assert current is not None
+            self._take(current, rates)
+
+    def _momentum_of(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's shard of what is orthogonalised, after the momentum was updated."""
+        state, gradient = self.state[parameter], local_shard(parameter.grad).float()
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer, share = local_shard(state["momentum_buffer"]), gradient * (1 - self.momentum)
+        # Operations that are rounded one by one, so that an element does not depend on its place in the shard.
+        new = buffer.float().mul(self.momentum).add_(share)
+        buffer.copy_(new)
+        return new.mul_(self.momentum).add_(share).to(self.dtype)
+
+    # ------------------------------------------------------------ matrices travel
+
+    def _send(self, matrices: Sequence[Matrix], updates: Mapping[nn.Parameter, Tensor]) -> _MatrixExchange:
+        """Send this rank's parts of matrices to the ranks that orthogonalise them."""
+        parts: list[list[Tensor]] = [[] for _ in self._boxes]
+        for matrix in matrices:
+            shard = updates[self._parameters[matrix.name]]
+            for rank_box, (_, sends) in zip(
+                self._places[matrix.name].boxes, self._boxes[self._rank][matrix.name], strict=True
+            ):
+                shared = overlap(matrix.box, rank_box.box) if sends else None
+                if shared is not None:
+                    parts[matrix.rank].append(shard[rank_box.within(shared)].reshape(-1))
+        sizes = [
+            sum(shared.numel for m in self._mine(matrices) for shared in _shared(m, boxes, only_sent=True))
+            for boxes in self._boxes
+        ]
+        return self._exchange(matrices, parts, sizes)
+
+    def _mine(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        return [matrix for matrix in matrices if matrix.rank == self._rank]
+
+    def _exchange(
+        self, matrices: Sequence[Matrix], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]
+    ) -> _MatrixExchange:
+        """Start an all-to-all. parts: for each rank. sizes: elements from each rank."""
+        device = next(iter(self._parameters.values())).device
+        empty = torch.empty(0, dtype=self.dtype, device=device)
+        sent = torch.cat([empty, *(part for of_rank in parts for part in of_rank)])
+        if self.placements.ranks is None:
+            return _MatrixExchange(matrices, sent, [len(sent)])
+        received = torch.empty(sum(sizes), dtype=self.dtype, device=device)
+        given = [sum(map(Tensor.numel, of_rank)) for of_rank in parts]
+        work = dist.all_to_all_single(received, sent, list(sizes), given, group=self.placements.ranks, async_op=True)
+        return _MatrixExchange(matrices, received, sizes, work, sent)
+
+    def _take(self, exchange: _MatrixExchange, rates: Mapping[nn.Parameter, float]) -> None:
+        """Orthogonalise this rank's matrices of a round, send the results, and step what comes back."""
+        _wait(exchange)
+        matrices, mine = exchange.matrices, self._mine(exchange.matrices)
+        whole = [torch.empty(m.box.size, dtype=self.dtype, device=exchange.received.device) for m in mine]
+        for boxes, values in zip(self._boxes, exchange.received.split(list(exchange.sizes)), strict=True):
+            offset = 0
+            for matrix, target in zip(mine, whole, strict=True):
+                for shared in _shared(matrix, boxes, only_sent=True):
+                    piece = values[offset : offset + shared.numel].view(shared.size)
+                    target[shared.within(matrix.box)] = piece
+                    offset += shared.numel
+        results = self._orthogonalised([w.view(m.shape) for w, m in zip(whole, mine, strict=True)])
+        parts = [
+            [
+                result.reshape(matrix.box.size)[shared.within(matrix.box)].reshape(-1)
+                for matrix, result in zip(mine, results, strict=True)
+                for shared in _shared(matrix, boxes, only_sent=False)
+            ]
+            for boxes in self._boxes
+        ]
+        own = self._boxes[self._rank]
+        sizes = [0] * len(self._boxes)
+        for matrix in matrices:
+            sizes[matrix.rank] += sum(shared.numel for shared in _shared(matrix, own, only_sent=False))
+        back = self._exchange(matrices, parts, sizes)
+        _wait(back)
+        offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
+        for matrix in matrices:
+            parameter = self._parameters[matrix.name]
+            shard, rate = local_shard(parameter), rates[parameter] * step_scale(self.scale, matrix.shape)
+            for rank_box in self._places[matrix.name].boxes:
+                shared_box = overlap(matrix.box, rank_box.box)
+                if shared_box is not None:
+                    offset = offsets[matrix.rank]
+                    values = back.received[offset : offset + shared_box.numel].view(shared_box.size)
+                    _subtract(shard, rank_box, shared_box, values, rate)
+                    offsets[matrix.rank] += shared_box.numel
+
+    def _orthogonalised(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Newton-Schulz of each matrix; on an accelerator, of all with the same shape together."""
+        results: list[Tensor] = [torch.empty(0)] * len(matrices)
+        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, matrix in enumerate(matrices):
+            alike[tuple(matrix.shape) if device_kind(matrix.device) == "cuda" else (index,)].append(index)
+        for indices in alike.values():
+            if len(indices) == 1:
+                results[indices[0]] = newton_schulz(matrices[indices[0]], self.dtype)
+                continue
+            together = newton_schulz(torch.stack([matrices[index] for index in indices]), self.dtype)
+            for index, result in zip(indices, together.unbind(), strict=True):
+                results[index] = result
+        return results
+
+
+def _shared(matrix: Matrix, boxes: Boxes, *, only_sent: bool) -> list[Box]:
+    """The parts of a matrix that a rank holds, in the order of its boxes. only_sent: those that it sends."""
+    parts = (overlap(matrix.box, box) for box, sends in boxes[matrix.name] if sends or not only_sent)
+    return [part for part in parts if part is not None]
+
+
+def _subtract(shard: Tensor, rank_box: RankBox, box: Box, values: Tensor, rate: float) -> None:
+    """shard[box] -= rate x values, in fp32."""
+    target = shard[rank_box.within(box)]
+    target.copy_(target.float().sub_(values.float().mul_(rate)))
+
+
+def _wait(exchange: _MatrixExchange) -> None:
+    if exchange.work is not None:
+        with waiting():
+            exchange.work.wait()
+
+
+# ---------------------------------------------------------------- the kind
+
+
+def build_muon(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
+    """Muon, with optimizer.muon_lr as the matrices' rate."""
+    matrix_groups, other_groups = list[dict[str, Any]](), list[dict[str, Any]]()
+    ratio = 1.0 if config.muon_lr is None else config.muon_lr / config.lr
+    device = torch.device("cpu")
+    for group in parameters.groups:
+        inside = [p for p in group["params"] if parameters.names[p] in parameters.matrices]
+        outside = [p for p in group["params"] if parameters.names[p] not in parameters.matrices]
+        if inside:
+            matrix_groups.append({**group, "params": inside, "lr_scale": group["lr_scale"] * ratio})
+            device = inside[0].device
+        if outside:
+            other_groups.append({**group, "params": outside})
+    auto = torch.bfloat16 if device_kind(device) == "cuda" else torch.float32
+    dtype = {"auto": auto, "bf16": torch.bfloat16, "fp32": torch.float32}[config.muon_dtype]
+    return Muon(
+        matrix_groups, other_groups, parameters, lr=config.lr, betas=config.betas, eps=config.eps,
+        momentum=config.muon_momentum, scale=config.muon_scale, dtype=dtype,
+    )  # fmt: skip
+
+
+def muon_moments(config: OptimizerConfig, master: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtype of a matrix's momentum."""
+    return (master,)
+
+
+def muon_bytes(config: OptimizerConfig, master: torch.dtype, tensor: WholeTensor, elements: int) -> int:
+    """Bytes of the state: one momentum for a matrix, two moments for others."""
+    return elements * master.itemsize * (1 if tensor.matrix else 2)
+
+
+MUON = OptimizerKind(build_muon, muon_moments, muon_bytes)

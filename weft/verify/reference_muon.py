@@ -1,0 +1,58 @@
+"""The reference's Muon: whole matrices in one process, in the weights' dtype. Imports nothing of weft."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a matrix in its parameter
+
+
+class PlainMuon(torch.optim.AdamW):
+    """Muon for parameters with `parts`, AdamW for the others. scale: `original` or `match_rms_adamw`."""
+
+    def __init__(
+        self, groups: Any, parts: Mapping[nn.Parameter, Sequence[Part]], *, betas: tuple[float, float], eps: float,
+        momentum: float, scale: str,
+    ) -> None:  # fmt: skip
+        super().__init__(groups, lr=0.0, betas=betas, eps=eps)
+        self.parts, self.momentum, self.scale = parts, momentum, scale
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.parts and parameter.grad is not None:
+                    self._one(parameter, group)
+        super().step()
+
+    def _one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        state = self.state[parameter]
+        before = state.get("momentum", torch.zeros_like(gradient))
+        state["momentum"] = torch.lerp(gradient, before, self.momentum)
+        update = torch.lerp(gradient, state["momentum"], self.momentum)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        for start, size in self.parts[parameter]:
+            place = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+            rows, columns = size[-2:]
+            original, matched = math.sqrt(max(1, rows / columns)), 0.2 * math.sqrt(max(rows, columns))
+            scale = original if self.scale == "original" else matched
+            step = orthogonal(update[place].reshape(rows, columns)).reshape(size)
+            parameter[place] -= group["lr"] * scale * step
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five Newton-Schulz steps, X <- aX + (bA + cA^2) X with A = X X^T, from X of Frobenius norm 1."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / max(float(x.norm()), 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
