@@ -21,7 +21,7 @@ MINUTES ?= 9
 # Where it is set, each of the suite's hundreds of processes compiles weft anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-sft demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs site format clean
+.PHONY: setup demo demo-distill demo-sft demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs site format clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,13 @@ demo-sft: $(STAMP)
 	rm -rf .demo/run
 	$(BIN)/weft sft examples/sft_chat_cpu.yaml --nproc 2
 	$(BIN)/python examples/ask_chat_demo.py
+
+# A student of 2 layers learns the distributions of a teacher of 4; the first and last `eval` lines have the agreement.
+demo-distill: $(STAMP)
+	$(BIN)/python examples/make_distill_demo.py
+	rm -rf .demo/warm .demo/distilled .demo/teacher_cache
+	$(BIN)/weft sft examples/sft_arithmetic_cpu.yaml --nproc 2
+	$(BIN)/weft distill examples/distill_arithmetic_cpu.yaml --nproc 2
 
 # A vision model learns to name drawings of shapes.
 demo-vision: $(STAMP)

@@ -33,7 +33,7 @@ PARAMETERS = {
 def commands(path: Path) -> list[str]:
     """The commands that a file's comments name."""
     comments = "\n".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
-    return re.findall(r"weft (?:sft|rl) examples/\S+\.yaml.*", comments)
+    return re.findall(r"weft (?:sft|rl|distill) examples/\S+\.yaml.*", comments)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the examples, and in place of what `make demo` writes something of its shape."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for model in ("model", "adder", "warm/checkpoints/latest"):
+    for model in ("model", "adder", "student", "warm/checkpoints/latest"):
         byte_tokenizer().save_pretrained(tmp_path / ".demo" / model)
         tiny_config("qwen3", vocab_size=264).save_pretrained(tmp_path / ".demo" / model)
     row = chat(("user", "How far?"), ("assistant", "Far."))
@@ -67,7 +67,7 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
         assert f"weights  there are none in examples/models/{name} yet" in out
         assert not list((ROOT / "examples/models" / name).glob("*.safetensors")), "the test is of a config alone"
     if words[0] == "rl":
-        assert "reward   " in out and "memory of a rank" in out and "None x" not in out
+        assert ("reward   " in out or "teacher" in out) and "memory of a rank" in out and "None x" not in out
         assert "prompts  " in out if name in PARAMETERS else "1 prompts of 6 to 6 tokens" in out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from weft.data.encode import load_tokenizer
 from weft.errors import UserError
 
@@ -9,8 +11,8 @@ from weft.errors import UserError
 def check_same_tokenizer(student: str, teacher: str, key: str) -> None:
     """Raise UserError unless every token of the student's tokenizer has the same id in the teacher's. The teacher's may
     have more; how many rows their heads have does not matter. student, teacher: paths. key: that names the teacher."""
-    if student == teacher:
-        return
+    if student == teacher or not (_has_tokenizer(student) and _has_tokenizer(teacher)):
+        return  # of a dry run before the download
     of_student, of_teacher = load_tokenizer(student).get_vocab(), load_tokenizer(teacher).get_vocab()
     other = sorted((index, token) for token, index in of_student.items() if of_teacher.get(token) != index)
     if not other:
@@ -24,3 +26,9 @@ def check_same_tokenizer(student: str, teacher: str, key: str) -> None:
         "over other tokens cannot be compared token by token; that would need a projection between vocabularies, which "
         "weft does not have. Choose a teacher of the same family, or train on texts that it writes (weft sft)."
     )
+
+
+def _has_tokenizer(path: str) -> bool:
+    """Whether a folder has one; a hub id counts as having one."""
+    folder = Path(path)
+    return not folder.is_dir() or any(folder.glob("*token*")) or any(folder.glob("vocab*"))
