@@ -6,13 +6,27 @@ import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.parity.test_trees import of_trees
-from tests.support.cases import describe, pairs, saved_model, world_of
+from tests.support.cases import describe, open_engine, pairs, references_once, saved_model, world_of
 from tests.support.pool import run
+from tests.support.vision_zoo import saved_vision_model
+from weft.engine.batch.media import joined
+from weft.engine.batch.rows import Row, RowBuilder
+from weft.engine.selfcheck.image import placeholders
+from weft.models import hf
+from weft.models.vision import Vision
+from weft.verify import harness
+from weft.verify.harness import Verdict
+from weft.verify.image_documents import text_ids
+from weft.verify.image_reference import Images
+from weft.verify.reference import Document
 
 STATES = [("qwen3_5_text", "1"), ("bamba", "2"), ("lfm2", "cp2u2"), ("qwen3_next", "tp2")]
 MORE_STATES = [
@@ -61,3 +75,66 @@ def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], path: str
     ((verdict, rows), *_) = run(world_of(mesh), of_trees, path or saved_model(family), mesh, sections)
     assert verdict is not None and verdict.passed, describe(verdict)
     assert rows > 0
+
+
+# ---------------------------------------------------------------- images
+
+
+IMAGES = [("qwen2_vl", "1"), ("gemma3", "2")]
+MORE_IMAGES = [("qwen2_5_vl", "2x2"), ("llava", "tp2"), ("qwen3_vl", "pp2"), ("gemma3", "cp2"), ("qwen2_vl", "cp2")]
+
+
+def forests_with_images(vision: Vision, base: Any) -> tuple[list[list[Document]], Images]:
+    """Two steps of documents that begin with one image, most of them; one has another image at its place, and one has a
+    second image behind."""
+    generator = torch.Generator().manual_seed(0)
+    first, other, wide = (vision.sample(generator, size) for size in (2, 2, 3))
+    runs = {id(inputs): placeholders(vision, base, inputs) for inputs in (first, other, wide)}
+    words, images, steps = text_ids(vision), dict[tuple[int, ...], dict[str, Tensor]](), list[list[Document]]()
+
+    def shown(inputs: dict[str, Tensor]) -> list[int]:
+        return [token for token, count in runs[id(inputs)] for _ in range(count)]
+
+    def text(count: int, step: int) -> list[int]:
+        return [words[n * step // 2 % len(words)] for n in range(count)]
+
+    for lengths in ((3, 9, 1, 5, 12), (8, 2)):
+        documents = []
+        for number, length in enumerate(lengths):
+            shows = [other] if number == 2 else [first, wide] if number == 3 else [first]
+            code = divmod(len(images), len(words))  # the reference knows images by the beginning of a document
+            ids = [*text(6, 1), *shown(shows[0]), *text(4, 3), *(words[digit] for digit in code), *text(length, number)]
+            ids += [] if len(shows) == 1 else [*shown(wide), *text(3, 5)]
+            documents.append((ids, [0.0 if token not in words else 1.0 for token in ids]))
+            images[tuple(ids)] = joined(shows)
+        steps.append([*documents, (text(15, 1), [1.0] * 15)])
+    return steps, images
+
+
+def parity_of_images(path: str, mesh: str) -> tuple[Verdict | None, list[tuple[int, int]]]:
+    """(Verdict, (segments, patches) of every row that was built)."""
+    rows, build = list[tuple[int, int]](), RowBuilder._build
+
+    def noted(self: RowBuilder, *args: Any) -> Row:
+        row = build(self, *args)
+        patches = 0 if row.media is None or row.placeholder else sum(vision.patches(row.media))
+        rows.append((0 if row.bounds.segments is None else len(row.bounds.segments.lengths), patches))
+        return row
+
+    with references_once(), mock.patch.object(RowBuilder, "_build", noted):
+        engine = open_engine(path, mesh, step={"max_tokens_per_device": 512})
+        plain = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0)
+        assert engine.built.vision is not None
+        vision = engine.built.vision
+        steps, images = forests_with_images(vision, plain.model)
+        return harness.verify(engine, path, steps, [1e-3] * len(steps), images), rows
+
+
+@pytest.mark.parametrize(("family", "mesh"), pairs(IMAGES, MORE_IMAGES))
+def test_images_of_a_shared_beginning_run_the_tower_once(family: str, mesh: str) -> None:
+    ((verdict, rows), *_) = run(world_of(mesh), parity_of_images, saved_vision_model(family), mesh)
+    assert verdict is not None and verdict.passed, describe(verdict)
+    shared = [patches for segments, patches in rows if segments]
+    assert bool(shared) == ("cp" not in mesh)
+    if mesh == "1":  # 16 of an image that three documents share, 16 of another in its place, 16 + 24 of two in one
+        assert max(shared) == 72

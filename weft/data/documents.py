@@ -123,7 +123,7 @@ class Documents(MeasuredDocuments):
         """The pair of each document."""
         return self._groups
 
-    def token_keys(self, index: int) -> TokenKeys | None:
+    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
         selection, row = self._locate(index)
         if self._measures.patches[index]:
             return None

@@ -19,7 +19,7 @@ from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import ImageOpener
 from weft.engine.batch.document import Document, MeasuredDocuments, Measures
 from weft.engine.batch.media import Media
-from weft.engine.batch.prefixes import TokenKeys
+from weft.engine.batch.prefixes import TokenKeys, image_column
 from weft.engine.batch.replay import align_routes
 from weft.inference.types import Flags, Floats, Prompt, Sample, SampleGroup
 from weft.rl.corrections import comparable
@@ -56,12 +56,19 @@ class _Samples(MeasuredDocuments):
         numbers: dict[str, int] = {}
         return [numbers.setdefault(sample.prompt.id, len(numbers)) for sample in self.samples]
 
-    def token_keys(self, index: int) -> TokenKeys | None:
+    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
         sample = self.samples[index]
-        if sample.images is not None:
+        if sample.images is not None and not placeholders:
             return None
-        tokens, routes = sample.tokens[:, None].astype(np.int64), self._routes(sample)
-        return tokens if routes is None else np.concatenate([tokens, routes.flatten(1).long().numpy()], 1)
+        tokens_T, routes = sample.tokens.astype(np.int64), self._routes(sample)
+        columns = [tokens_T[:, None]]
+        if placeholders:  # samples of one prompt share its images; images of replies are a sample's own
+            name = "" if sample.images is None else f"{sample.prompt.id} "
+            name += "" if sample.reply_images is None else str(sample.number)
+            columns.append(image_column(tokens_T, placeholders, name.encode())[:, None])
+        if routes is not None:
+            columns.append(routes.flatten(1).long().numpy())
+        return np.concatenate(columns, 1)
 
     def source(self, index: int) -> str:
         sample = self.samples[index]

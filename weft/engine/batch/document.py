@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.engine.batch.media import Media
-from weft.engine.batch.prefixes import Path, TokenKeys, shared_paths
+from weft.engine.batch.prefixes import Path, PathNode, TokenKeys, image_column, images_end, shared_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,19 @@ class Document:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
-    def token_keys(self) -> TokenKeys | None:
-        """What must be equal for a token to be shared with another document of its group: the token, its position, its
-        experts. None if it shares nothing."""
-        if self.media is not None:
+    def token_keys(self, placeholders: Sequence[int] = ()) -> TokenKeys | None:
+        """What must be equal for a token to be shared with another document of its group: the token, its image, its
+        position, its experts. None if it shares nothing.
+
+        placeholders: ids of tokens that stand for images, in a model whose documents share these; the second column is
+        then that of images.
+        """
+        if self.media is not None and not placeholders:
             return None
         columns = [self.tokens[:, None]]
+        if placeholders:
+            images = b"" if self.media is None else self.media.digest()
+            columns.append(torch.from_numpy(image_column(self.tokens.numpy(), placeholders, images))[:, None])
         if self.positions is not None:
             columns.append(self.positions.reshape(-1, len(self)).T)
         if self.routes is not None:
@@ -144,9 +151,9 @@ class MeasuredDocuments(Sequence[Document]):
         """The group of each document."""
         return [None] * len(self)
 
-    def token_keys(self, index: int) -> TokenKeys | None:
+    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
         """Document.token_keys of a document of a group; on every rank, so it should need less than the document."""
-        return self.build(index).token_keys()
+        return self.build(index).token_keys(placeholders)
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
         """index -> document."""
@@ -181,8 +188,8 @@ class Chosen(MeasuredDocuments):
         groups = self._documents.groups()
         return [groups[index] for index in self._indices]
 
-    def token_keys(self, index: int) -> TokenKeys | None:
-        return self._documents.token_keys(self._indices[index])
+    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
+        return self._documents.token_keys(self._indices[index], placeholders)
 
     def source(self, index: int) -> str:
         return self._documents.source(self._indices[index])
@@ -240,23 +247,47 @@ class Costs:
 
 
 def document_metadata(
-    documents: Collection[Document], costs: Costs, shares: Callable[[int], bool] | None = None
+    documents: Collection[Document],
+    costs: Costs,
+    shares: Callable[[int], bool] | None = None,
+    placeholders: Sequence[int] = (),
 ) -> list[DocumentMeta]:
     """The metadata of each document. shares: length -> whether a document of that length may share its beginning with
-    others of its group; None: none does."""
+    others of its group; None: none does. placeholders: as in Document.token_keys."""
     if isinstance(documents, MeasuredDocuments):
-        metadata, groups, keys = _measured(documents, costs), documents.groups(), documents.token_keys
+        metadata, groups = _measured(documents, costs), documents.groups()
+        keys: Callable[[int, Sequence[int]], TokenKeys | None] = documents.token_keys
     else:
         sequence = list(documents)
         metadata = [_meta(document, costs) for document in sequence]
-        groups, keys = [document.group for document in sequence], lambda index: sequence[index].token_keys()
+        groups = [document.group for document in sequence]
+
+        def keys(index: int, ids: Sequence[int]) -> TokenKeys | None:
+            return sequence[index].token_keys(ids)
+
     if shares is None or all(group is None for group in groups):
         return metadata
     groups = [group if shares(meta.length) else None for group, meta in zip(groups, metadata, strict=True)]
-    for index, path in shared_paths(groups, [meta.read for meta in metadata], keys).items():
-        priced = tuple(node._replace(cost=costs.tokens(node.end)) for node in path)
-        metadata[index] = replace(metadata[index], group=groups[index], path=priced)
+    ends: dict[int, int] = {}  # where the images of each document end
+
+    def noted_keys(index: int) -> TokenKeys | None:
+        tokens = keys(index, placeholders)
+        if tokens is not None and placeholders and metadata[index].patches:
+            ends[index] = images_end(tokens[:, 1])
+        return tokens
+
+    for index, path in shared_paths(groups, [meta.read for meta in metadata], noted_keys).items():
+        meta, end = metadata[index], ends.get(index, 0)
+        tower = (meta.cost - costs.tokens(meta.read), meta.tower_tokens) if end else (0.0, 0)
+        priced = [_priced(node, costs, *tower) if node.end >= end else _priced(node, costs) for node in path[:-1]]
+        priced.append(_priced(path[-1], costs, *tower))
+        metadata[index] = replace(meta, group=groups[index], path=tuple(priced))
     return metadata
+
+
+def _priced(node: PathNode, costs: Costs, tower: float = 0.0, tower_tokens: int = 0) -> PathNode:
+    """The node of a document that ends with it. tower, tower_tokens: cost of its images, and their tokens."""
+    return node._replace(cost=costs.tokens(node.end) + tower, tower_tokens=tower_tokens)
 
 
 def _measured(documents: MeasuredDocuments, costs: Costs) -> list[DocumentMeta]:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +21,41 @@ TokenKeys = NDArray[np.int64]  # [T, k]: what must be equal for a token to be sh
 
 class PathNode(NamedTuple):
     """The tokens of a path between the end of the node before and `end`. cost: of a document that ends here, in the
-    unit of DocumentMeta.cost."""
+    unit of DocumentMeta.cost. tower_tokens: of such a document, as in DocumentMeta."""
 
     digest: int
     end: int
     cost: float = 0.0
+    tower_tokens: int = 0
+
+    @property
+    def room(self) -> int:
+        """DocumentMeta.room of a document that ends here."""
+        return self.end + self.tower_tokens
 
 
 Path = tuple[PathNode, ...]
+
+
+def image_column(tokens_T: NDArray[np.int64], placeholders: Sequence[int], images: bytes) -> NDArray[np.int64]:
+    """[T]: what must be equal for placeholders to be shared: 0 for text; for a placeholder the images, and everything
+    up to the last of them, so that documents part before their images or after all of them.
+
+    placeholders: ids of tokens that stand for images. images: names the document's images; empty if it has none.
+    """
+    column_T = np.zeros(len(tokens_T), np.int64)
+    is_image_T = np.isin(tokens_T, placeholders)
+    if images and is_image_T.any():
+        beginning = np.ascontiguousarray(tokens_T[: images_end(is_image_T)])
+        digest = blake2b(images + beginning.tobytes(), digest_size=8).digest()
+        column_T[is_image_T] = int.from_bytes(digest, "little") >> 1 | 1
+    return column_T
+
+
+def images_end(column_T: NDArray[Any]) -> int:
+    """Tokens up to the last placeholder, and with it; 0 without one. column_T: as image_column returns it."""
+    places = np.flatnonzero(column_T)
+    return int(places[-1]) + 1 if len(places) else 0
 
 
 def shared_paths(

@@ -180,7 +180,7 @@ def build_row(
     owner_M[places.row_K] = places.document_K
     media: dict[str, Any] = {}
     if images and vision is not None:  # a row without images runs the tower on the smallest possible one
-        inputs = [document.media.inputs for document in chosen if document.media is not None]
+        inputs = _image_inputs(chosen, vision, places, read, shared=segments is not None)
         media = {"media": joined(inputs or [dict(vision.smallest)]), "placeholder": not inputs}
     return Row(
         documents=tuple(indices),
@@ -239,6 +239,20 @@ def _last_seen(
         if document.media is not None:
             last[row_T] = row_T[vision.last_seen(document.tokens[: len(row_T)]).long()].int()
     return last
+
+
+def _image_inputs(
+    documents: Sequence[Document], vision: Vision, places: _TokenIndex, read: Sequence[int], *, shared: bool
+) -> list[Mapping[str, Tensor]]:
+    """The inputs of documents with images, in the order of their placeholders in the row; once for those that share
+    their images. shared: whether documents share tokens."""
+    by_place: dict[int, Mapping[str, Tensor]] = {}
+    for document, row_T in zip(documents, places.row_K.split(list(read)), strict=True):
+        if document.media is not None:
+            shown = vision.token_types(document.tokens[: len(row_T)]).nonzero().flatten() if shared else row_T[:0]
+            place = int(row_T[shown[0]]) if len(shown) else len(places.row_K) + len(by_place)
+            by_place.setdefault(place, document.media.inputs)
+    return [by_place[place] for place in sorted(by_place)]
 
 
 def _routes(documents: Sequence[Document], places: _TokenIndex, read: Sequence[int], tokens: int) -> Tensor | None:

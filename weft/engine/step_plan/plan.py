@@ -512,6 +512,9 @@ class StepPlanner:
         self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images, self._image_ranks)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
         self.apart = apart or _reason_apart(step, built)
+        # Ranks of mesh.cp send one another features of images by document, so that documents with images stay apart.
+        shown = None if context is not None else built.vision
+        self._placeholders = () if shown is None else tuple(t for t in (shown.image, shown.video) if t is not None)
         # Cached by length, and by patches and pairs, because a step has many equal ones.
         self.costs = Costs(
             self._omitted, cache(partial(document_flops, built.flops)), cache(partial(tower_flops, built.flops))
@@ -519,7 +522,7 @@ class StepPlanner:
 
     def metadata(self, documents: Collection[Document]) -> list[DocumentMeta]:
         """The metadata of each document, with its cost in this model; measured documents are not built."""
-        result = document_metadata(documents, self.costs, None if self.apart else self._shares)
+        result = document_metadata(documents, self.costs, None if self.apart else self._shares, self._placeholders)
         if self._no_images and any(meta.patches for meta in result):
             raise UserError(f"this model cannot be trained on images: {self._no_images}.")
         if self._no_videos and have_videos(documents):

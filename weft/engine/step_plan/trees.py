@@ -44,48 +44,53 @@ def items_of(
         root = _grow(documents, indices)
         limit = capacity
         if parts > 1:
-            whole = tree_tokens(documents, indices)
-            longest = max(documents[index].read for index in indices)
-            limit = min(capacity, max(longest, root.length + -(-(whole - root.length) // parts)))
+            largest = max(documents[index].room for index in indices)
+            limit = min(capacity, max(largest, root.room + -(-(root.whole - root.room) // parts)))
         for part in root.split(limit):
             longest = max(documents[index].read for index in part.documents)
             cost = tree_cost(documents, costs, part.documents)
-            items.append(PlanItem(tuple(part.documents), part.tokens, part.tokens, cost, longest))
+            read = tree_tokens(documents, part.documents)
+            items.append(PlanItem(tuple(part.documents), read, part.room, cost, longest))
     return items
 
 
 @dataclass
 class _Part:
-    """Documents of a subtree. tokens: of the subtree's part that they need."""
+    """Documents of a subtree. room: of the subtree's part that they need, as DocumentMeta.room."""
 
     documents: list[int]
-    tokens: int
+    room: int
 
 
 @dataclass
 class _Branch:
-    """A node of a tree. length: its tokens. documents: those that end with it."""
+    """A node of a tree. room: its tokens, and those that its images take. documents: those that end with it."""
 
-    length: int
+    room: int
     documents: list[int] = field(default_factory=list)
     children: list[_Branch] = field(default_factory=list)
+
+    @property
+    def whole(self) -> int:
+        """Room of the subtree."""
+        return self.room + sum(child.whole for child in self.children)
 
     def split(self, capacity: int) -> list[_Part]:
         """The subtree in parts of at most `capacity` tokens. Each part repeats this node, so there should be few: first
         fit by falling size (Johnson 1973)."""
-        room = capacity - self.length
+        room = capacity - self.room
         pieces = [part for child in self.children for part in child.split(room)]
-        pieces.sort(key=lambda part: -part.tokens)
+        pieces.sort(key=lambda part: -part.room)
         parts = [_Part([], 0)]
         for piece in pieces:
-            target = next((part for part in parts if part.tokens + piece.tokens <= room), None)
+            target = next((part for part in parts if part.room + piece.room <= room), None)
             if target is None:
                 target = _Part([], 0)
                 parts.append(target)
             target.documents += piece.documents
-            target.tokens += piece.tokens
+            target.room += piece.room
         parts[0].documents += self.documents
-        return [_Part(part.documents, part.tokens + self.length) for part in parts]
+        return [_Part(part.documents, part.room + self.room) for part in parts]
 
 
 def _grow(documents: Sequence[DocumentMeta], indices: Sequence[int]) -> _Branch:
@@ -96,10 +101,10 @@ def _grow(documents: Sequence[DocumentMeta], indices: Sequence[int]) -> _Branch:
         parent, start = None, 0
         for node in documents[index].path:
             if node.digest not in branches:
-                branches[node.digest] = _Branch(node.end - start)
+                branches[node.digest] = _Branch(node.room - start)
                 if parent is not None:
                     parent.children.append(branches[node.digest])
-            parent, start = branches[node.digest], node.end
+            parent, start = branches[node.digest], node.room
             root = root or parent
         assert parent is not None
         parent.documents.append(index)
