@@ -21,6 +21,7 @@ from tests.checkpoint import test_resume
 from tests.data import test_documents, test_order
 from tests.engine import test_schedule
 from tests.models import test_lora
+from tests.parallel import test_quantised
 from tests.parity import test_distill_parity, test_policy_parity, test_rl_teacher_parity
 from tests.recipes import test_eval
 from tests.support.cases import describe, open_engine, parity, saved_model, world_of
@@ -38,7 +39,7 @@ from weft.launch.process import join
 from weft.launch.summary import Phases
 from weft.verify import reference, reference_optimizer
 from weft.verify.bugs import BALANCE_SCALE, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
-from weft.verify.bugs.adapters import BASE
+from weft.verify.bugs.adapters import BASE, QUANTISED
 from weft.verify.bugs.distillation import DISTILLED, TEACHER_ADVANTAGE
 from weft.verify.bugs.evaluation import HELD_OUT
 from weft.verify.bugs.resuming import RESUMED
@@ -89,6 +90,7 @@ CASES = {
     "padding-trained": Case("falcon"),
     "head-untied": Case("llama_tied"),
     "first-slice-of-the-adapter": ADAPTED,
+    "scales-of-one-shard": Case(sections=(("lora", "rank", 4), ("lora", "base", "nf4"))),
     "alpha-not-divided": ADAPTED,
     "rslora-ignored": ADAPTED,
     "shared-token-counts-once": replace(BALANCED_STEP, mesh="", trees=True),
@@ -351,6 +353,7 @@ TESTS: dict[str, Check] = {
     RUN_LOSSES: losses_of_a_run,
     RUN_RATES: rates_of_a_run,
     BASE: test_lora.base_is_read,
+    QUANTISED: test_quantised.layers_are_chosen,
     RESUMED: test_resume.resumed_run_is_the_unbroken_one,
     UPDATE: test_policy_parity.update_is_the_plain_one,
     DISTILLED: test_distill_parity.step_is_the_plain_one,

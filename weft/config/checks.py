@@ -163,6 +163,7 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
     yield from _weights_combinations(config)
     yield from _router_combinations(config)
     yield from _recompute_combinations(config)
+    yield from _quantised_combinations(config)
     if config.model.transforms and config.mesh.tp > 1:
         yield (
             "model.transforms",
@@ -215,6 +216,38 @@ def _router_combinations(config: Any) -> Iterator[tuple[str, str]]:
             "model.router_bias_rate",
             "model.router_bias_rate goes by what routers choose, which is not counted in compiled layers: set "
             "model.router_bias_rate=null, or model.compile=false.",
+        )
+
+
+def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    if not config.lora.on or config.lora.base == "compute":
+        return
+    refused: tuple[tuple[str, bool, str, object], ...] = (
+        ("model.compile", config.model.compile is True, "compiled layers would store the dequantised weights", False),
+        ("model.transforms", bool(config.model.transforms), "it multiplies weights of 16 or 32 bits", []),
+        ("model.init", config.model.init == "random", "it is made from the weights in files", "pretrained"),
+        ("fsdp.cpu_offload", config.fsdp.cpu_offload, "its scales stay on the accelerator", False),
+    )
+    for key, is_refused, why, instead in refused:
+        if is_refused:
+            yield (
+                key,
+                (
+                    f"{key} does not go together with lora.base={config.lora.base}: {why}. Set "
+                    f"{override(key, instead)}, "
+                    "or lora.base=compute."
+                ),
+            )
+    if hasattr(config, "rollout"):
+        yield (
+            "lora.base",
+            "lora.base=nf4 is for weft sft: engines of weft rl take the base from the trainer. Set lora.base=compute.",
+        )
+    elif getattr(config, "eval", None) is not None and config.eval.prompts is not None:
+        yield (
+            "eval.prompts",
+            "eval.prompts does not go together with lora.base=nf4: the copy of the model that answers takes the base "
+            "from the trainer. Set eval.prompts=null, or lora.base=compute.",
         )
 
 

@@ -449,6 +449,13 @@ class LoraConfig:
         (),
         unread=(when.NO_ADAPTERS, when.FROM_ADAPTER),
     )
+    base: Literal["compute", "nf4"] = key(
+        "How the frozen base is stored: `compute`, in the compute dtype; `nf4`, the decoder's linear layers and "
+        "experts in 4 bits (QLoRA), in bitsandbytes' format NF4 with double quantisation, made from the files while "
+        "they are read. Not exact: adapters train on the weights that the bytes say (docs/how-to/lora.md).",
+        "compute",
+        unread=(when.NO_ADAPTERS,),
+    )
     path: str | None = key(
         "Go on from this adapter, a folder that peft or weft has written; it says rank, alpha, targets and "
         "modules_to_save.",

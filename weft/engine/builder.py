@@ -59,6 +59,7 @@ from weft.parallel.mesh import Mesh, build_mesh, cp_axis, stage_group
 from weft.parallel.parallelize import Precision, StagePlan, materialize, move_buffers, parallelize
 from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, without_placeholders
 from weft.parallel.pp.schedule import DELAYED, Placement, placement_of
+from weft.parallel.quantise import empty_groups, fill_quantised
 from weft.parallel.shards.adapter_files import fill_adapters, to_json
 from weft.parallel.shards.cuts import full_shape
 from weft.parallel.shards.load import LoadReport, Progress, fill_random, load_weights
@@ -146,6 +147,7 @@ def assemble(
     if ranks.simulated is not None:
         with ranks.simulated.fake:
             materialize(built.module, ranks.tensors_on)
+            empty_groups(built.module)
         rebuild_buffers(built.module)
     elif weights:
         check_memory(spec, built, sharded, fill=fill)
@@ -265,7 +267,7 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
         adapter_config = to_json(built.lora, built.path, module)
     units, divided, pipeline = parallelize(
         module, spec.mesh, built.config, config.model, config.fsdp, spec.precision, ranks.tensors_on,
-        sequence=sequence, stages=stages, fused_norms=fuses_norms(config, ranks.device),
+        sequence=sequence, stages=stages, fused_norms=fuses_norms(config, ranks.device), base=config.lora.base,
     )  # fmt: skip
     if pipeline is not None:
         require_trained(spec, pipeline, module.facts.layers)
@@ -307,7 +309,7 @@ def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) 
     layers = bool(built.flops.expert or built.module.mixers or built.support.mixers or config.model.transforms)
     layer_needed = config.exact or config.deterministic or spec.mesh.pp_size > 1 or built.vision is not None
     policy = policy_of(config.model.recompute)
-    layer_needed = layer_needed or (policy is not None and policy.keeps_operations)
+    layer_needed = layer_needed or (policy is not None and policy.keeps_operations) or config.lora.base != "compute"
     read = bool(ReadoutSpec.parse(readouts).hidden)
     return spec.ranks.device.type == "cuda" and spec.trained and not (precise or layers or layer_needed or read)
 
@@ -478,6 +480,8 @@ def fill_weights(
     elif plan is not None:
         # A frozen base is in no checkpoint: it is always read.
         report = load_weights(module, plan, cuts, progress) if fill or lora is not None else None
+        if module.quantised_shapes:
+            fill_quantised(module, plan, cuts, spec.precision.frozen, spec.ranks.device, spec.mesh.world_group)
         plan.source.close()
     rebuild_buffers(module)
     move_buffers(module, spec.ranks.device)

@@ -18,6 +18,7 @@ from weft.config.mesh import AXES
 from weft.engine.engine import Engine
 from weft.engine.optim.groups import describe_groups
 from weft.engine.optim.optimizer import lossy_parts
+from weft.models.quantised import is_bytes
 from weft.ops.attention import EXACT, choose
 from weft.parallel.mesh import Mesh
 from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, full_shape
@@ -98,8 +99,13 @@ def describe(engine: Engine, *, parameters: bool = False) -> dict[str, Any]:
 
 def elements_by_name(engine: Engine) -> dict[str, int]:
     """Name of each parameter -> its elements over all ranks."""
-    cuts = engine.divided.cuts
-    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.whole_parameters().items()}
+    cuts, module = engine.divided.cuts, engine.module
+    stored = {
+        name: math.prod(full_shape(name, p, cuts))
+        for name, p in engine.whole_parameters().items()
+        if not is_bytes(module, name)
+    }
+    return stored | {name: math.prod(shape) for name, shape in module.quantised_shapes.items()}
 
 
 def attention_kernels(engine: Engine) -> dict[str, list[str]]:

@@ -44,6 +44,7 @@ from weft.models.readouts import ReadoutSpec
 from weft.parallel.fsdp import fsdp_modules, reshard
 from weft.parallel.mesh import Mesh, full_tensor, local_shard
 from weft.parallel.pp.communication import P2PCommunicator, gather_over_stages, sum_shared_gradients
+from weft.parallel.quantise import DequantisedTensors
 from weft.parallel.shards.cuts import AnyShardSpec
 from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.load import Progress
@@ -561,7 +562,8 @@ class Engine:
         Collective: gathered one by one, on the rank's device, in the stored dtype.
         """
         self.require_awake("parameters")
-        local, cuts = self.module.state_dict(keep_vars=True), self.divided.cuts
+        cuts = self.divided.cuts
+        local = DequantisedTensors(self.module, cuts, self.precision.frozen)
         if self.mesh.pp is None or self.pipeline is None:
             yield from ((name, full_tensor(tensor, cuts.get(name))) for name, tensor in local.items())
             return

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weft.models import hf
 from weft.models.low_rank import LowRank
+from weft.models.quantised import GroupedLinear, QuantisedWeight
 from weft.ops.dispatch import ExpertPlacement, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
 from weft.ops.recompute import reuse_in_recompute
 
@@ -70,7 +71,10 @@ def _project(
     """Each row times its expert's matrix `name`, plus the adapter's output."""
     weight = getattr(experts, name)
     bias = None if expert is None else bias_share * getattr(experts, f"{name}_bias")[expert]
-    out = grouped_linear(rows, weight, ends, bias, experts.is_transposed)
+    if isinstance(weight, QuantisedWeight):
+        out = GroupedLinear.apply(rows, weight, ends, bias, experts.is_transposed)
+    else:
+        out = grouped_linear(rows, weight, ends, bias, experts.is_transposed)
     adapter: LowRank | None = getattr(experts, f"lora_{name}", None)
     if adapter is None or not adapter.switch.on:
         return out

@@ -483,7 +483,8 @@ def untie(model: PreTrainedModel, name: str) -> None:
 def rebuild_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that no checkpoint holds (rotary tables, embedding scales); the state dict is left alone."""
     for module in model.modules():
-        module._is_hf_initialized = False
+        # Modules without weights that transformers would fill: those of quantised layers are bytes.
+        module._is_hf_initialized = any(not p.is_floating_point() for p in module.parameters(recurse=False))
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     with warnings.catch_warnings():  # recurrent_gemma draws values for DTensors, too, and discards them

@@ -243,6 +243,9 @@ class TrainModule(nn.Module):
         self.takes_positions = hf.accepts(self.base, "position_ids")
         self.bounds_argument = family_of(self.facts.model_type).bounds_argument
         self.mixers: dict[str, PerDocumentMixer] = run_per_document(self.layers)
+        # Shapes of the weights that are stored in 4 bits, of all pipeline stages, and what stands for this rank's.
+        self.quantised_shapes: dict[str, tuple[int, ...]] = {}
+        self.quantised: dict[str, Any] = {}
         self.stage_ios: list[StageIO] = []  # of this rank's pipeline stages; empty for a whole model
 
     hf_model: PreTrainedModel

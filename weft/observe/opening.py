@@ -59,6 +59,7 @@ from weft.parallel.memory import HostNeeds, hint, host_bytes, host_shortage
 from weft.parallel.parallelize import layers_of
 from weft.parallel.pp.model import Pipeline
 from weft.parallel.pp.schedule import in_flight
+from weft.parallel.quantise import describe as describe_quantised
 from weft.strict_json import plain
 from weft.terminal import Console, byte_count, clean, count, counted, say, say_folded
 from weft.versions import untested_versions
@@ -311,6 +312,8 @@ def _model_lines(
     yield from state_lines(engine.built.load, engine.config.optimizer) if begins else ()
     for line in describe_adapters(engine.lora, engine.module, elements) if engine.lora is not None else ():
         yield f"lora     {line}"
+    if engine.module.quantised_shapes:
+        yield f"lora     {describe_quantised(engine.module.quantised_shapes, sum(elements.values()))}"
     model = engine.config.model
     layers = [transform.describe(engine.module) for transform in chosen_transforms(model, fused_norms=False)]
     if layers:

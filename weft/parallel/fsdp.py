@@ -38,7 +38,11 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     # leaves it alone instead. With tp, ep or pp it would be a plain tensor that ranks hold parts of, and what writes
     # tensors to files and engines takes a plain tensor for one that all ranks hold.
     leaves_frozen = mesh.world.size() == 1 and not config.cpu_offload
-    ignored = {p for p in module.parameters() if leaves_frozen and not p.requires_grad and p.dtype == compute}
+    ignored = {
+        p
+        for p in module.parameters()
+        if leaves_frozen and not p.requires_grad and (p.dtype == compute or not p.is_floating_point())
+    }
     meshes: dict[Strategy, DeviceMesh] = {}
     for unit in units:
         if unit.shard not in meshes:
@@ -218,6 +222,8 @@ def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dt
     for child in fsdp_modules(module):
         group = child._get_fsdp_state()._fsdp_param_group
         for parameter in [] if group is None else group.fsdp_params:
+            if not parameter.orig_dtype.is_floating_point:
+                continue  # bytes of a quantised weight, which FSDP gathers as they are
             compute = parameter.param_dtype or parameter.orig_dtype  # None: no cast is needed
             dtypes.add((compute, parameter.reduce_dtype or compute))
     return dtypes

@@ -92,7 +92,7 @@ def memory_needs(
         weights=sum(math.prod(_largest_shard(p)) * p.element_size() for p in parameters),
         gradients=_elements_on_rank(trained) * master,
         optimizer=moments(lambda p: _elements_on_rank([p])),
-        gathered=_gathered(parameters, units, reshard) * precision.compute.itemsize,
+        gathered=_gathered(parameters, units, reshard, precision.compute.itemsize),
         unsharded=sum(p.numel() * p.element_size() for p in parameters)
         + _elements(trained) * (master + average)
         + moments(nn.Parameter.numel),
@@ -228,9 +228,12 @@ def _elements(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int) -> int:
+def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int, compute: int) -> int:
+    """Bytes of gathered parameters; those of integers, the bytes of quantised weights, keep their dtype."""
+
     def elements(parameters: Iterable[nn.Parameter]) -> int:
-        return _elements(p for p in parameters if isinstance(p, DTensor))  # FSDP leaves others as they are
+        sharded = (p for p in parameters if isinstance(p, DTensor))  # FSDP leaves others as they are
+        return sum(p.numel() * (compute if p.is_floating_point() else p.element_size()) for p in sharded)
 
     owned = [(elements(local), unit.keep) for unit, local in zip(units, parameters_by_unit(units), strict=True)]
     root = elements(parameters) - sum(count for count, _ in owned)

@@ -232,6 +232,7 @@ def trainer_of(
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
         seed=engine.config.seed, aliases=engine_names(engine), matrices=matrix_parts(engine),
+        quantised=tuple(engine.module.quantised_shapes),
     )  # fmt: skip
 
 

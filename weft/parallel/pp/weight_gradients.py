@@ -34,8 +34,9 @@ class WeightGradients:
         return noted
 
     def _enter(self, linear: nn.Module, args: tuple[Any, ...]) -> None:
-        weight = linear._parameters["weight"]
-        assert weight is not None
+        weight = linear._parameters.get("weight")
+        if weight is None:  # it is quantised, and frozen
+            return
         is_whole = weight.is_leaf  # not a slice, as in a part of a mixer
         if is_whole and weight.requires_grad and torch.is_grad_enabled() and args[0].requires_grad:
             self._within.append((linear, weight))

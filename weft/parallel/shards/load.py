@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.errors import UserError
@@ -23,6 +23,7 @@ from weft.launch import flight
 from weft.launch.process import rank_and_world, world_group
 from weft.models import hf
 from weft.models.lora import is_adapters
+from weft.models.quantised import is_bytes
 from weft.models.train_module import TrainModule
 from weft.parallel.shards.boxes import Box, local_box, overlap, shard_of
 from weft.parallel.shards.cuts import ShardSpecs, shards_of
@@ -158,9 +159,11 @@ def _differ(source: TensorSource, a: str, b: str) -> bool:
     return bool(differs)
 
 
-def load_weights(module: nn.Module, plan: LoadPlan, specs: ShardSpecs, progress: Progress | None = None) -> LoadReport:
-    """Fill the parameters and persistent buffers of a sharded module in place, except adapters and fresh tensors;
-    collective where shards are replicated.
+def load_weights(
+    module: TrainModule, plan: LoadPlan, specs: ShardSpecs, progress: Progress | None = None
+) -> LoadReport:
+    """Fill the parameters and persistent buffers of a sharded module in place, except adapters, fresh tensors and bytes
+    of quantised weights; collective where shards are replicated.
 
     Each tensor is read by one of its replicas, in turn, and broadcast to the others.
     """
@@ -168,7 +171,7 @@ def load_weights(module: nn.Module, plan: LoadPlan, specs: ShardSpecs, progress:
     targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
     filled = {id(tensor) for tensor in targets.values()}
     state = module.state_dict(keep_vars=True).items()
-    filled_elsewhere = {name for name, _ in state if name in plan.fresh or is_adapters(name)}
+    filled_elsewhere = {name for name, _ in state if name in plan.fresh or is_adapters(name) or is_bytes(module, name)}
     empty = [name for name, tensor in state if id(tensor) not in filled and name not in filled_elsewhere]
     assert not empty, f"nothing fills {empty[:3]}"
     fill_tensors(targets, plan.fills, plan.source, specs, progress)
@@ -194,7 +197,7 @@ def fill_tensors(
         local_shard = shard_of(targets[name])
         if local_shard.is_reader(number):
             for shard in shards_of(targets[name], specs.get(name)):
-                _fill(shard.values, shard.box, fills[name], source)
+                fill_box(shard.values, shard.box, fills[name], source)
         for group in local_shard.groups:
             dist.broadcast(local_shard.values, group=group, group_src=number % dist.get_world_size(group))
         filled += local_shard.values.nbytes
@@ -215,7 +218,7 @@ def fill_random(
 
 
 @torch.no_grad()
-def _fill(local: Tensor, box: Box, mappings: Sequence[tuple[TensorMapping, str]], source: TensorSource) -> None:
+def fill_box(local: Tensor, box: Box, mappings: Sequence[tuple[TensorMapping, str]], source: TensorSource) -> None:
     """Copy the overlap of every mapping with this rank's box."""
     filled = 0
     for mapping, name in sorted(mappings, key=lambda pair: source.sort_key(pair[1])):
@@ -232,5 +235,5 @@ def read_whole(plan: LoadPlan, name: str) -> Tensor:
     mappings = plan.fills[name]
     shape = tuple(max(ends) for ends in zip(*(mapping.box.end for mapping, _ in mappings), strict=True))
     out = torch.empty(shape, dtype=plan.source.dtypes.get(mappings[0][1], torch.float32))
-    _fill(out, Box.from_shape(shape), mappings, plan.source)
+    fill_box(out, Box.from_shape(shape), mappings, plan.source)
     return out

@@ -39,11 +39,13 @@ from weft.models import hf
 from weft.models.cost import costs_of_layers
 from weft.models.experts import find_experts
 from weft.models.train_module import ScoreHead, TrainModule
+from weft.ops import nf4
 from weft.parallel.activations import RowSharing, Saved, saved_bytes
 from weft.parallel.ep.experts import strided
 from weft.parallel.parallelize import StagePlan, layers_of
 from weft.parallel.pp.model import LayerInterface, Pipeline, plan_pipeline
 from weft.parallel.pp.schedule import DELAYED, placement_of
+from weft.parallel.quantise import quantisable
 from weft.parallel.tp.plan import TPPlan, find_tp_plan
 from weft.parallel.units import Strategy, Unit, find_units, parameters_by_unit
 from weft.recipes.plan.passes import LayerPasses, head_passes, layer_passes, usual_passes
@@ -60,7 +62,7 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     trained: bool
-    itemsize: int
+    itemsize: float
     experts: int | None = None
     strided: bool = False
 
@@ -124,6 +126,7 @@ class Blueprint:
     def weights(self) -> tuple[Weight, ...]:
         """All weights, in the model's order."""
         precision, weights = self.setup.precision, []
+        quantised = quantisable(self.module, {}) if self.config.lora.base == "nf4" else {}
         for name, parameter in self.parameters.items():
             owner = next((prefix for prefix in self.experts if name.startswith(f"{prefix}.")), None)
             count, fastest = None, False
@@ -131,14 +134,14 @@ class Blueprint:
                 child = self.experts[owner]
                 count, fastest = int(child.num_experts), strided(child, name.removeprefix(f"{owner}."))
             dtype = precision.master if parameter.requires_grad else precision.frozen
-            shape = tuple(parameter.shape)
-            weights.append(Weight(name, shape, parameter.requires_grad, dtype.itemsize, count, fastest))
+            shape, size = tuple(parameter.shape), nf4.BYTES if name in quantised else dtype.itemsize
+            weights.append(Weight(name, shape, parameter.requires_grad, size, count, fastest))
         return tuple(weights)
 
     @cached_property
     def stored(self) -> int:
         """Bytes of all weights."""
-        return sum(math.prod(weight.shape) * weight.itemsize for weight in self.weights)
+        return round(sum(math.prod(weight.shape) * weight.itemsize for weight in self.weights))
 
     @cached_property
     def trained(self) -> int:

@@ -94,7 +94,7 @@ class Holdings:
         """The bytes that one rank holds."""
         model, units = self.model, []
         parts, state = self._shapes(coordinates), model.setup
-        weights = trained = moments = 0
+        weights, trained, moments = 0.0, 0, 0
         _, kinds = model.kinds(self.mesh.tp)
         for facts in model.units(self.mesh.tp, spread=self.mesh.ep > 1):
             several = self._count(facts, coordinates.pp)
@@ -108,10 +108,10 @@ class Holdings:
                 trained += count * weight.trained * state.trained
                 if weight.trained and state.trained:
                     moments += self._state_bytes(weight.name, weight.shape, count)
-            units.append(_unit(facts, several, own, shards))
+            units.append(_unit(facts, several, own, shards, state.precision.compute.itemsize))
         average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
         master = state.precision.master.itemsize
-        return RankShare(coordinates, weights, trained * master, moments, trained * average, tuple(units))
+        return RankShare(coordinates, round(weights), trained * master, moments, trained * average, tuple(units))
 
     def by_stage(self) -> list[RankShare]:
         """For each stage, the holdings of the rank that holds most between steps."""
@@ -182,18 +182,25 @@ def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
     return max(0, min(rows, shape[0] - rows * index)) * math.prod(shape[1:])
 
 
-def _unit(facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int) -> UnitShare:
+def _unit(
+    facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int, compute: int
+) -> UnitShare:
+    """compute: bytes of an element of the compute dtype, in which elements are counted: quantised ones are fewer."""
+
     def padded(shape: tuple[int, ...]) -> int:
         return shard_elements(shape, shards, 0) * shards
+
+    def gathered(weight: Weight, elements: int) -> int:
+        return round(elements * min(1.0, weight.itemsize / compute)) if weight.itemsize < 1 else elements
 
     return UnitShare(
         facts.name,
         facts.keep,
         facts.shard,
         count,
-        elements=sum(math.prod(shape) for shape, _ in parts),
+        elements=sum(gathered(weight, math.prod(shape)) for shape, weight in parts),
         trained=sum(math.prod(shape) for shape, weight in parts if weight.trained),
-        padded=sum(padded(shape) for shape, _ in parts),
+        padded=sum(gathered(weight, padded(shape)) for shape, weight in parts),
         trained_padded=sum(padded(shape) for shape, weight in parts if weight.trained),
         shards=shards,
         tensors=sum(weight.trained for _, weight in parts),

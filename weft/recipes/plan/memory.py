@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,16 +23,17 @@ from weft.upstream import HSDP_BUFFERS
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. share: what it holds between steps, with gradients. gathered: parameters of gathered units, in
-    the compute dtype. unreduced: gradients of the largest unit before they are reduced. rows: what the largest row
-    keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back.
-    head: logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written. unknown: why
-    `rows` could not be computed; "" if it was. lingering: buffers of the gradients that FSDP reduced last, which it
-    frees in the next row's backward. recomputed: the part of `rows` of a layer that is recomputed in backward.
-    offloaded: whether what is held is on the host (fsdp.cpu_offload). staged: shards of units that have come from
-    there. reduced: gradients of replicated units in the dtype in which they are reduced, which torch keeps until the
-    end of backward. keeps: whether one data rank keeps parameters in the compute dtype for a whole step, as it does
-    where memory allows (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`."""
+    """Bytes of one rank. share: what it holds between steps, with gradients. gathered: parameters of gathered units,
+    in the compute dtype. unreduced: gradients of the largest unit before they are reduced. rows: what the largest
+    row keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts,
+    and back. head: logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written.
+    unknown: why `rows` could not be computed; "" if it was. lingering: buffers of the gradients that FSDP reduced
+    last, which it frees in the next row's backward. recomputed: the part of `rows` of a layer that is recomputed in
+    backward. offloaded: whether what is held is on the host (fsdp.cpu_offload). staged: shards of units that have
+    come from there. reduced: gradients of replicated units in the dtype in which they are reduced, which torch
+    keeps until the end of backward. dequantised: a quantised weight of the base while its layer computes. keeps:
+    whether one data rank keeps parameters in the compute dtype for a whole step, as it does where memory allows
+    (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`."""
 
     share: RankShare
     gathered: int
@@ -47,6 +49,7 @@ class Memory:
     offloaded: bool = False
     staged: int = 0
     reduced: int = 0
+    dequantised: int = 0
     keeps: bool = False
     copies: int = 0
 
@@ -63,7 +66,10 @@ class Memory:
     @property
     def fullest(self) -> int:
         """Bytes at the fullest moment: the head and a layer's backward take turns, all else adds up."""
-        alternating = max(self.head + self.lingering, self.recomputed + self.unreduced + self.experts + self.reduced)
+        alternating = max(
+            self.head + self.lingering,
+            self.recomputed + self.unreduced + self.experts + self.reduced + self.dequantised,
+        )
         gathered = self.gathered + self.staged + self.copies
         return self.resident + gathered + self.rows - self.recomputed + self.in_flight + alternating
 
@@ -110,6 +116,7 @@ def _of_stage(
         offloaded=config.fsdp.cpu_offload,
         staged=_staged(model, holdings) if config.fsdp.cpu_offload else 0,
         reduced=_reduced(model, mesh, holdings, micro_batches) if model.setup.trained else 0,
+        dequantised=_dequantised(model, mesh),
     )
     if not model.setup.trained:
         return memory
@@ -224,6 +231,13 @@ def _reduced(model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batch
         unit for unit in holdings.units if ranks > unit.shards * (mesh.ep if unit.strategy == "experts" else 1)
     )
     return sum(unit.trained_padded // unit.shards * unit.count for unit in replicated) * size
+
+
+def _dequantised(model: Blueprint, mesh: MeshSizes) -> int:
+    """Bytes of the largest quantised weight in the compute dtype."""
+    quantised = (weight for weight in model.weights if weight.itemsize < 1)
+    parts = (math.prod(weight.shape) // (mesh.tp * (mesh.ep if weight.experts else 1)) for weight in quantised)
+    return max(parts, default=0) * model.setup.precision.compute.itemsize
 
 
 def _unreduced_of(unit: UnitShare, compute: torch.dtype, reduce: torch.dtype) -> int:

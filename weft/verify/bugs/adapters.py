@@ -13,6 +13,7 @@ import torch.distributed as dist
 from weft.parallel.shards.boxes import Shard
 from weft.verify.bugs import LOGPROB, Original, Plant, bug
 
+QUANTISED = "tests/parallel/test_quantised.py: linear layers and experts are quantised, and nothing else"
 BASE = "tests/models/test_lora.py: without its adapter a model is its base"
 
 
@@ -58,3 +59,38 @@ def alpha_not_divided(plant: Plant, original: Original, alpha: float, rank: int,
 def rslora_ignored(plant: Plant, original: Original, alpha: float, rank: int, rslora: bool) -> float:
     plant.hits += rslora
     return float(original(alpha, rank, False))
+
+
+@bug(
+    "B33", "weft.parallel.quantise:join_scales",
+    "the scales of a quantised base are relative to those of one rank's rows",
+    caught_by=LOGPROB, issue="bitsandbytes-foundation/bitsandbytes#2080", ranks=2, needs="lora.base=nf4",
+)  # fmt: skip
+def scales_of_one_shard(plant: Plant, original: Original, rows: Any, group: Any) -> None:
+    plant.hit()
+
+
+@bug(
+    "B53", "weft.parallel.quantise:linear_layers",
+    "a pattern that should leave out routers leaves out gate_proj, too",
+    caught_by=QUANTISED, issue="PrimeIntellect-ai/prime-rl#2910", needs="lora.base=nf4",
+)  # fmt: skip
+def gate_proj_left_out(plant: Plant, original: Original, module: Any) -> Any:
+    for name, layer in original(module):
+        if "gate" in name:
+            plant.hit()
+        else:
+            yield name, layer
+
+
+@bug(
+    "B53", "weft.parallel.quantise:linear_layers",
+    "the gate of a shared expert is quantised",
+    caught_by=QUANTISED, issue="axolotl-ai-cloud/axolotl#3791", needs="lora.base=nf4, a shared expert with a gate",
+)  # fmt: skip
+def gate_quantised(plant: Plant, original: Original, module: Any) -> Any:
+    yield from original(module)
+    for name, child in module.named_modules():
+        if name.endswith("shared_expert_gate"):
+            plant.hit()
+            yield name, child
