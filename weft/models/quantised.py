@@ -114,11 +114,11 @@ def is_bytes(module: TrainModule, name: str) -> bool:
 
 
 def _linear(layer: Any, x: Tensor) -> Tensor:
-    out: Tensor = _Linear.apply(x, layer.bias, layer.weight)
+    out: Tensor = _QuantisedLinear.apply(x, layer.bias, layer.weight)
     return out
 
 
-class _Linear(torch.autograd.Function):
+class _QuantisedLinear(torch.autograd.Function):
     """W x + b. W and b are frozen."""
 
     @staticmethod
