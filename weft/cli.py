@@ -547,6 +547,7 @@ RECIPES = {
     "sft": "Fine-tune a model on documents or conversations.",
     "distill": "Train a student on the distributions of a teacher.",
     "dpo": "Train a model on preferences: pairs of answers, or answers with a label.",
+    "reward": "Train a reward model on preferences, labels or steps.",
 }
 
 COMMANDS = {

@@ -33,7 +33,7 @@ from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
 from weft.engine.losses.reward import BradleyTerryLoss, ScoreClassificationLoss, ScoreRegressionLoss
 from weft.engine.score_head import ScoreSpec
-from weft.engine.scores import parts_pairs, scored_length, step_scores, with_end_mark
+from weft.engine.scores import parts_pairs, scored_document, scored_length, step_scores
 from weft.engine.selfcheck.architecture import examine, forget_checks
 from weft.engine.selfcheck.score import check_scores
 from weft.errors import UserError
@@ -44,6 +44,7 @@ from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verify.image_documents import shown
 from weft.verify.image_reference import ImageReference
 from weft.verify.observed import Tensors
+from weft.verify.plants import planted
 
 CENTER, LR, VOCABULARY = 0.05, 0.05, 100
 LENGTHS = ((9, 3, 30), (30, 17, 2), (5, 1, 1), (16, 23, 40), (12, 7, 8))  # of a prompt, its chosen and rejected answer
@@ -64,14 +65,11 @@ def steps(count: int = 3) -> list[Answers]:
 
 
 def documents_of(step: Answers, images: dict[tuple[int, ...], Any] | None = None) -> list[Document]:
-    result = []
-    for ids, margin in step:
-        tokens = with_end_mark(torch.tensor(ids))
-        weights = torch.zeros(len(tokens))
-        weights[-1] = 1.0
-        media = None if images is None else images.get(tuple(ids))
-        result.append(Document(tokens, weights, arrays={"margin": torch.full((len(tokens),), margin)}, media=media))
-    return result
+    media = images or {}
+    return [
+        scored_document(torch.tensor(ids), None, {"margin": margin}, media=media.get(tuple(ids)))
+        for ids, margin in step
+    ]
 
 
 def reward_engine(path: str, mesh: str, labels: int = 1, task: hf.ScoreTask = "sequence", **sections: Any) -> Engine:
@@ -101,6 +99,22 @@ def ours(path: str, mesh: str, sections: dict[str, Any]) -> tuple[Tensors, Any]:
     engine = reward_engine(path, mesh, **sections)
     weights = {name: tensor.clone() for name, tensor in engine.tensors()}
     return weights, train(engine, BradleyTerryLoss(CENTER), [documents_of(step) for step in steps()])
+
+
+def ours_planted(plant: str | None, path: str, mesh: str) -> tuple[Tensors, Any]:
+    with planted(plant):
+        return ours(path, mesh, {})
+
+
+def holds_with(plant: str | None) -> bool:
+    """Whether the steps on two ranks are the plain ones, with this bug planted."""
+    path = saved_model("llama")
+    weights, results = run(2, ours_planted, plant, path, "2")[0]
+    try:
+        check(results, plain(path, weights))
+    except AssertionError:
+        return False
+    return True
 
 
 def plain_model(path: str, weights: Tensors, labels: int = 1, task: str = "Sequence") -> Any:
@@ -133,8 +147,8 @@ def descend(model: Any, losses: Sequence[Callable[[], Figures]]) -> list[tuple[F
 
 def pair_figures(model: Any, step: Answers, images: Callable[[list[int]], dict[str, Any]]) -> Figures:
     """One answer at a time."""
-    scores = [model(input_ids=torch.tensor([ids]), use_cache=False, **images(ids)).logits[0, 0] for ids, _ in step]
-    chosen, rejected = torch.stack(scores).view(-1, 2).unbind(1)
+    values = [model(input_ids=torch.tensor([ids]), use_cache=False, **images(ids)).logits[0, 0] for ids, _ in step]
+    chosen, rejected = torch.stack(values).view(-1, 2).unbind(1)
     margin = torch.tensor([margin for _, margin in step[::2]])
     loss = (-F.logsigmoid(chosen - rejected - margin)).mean() + CENTER * ((chosen + rejected) ** 2).mean()
     return {

@@ -22,7 +22,7 @@ from tests.data import test_documents, test_order
 from tests.engine import test_schedule
 from tests.models import test_lora
 from tests.parallel import test_quantised
-from tests.parity import test_distill_parity, test_policy_parity, test_rl_teacher_parity
+from tests.parity import test_distill_parity, test_policy_parity, test_reward_parity, test_rl_teacher_parity
 from tests.recipes import test_eval
 from tests.support.cases import describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
@@ -43,6 +43,7 @@ from weft.verify.bugs.adapters import BASE, QUANTISED
 from weft.verify.bugs.distillation import DISTILLED, TEACHER_ADVANTAGE
 from weft.verify.bugs.evaluation import HELD_OUT
 from weft.verify.bugs.resuming import RESUMED
+from weft.verify.bugs.reward import PREFERRED
 from weft.verify.bugs.rl import UPDATE
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
@@ -369,6 +370,7 @@ TESTS: dict[str, Check] = {
     "tests/verify/test_plants.py: layer inputs have the dtypes of transformers' own forward": layer_inputs,
     "tests/verify/test_plants.py: weights stay gathered between forward and backward": stays_gathered,
     "tests/verify/test_plants.py: recomputation runs each layer twice": layers_run_twice,
+    PREFERRED: test_reward_parity.holds_with,
     "tests/data/test_documents.py: test_prompt_and_completion": holds(prompt_and_completion),
     "tests/engine/test_schedule.py: test_cosine_with_warmup": holds(test_schedule.test_cosine_with_warmup),
     "tests/data/test_order.py: test_every_document_once_in_each_epoch": holds(

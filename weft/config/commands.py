@@ -10,14 +10,15 @@ from collections.abc import Collection
 
 from weft.config.distill_schema import DistillConfig
 from weft.config.dpo_schema import DpoConfig
+from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 
 SCHEMAS: dict[str, type[SftConfig] | type[RlConfig]] = {
-    "sft": SftConfig, "dpo": DpoConfig, "distill": DistillConfig, "rl": RlConfig,
+    "sft": SftConfig, "dpo": DpoConfig, "reward": RewardConfig, "distill": DistillConfig, "rl": RlConfig,
 }  # fmt: skip
 # Section -> the command that a config with this section belongs to; without any of them it belongs to `weft sft`.
-MARKS = {"preference": "dpo", "distill": "distill", "rl": "rl"}
+MARKS = {"preference": "dpo", "reward": "reward", "distill": "distill", "rl": "rl"}
 
 
 def command_of(sections: Collection[str]) -> str:

@@ -15,6 +15,7 @@ ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {"optimizer.lr": 1.0e-4, "optimizer.weight_decay": 0.0},
     "distill": {"optimizer.lr": 1.0e-4, "optimizer.weight_decay": 0.0},
     "dpo": {"optimizer.lr": 1.0e-5},
+    "reward": {"optimizer.lr": 1.0e-4},
     "rl": {"optimizer.lr": 1.0e-5},
 }
 

@@ -191,6 +191,9 @@ _FIRST: dict[str, dict[str, Any]] = {
         "model.path": "Qwen/Qwen3-0.6B", "data.path": "chat.jsonl", "distill.teacher": "Qwen/Qwen3-4B",
         "step.documents": 16, "train.epochs": 3,
     },
+    "reward": {
+        "model.path": "Qwen/Qwen3-0.6B", "data.path": "preferences.jsonl", "step.documents": 64, "train.epochs": 1,
+    },
     "rl": {
         "model.path": "Qwen/Qwen3-0.6B", "data.path": "problems.jsonl", "rl.reward": ["exact_match"], "rl.chat": True,
         "rl.prompts_per_step": 32, "rollout.max_new_tokens": 512,
@@ -203,6 +206,8 @@ _SET = {
     "schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
     "distill": "model.path data.path distill.teacher distill.loss step.documents step.max_tokens_per_device "
     "optimizer.lr schedule.name schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
+    "reward": "model.path data.path reward.loss step.documents step.max_tokens_per_device optimizer.lr schedule.name "
+    "schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
     "rl": "model.path data.path rl.reward rl.chat rl.algorithm rl.prompts_per_step rl.group_size rollout.engine "
     "rollout.max_prompt_tokens rollout.max_new_tokens rollout.temperature step.max_tokens_per_device optimizer.lr "
     "schedule.name train.epochs checkpoint.every checkpoint.keep",
@@ -214,6 +219,8 @@ _SHOWN = {
     "mesh.cp lora.rank optimizer.weight_decay eval.share eval.every track.report_to run.dir",
     "distill": "distill.temperature distill.alpha distill.cache teacher.param_dtype teacher.cpu_offload data.columns "
     "data.max_length data.train_on mesh.dp_shard mesh.tp lora.rank eval.share eval.every track.report_to run.dir",
+    "reward": "model.recompute data.columns data.max_length data.long_documents mesh.dp_shard mesh.tp mesh.cp "
+    "lora.rank reward.center_rewards_coefficient eval.share eval.every track.report_to run.dir",
     "rl": "data.columns rl.kl_coef rl.instruction rl.environment mesh.dp_shard mesh.tp lora.rank eval.path eval.every "
     "eval.samples track.report_to run.dir",
 }
@@ -223,7 +230,7 @@ _EXAMPLES: dict[str, Any] = {
     "optimizer.weight_decay": 0.0, "eval.share": 0.05, "eval.path": "held_out.jsonl", "eval.every": 20,
     "distill.temperature": 2.0, "distill.alpha": 0.5, "distill.cache": "disk", "teacher.param_dtype": "bf16",
     "teacher.cpu_offload": True, "eval.samples": 4, "track.report_to": ["tensorboard"], "run.dir": "runs/mine",
-    "rl.kl_coef": 0.001,
+    "rl.kl_coef": 0.001, "reward.center_rewards_coefficient": 0.01,
     "preference.cache": "disk", "reference.path": "Qwen/Qwen3-0.6B",
     "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
 }  # fmt: skip
@@ -240,6 +247,7 @@ _COMMENTS = {
     "mesh.dp_shard": "ranks that parameters are sharded over (FSDP2); left out: all",
     "model.recompute": "less memory, about a third more compute",
     "rl.reward": "built in: math, exact_match, regex, format, length; your own: my_rewards:is_right",
+    "reward.loss": "bradley_terry (pairs), regression, classification, or process (a label per step)",
     "rl.algorithm": "grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo or ppo, as in its paper",
     "rl.chat": "prompts that are texts go through the chat template; false: they are continued as they stand",
     "rollout.engine": "embedded, hf, vllm or sglang",

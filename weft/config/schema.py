@@ -36,6 +36,8 @@ from weft.config.recompute import RecomputeSetting
 from weft.config.run_schema import ProfileConfig, RunConfig, TrackConfig
 from weft.config.sources import HUB_NAME, is_hub_name
 
+LabelKind = Literal["", "number", "class", "steps"]  # of the rows of a reward model
+
 
 @with_former_names
 @dataclass(frozen=True, kw_only=True)
@@ -924,3 +926,8 @@ class SftConfig:
     def tail_weight(self) -> float | None:
         """Of preferences, the loss weight of an answer's tokens beyond the length of the shorter of its pair."""
         return None
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        """What rows hold that are no plain documents: fields of weft/data/records.py:ParseOptions."""
+        return {"preferences": self.reads_preferences}

@@ -11,11 +11,15 @@ from weft.config.distill_schema import DistillConfig
 from weft.config.dpo_checks import DPO
 from weft.config.dpo_schema import DpoConfig
 from weft.config.keys import get, schema_keys
+from weft.config.reward_checks import REWARD
+from weft.config.reward_schema import RewardConfig
 from weft.config.rl_checks import RULES as RL
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 
-_RULES: dict[type, Rules] = {SftConfig: SFT, DpoConfig: DPO, DistillConfig: DISTILL, RlConfig: RL}
+_RULES: dict[type, Rules] = {
+    SftConfig: SFT, DpoConfig: DPO, RewardConfig: REWARD, DistillConfig: DISTILL, RlConfig: RL,
+}  # fmt: skip
 _LARGEST = 2**31 - 1
 _OF_ANY_SIZE = ("train.seed", "data.max_row_bytes")  # the latter has a limit of its own
 

@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, AnyStr, Generic, Protocol, TypeVar
 
+from weft.data.labels import parse_labelled
 from weft.data.preferences import parse_answers
 from weft.data.records import ParseOptions, Record, json_row, parse_row
 from weft.errors import UserError, first_line
@@ -125,6 +126,8 @@ class _BlockBase(ABC, Generic[_Item]):
             try:
                 if options.preferences:
                     records = parse_answers(row.location, row.cleaned(), options, folder)
+                elif options.label:
+                    records = [parse_labelled(row.location, row.cleaned(), options, folder)]
                 else:
                     records = [parse_row(row.location, row.cleaned(), options, folder)]
                 for record in records if row.escaped else ():

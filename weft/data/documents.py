@@ -19,7 +19,7 @@ from weft.data.images import Images
 from weft.data.limits import Limits, LongDocuments, TableSelection
 from weft.data.limits import bad_rows as bad_rows_of
 from weft.data.order import SourceShare, permutation
-from weft.data.records import ALL_KINDS, NEEDED, ROLES, template_use
+from weft.data.records import ALL_KINDS, NEEDED, ROLES, ParseOptions, template_use
 from weft.data.sources import Data, DataSource, open_data
 from weft.data.table import Array, Digest, TokenTable
 from weft.data.tokenise import TokeniseOptions, TokeniseTask, tokenise
@@ -241,7 +241,7 @@ def load_documents(
     bad_rows: Literal["error", "drop"] = "error",
     images: Images | None = None,
     how: TokeniseOptions | None = None,
-    preferences: bool = False,
+    rows: ParseOptions | None = None,
     tail: float | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, checks and tokenises data. docs/reference/data.md lists the accepted forms.
@@ -254,14 +254,14 @@ def load_documents(
     whether longer documents are an error, truncated, or dropped. vocab_size: if given, token ids must be below it.
     encoding: what is trained, and the chat template. bad_rows: whether a row that cannot be trained on is an error or
     dropped. images: the image reader of a vision model. how: processes and cache; by default one process, no cache.
-    preferences: whether rows are of preferences (weft/data/preferences.py). tail: as in Documents.
+    rows: whether they are of preferences, or have labels. tail: as in Documents.
 
     Raises UserError, with file and line, for anything that the user has to fix in the data.
     """
     sources, drop = open_data(data), bad_rows == "drop"
     chat = has_template(tokenizer, encoding)
     jobs = [
-        (part, TokeniseTask(tokenizer, encoding, source.parse_options(chat, preferences), drop, images))
+        (part, TokeniseTask(tokenizer, encoding, source.parse_options(chat, rows), drop, images))
         for source in sources
         for part in source.parts
     ]

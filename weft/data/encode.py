@@ -99,7 +99,13 @@ class Encoder:
     def _encode(self, records: Sequence[Record]) -> list[Encoded]:
         kinds = ["chat" if is_chat(record) else record.format for record in records]
         out: list[Encoded | None] = [None] * len(records)
-        encoders = {"chat": self._chats, "prompt": self.encode_prompts, "text": self._texts, "input_ids": self._tokens}
+        encoders = {
+            "chat": self._chats,
+            "prompt": self.encode_prompts,
+            "text": self._texts,
+            "steps": self._steps,
+            "input_ids": self._tokens,
+        }
         for kind, encode in encoders.items():
             indices = [i for i, record_kind in enumerate(kinds) if record_kind == kind]
             if indices:
@@ -118,6 +124,21 @@ class Encoder:
         for ids in encoded:
             ids = _ended(ids, eos)
             out.append(Encoded(ids, [1] * len(ids)))
+        return out
+
+    def _steps(self, records: Sequence[Record]) -> list[Encoded]:
+        """Each step is tokenised by itself. Its last token has the step's number in `trained`, as of labels.py."""
+        out = []
+        with self._lock:
+            prompts = self.beginnings([record.value["prompt"] for record in records])
+            steps = [self.continuations(record.value["steps"]) for record in records]
+        for record, prompt, parts in zip(records, prompts, steps, strict=True):
+            if not all(parts):
+                raise BadRowError(f"{record.location}: a step of `completions` has no token. Remove the row.")
+            trained = [0] * len(prompt)
+            for part, number in zip(parts, record.value["trained"], strict=True):
+                trained += [*[0] * (len(part) - 1), number]
+            out.append(Encoded([*prompt, *(token for part in parts for token in part)], trained))
         return out
 
     def _tokens(self, records: Sequence[Record]) -> list[Encoded]:

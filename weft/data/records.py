@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from weft.config.schema import DataConfig
+from weft.config.schema import DataConfig, LabelKind
 from weft.config.sources import FORMATS, is_pattern, matching_files
 from weft.config.yaml12 import override
 from weft.data.columns import (
@@ -46,10 +46,10 @@ from weft.strict_json import JsonError, parse
 # What a document is of its row: an answer of a pair, or an unpaired one (weft/data/preferences.py).
 Role = Literal["", "chosen", "rejected", "desired", "undesired"]
 ROLES: tuple[Role, ...] = ("", "chosen", "rejected", "desired", "undesired")
-Format = Literal["messages", "prompt", "text", "input_ids"]
+Format = Literal["messages", "prompt", "text", "input_ids", "steps"]
 # What a document is: a prompt is text, or messages, which go through the chat template.
-Kind = Literal["messages", "prompt", "text", "input_ids", "prompt of messages"]
-ALL_KINDS: tuple[Kind, ...] = ("messages", "prompt", "text", "input_ids", "prompt of messages")
+Kind = Literal["messages", "prompt", "text", "input_ids", "prompt of messages", "steps"]
+ALL_KINDS: tuple[Kind, ...] = ("messages", "prompt", "text", "input_ids", "prompt of messages", "steps")
 CHATS: tuple[Kind, ...] = ("messages", "prompt of messages")
 NEEDED = "`messages`, `prompt` and `completion`, `text`, `instruction` and `output`, or `input_ids`"
 
@@ -71,9 +71,10 @@ class Record:
 
     location: "file:line" or "file[row]", for messages. value: its keys depend on the format: `messages` (a list of
     dicts), with `tools` and `chat_template_kwargs` if the row has them; `prompt` and `completion`, both strings, or
-    both lists of messages with the same two; `text`; `input_ids` and `trained` (1 for each trained token, else 0).
-    images: the images and videos of a chat, in the order of the content parts that stand for them. position: of the
-    row, for reading it again; None if the row cannot be read by itself. role, margin: of an answer of preferences.
+    both lists of messages with the same two; `prompt`, `steps` and `trained`, texts and a number per step; `text`;
+    `input_ids` and `trained` (1 for each trained token, else 0). images: the images and videos of a chat, in the order
+    of the content parts that stand for them. position: of the row, for reading it again; None if the row cannot be read
+    by itself. role, margin: of an answer of preferences; margin: also the label of a row that has one.
     """
 
     location: str
@@ -93,12 +94,18 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class ParseOptions:
     """How rows are parsed. columns: as data.columns. rules: how messages are read. chat: whether an instruction becomes
-    a chat, or else plain text. preferences: whether rows are of preferences, with one or two documents each."""
+    a chat, or else plain text. preferences: whether rows are of preferences, with one or two documents each. label,
+    num_labels: what label rows have, and of how many classes. step_separator, last_step_only: as reward.step_separator
+    and reward.train_on_last_step_only."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     rules: MessageRules = AS_THEY_STAND
     chat: bool = True
     preferences: bool = False
+    label: LabelKind = ""
+    num_labels: int = 0
+    step_separator: str = "\n"
+    last_step_only: bool = False
 
 
 def template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -> str:

@@ -632,10 +632,10 @@ class DataSource:
     weight: float = 1.0
     rules: MessageRules = AS_THEY_STAND
 
-    def parse_options(self, chat: bool, preferences: bool = False) -> ParseOptions:
-        """How the rows of the source are parsed. chat: whether there is a chat template. preferences: as in
-        ParseOptions."""
-        return ParseOptions(self.columns, self.rules, chat, preferences)
+    def parse_options(self, chat: bool, rows: ParseOptions | None = None) -> ParseOptions:
+        """How the rows of the source are parsed. chat: whether there is a chat template. rows: whose fields about
+        preferences and labels are taken."""
+        return replace(rows or ParseOptions(), columns=self.columns, rules=self.rules, chat=chat)
 
 
 def message_rules(data: DataConfig) -> MessageRules:

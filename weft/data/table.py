@@ -83,7 +83,7 @@ class Chunk:
             ids=np.fromiter(chain.from_iterable(item.ids for item in encoded), np.int32, total),
             trained=np.fromiter(chain.from_iterable(item.trained for item in encoded), np.uint8, total),
             lengths=np.array([len(item.ids) for item in encoded], np.int32),
-            losses=np.array([sum(item.trained[1:]) for item in encoded], np.int32),
+            losses=np.array([sum(map(bool, item.trained[1:])) for item in encoded], np.int32),
             numbers=np.array(numbers, np.int64),
             formats=np.array([ALL_KINDS.index(record.kind) for record in records], np.uint8),
             patches=np.array([item.patches for item in encoded], np.int64),
@@ -208,7 +208,7 @@ class TokenTable:
 
     def losses_of(self, index: int, length: int) -> int:
         """Trained tokens of a document truncated to `length`, without the first."""
-        return int(self.tokens(index, length)[1][1:].sum())
+        return int(np.count_nonzero(self.tokens(index, length)[1][1:]))
 
     def first_with(self, smallest: int) -> int:
         """The index of the first document with a token id of at least `smallest`; there must be one."""

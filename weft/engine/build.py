@@ -136,7 +136,9 @@ def _examine(
         )
     support = examine(hf_config if score is None else hf.with_logits(hf_config), noise)
     if score is not None:
-        hf_config = hf.with_scores(hf_config, score.labels, score.task, score.pad)
+        hf_config = hf.with_scores(
+            hf_config, score.labels, score.task, hf.padding_id(config.path) if score.end_marked else None
+        )
         check_scores(hf_config, support)
     check_kernel(hf_config, config.attention, support, device, dtype)
     if device.type == "cuda" and weights:  # on the CPU `examine` has tried the kernel that runs there

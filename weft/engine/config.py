@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft.config.reward_schema import RewardConfig, RewardLossConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import (
     FsdpConfig,
@@ -57,6 +58,12 @@ class EngineConfig:
             seed=config.train.seed,
             deterministic=config.train.deterministic,
             neftune_noise_alpha=config.train.neftune_noise_alpha,
+            score=_score_of(config.reward) if isinstance(config, RewardConfig) else None,
         )
 
     of = from_config  # the former name
+
+
+def _score_of(reward: RewardLossConfig) -> ScoreSpec:
+    """The head of scores of `weft reward`."""
+    return ScoreSpec(reward.labels, reward.head, "token" if reward.loss == "process" else "sequence", end_marked=True)

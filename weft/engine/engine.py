@@ -272,8 +272,8 @@ class Engine:
         rows = documents if isinstance(documents, StepRows) else self.rows(plan, documents, objective)
         if self.config.neftune_noise_alpha is not None and not rows.noisy:
             raise ValueError("noise on embeddings depends on the step: accumulate(plan, engine.rows(..., step=1), ...)")
-        scaling = LossScaling(normaliser, self.balance / plan.totals.tokens, self._scale)
-        scaling = self._executor.count(rows, scaling, plan.totals.tokens)
+        scaling = LossScaling(normaliser, self.balance / plan.tokens_read, self._scale)
+        scaling = self._executor.count(rows, scaling, plan.tokens_read)
         routed = self.config.replay and any(meta.routed for meta in plan.documents)
         losses, checksums = self._executor.train(rows, objective, scaling, sums, routed=routed)
         if self.pipeline is not None:

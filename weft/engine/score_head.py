@@ -26,14 +26,13 @@ class ScoreSpec:
     first: how its weight starts if the files have none: zeros; `normal`, with variance 1 / (H + 1) (Stiennon et al.
     2020, arXiv:2009.01325); or as the family's class in transformers initialises it. task: the kind of class in
     transformers; a critic may be of either. end_marked: the last token of a document only marks that the one before is
-    scored; no forward reads it. pad: config.pad_token_id of a config without one.
+    scored; no forward reads it.
     """
 
     labels: int = 1
     first: First = "zeros"
     task: hf.ScoreTask = "either"
     end_marked: bool = False
-    pad: int | None = None
 
 
 def score_of(path: str, labels: int | None = None, task: hf.ScoreTask = "either") -> ScoreSpec | None:

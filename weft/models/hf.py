@@ -34,7 +34,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     DynamicCache,
     PretrainedConfig,
     PreTrainedModel,
@@ -315,6 +316,16 @@ def with_scores(
         )
     scores.architectures, scores.num_labels = [class_name], labels
     return scores
+
+
+def padding_id(path: str) -> int | None:
+    """The token that transformers takes for padding when it pools a classifier's scores: config.pad_token_id of the
+    model at `path`, or, if it has none, its tokenizer's."""
+    pad = read_config(path).get_text_config().pad_token_id
+    if pad is None:
+        with suppress(Exception):  # of any type: there is no tokenizer, or it cannot be read, which others report
+            pad = AutoTokenizer.from_pretrained(path, trust_remote_code=False).pad_token_id
+    return pad
 
 
 def label_names(config: PretrainedConfig) -> dict[str, Any]:

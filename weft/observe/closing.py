@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.urls import is_url
+from weft.files import read_object
 from weft.launch.process import Ranks
 from weft.observe.progress import duration, number
 from weft.terminal import counted, display_name, say, say_folded
@@ -59,13 +60,27 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     remote = is_url(display_name(str(folder)))  # for a URL, `weft merge` requires --output
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         run = shlex.quote(str(folder))
-        lines.append(f"next     weft chat {run}      talk to it")
+        if _gives_scores(Path(summary["saved"])):
+            lines.append(f"next     weft rl ... rl.reward=[model:{summary['saved']}]  rewards that it gives")
+        else:
+            lines.append(f"next     weft chat {run}      talk to it")
         if (Path(summary["saved"]) / "adapter_config.json").is_file():
             lines.append(f"         weft merge {run}{' --output merged' * remote}     a model of base and adapter")
         lines.append(f"         weft report {run}    curves, phases and config on one page")
         if rewards:
             lines.append(f"         weft rollouts {run}  what was sampled, and how it was rewarded")
     return lines
+
+
+def _gives_scores(checkpoint: Path) -> bool:
+    """Whether a checkpoint is a reward model."""
+    files = {"config.json": "architectures", "adapter_config.json": "task_type"}
+    texts = [
+        str(read_object(checkpoint / name, "a config").get(key))
+        for name, key in files.items()
+        if (checkpoint / name).is_file()
+    ]
+    return any(word in text for text in texts for word in ("Classification", "_CLS"))
 
 
 def _from_to(first: Sequence[float], last: Sequence[float], has_means: bool, steps: str) -> str:

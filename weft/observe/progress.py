@@ -182,6 +182,8 @@ def describe(line: Mapping[str, object]) -> list[str]:
         words = [f"{word} {number(value, form)}" for value, word, form in values if value or word != "kl_old"]
     else:
         words = [f"loss {number(line.get('loss'), '.4f')}"]
+        if line.get("accuracy") is not None:  # of a reward model
+            words.append(f"accuracy {number(line.get('accuracy'), '.1%')}")
     if "loss" not in line:  # nothing was trained
         return words
     words += [

@@ -293,6 +293,8 @@ class Evaluator:
         if perplexity is not None and accuracy is not None:
             exact = number(figures.get(f"{PREFIX}exact"), ".1%")
             means.append(f"perplexity {perplexity:.4g}, accuracy {accuracy:.1%}, exact {exact}")
+        elif accuracy is not None:
+            means.append(f"accuracy {accuracy:.1%}")
         if (agreement := figures.get(f"{PREFIX}agreement")) is not None:
             means.append(f"agreement with the teacher {agreement:.1%}")
         texts = [", ".join(means)]

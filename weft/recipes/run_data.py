@@ -32,6 +32,7 @@ from weft.data.ends import NO_ENDS, AnswerEnds, answer_ends, taught_ends
 from weft.data.images import Images, read_images
 from weft.data.limits import length_limit
 from weft.data.order import StepSampler
+from weft.data.records import ParseOptions
 from weft.data.tokenise import TokeniseOptions
 from weft.engine.batch.document import Document
 from weft.errors import UserError
@@ -104,7 +105,7 @@ def read_data(
         bad_rows=config.data.bad_rows,
         images=images,
         how=TokeniseOptions(config.data.workers, config.data.cache, progress),
-        preferences=config.reads_preferences,
+        rows=ParseOptions(**config.row_options),
         tail=config.tail_weight,
     )
 

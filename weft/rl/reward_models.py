@@ -118,10 +118,8 @@ class RewardModelRank:
             self.engine = Engine(reward_model_config(config, path), self.ranks)
         except UserError as error:
             raise UserError(f"the reward model (rl.reward: model:{path}, keys reward_model.*): {error}") from error
-        tokenizer = load_tokenizer(path)
-        self.encoder = Encoder(tokenizer, Encoding("all"))
-        pad = self.engine.built.config.get_text_config().pad_token_id
-        self.pad = tokenizer.pad_token_id if pad is None else pad
+        self.encoder = Encoder(load_tokenizer(path), Encoding("all"))
+        self.pad = hf.padding_id(path)
 
     def describe(self) -> list[str]:
         """A line that describes this reward model at start."""

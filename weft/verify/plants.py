@@ -29,6 +29,7 @@ from weft.verify.bugs import (  # they register their bugs
     optimizers,  # noqa: F401
     pipeline_parallel,  # noqa: F401
     resuming,  # noqa: F401
+    reward,  # noqa: F401
     rl,  # noqa: F401
     step,  # noqa: F401
     tensor_parallel,  # noqa: F401
@@ -97,10 +98,10 @@ def table() -> str:
 
 
 def _line(bug: Bug) -> str:
-    repository, number = bug.issue.split("#")
+    repository, _, number = bug.issue.partition("#")
     needs = "; ".join([f"{bug.ranks} ranks"] * (bug.ranks > 1) + [bug.needs] * bool(bug.needs))
     summary = f"{bug.summary} (takes {needs})" if needs else bug.summary
-    link = f"[{repository.split('/')[1]}#{number}](https://github.com/{repository}/issues/{number})"
+    link = f"[{repository.split('/')[1]}#{number}](https://github.com/{repository}/issues/{number})" if number else "-"
     return f"| {bug.id} | {bug.name} | {summary} | {link} | `{bug.target.replace(':', '.')}` | {bug.caught_by} |\n"
 
 

@@ -136,6 +136,11 @@ class StepPlan:
         return range(rank // size * size, rank // size * size + size)
 
     @property
+    def tokens_read(self) -> int:
+        """Tokens that forwards read."""
+        return sum(d.read for d in self.documents)
+
+    @property
     def totals(self) -> Totals:
         return Totals(
             documents=len(self.documents),

@@ -1,0 +1,86 @@
+"""The keys of `weft reward` that are not shared with `weft sft` (schema.py). Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from weft.config.conditions import Unread
+from weft.config.keys import key
+from weft.config.ranges import AT_LEAST_2, NOT_NEGATIVE
+from weft.config.schema import LabelKind, OptimizerConfig, SftConfig
+
+
+def _only(*losses: str) -> Unread:
+    """The key is read by these losses alone."""
+    return Unread(lambda c: c.reward.loss not in losses, f"only reward.loss={'|'.join(losses)} reads it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardLossConfig:
+    """What a reward model learns. docs/how-to/reward-models.md tells more."""
+
+    loss: Literal["bradley_terry", "regression", "classification", "process"] = key(
+        "`bradley_terry`: of two answers the chosen one gets the higher score (rows of `chosen` and `rejected`); "
+        "`regression`: the score is a number of the row (`label`); `classification`: a score for each class, of which "
+        "`label` names one from 0; `process`: each step of an answer is right or wrong (rows of `prompt`, "
+        "`completions` and `labels`).",
+        "bradley_terry",
+    )
+    center_rewards_coefficient: float = key(
+        "Factor on the square of the two scores' sum, which keeps them around zero (arXiv:2312.09244).",
+        0.0,
+        within=NOT_NEGATIVE,
+        unread=(_only("bradley_terry"),),
+    )
+    num_labels: int = key("Classes.", 2, within=AT_LEAST_2, unread=(_only("classification"),))
+    head: Literal["transformers", "zeros", "normal"] = key(
+        "How a new head begins, from train.seed: `transformers`, as the family's class initialises it; `zeros`; "
+        "`normal`, with variance 1 / (hidden size + 1). A model that has a head keeps it.",
+        "transformers",
+    )
+    step_separator: str = key(
+        "Text between the steps of an answer, whose last token is scored.", "\n", unread=(_only("process"),)
+    )
+    train_on_last_step_only: bool = key(
+        "Whether only the last step of an answer is trained.", False, unread=(_only("process"),)
+    )
+
+    @property
+    def labels(self) -> int:
+        """Numbers that the head gives."""
+        return {"classification": self.num_labels, "process": 2}.get(self.loss, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptimizerConfig(OptimizerConfig):
+    """As in `weft sft`, with other defaults: no decay."""
+
+    weight_decay: float = key(
+        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.",
+        0.0,
+        within=NOT_NEGATIVE,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(SftConfig):
+    """The config of `weft reward`."""
+
+    command: ClassVar[str] = "reward"
+
+    reward: RewardLossConfig = field(default_factory=RewardLossConfig)
+    optimizer: RewardOptimizerConfig = field(default_factory=RewardOptimizerConfig)
+
+    @property
+    def reads_preferences(self) -> bool:
+        return self.reward.loss == "bradley_terry"
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        kinds: dict[str, LabelKind] = {"regression": "number", "classification": "class", "process": "steps"}
+        reward = self.reward
+        return {
+            "preferences": self.reads_preferences, "label": kinds.get(reward.loss, ""), "num_labels": reward.labels,
+            "step_separator": reward.step_separator, "last_step_only": reward.train_on_last_step_only,
+        }  # fmt: skip

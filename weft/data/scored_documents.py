@@ -1,0 +1,74 @@
+"""Documents of a reward model: the last token is scored, or those that end a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.data.documents import Documents
+from weft.data.table import Array
+from weft.engine.batch.document import Document
+from weft.engine.scores import scored_document, scored_length, with_end_mark
+
+
+class ScoredDocuments(Documents):
+    """Documents with an end mark, at whose prediction the last token is scored (engine/scores.py). array: the name of
+    the number of each, `margin` or `label`."""
+
+    def __init__(self, documents: Documents, pad: int | None, array: str) -> None:
+        """pad: as in scored_length."""
+        self.__dict__.update(vars(documents))
+        self._pad, self._array = pad, array
+        measures = documents.measures()
+        lengths = measures.length + 1
+        padded = np.flatnonzero(self._last_tokens() == pad) if pad is not None else np.zeros(0, np.int64)
+        self.ends_cut = len(padded)  # documents whose last token is not scored
+        for index in padded.tolist():
+            lengths[index] = scored_length(self._tokens(index), pad) + 1
+        ones = np.ones(len(lengths))
+        self._measures = measures._replace(length=lengths, weight=ones, loss_tokens=ones.astype(np.int64))
+
+    def _last_tokens(self) -> Array:
+        last = [np.empty(0, np.int32)]
+        for selection in self._selections:
+            table, indices = selection.table, selection.indices
+            last.append(table.ids[table.ends[indices] - table.lengths[indices] + selection.lengths - 1])
+        return np.concatenate(last)
+
+    def _tokens(self, index: int) -> Tensor:
+        selection, row = self._locate(index)
+        ids, _ = selection.table.tokens(int(selection.indices[row]), int(selection.lengths[row]))
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def build(self, index: int) -> Document:
+        document = super().build(index)
+        values = {self._array: float(self.margins[index])}
+        return scored_document(
+            document.tokens, self._pad, values, source=document.source, dataset=document.dataset, media=document.media
+        )
+
+
+class StepDocuments(Documents):
+    """Documents whose steps have a label: a trained value v of a token, from 1, is the label v - 1 of the step that it
+    ends."""
+
+    def __init__(self, documents: Documents) -> None:
+        self.__dict__.update(vars(documents))
+        measures = documents.measures()
+        counts = np.array([int((self._marks(index) > 0).sum()) for index in range(len(documents))])
+        self._measures = measures._replace(
+            length=measures.length + 1, weight=counts.astype(np.float64), loss_tokens=counts
+        )
+
+    def _marks(self, index: int) -> Tensor:
+        """[T] the label of each token's step + 1, 0 for tokens that end none."""
+        return super().build(index).weights
+
+    def build(self, index: int) -> Document:
+        document = super().build(index)
+        marks = torch.cat([torch.zeros(1), document.weights])  # a token is scored by the prediction of the next
+        return Document(
+            with_end_mark(document.tokens), (marks > 0).float(), arrays={"label": (marks - 1).clamp(min=0.0)},
+            source=document.source, dataset=document.dataset,
+        )  # fmt: skip

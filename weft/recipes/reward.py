@@ -1,0 +1,88 @@
+"""Reward models: `weft reward`, the loop of training.py with a head of scores in place of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from weft.config.reward_schema import RewardConfig
+from weft.data.documents import Documents
+from weft.data.scored_documents import ScoredDocuments, StepDocuments
+from weft.engine.batch.document import Document
+from weft.engine.engine import Engine
+from weft.engine.losses.base import Loss
+from weft.engine.losses.reward import BradleyTerryLoss, ScoreClassificationLoss, ScoreRegressionLoss
+from weft.engine.scores import parts_pairs, step_scores
+from weft.engine.step_plan.plan import StepPlan
+from weft.launch.options import TrainOptions
+from weft.models import hf
+from weft.observe.hooks import NO_HOOKS, Hooks
+from weft.parallel.shards.load import Progress
+from weft.recipes.recipe import PreparedStep, Recipe
+from weft.recipes.run_data import OnProgress, RunData
+from weft.recipes.training import run as train
+
+
+class RewardRecipe(Recipe[RewardConfig]):
+    """A model that gives scores. pad: the token at which none is read (scored_length)."""
+
+    def __init__(self, config: RewardConfig, hooks: Hooks = NO_HOOKS) -> None:
+        self.config, self.hooks = config, hooks
+        self.pad = hf.padding_id(config.model.path)
+        self.pairs: BradleyTerryLoss | None = None
+        objective: Loss = ScoreClassificationLoss()
+        if config.reward.loss == "bradley_terry":
+            objective = self.pairs = BradleyTerryLoss(config.reward.center_rewards_coefficient)
+        elif config.reward.loss == "regression":
+            objective = ScoreRegressionLoss()
+        self.objective = objective
+
+    @property
+    def is_users_objective(self) -> bool:
+        return False
+
+    def read_data(self, progress: OnProgress | None = None) -> RunData:
+        data = super().read_data(progress)
+        held_out = {name: self._scored(documents) for name, documents in data.held_out.documents.items()}
+        return replace(
+            data, documents=self._scored(data.documents), held_out=replace(data.held_out, documents=held_out)
+        )
+
+    def _scored(self, documents: Sequence[Document]) -> Documents:
+        assert isinstance(documents, Documents)
+        if self.config.reward.loss == "process":
+            return StepDocuments(documents)
+        return ScoredDocuments(documents, self.pad, "label" if self.pairs is None else "margin")
+
+    def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
+        self.engine = engine
+        module, load = engine.built.module.hf_model, engine.built.load
+        fresh = load is None or bool(load.fresh)
+        head = f"a new head ({self.config.reward.head})" if fresh else "the head that it has"
+        lines = [f"score    {type(module).__name__} with {head}: {self.config.reward.loss}"]
+        if isinstance(data.documents, ScoredDocuments) and data.documents.ends_cut:
+            lines.append(
+                f"         token {self.pad} is the model's padding and ends {data.documents.ends_cut:,} answers: their "
+                "scores are read before it, as transformers does"
+            )
+        return lines
+
+    def before_step(self, step: PreparedStep) -> PreparedStep:
+        self._read_scores(step.plan, step.local)
+        return step
+
+    def before_evaluation(
+        self, name: str, indices: Sequence[int], plan: StepPlan, local: Mapping[int, Document]
+    ) -> Mapping[int, Document]:
+        self._read_scores(plan, local)
+        return local
+
+    def _read_scores(self, plan: StepPlan, local: Mapping[int, Document]) -> None:
+        """Reads the scores of a step whose plan parts a pair; it has its loss without them otherwise."""
+        if self.pairs is not None:
+            self.pairs.scores = step_scores(self.engine, plan, local) if parts_pairs(plan) else {}
+
+
+def run(config: RewardConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -> None:
+    """Entry point of one rank. Raises StoppedError if a signal ended the run early."""
+    train(RewardRecipe, config, options, hooks)
