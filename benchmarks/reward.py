@@ -96,10 +96,9 @@ def run_trl(spec: Answer) -> Answer:
     """TRL's trainer, in its own environment."""
     import torch
     from datasets import Dataset
+    from tokenizers import Tokenizer, models
     from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
     from trl import RewardConfig, RewardTrainer
-
-    from tokenizers import Tokenizer, models
 
     class Timer(TrainerCallback):
         def __init__(self) -> None:
@@ -166,7 +165,9 @@ def main() -> None:
         spec = make_inputs(Path(folder), options.steps)
         ratios, pairs = [], {"weft": [], "trl": []}
         for number in range(options.rounds):
-            answers = {name: answer_of(python, name, spec) for name, python in (("weft", sys.executable), ("trl", options.trl))}
+            answers = {
+                name: answer_of(python, name, spec) for name, python in (("weft", sys.executable), ("trl", options.trl))
+            }
             if not number:
                 for what in ("losses", "norms"):
                     rows = zip(answers["weft"][what][:ALIKE], answers["trl"][what][:ALIKE], strict=True)
@@ -175,7 +176,9 @@ def main() -> None:
             for name, answer in answers.items():
                 pairs[name].append(1000 * statistics.mean(answer["times"][1:]) / PAIRS)
             ratios.append(pairs["trl"][-1] / pairs["weft"][-1])
-            print(f"round {number + 1}: {pairs['weft'][-1]:.2f} ms a pair, TRL {pairs['trl'][-1]:.2f}: {ratios[-1]:.2f} x")
+            print(
+                f"round {number + 1}: {pairs['weft'][-1]:.2f} ms a pair, TRL {pairs['trl'][-1]:.2f}: {ratios[-1]:.2f} x"
+            )
         print(f"median: {statistics.median(ratios):.2f} x")
 
 

@@ -11,14 +11,15 @@ from weft.former_modules import install as install_former_modules
 from weft.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from weft.api import Run, distill, dpo, rl, sft
+    from weft.api import Run, distill, dpo, reward, rl, sft
     from weft.engine.batch.document import Document
     from weft.engine.engine import Engine
     from weft.engine.losses import Batch, Loss, LossOutput
     from weft.rl.environments import Environment, Reply
 
 __all__ = [
-    "Batch", "Document", "Engine", "Environment", "Loss", "LossOutput", "Reply", "Run", "distill", "dpo", "rl", "sft",
+    "Batch", "Document", "Engine", "Environment", "Loss", "LossOutput", "Reply", "Run", "distill", "dpo", "reward",
+    "rl", "sft",
 ]  # fmt: skip
 
 _MODULES = {
@@ -32,6 +33,7 @@ _MODULES = {
     "Run": "weft.api",
     "distill": "weft.api",
     "dpo": "weft.api",
+    "reward": "weft.api",
     "rl": "weft.api",
     "sft": "weft.api",
 }

@@ -21,6 +21,7 @@ from weft.config import check_reshard, resolve_mesh, to_dict
 from weft.config.distill_schema import DistillConfig
 from weft.config.dpo_schema import DpoConfig
 from weft.config.load import load_values, written_config
+from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.urls import is_url
@@ -142,6 +143,26 @@ def distill(
             raise UserError("teacher and distill={'teacher': ...} are both given: keep one.")
         given["distill"] = {**section, "teacher": str(teacher)}
     return _train(DistillConfig, Hooks(on_step=on_step), device, config, model, data, resume, overwrite, given)
+
+
+def reward(
+    config: RewardConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    on_step: OnStep | None = None,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    device: Device = "auto",
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Training of a reward model in this process, as one rank; under torchrun, srun or mpirun as one of its ranks.
+
+    data: rows of preferences, or with labels, as docs/how-to/reward-models.md lists them. sections: further sections of
+    the config (docs/reference/config.md), as in reward={"center_rewards_coefficient": 0.01}. Other arguments and
+    errors: as of weft.sft.
+    """
+    return _train(RewardConfig, Hooks(on_step=on_step), device, config, model, data, resume, overwrite, dict(sections))
 
 
 def rl(

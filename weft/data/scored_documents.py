@@ -9,6 +9,7 @@ from torch import Tensor
 from weft.data.documents import Documents
 from weft.data.table import Array
 from weft.engine.batch.document import Document
+from weft.engine.batch.prefixes import TokenKeys
 from weft.engine.scores import scored_document, scored_length, with_end_mark
 
 
@@ -41,12 +42,19 @@ class ScoredDocuments(Documents):
         ids, _ = selection.table.tokens(int(selection.indices[row]), int(selection.lengths[row]))
         return torch.from_numpy(ids.astype(np.int64))
 
+    def token_keys(self, index: int) -> TokenKeys | None:
+        if super().token_keys(index) is None:
+            return None
+        tokens = self._tokens(index)
+        return with_end_mark(tokens[: scored_length(tokens, self._pad)])[:, None].numpy()
+
     def build(self, index: int) -> Document:
         document = super().build(index)
         values = {self._array: float(self.margins[index])}
         return scored_document(
-            document.tokens, self._pad, values, source=document.source, dataset=document.dataset, media=document.media
-        )
+            document.tokens, self._pad, values, source=document.source, dataset=document.dataset, media=document.media,
+            group=document.group,
+        )  # fmt: skip
 
 
 class StepDocuments(Documents):

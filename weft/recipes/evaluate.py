@@ -327,10 +327,12 @@ def _plan_documents(engine: Engine, named: Mapping[str, Sequence[Document]]) -> 
 
 
 def split_by_tokens(metas: Sequence[DocumentMeta], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yields [first, last) of consecutive documents with at most `max_tokens` tokens in sum; a longer one is alone."""
+    """Yields [first, last) of consecutive documents with at most `max_tokens` tokens in sum; a longer one, or a longer
+    group, is alone."""
     first, tokens = 0, 0
     for i, meta in enumerate(metas):
-        if i > first and tokens + meta.length > max_tokens:
+        in_group = i > first and meta.group is not None and meta.group == metas[i - 1].group
+        if i > first and not in_group and tokens + meta.length > max_tokens:
             yield first, i
             first, tokens = i, 0
         tokens += meta.length

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from weft.config.reward_schema import RewardConfig
 from weft.data.documents import Documents
+from weft.data.records import ROLES
 from weft.data.scored_documents import ScoredDocuments, StepDocuments
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
@@ -14,6 +17,7 @@ from weft.engine.losses.base import Loss
 from weft.engine.losses.reward import BradleyTerryLoss, ScoreClassificationLoss, ScoreRegressionLoss
 from weft.engine.scores import parts_pairs, step_scores
 from weft.engine.step_plan.plan import StepPlan
+from weft.errors import UserError
 from weft.launch.options import TrainOptions
 from weft.models import hf
 from weft.observe.hooks import NO_HOOKS, Hooks
@@ -50,6 +54,11 @@ class RewardRecipe(Recipe[RewardConfig]):
 
     def _scored(self, documents: Sequence[Document]) -> Documents:
         assert isinstance(documents, Documents)
+        if self.pairs is not None and len(single := np.flatnonzero(documents.roles >= ROLES.index("desired"))):
+            raise UserError(
+                f"{documents.source(int(single[0]))}: is one answer with a label, and reward.loss=bradley_terry "
+                "compares the two of a pair: set reward.loss=classification, or give rows `chosen` and `rejected`."
+            )
         if self.config.reward.loss == "process":
             return StepDocuments(documents)
         return ScoredDocuments(documents, self.pad, "label" if self.pairs is None else "margin")

@@ -46,9 +46,7 @@ class BradleyTerryLoss:
 
     def __call__(self, batch: Batch) -> LossOutput:
         score_N, margin_N = batch.readouts["score"], batch.arrays["margin"]
-        places = list(batch.documents)
-        if len(places) != len(score_N):  # with mesh.cp, answers of the row may end on other ranks
-            places = [places[document] for document in batch.document_N.tolist()]
+        places = [batch.documents[document] for document in batch.document_N.tolist()]
         other_N, row = torch.zeros_like(score_N), {place: n for n, place in enumerate(places)}
         near = [(n, row[place ^ 1]) for n, place in enumerate(places) if place ^ 1 in row]
         if near:
