@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,8 +44,8 @@ class ScoredDocuments(Documents):
         ids, _ = selection.table.tokens(int(selection.indices[row]), int(selection.lengths[row]))
         return torch.from_numpy(ids.astype(np.int64))
 
-    def token_keys(self, index: int) -> TokenKeys | None:
-        if super().token_keys(index) is None:
+    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
+        if super().token_keys(index, placeholders) is None:
             return None
         tokens = self._tokens(index)
         return with_end_mark(tokens[: scored_length(tokens, self._pad)])[:, None].numpy()
