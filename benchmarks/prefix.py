@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -178,7 +177,7 @@ def trl_seconds(python: str, path: str, case: Case, options: argparse.Namespace)
 
 
 def peak(path: str, case: Case, options: argparse.Namespace, budget: int, sharing: Sharing) -> float:
-    """MiB that two updates take above what the engine held before."""
+    """MiB that an update takes above what the engine holds between updates."""
     words = [sys.executable, __file__, "--peak", path, sharing, json.dumps([*case, options.prompts, budget])]
     return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1])
 
@@ -186,10 +185,17 @@ def peak(path: str, case: Case, options: argparse.Namespace, budget: int, sharin
 def print_peak(path: str, sharing: Sharing, numbers: Sequence[int]) -> None:
     *case, prompts, budget = numbers
     side = Side(path, (case[0], case[1], case[2]), prompts, budget, sharing)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(2):
-        side.update()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    side.update()  # the optimizer makes its state
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = resident("VmRSS")
+    side.update()
+    print((resident("VmHWM") - before) / 1024)
+
+
+def resident(name: str) -> int:
+    """KiB of this process, by the name in Linux' status file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def profile(path: str, case: Case, options: argparse.Namespace, sharing: Sharing) -> None:

@@ -23,6 +23,7 @@ from weft.config.mesh import MeshSizes, fewest_ranks, resolve_mesh
 from weft.config.recompute import policy_of
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import MeshConfig
+from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
@@ -36,9 +37,9 @@ from weft.recipes.plan.machines import Machine, machine_of
 from weft.recipes.plan.memory import _lingering, _unreduced, memory_by_stage
 from weft.recipes.plan.passes import layer_passes
 from weft.recipes.plan.recipe import longer
-from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
 from weft.recipes.plan.search import BEST, Search, _rows, meshes, search
-from weft.recipes.plan.simulate import Step, plan_of, rows_of, watched_step
+from weft.recipes.plan.simulate import Step, plan_of, rows_of, simulated_documents, watched_step
 from weft.recipes.plan.timing import time_of
 from weft.recipes.plan.traffic import transfers
 
@@ -580,6 +581,28 @@ def test_what_is_proposed_for_a_length_lets_a_run_have_it(tmp_path: Path, monkey
 def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml"]) == 0
     assert "prompts and answers as long as rollout allows" in said(capsys)
+
+
+def test_answers_to_one_prompt_are_planned_as_the_engine_lays_them_out() -> None:
+    """Two groups of four documents of 60 tokens that begin with 40, in rows of 128; what they share is not counted for
+    each of them."""
+    sections = {"step": {"max_tokens_per_device": 128}}
+    model, sizes = blueprint("llama", "1", sections), sizes_of("1")
+    plan = plan_rows(model, sizes, [60] * 8, None, 4, 40)
+    documents = [
+        Document(torch.tensor([1] * 40 + [2 + n] * 20), torch.ones(60), group=group)
+        for group in range(2)
+        for n in range(4)
+    ]
+    planner = planner_of(model, sizes)
+    real = planner.plan(planner.metadata(documents), 128)
+    assert (plan.rows, plan.lengths, plan.costs) == (real.rows, real.lengths, real.costs)
+    apart = plan_rows(model, sizes, [60] * 8)
+    assert plan.tokens_forwarded == 2 * (40 + 4 * 19) < apart.tokens_forwarded == 8 * 59
+    trees, alone = (RowFacts.from_plan(model, of) for of in (plan, apart))
+    assert trees.flops < 0.55 * alone.flops and trees.tokens == alone.tokens == 480
+    simulated = planner.metadata(simulated_documents(Step([60] * 8, CrossEntropy(), (), 4, 40)))
+    assert planner.plan(simulated, 128).tokens_forwarded == plan.tokens_forwarded
 
 
 @pytest.mark.parametrize(

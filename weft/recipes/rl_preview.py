@@ -43,10 +43,11 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
         if options.json:
             return
         show(engine_table(_rows(config, engine, ranks)))
+        apart = engine.planner.apart
     lines = [f"reward   {line}" for line in rewards.lines()] + [f"tried    {line}" for line in tried]
     if environment is not None:
         lines.append(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
-    say_folded([*lines, *([f"prompts  not read: {unread}"] if task is None else _task_lines(config, task))])
+    say_folded([*lines, *([f"prompts  not read: {unread}"] if task is None else _task_lines(config, task, apart))])
 
 
 async def _try(rewards: Rewards, task: RlTask | None) -> list[str]:
@@ -62,8 +63,9 @@ async def _try(rewards: Rewards, task: RlTask | None) -> list[str]:
         return await rewards.try_out(prompts, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _task_lines(config: RlConfig, task: RlTask) -> list[str]:
-    """Lines about the prompts: their number, the steps that they make, and the first as the model sees it."""
+def _task_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
+    """Lines about the prompts: their number, the steps that they make, and the first as the model sees it. apart: why
+    a prompt is forwarded for each answer; empty if it is forwarded once."""
     plan, rl = RlPlan.from_config(config, task.stream), config.rl
     lines = [f"prompts  {task.prompts}", f"template {task.prompts.template_use()}"]
     lines += [f"held out {name or config.eval.path}: {len(prompts):,}" for name, prompts in task.held_out.named.items()]
@@ -74,12 +76,26 @@ def _task_lines(config: RlConfig, task: RlTask) -> list[str]:
         f"{plan.rollouts * rl.prompts_per_step / task.stream.in_epoch:.3g} x the prompts"
     )
     lines += few_rollout_steps(config, plan.rollouts, task.stream.in_epoch)
+    lines += _sharing_lines(config, task, apart)
     prompt = task.prompts[0]
     text = str(task.tokenizer.decode(list(prompt.tokens)))
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} characters more)"
     lines.append(f"\nThe first prompt as the model sees it ({prompt.source}, {len(prompt.tokens)} tokens):\n")
     lines += [f"    {line}" for line in shown.split("\n")]
     return [*lines, f"\nGiven to rewards beside it: {_columns(prompt)}"]
+
+
+def _sharing_lines(config: RlConfig, task: RlTask, apart: str) -> list[str]:
+    """What a training step saves by forwarding a prompt once for all of its answers."""
+    if apart:
+        return [f"shared   nothing: every answer is forwarded with its prompt ({apart})"]
+    prompts = sum(len(prompt.tokens) for prompt in task.prompts) / max(1, len(task.prompts))
+    answers, group = config.rollout.max_new_tokens, config.rl.group_size
+    most, least = (1 - (prompts + group * n) / (group * (prompts + n)) for n in (answers / 10, answers))
+    return [
+        f"shared   a prompt of {prompts:,.0f} tokens on average is forwarded once for its {counted(group, 'answer')}: "
+        f"{least:.0%} of an update's tokens less if answers take all of rollout.max_new_tokens, {most:.0%} if a tenth"
+    ]
 
 
 def _columns(prompt: Prompt) -> str:

@@ -527,14 +527,14 @@ class StepPlanner:
 
     def metadata(self, documents: Collection[Document]) -> list[DocumentMeta]:
         """The metadata of each document, with its cost in this model; measured documents are not built."""
-        result = document_metadata(documents, self.costs, None if self.apart else self._shares, self._placeholders)
+        result = document_metadata(documents, self.costs, None if self.apart else self.shares, self._placeholders)
         if self._no_images and any(meta.patches for meta in result):
             raise UserError(f"this model cannot be trained on images: {self._no_images}.")
         if self._no_videos and have_videos(documents):
             raise UserError(f"this model cannot be trained on videos: {self._no_videos}.")
         return result
 
-    def _shares(self, length: int) -> bool:
+    def shares(self, length: int) -> bool:
         """Whether a document of this length may share its beginning: not if its length chooses its rotary table."""
         return self._position_limit is None or length - self._omitted(length) <= self._position_limit
 

@@ -52,17 +52,21 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
     lengths = lengths_of_a_step(config, options.length)
     if options.search:
-        result = search(Search(config, model, machine, options.ranks, lengths.tokens, options.length is not None))
+        problem = Search(
+            config, model, machine, options.ranks, lengths.tokens, options.length is not None, lengths.group,
+            lengths.prefix,
+        )  # fmt: skip
+        result = search(problem)
         show_search(model, result, options.ranks, lengths, machine, longer(config, options.length))
         return
     mesh = resolve_mesh(model.config.mesh, options.ranks, "--ranks")
     model.check(mesh)
-    plan = plan_rows(model, mesh, lengths.tokens)
+    plan = plan_rows(model, mesh, lengths.tokens, None, lengths.group, lengths.prefix)
     rows = RowFacts.from_plan(model, plan)
     memories = memory_by_stage(model, mesh, rows)
     show_estimate(model, mesh, machine, lengths, plan, memories, time_of(model, mesh, rows, machine))
     if options.simulate:
-        step = step_of(config, lengths.tokens)
+        step = replace(step_of(config, lengths.tokens), group=lengths.group, prefix=lengths.prefix)
         for memory in ranks_to_simulate(memories):
             rank = memory.share.coordinates.rank(mesh)
             show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
@@ -124,7 +128,9 @@ def _lengths_of_rollouts(config: RlConfig, stated: int | None) -> StepLengths:
     count = max(1, config.rl.prompts_per_step * config.rl.group_size // config.rl.minibatches)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     origin = "--length" if stated else "prompts and answers as long as rollout allows; --length N states another"
-    return StepLengths([stated or longest] * count, f"{stated or longest:,} tokens each ({origin})")
+    length, group = stated or longest, config.rl.group_size
+    prefix = config.rollout.max_prompt_tokens * length // longest
+    return StepLengths([length] * count, f"{length:,} tokens each ({origin})", group, prefix)
 
 
 def _lengths_of_data(config: SftConfig) -> tuple[list[int], str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.config.mesh import MeshSizes
 from weft.engine.batch.document import DocumentMeta
+from weft.engine.batch.prefixes import Path, PathNode
 from weft.engine.step_plan.plan import StepPlan, StepPlanner
 from weft.models.flops import model_flops
 from weft.ops.communicator import CPAxis, MetaCommunicator
@@ -15,10 +17,13 @@ from weft.recipes.plan.blueprint import Blueprint
 
 @dataclass(frozen=True)
 class StepLengths:
-    """The lengths of a step's documents. origin: where they come from, in words."""
+    """The lengths of a step's documents. origin: where they come from, in words. group, prefix: so many neighbours
+    begin alike, with so many tokens."""
 
     tokens: Sequence[int]
     origin: str
+    group: int = 1
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,19 +60,40 @@ class RowFacts:
         row_costs = [max(costs) for costs in plan.costs]
         mean, totals = sum(row_costs) / len(row_costs), plan.totals
         linear, _ = model_flops(model.built.flops)
-        share = linear * sum(document.read for document in plan.documents) / totals.cost
+        forwarded, read = plan.tokens_forwarded, sum(document.read for document in plan.documents)
+        flops = totals.cost if forwarded == read else math.fsum(cost for costs in plan.costs for cost in costs)
+        share = linear * forwarded / flops
         widths = (width for micro in range(plan.micro_batches) for width in _widths(plan, micro))
         return RowFacts(
             max(widths), _load(plan), tuple(cost / mean for cost in row_costs), mean, min(1.0, share), plan.utilisation,
-            totals.tokens, totals.cost, bool(plan.pieces),
+            totals.tokens, flops, bool(plan.pieces),
         )  # fmt: skip
 
 
-def plan_rows(model: Blueprint, mesh: MeshSizes, lengths: Sequence[int], budget: int | None = None) -> StepPlan:
+def plan_rows(
+    model: Blueprint, mesh: MeshSizes, lengths: Sequence[int], budget: int | None = None, group: int = 1,
+    prefix: int = 0,
+) -> StepPlan:  # fmt: skip
     """The plan of a step of documents of these lengths, all of whose tokens are trained. budget: tokens of a row; None
-    as step.max_tokens_per_device says. Raises UserError if a document fits no row."""
+    as step.max_tokens_per_device says. group, prefix: as in StepLengths. Raises UserError if a document fits no row."""
     planner = planner_of(model, mesh)
-    return planner.plan([meta_of(planner, length) for length in lengths], budget or planner.step.max_tokens_per_device)
+    metadata = [meta_of(planner, length) for length in lengths]
+    if group > 1 and not planner.apart:
+        metadata = [
+            replace(meta, group=index // group, path=_path(planner, meta.read, prefix, index, index // group))
+            if prefix < meta.read and planner.shares(meta.length)
+            else meta
+            for index, meta in enumerate(metadata)
+        ]
+    return planner.plan(metadata, budget or planner.step.max_tokens_per_device)
+
+
+def _path(planner: StepPlanner, read: int, prefix: int, document: int, group: int) -> Path:
+    """The path of a document that shares its first tokens with its group."""
+    return tuple(
+        PathNode(digest, end, planner.costs.tokens(end))
+        for digest, end in ((2 * group, prefix), (2 * document + 1, read))
+    )
 
 
 def planner_of(model: Blueprint, mesh: MeshSizes) -> StepPlanner:
@@ -93,9 +119,10 @@ def _load(plan: StepPlan) -> Load:
     for micro in range(plan.micro_batches):
         tokens += max(_widths(plan, micro))
         shared += _shared(plan, micro)
-    read = sum(document.read for document in plan.documents)
     of_documents = sum(document.loss_tokens for document in plan.documents)
-    return Load(plan.micro_batches, tokens, tokens * min(1.0, of_documents / max(1, read)), shared)
+    return Load(
+        plan.micro_batches, tokens, tokens * min(1.0, of_documents / max(1, plan.tokens_forwarded)), shared
+    )  # fmt: skip
 
 
 def _widths(plan: StepPlan, micro: int) -> list[int]:

@@ -18,7 +18,7 @@ from weft.parallel.pp.schedule import DELAYED, placement_of
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory, memory_of, rows_of_a_token
-from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
 from weft.recipes.plan.timing import StepTime, time_of
 
 BEST = 5
@@ -30,7 +30,8 @@ _UNIT = 64  # budgets above the configured one are multiples of it
 @dataclass(frozen=True)
 class Search:
     """The problem to search. config: of `weft sft` or `weft rl`. lengths: of a step's documents, in tokens. stated:
-    whether there are no other lengths; else documents may be as long as data.max_length."""
+    whether there are no other lengths; else documents may be as long as data.max_length. group, prefix: as in
+    StepLengths."""
 
     config: Any
     model: Blueprint
@@ -38,12 +39,18 @@ class Search:
     ranks: int
     lengths: Sequence[int]
     stated: bool = False
+    group: int = 1
+    prefix: int = 0
 
     @cached_property
     def costs(self) -> list[float]:
-        """FLOPs of each document."""
+        """FLOPs of each document; what it shares counts for the first of its group."""
         cost_by_length = {length: document_flops(self.model.built.flops, length) for length in set(self.lengths)}
-        return [cost_by_length[length] for length in self.lengths]
+        costs = [cost_by_length[length] for length in self.lengths]
+        if self.group == 1 or planner_of(self.model, MeshSizes(1, 1, 1, 1, 1, 1)).apart:
+            return costs
+        prefix = document_flops(self.model.built.flops, self.prefix)
+        return [cost - prefix * (index % self.group > 0) for index, cost in enumerate(costs)]
 
     def blocks(self, tp: int) -> int:
         """The number of blocks that tp divides; 0 if tp cannot divide the model."""
@@ -216,7 +223,9 @@ def _rows(problem: Search, mesh: MeshSizes, budget: int, cache: dict[object, Row
         # If all documents are equal, a part of the ranks has the same part of the documents.
         repeats = math.gcd(len(problem.lengths), groups) if len(set(problem.lengths)) == 1 else 1
         part = replace(mesh, dp_replicate=1, dp_shard=groups // repeats)
-        plan = plan_rows(model, part, problem.lengths[: len(problem.lengths) // repeats], budget)
+        plan = plan_rows(
+            model, part, problem.lengths[: len(problem.lengths) // repeats], budget, problem.group, problem.prefix
+        )
         rows = RowFacts.from_plan(model, plan)
         cache[key] = replace(rows, tokens=rows.tokens * repeats, flops=rows.flops * repeats)
     return cache[key]

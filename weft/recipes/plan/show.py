@@ -55,6 +55,10 @@ def show_estimate(
         f"fill {plan.fill:.0%}, utilisation {plan.utilisation:.0%}"
         + (f"; {cut} documents are cut over ranks of cp" if plan.pieces else "")
     )
+    read = sum(document.read for document in plan.documents)
+    if plan.tokens_forwarded < read:
+        share = 1 - plan.tokens_forwarded / read
+        say(f"shared   {share:.0%} of the documents' tokens are not forwarded again: answers begin with their prompt")
     fullest = max(memories, key=lambda memory: memory.fullest)
     _show_memory(fullest, machine, stages=mesh.pp, vision=model.built.vision is not None)
     if len(memories) > 1:

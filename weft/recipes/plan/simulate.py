@@ -39,11 +39,13 @@ from weft.recipes.plan.watch import Watch, held_by
 @dataclass(frozen=True)
 class Step:
     """A step to simulate. lengths: of its documents, in tokens, all of which are trained. arrays: names of the
-    per-token arrays that the objective reads."""
+    per-token arrays that the objective reads. group, prefix: as in StepLengths."""
 
     lengths: Sequence[int]
     objective: Loss
     arrays: Sequence[str] = ()
+    group: int = 1
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,14 @@ def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, objective: Loss
 
 def plan_of(engine: Engine, step: Step) -> StepPlan:
     """The plan of a step."""
-    return engine.plan(engine.planner.metadata(_documents(step)))
+    return engine.plan(engine.planner.metadata(simulated_documents(step)))
 
 
 def rows_of(engine: Engine, plan: StepPlan, step: Step) -> StepRows:
     """This rank's rows, already built; in a simulation their tensors have no values."""
-    rows = engine.rows(plan, take(_documents(step), engine.planner.local_documents(plan)), step.objective, 1).ahead()
+    rows = engine.rows(
+        plan, take(simulated_documents(step), engine.planner.local_documents(plan)), step.objective, 1
+    ).ahead()
     simulation = engine.ranks.simulated
     if simulation is None:
         return rows
@@ -117,13 +121,21 @@ def rows_of(engine: Engine, plan: StepPlan, step: Step) -> StepRows:
     return replace(rows, build=lambda micro: built[micro])
 
 
-def _documents(step: Step) -> list[Document]:
-    """The documents of a step; documents of one length are the same object, because tokens do not matter."""
+def simulated_documents(step: Step) -> list[Document]:
+    """The documents of a step; plain documents of one length are the same object, because tokens do not
+    matter."""
     like: dict[int, Document] = {}
     for length in set(step.lengths):
         ones = torch.ones(length)
         like[length] = Document(ones.long(), ones, arrays=dict.fromkeys(step.arrays, ones))
-    return [like[length] for length in step.lengths]
+    if step.group == 1:
+        return [like[length] for length in step.lengths]
+    documents = []
+    for index, length in enumerate(step.lengths):
+        tokens = like[length].tokens.clone()
+        tokens[step.prefix : step.prefix + 1] = 2 + index % step.group
+        documents.append(replace(like[length], tokens=tokens, group=index // step.group))
+    return documents
 
 
 def fewest_micro_batches(engine: Engine) -> int:
