@@ -361,7 +361,8 @@ class Saver:
             job.notes.leave("written", [asdict(part) for part in self._write(job)])
             self._release(job)
             self._until(job, lambda: job.notes.all("written"))
-            job.notes.leave("joined", self._join(job))
+            joined = [c.join(job.partial, job.notes.seams(number)) for number, c in enumerate(self._contents)]
+            job.notes.leave("joined", joined)
             if self.config.verify == "digest":
                 self._until(job, lambda: job.notes.all("joined"))
                 self._check(job)
@@ -401,10 +402,6 @@ class Saver:
         """Free the copies, which are written, or given up."""
         for contents, copies in zip(self._contents, job.copies, strict=True):
             contents.release(copies)
-
-    def _join(self, job: SaveJob) -> list[int]:
-        """Join the parts of each engine."""
-        return [c.join(job.partial, job.notes.seams(number)) for number, c in enumerate(self._contents)]
 
     def _check(self, job: SaveJob) -> None:
         """Compare what another rank has written with its digests. The rank is on another machine, if there are several,

@@ -157,7 +157,10 @@ def read_messages(
         message = _message(f"{location}: {noun} {number}", raw, rules, read)
         older_calls |= isinstance(raw, dict) and bool(raw.get("function_call"))
         is_call = bool(message.pop(_IS_CALL, False))
-        if is_call and messages and _goes_on(messages[-1], message):  # ms-swift: parallel calls are messages in a row
+        # In ms-swift, parallel calls are messages in a row: a call belongs to the answer before it, which is trained as
+        # the call is.
+        last = messages[-1] if messages else {}
+        if is_call and last.get("role") == "assistant" and last.get("train") == message.get("train"):
             messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), *message["tool_calls"]]}
         else:
             messages.append(message)
@@ -196,11 +199,6 @@ def is_harmless(name: str, value: Any) -> bool:
     if name in _HARMLESS or value is None or (isinstance(value, str | list | dict) and not value):
         return True
     return name in _SAYING_NOTHING and any(value is usual or value == str(usual) for usual in _SAYING_NOTHING[name])
-
-
-def _goes_on(message: Message, call: Message) -> bool:
-    """Whether a call belongs to the answer before it: both are trained, or neither."""
-    return message["role"] == "assistant" and message.get("train") == call.get("train")
 
 
 def _unknown_role(location: str, messages: Sequence[Message], index: int, roles: Mapping[str, str]) -> str:

@@ -125,7 +125,8 @@ class RenderLimits(threading.local):
         for operand, count in ((a, b), (b, a)):
             if operator == "*" and isinstance(operand, str | bytes | list | tuple) and isinstance(count, int):
                 self.charge(self.weigh(operand) * max(0, count))
-                self._check_count(len(operand) * count, isinstance(operand, list | tuple))
+                if isinstance(operand, list | tuple) and len(operand) * count > _VALUES:
+                    raise RenderLimitError(f"it makes lists of more than {_VALUES:,} values")
         if operator == "+" and isinstance(a, str | list | tuple):
             self.charge(self.weigh(a) + self.weigh(b))
         elif operator == "%" and isinstance(a, str):
@@ -217,10 +218,6 @@ class RenderLimits(threading.local):
             raise RenderLimitError("it formats with a width that no text has")
         widths = sum(int(digits) for digits in re.findall(r"\d+", text))
         self.charge(len(text) + widths + arguments * (1 + text.count("%") + text.count("{")))
-
-    def _check_count(self, count: int, listed: bool) -> None:
-        if listed and count > _VALUES:
-            raise RenderLimitError(f"it makes lists of more than {_VALUES:,} values")
 
 
 def install_limits(environment: Any, source: int) -> RenderLimits:

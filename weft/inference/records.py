@@ -187,15 +187,13 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
         "turns": sample.turns,
         "prompt_tokens": len(prompt.tokens),
         "messages": None if prompt.messages is None else json.dumps(prompt.messages, default=str),
-        "columns": json.dumps(prompt.columns, default=_plain),
+        "columns": json.dumps(
+            prompt.columns, default=lambda value: value.names if isinstance(value, PromptImages) else str(value)
+        ),
         "notes": json.dumps(sample.notes, default=str),
         **_replied(sample.reply_images),
         **{name: None if value is None else value.tolist() for name, value in arrays.items()},
     }
-
-
-def _plain(value: Any) -> Any:
-    return value.names if isinstance(value, PromptImages) else str(value)
 
 
 def _replied(images: PromptImages | None) -> dict[str, Any]:

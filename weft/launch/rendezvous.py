@@ -12,7 +12,6 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -61,9 +60,5 @@ class LoopbackRendezvous(RendezvousHandler):
 
 def register() -> str:
     """Register the rendezvous with torch and return its name. Repeated calls are safe."""
-    rendezvous_handler_registry.register(NAME, _create)
+    rendezvous_handler_registry.register(NAME, lambda parameters: LoopbackRendezvous(parameters.run_id))
     return NAME
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)

@@ -169,7 +169,8 @@ class SystemMonitor:
             ends = self._stop.wait(min(1.0, self._seconds))
             while True:
                 values = {**host_sample(), **gpus.sample()}
-                line = {"step": self.step, "time": round(time.time(), 3), **{n: _short(v) for n, v in values.items()}}
+                line: dict[str, float] = {"step": self.step, "time": round(time.time(), 3)}
+                line |= {name: float(f"{value:.4g}") for name, value in values.items()}
                 with self._path.open("a", encoding="utf-8") as stream:
                     stream.write(json.dumps(line) + "\n")
                 self._send({name: value for name, value in line.items() if name != "time"})
@@ -178,7 +179,3 @@ class SystemMonitor:
                 ends = self._stop.wait(self._seconds)
         except OSError as error:  # samples of the machine are no reason to end a run
             say(f"system   {self._path.name} is not written any more: {error.strerror or error}", error=True)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")

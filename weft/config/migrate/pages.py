@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from weft.config.keys import schema_keys
 from weft.config.load import show_default
@@ -107,7 +106,8 @@ def page(trainer: Trainer) -> str:
     ]
     defaults = {key: value for key, value in trainer.table.defaults.items() if key in schema_keys(SftConfig)}
     if defaults:
-        rows = "".join(_default_row(key, value) for key, value in defaults.items())
+        keys = schema_keys(SftConfig)
+        rows = "".join(f"| `{key}` | {show(v)} | {show_default(keys[key])} |\n" for key, v in defaults.items())
         parts.append(_DEFAULTS.format(title=trainer.title) + rows)
     if trainer.table.vision:
         rows = "".join(f"| `{name}` | {show(value)} |\n" for name, value in trainer.table.vision.items())
@@ -128,10 +128,6 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for trainer in TABLES.trainers:
         (folder / f"{trainer.name}.md").write_text(page(trainer), encoding="utf-8")
-
-
-def _default_row(key: str, value: Any) -> str:
-    return f"| `{key}` | {show(value)} | {show_default(schema_keys(SftConfig)[key])} |\n"
 
 
 def _rows(names: Mapping[str, str]) -> str:
