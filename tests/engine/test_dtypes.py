@@ -40,8 +40,8 @@ def unrounded(path: str, optimizer: dict[str, Any]) -> Verdict | None:
     original = low_bit.moments_of
 
     def fresh(tile: Any, state: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-        for value in state.values():
-            value.zero_() if local_shard(value).ndim else None
+        for key in ("exp_avg", "exp_avg_sq"):
+            local_shard(state[key]).zero_()
         return original(tile, state, *rest)
 
     with mock.patch.object(low_bit, "moments_of", fresh):

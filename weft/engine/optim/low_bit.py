@@ -33,7 +33,7 @@ from weft.parallel.shards.boxes import Box
 
 BLOCK = 256
 _FEWEST, _NARROWEST = 4096, 64  # elements of a tensor, and of its rows, from which on it has 8-bit state
-_TILE = {"cpu": 1 << 16, "cuda": 1 << 23}  # elements that are stepped at once: in a core's cache; in few launches
+_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements that are stepped at once: in a core's cache; in few launches
 _SIGNED, _POSITIVE = 127.0, 255.0
 _BITS = 0xFFFF
 Rounding = Literal["nearest", "stochastic", "kahan"]
@@ -70,20 +70,22 @@ class BlockGrid:
         return cls(first, last - first, start - first * BLOCK, last * BLOCK - end, tuple(sorted(cut)), offset)
 
     def maxima(self, x: Tensor) -> Tensor:
-        """[rows, count] largest magnitudes of x [rows, columns]."""
-        x = x.abs()
+        """[rows, count] the largest of x [rows, columns], none of which is negative."""
         if self.count == 1:
             return x.amax(1, keepdim=True)
         if self.lead or self.tail:
             x = nn.functional.pad(x, (self.lead, self.tail))
         return x.view(len(x), self.count, BLOCK).amax(2)
 
-    def spread(self, scales: Tensor) -> Tensor:
-        """[rows, count] -> what multiplies [rows, columns]."""
+    def scale_(self, x: Tensor, scales: Tensor, *, by: Callable[[Tensor, Tensor], Tensor] = Tensor.mul_) -> Tensor:
+        """Multiply x [rows, columns] by the scales [rows, count] of its blocks, or do `by` with them. In place."""
         if self.count == 1:
-            return scales
-        wide = scales[:, :, None].expand(-1, -1, BLOCK).reshape(len(scales), -1)
-        return wide[:, self.lead : wide.shape[1] - self.tail]
+            return by(x, scales)
+        if self.lead or self.tail:
+            wide = scales[:, :, None].expand(-1, -1, BLOCK).reshape(len(scales), -1)
+            return by(x, wide[:, self.lead : wide.shape[1] - self.tail])
+        by(x.view(len(x), self.count, BLOCK), scales[:, :, None])
+        return x
 
     def columns(self, block: int) -> slice:
         """The columns of the box that lie in a block."""
@@ -283,13 +285,11 @@ class LowBitAdamW(torch.optim.Optimizer):
                 tile.rows.of(local_shard(state["exp_avg_sq"])).copy_(second)
                 continue
             assert words is not None
-            scales = tile.grid.maxima(first), tile.grid.maxima(root)
+            agreed = {}
             for block in tile.grid.cut:
-                place = shared[id(tile), block]
                 assert maxima is not None
-                for moment, scale in enumerate(scales):
-                    scale[:, block] = maxima[moment, place : place + tile.rows.count]
-            _encode(tile, state, first, root, scales, words)
+                agreed[block] = maxima[:, shared[id(tile), block] :][:, : tile.rows.count]
+            _encode(tile, state, first, root, words, agreed)
 
     # ------------------------------------------------------------ what a checkpoint holds of the scales
 
@@ -322,39 +322,41 @@ def moments_of(
     tile: _Tile, state: Mapping[str, Any], gradient: Tensor, betas: tuple[float, float], columns: slice = slice(None)
 ) -> tuple[Tensor, Tensor]:
     """Both new moments of a tile, or of some of its columns: fp32 [rows, columns]."""
-    g = tile.rows.of(gradient)[:, columns].float()
-    first = tile.rows.of(local_shard(state["exp_avg"]))[:, columns].float()
-    second = tile.rows.of(local_shard(state["exp_avg_sq"]))[:, columns].float()
     beta1, beta2 = betas
-    if tile.grid is None:
-        first, second = first.mul(beta1), second.mul(beta2)
-    else:
+    g = tile.rows.of(gradient)[:, columns].float()
+    first = tile.rows.of(local_shard(state["exp_avg"])).to(torch.float32, copy=True)
+    second = tile.rows.of(local_shard(state["exp_avg_sq"])).to(torch.float32, copy=True)
+    if tile.grid is not None:
+        first.mul_(first.abs())
+        second.mul_(second)
         shape = tile.rows.count, tile.grid.count
-        scales = [state[f"{key}_scale"][tile.scales].view(shape) for key in ("exp_avg", "exp_avg_sq")]
-        wide = [tile.grid.spread(s * (1 / code**2)) for s, code in zip(scales, (_SIGNED, _POSITIVE), strict=True)]
-        wide = [w if w.shape[1] == 1 else w[:, columns] for w in wide]
-        first = first.mul_(first.abs()).mul_(wide[0]).mul_(beta1)
-        second = second.mul_(second).mul_(wide[1])
-        second = second.mul_(second).mul_(beta2)
+        for key, x, code in (("exp_avg", first, _SIGNED), ("exp_avg_sq", second, _POSITIVE)):
+            tile.grid.scale_(x, state[f"{key}_scale"][tile.scales].view(shape) * (1 / code**2))
+        second.mul_(second)
+    first, second = first[:, columns].mul_(beta1), second[:, columns].mul_(beta2)
     first.add_(g * (1 - beta1))
     second.add_((g * g).mul_(1 - beta2))
     return first, second
 
 
 def _encode(
-    tile: _Tile, state: Mapping[str, Any], first: Tensor, root: Tensor, scales: tuple[Tensor, Tensor], words: Tensor
+    tile: _Tile, state: Mapping[str, Any], first: Tensor, root: Tensor, words: Tensor, agreed: Mapping[int, Tensor]
 ) -> None:
-    """Store both moments as codes and scales. Overwrites `root` and `words`."""
-    assert tile.grid is not None
-    for key, scale in zip(("exp_avg", "exp_avg_sq"), scales, strict=True):
-        state[f"{key}_scale"][tile.scales].view(scale.shape).copy_(scale)
-    of_first, of_root = (tile.grid.spread(scale.clamp(min=torch.finfo(torch.float32).tiny)) for scale in scales)
-    codes = first.abs().div_(of_first).sqrt_().mul_(_SIGNED).round_().copysign_(first)
-    tile.rows.of(local_shard(state["exp_avg"])).copy_(codes)
-    least = (root > 0).float()
-    codes = root.div_(of_root).sqrt_().mul_(_POSITIVE)
-    codes.add_(words.bitwise_and_(_BITS).float().mul_(1 / (_BITS + 1))).floor_()
-    tile.rows.of(local_shard(state["exp_avg_sq"])).copy_(torch.maximum(codes, least).clamp_(max=_POSITIVE))
+    """Store both moments as codes and scales. agreed: block -> [2, rows] its scales, where ranks share it. Overwrites
+    `root` and `words`."""
+    grid, tiny = tile.grid, torch.finfo(torch.float32).tiny
+    assert grid is not None
+    size, least = first.abs(), (root > 0).to(torch.float32)
+    for moment, (key, x) in enumerate((("exp_avg", size), ("exp_avg_sq", root))):
+        scales = grid.maxima(x)
+        for block, of_block in agreed.items():
+            scales[:, block] = of_block[moment]
+        state[f"{key}_scale"][tile.scales].view(scales.shape).copy_(scales)
+        grid.scale_(x, scales.clamp_(min=tiny), by=Tensor.div_).sqrt_()
+    tile.rows.of(local_shard(state["exp_avg"])).copy_(size.mul_(_SIGNED).round_().copysign_(first))
+    random = words.bitwise_and_(_BITS).to(torch.float32).mul_(1 / (_BITS + 1))
+    codes = root.mul_(_POSITIVE).add_(random).floor_()
+    tile.rows.of(local_shard(state["exp_avg_sq"])).copy_(torch.maximum(codes, least, out=codes).clamp_(max=_POSITIVE))
 
 
 def _store(masters: Tensor, new: Tensor, words: Tensor | None) -> None:
