@@ -1,5 +1,5 @@
-"""Writes the data of `make demo-distill`: those of `make demo`, and the config of a student that is half as deep and
-half as wide as the model that becomes its teacher. The script downloads nothing.
+"""Writes the data of `make demo-distill`: those of `make demo`, and the config of a student that is half as deep as
+the model that becomes its teacher, and of another family. The script downloads nothing.
 
     .demo/additions.jsonl, .demo/held-out.jsonl, .demo/adder   as make_arithmetic_demo.py writes them
     .demo/student                                              the same tokenizer and the config of a small Llama
@@ -22,8 +22,8 @@ def main(out: Path) -> None:
     student = out / "student"
     make_arithmetic_demo.make_tokenizer(student)
     LlamaConfig(
-        vocab_size=24, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
+        vocab_size=24, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
         eos_token_id=13, pad_token_id=12, bos_token_id=None, architectures=["LlamaForCausalLM"],
     ).save_pretrained(str(student))  # fmt: skip
 

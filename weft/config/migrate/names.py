@@ -90,7 +90,12 @@ class Task:
         description = f"{article} {self.algorithm} config of {self.trainer.title} ({self.sign})"
         if self.kind == REINFORCEMENT:
             return f"{description}. {TABLES.drafts}"
-        if self.kind == DISTILLATION or self.algorithm == "reward-model":
+        if self.kind == DISTILLATION:
+            return (
+                f"{description}: `weft distill` trains a student on a teacher's distributions, `weft rl` with "
+                "rl.teacher on its own samples, and docs/how-to/distill.md has their keys."
+            )
+        if self.algorithm == "reward-model":
             return f"{description}; weft makes no draft of it."
         return f"{description}: `weft dpo` trains on preferences, and docs/how-to/dpo.md has its keys."
 
