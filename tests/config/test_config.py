@@ -239,7 +239,8 @@ def test_neither_partner_is_refused() -> None:
     assert "of step.documents and step.tokens neither is set" in refused("step.documents=null")
 
 
-LORA = {"alpha": "16", "rslora": "true", "dropout": "0.1", "targets": "[q_proj]", "modules_to_save": "[lm_head]"}
+LORA = {"alpha": "16", "rslora": "true", "targets": "[q_proj]", "modules_to_save": "[lm_head]"}
+STORED = {"base": "nf4", "dropout": "0.1"}  # of adapters, whatever their origin
 MUON = {"lr": "0.1", "momentum": "0.9", "scale": "original", "dtype": "fp32", "heads": "true"}
 PUSHED = ("push_at", "push_private", "push_revision")
 
@@ -267,12 +268,8 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("fsdp.loss_scale_interval", "10", []),
         ("schedule.decay_ratio", "0.2", []),
         ("model.freeze", "[lm_head]", ["lora.rank=8"]),
-        *((f"lora.{leaf}", value, []) for leaf, value in LORA.items()),
-        *(
-            (f"lora.{leaf}", value, ["lora.path=a"])
-            for leaf, value in {"rank": "8", **LORA}.items()
-            if leaf != "dropout"
-        ),
+        *((f"lora.{leaf}", value, []) for leaf, value in {**LORA, **STORED}.items()),
+        *((f"lora.{leaf}", value, ["lora.path=a"]) for leaf, value in {"rank": "8", **LORA}.items()),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=inverse_sqrt"]),
@@ -325,7 +322,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
     tried |= {"optimizer.options", "checkpoint.weights"}
-    tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in LORA)}
+    tried |= {"model.freeze", "lora.rank", *(f"lora.{leaf}" for leaf in (*LORA, *STORED))}
     tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
     tried |= {"eval.target"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
@@ -655,7 +652,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     names = {f"{section}.{leaf}" for section, values in rendered.items() for leaf in values}
     unread = {"model.router_aux_loss_coef", "optimizer.momentum", "schedule.decay", "schedule.decay_ratio"}
     unread |= {"fsdp.loss_scale", "fsdp.loss_scale_interval", "optimizer.options", "checkpoint.weights"}
-    unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
+    unread |= {f"lora.{leaf}" for leaf in (*LORA, *STORED)} | {"checkpoint.keep_best"}
     unread |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature", "optimizer.load_state"}
