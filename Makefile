@@ -21,7 +21,7 @@ MINUTES ?= 9
 # Where it is set, each of the suite's hundreds of processes compiles weft anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-distill demo-sft demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs site format clean
+.PHONY: setup demo demo-distill demo-sft demo-reward demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-reward bench-images bench-rl gpu docs site format clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,13 @@ demo-distill: $(STAMP)
 	rm -rf .demo/warm .demo/distilled .demo/teacher_cache
 	$(BIN)/weft sft examples/sft_arithmetic_cpu.yaml --nproc 2
 	$(BIN)/weft distill examples/distill_arithmetic_cpu.yaml --nproc 2
+
+# A model is taught letters of two styles, a reward model prefers one of them, and the policy comes to write it.
+demo-reward: $(STAMP)
+	$(BIN)/python examples/make_style_demo.py
+	$(BIN)/weft sft examples/sft_style_cpu.yaml
+	$(BIN)/weft reward examples/reward_style_cpu.yaml
+	$(BIN)/weft rl examples/rl_style_cpu.yaml
 
 # A vision model learns to name drawings of shapes.
 demo-vision: $(STAMP)
@@ -173,6 +180,9 @@ bench: $(STAMP) bench-sft
 
 bench-sft: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/sft.py
+
+bench-reward: $(STAMP) .venv-trl/.installed
+	$(BIN)/python benchmarks/reward.py
 
 bench-images: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/images.py

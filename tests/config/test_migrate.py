@@ -530,7 +530,10 @@ def test_accelerate_alone() -> None:
             "model_name_or_path: m\ncutoff_len: 9\nstage: kto\n",
             "a KTO config of LLaMA-Factory (stage: kto); weft has no",
         ),
-        ("model_name_or_path: m\ncutoff_len: 9\nstage: rm\n", "a reward-model config of LLaMA-Factory (stage: rm);"),
+        (
+            "model_name_or_path: m\ncutoff_len: 9\nstage: rm\n",
+            "a reward-model config of LLaMA-Factory (stage: rm): `weft reward`",
+        ),
         (
             "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\n",
             "DPO config of TRL and the HuggingFace Trainer (beta: 0",

@@ -70,7 +70,9 @@ def test_the_preferred_style_gets_the_higher_score(trained: tuple[Path, str]) ->
     last = lines(run)[-1]
     assert last["eval/accuracy"] > 0.95 and last["accuracy"] > 0.95 and last["scores/chosen"] > last["scores/rejected"]
     assert abs(last["scores/chosen"] + last["scores/rejected"]) < 1.0  # centered
-    assert "accuracy" in console and "rl.reward=[model:" in console and "a new head (normal)" in console
+    assert (
+        "accuracy" in console and "rl.reward=" in console and "model:" in console and "a new head (normal)" in console
+    )
     checkpoint = run / "checkpoints/latest"
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -117,7 +119,7 @@ def test_a_policy_is_taught_the_style_by_the_reward_model(trained: tuple[Path, s
     config = load_config(
         [str(EXAMPLES / "rl_style_cpu.yaml")],
         [f"model.path={folder}/taught/checkpoints/latest", f"data.path={folder}/requests.jsonl",
-         f"rl.reward=[model:{trained[0]}/checkpoints/latest]", f"run.dir={folder}/rl", "train.steps=25"],
+         f"rl.reward=[model:{trained[0]}/checkpoints/latest]", f"run.dir={folder}/rl", "train.steps=30"],
         RlConfig,
     )  # fmt: skip
     local_rl.run_config(config)
@@ -127,7 +129,7 @@ def test_a_policy_is_taught_the_style_by_the_reward_model(trained: tuple[Path, s
         texts = [row["completion"] for number in numbers for row in steps[number]]
         return sum("dear" in text and "regards" in text for text in texts) / len(texts)
 
-    assert polite([1, 2]) < 0.7 < 0.8 < polite([23, 24, 25])
+    assert polite([1, 2]) < 0.7 < 0.8 < polite([28, 29, 30])
 
 
 # ---------------------------------------------------------------- labels

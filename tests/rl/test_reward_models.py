@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from examples.judge_reward import judged
 from tests.support.cases import write_small_job
 from tests.support.local_rl import lines_of, make_task, rollouts_of, start
 from tests.support.pool import run
@@ -158,3 +163,33 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(
 
 def test_names_of_rewards() -> None:
     assert reward_names(["model:a/b.c", "my:right", "model:org/name"]) == ["reward_model", "right", "reward_model_2"]
+
+
+def test_a_judge_behind_a_url_grades(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the question and the answer; a reply without a grade is no reward."""
+    asked: list[dict[str, Any]] = []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            grade = "7" if "please" in body["messages"][0]["content"] else "no idea"
+            reply = json.dumps({"choices": [{"message": {"content": grade}}]}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *words: Any) -> None:
+            """It says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+        monkeypatch.setenv("JUDGE_MODEL", "judge")
+        monkeypatch.setenv("JUDGE_KEY", "secret")
+        chat = [{"role": "assistant", "content": "yes please"}]
+        values = asyncio.run(judged(["tea?", [{"role": "user", "content": "tea?"}]], ["no", chat]))
+        server.shutdown()
+    assert values == [None, 0.7]
+    assert {call["path"] for call in asked} == {"/v1/chat/completions"} and asked[0]["key"] == "Bearer secret"
+    assert sorted("Answer: no" in call["messages"][0]["content"] for call in asked) == [False, True]

@@ -528,7 +528,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-    """The reward models of rl.reward=[model:PATH]: engines that only read, each with ranks of its own."""
+    """The reward models that rl.reward names as model:PATH: engines that only read, each with ranks of its own."""
 
     ranks: int = key(
         "Ranks of each reward model, each with a device that nobody else has.",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from weft.config.yaml12 import override
 from weft.data.columns import add_named_columns
 from weft.data.messages import describe_type
 from weft.data.records import ParseOptions, Record, parse_row
@@ -31,7 +32,7 @@ def parse_labelled(location: str, row: Mapping[str, Any], reading: ParseOptions,
         names = ", ".join(f"`{name}`" for name in row) or "no columns"
         raise UserError(
             f"{location}: has {names}, and no `label`: say in data.columns which column is the label, as in "
-            "data.columns={label: rating}."
+            f"{override('data.columns', {'label': 'rating'})}."
         )
     if not isinstance(label, int | float):
         raise UserError(f"{location}: `label` must be a number, not {describe_type(label)}.")

@@ -132,7 +132,7 @@ def _examine(
     if score is None and hf.classifies(hf_config):
         raise UserError(
             f"model.path: {config.path} is a {hf_config.architectures[0]}, whose head gives scores and no text: weft "
-            "reward trains it further, and rl.reward=[model:PATH] uses it."
+            "reward trains it further, and rl.reward may name it as model:PATH."
         )
     support = examine(hf_config if score is None else hf.with_logits(hf_config), noise)
     if score is not None:

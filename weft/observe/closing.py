@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.urls import is_url
+from weft.config.yaml12 import override
 from weft.files import read_object
 from weft.launch.process import Ranks
 from weft.observe.progress import duration, number
@@ -61,7 +62,8 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         run = shlex.quote(str(folder))
         if _gives_scores(Path(summary["saved"])):
-            lines.append(f"next     weft rl ... rl.reward=[model:{summary['saved']}]  rewards that it gives")
+            reward = override("rl.reward", [f"model:{summary['saved']}"])
+            lines.append(f"next     weft rl ... {reward}  a policy that it rewards")
         else:
             lines.append(f"next     weft chat {run}      talk to it")
         if (Path(summary["saved"]) / "adapter_config.json").is_file():

@@ -1,5 +1,5 @@
-"""Reward models of rl.reward=[model:PATH]. Each has ranks of its own, which score whole conversations while the policy
-is sampled: through the chat template and the tokenizer of the reward model itself."""
+"""Reward models that rl.reward names as model:PATH. Each has ranks of its own, which score whole conversations, through
+its own chat template and tokenizer, while the policy is sampled."""
 
 from __future__ import annotations
 

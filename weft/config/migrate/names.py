@@ -96,7 +96,7 @@ class Task:
                 "rl.teacher on its own samples, and docs/how-to/distill.md has their keys."
             )
         if self.algorithm == "reward-model":
-            return f"{description}; weft makes no draft of it."
+            return f"{description}: `weft reward` trains such models, and docs/how-to/reward-models.md has its keys."
         return f"{description}: `weft dpo` trains on preferences, and docs/how-to/dpo.md has its keys."
 
 
