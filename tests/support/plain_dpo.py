@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid as ls
 from torch.nn.functional import relu
 
-BETA, SMOOTHING = 0.3, 0.1
+BETA, SMOOTHING = 0.05, 0.1  # so small that no sigmoid is saturated
 
 
 @dataclass

@@ -22,7 +22,13 @@ from tests.data import test_documents, test_order
 from tests.engine import test_schedule
 from tests.models import test_lora
 from tests.parallel import test_quantised
-from tests.parity import test_distill_parity, test_policy_parity, test_reward_parity, test_rl_teacher_parity
+from tests.parity import (
+    test_distill_parity,
+    test_dpo_parity,
+    test_policy_parity,
+    test_reward_parity,
+    test_rl_teacher_parity,
+)
 from tests.recipes import test_eval
 from tests.support.cases import describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
@@ -42,6 +48,7 @@ from weft.verify.bugs import BALANCE_SCALE, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
 from weft.verify.bugs.adapters import BASE, QUANTISED
 from weft.verify.bugs.distillation import DISTILLED, TEACHER_ADVANTAGE
 from weft.verify.bugs.evaluation import HELD_OUT
+from weft.verify.bugs.preferences import COMPARED
 from weft.verify.bugs.resuming import RESUMED
 from weft.verify.bugs.reward import PREFERRED
 from weft.verify.bugs.rl import UPDATE
@@ -358,6 +365,7 @@ TESTS: dict[str, Check] = {
     RESUMED: test_resume.resumed_run_is_the_unbroken_one,
     UPDATE: test_policy_parity.update_is_the_plain_one,
     DISTILLED: test_distill_parity.step_is_the_plain_one,
+    COMPARED: test_dpo_parity.steps_are_the_plain_ones,
     TEACHER_ADVANTAGE: test_rl_teacher_parity.advantage_is_the_plain_one,
     HELD_OUT: test_eval.held_out_loss_is_the_references,
     BALANCE_SCALE: test_16_bits.balance_is_scaled,

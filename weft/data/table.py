@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from weft.data.blocks import row_name
 from weft.data.encode import Encoded
 from weft.data.image_files import FILES, HEAD_BYTES, MediaLocation, identity
-from weft.data.records import ALL_KINDS, ROLES, Kind, Record
+from weft.data.records import ALL_KINDS, ROLES, Kind, Record, Role
 
 Array = NDArray[Any]
 BadRow = tuple[int, str]  # (number of the row, error message, which begins with file:line)
@@ -173,6 +173,9 @@ class TokenTable:
 
     def format(self, index: int) -> Kind:
         return ALL_KINDS[int(self.formats[index])]
+
+    def role(self, index: int) -> Role:
+        return ROLES[int(self.roles[index])]
 
     def tokens(self, index: int, length: int) -> tuple[Array, Array]:
         """(ids, trained) of the first `length` tokens of a document."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.retention import chosen_step, complete_steps
+from weft.config.dpo_schema import DpoConfig
 from weft.config.keys import with_current_names
 from weft.config.load import load_config, parse_override, plain_sections, read_config_file
 from weft.config.rl_schema import RlConfig
@@ -33,7 +34,7 @@ _COPIED: dict[str, tuple[str, ...]] = {
 def measured_config(path: str, words: Sequence[str], step: int | None = None) -> SftConfig | RlConfig:
     """The config that measures a model. path: a run folder (its newest checkpoint, or that of `step`), a checkpoint, a
     model or adapter directory, or a hub id. words: the path of the data, and overrides. With a section `rl`, here or in
-    the run's config, answers are rewarded; else documents have a loss. Raises UserError."""
+    the run's config, answers are rewarded, with `preference` compared; else documents have a loss. Raises UserError."""
     data = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in data]
     named = {word.partition("=")[0] for word in overrides}
@@ -56,6 +57,12 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
         base["data"] |= {} if template is None else {"chat_template": template}
     for word in data:
         base["data"]["path"] = word
+    if "preference" in written or any(name.startswith("preference.") for name in named):
+        base["preference"] = dict(written.get("preference", {})) | {"cache": "off"}
+        if run is not None and "lora" not in base:  # the reference is the model before training
+            section = written.get("reference", {})
+            base["reference"] = {"path": section.get("path") or written["model"]["path"]}
+        return load_config([], overrides, DpoConfig, base=base)
     if not rewards:
         return load_config([], overrides, SftConfig, base=base)
     base.setdefault("rl", {})

@@ -196,7 +196,10 @@ def _show_samples(
     for table, row in places:
         length = int(table.lengths[row])
         console.rule(
-            f"{table.row_name(row)}  {length:,} tokens, {int(table.losses[row]):,} trained", align="left", style="dim"
+            f"{table.row_name(row)}{f', {role}' if (role := table.role(row)) else ''}  {length:,} tokens, "
+            f"{int(table.losses[row]):,} trained",
+            align="left",
+            style="dim",
         )
         for line in _image_lines(preview.images, tokenizer, table.places(row)):
             console.print(line, style="dim", soft_wrap=True)

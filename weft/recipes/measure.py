@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weft.config.dpo_schema import DpoConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.encode import load_tokenizer
 from weft.data.images import read_images
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.losses.load import choose_objective
 from weft.errors import UserError
 from weft.inference.records import import_arrow
 from weft.launch import flight
@@ -31,8 +31,10 @@ from weft.observe.folder import lock_folder
 from weft.observe.progress import loading, number
 from weft.observe.tables import new_table, show
 from weft.recipes import rl as reinforcement
+from weft.recipes.dpo import Dpo
 from weft.recipes.evaluate import PREFIX, Evaluator, HeldOut
-from weft.recipes.run_data import dated, read_data
+from weft.recipes.recipe import Recipe
+from weft.recipes.run_data import RunData, dated, read_data
 from weft.rl.actors import open_actors
 from weft.rl.evaluate import EvaluationResult, HeldOutPrompts
 from weft.rl.placement import resolve_placement
@@ -72,7 +74,9 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
             "weft eval measures one set of documents: run it once for each path of data.sources. Evaluations during "
             "training measure each of eval.sources."
         )
-    config, objective = dated(config), choose_objective(config.train.loss)
+    config = dated(config)
+    recipe: Recipe[Any] = Dpo(config) if isinstance(config, DpoConfig) else Recipe(config)
+    objective = recipe.held_out_objective
     with join(options.device, config.train.timeout) as ranks:
         flight.enter("data")
         tokenizer = load_tokenizer(config.model.path)
@@ -86,7 +90,10 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
         with loading(ranks.is_first and not options.json) as shown:
             engine = Engine(engine_config, ranks, progress=shown, readouts=objective.readouts)
         engine.planner.check_images(documents)
-        figures = Evaluator(config, engine, held_out, {}, Path(), Phases(), objective).evaluate(1, 1)
+        recipe.open_models(engine, RunData(documents, report, held_out))
+        figures = Evaluator(
+            config, engine, held_out, {}, Path(), Phases(), objective, recipe.before_evaluation
+        ).evaluate(1, 1)
         if not ranks.is_first:
             return None
         counts = {"documents": report.documents, "tokens": report.tokens, "bad_rows": len(report.bad)}

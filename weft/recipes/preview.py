@@ -43,7 +43,8 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     with loading(label="reading") as progress:
         chat = _may_have_template(config)
         parts = [(source, part) for source in sources for part in source.parts]
-        sampled = [_read(source, part, bad, progress, sample=options.sample, chat=chat) for source, part in parts]
+        how = {"sample": options.sample, "chat": chat, "preferences": config.reads_preferences}
+        sampled = [_read(source, part, bad, progress, **how) for source, part in parts]
     count = sum(sum(sample.formats.values()) for sample in sampled)
     if not count:
         refuse_bad(bad, len(bad))
@@ -71,15 +72,17 @@ def _read(
     *,
     sample: bool,
     chat: bool,
+    preferences: bool,
 ) -> SampledPart:
     """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it. chat: whether there is a
-    chat template."""
+    chat template. preferences: as in ParseOptions."""
     reads_all = not sample or part.size <= SAMPLE_BYTES
     blocks = None if reads_all else list(_sample_blocks(part))
     formats: dict[str, int] = {}
     done = 0
     for block in part.blocks() if blocks is None else blocks:
-        for _, record in block.records(source.parse_options(chat), lambda _, error: bad.append(first_line(error))):
+        options = source.parse_options(chat, preferences)
+        for _, record in block.records(options, lambda _, error: bad.append(first_line(error))):
             formats[record.kind] = formats.get(record.kind, 0) + 1
         done += block.size
         progress(min(done, part.size), part.size)
@@ -116,9 +119,8 @@ def _tokenise_and_show(config: SftConfig, sampled: Sequence[SampledPart], option
     with loading(label="tokenising") as progress:
         how = TokeniseOptions(config.data.workers, config.data.cache, progress)
         for sample in sampled:
-            work = TokeniseTask(
-                tokenizer, encoding, sample.source.parse_options(has_template(tokenizer, encoding)), True, images
-            )
+            parsing = sample.source.parse_options(has_template(tokenizer, encoding), config.reads_preferences)
+            work = TokeniseTask(tokenizer, encoding, parsing, True, images)
             if sample.blocks is None:
                 (table,) = tokenise([(sample.part, work)], how)
             else:
@@ -179,10 +181,11 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
         seed=config.train.seed,
         shuffle=config.data.shuffle,
         shares=[
-            SourceShare(len(p.indices), sample.source.weight)
+            SourceShare(len(p.example_ends), sample.source.weight)
             for p, sample in zip(pieces, read, strict=True)
             if len(p.indices)
         ],
+        example_ends=_example_ends(pieces) if config.reads_preferences else None,
     )
     budget, shapes = config.step.max_tokens_per_device, config.step.padding
     plans = [
@@ -192,13 +195,23 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
     return Planned(plans, _steps_in_epoch(config, read, pieces, len(steps)), world)
 
 
+def _example_ends(pieces: Sequence[Any]) -> list[int]:
+    """Documents up to the end of each example of all pieces."""
+    ends: list[int] = []
+    begin = 0
+    for piece in pieces:
+        ends += [begin + int(end) for end in piece.example_ends]
+        begin += len(piece.indices)
+    return ends
+
+
 def _steps_in_epoch(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any], counted: int) -> int:
     """The number of steps of an epoch: exactly `counted` if everything was read, else scaled up from the sample."""
     if all(sample.share == 1.0 for sample in read):
         return counted
     weights = [sample.source.weight / sample.share for sample in read]
     if config.step.documents is not None:
-        documents = sum(weight * len(piece.indices) for weight, piece in zip(weights, pieces, strict=True))
+        documents = sum(weight * len(piece.example_ends) for weight, piece in zip(weights, pieces, strict=True))
         return math.ceil(documents / config.step.documents)
     assert config.step.tokens is not None
     tokens = sum(weight * int(piece.lengths.sum()) for weight, piece in zip(weights, pieces, strict=True))

@@ -28,6 +28,7 @@ from weft.verify.bugs import (  # they register their bugs
     expert_parallel,  # noqa: F401
     optimizers,  # noqa: F401
     pipeline_parallel,  # noqa: F401
+    preferences,  # noqa: F401
     resuming,  # noqa: F401
     reward,  # noqa: F401
     rl,  # noqa: F401

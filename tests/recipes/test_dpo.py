@@ -1,0 +1,315 @@
+"""`weft dpo` as a whole: data, cache, adapters, evaluation, resume, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.parity.test_dpo_parity import folder, models
+from tests.support.cases import byte_tokenizer
+from tests.support.pool import run
+from weft.config.dpo_schema import DpoConfig
+from weft.config.load import load_config
+from weft.data.documents import Documents
+from weft.data.records import ROLES
+from weft.engine.losses.preference.answers import Pairs, divergence_score
+from weft.engine.losses.preference.pairs import discopop
+from weft.engine.losses.preference.without_reference import cpo
+from weft.errors import UserError
+from weft.launch.options import MeasureOptions, TrainOptions
+from weft.observe.measured import measured_config
+from weft.recipes import dpo, reference_sums
+from weft.recipes.measure import _losses
+
+QUIET = {"track.timing": False, "track.system": False}
+
+
+def config_of(path: Path, **keys: Any) -> DpoConfig:
+    given = {
+        "model.path": models("llama")[0], "data.path": str(folder() / "pairs.jsonl"), "run.dir": str(path),
+        "step.documents": 3, "step.max_tokens_per_device": 64, "optimizer.lr": 1e-3, "train.epochs": 2, **QUIET, **keys,
+    }  # fmt: skip
+    return load_config([], [f"{key}={json.dumps(value)}" for key, value in given.items()], DpoConfig)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(world: int, path: Path, keys: dict[str, Any], resume: bool = False) -> list[int]:
+    """Runs `weft dpo`; how many documents each reading of a reference had."""
+    reads: list[int] = run(world, trained, config_of(path, **keys), resume)[0]
+    return reads
+
+
+def trained(config: DpoConfig, resume: bool) -> list[int]:
+    reads, read = list[int](), reference_sums.read_sums
+
+    def counting(engine: Any, documents: Any) -> Any:
+        reads.append(len(documents))
+        return read(engine, documents)
+
+    with mock.patch.object(reference_sums, "read_sums", counting):
+        dpo.run(config, TrainOptions(device="cpu", quiet=True, resume=config.run.dir if resume else None))
+    return reads
+
+
+def losses(path: Path) -> list[list[float]]:
+    names = ("loss", "grad_norm", "rewards/margin", "rewards/accuracy", "logps/chosen", "logps/rejected")
+    return [[line[name] for name in names] for line in lines(path) if line["step"]]
+
+
+@pytest.mark.covers("preference.cache", "reference.dp_shard", "reference.max_tokens_per_device")
+def test_a_cached_reference_is_the_live_one_on_any_mesh(tmp_path: Path) -> None:
+    """All caches give the same run; what one mesh wrote, another reads; other documents are read anew."""
+    base = {"data.cache": str(tmp_path / "cache"), "eval.share": 0.3, "eval.at_start": True}
+    runs = {}
+    for cache in ("off", "memory", "disk"):
+        path = tmp_path / cache
+        runs[cache] = sum(start(1, path, {**base, "preference.cache": cache}))
+        for ours, theirs in zip(losses(path), losses(tmp_path / "off"), strict=True):  # in other rows: other rounding
+            assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6), cache
+    assert runs["off"] > runs["memory"] == runs["disk"] == 14
+    more = {"preference.cache": "disk", "mesh.dp_shard": 2, "reference.dp_shard": 1, "reference.dp_replicate": 2}
+    assert start(2, tmp_path / "two", {**base, **more, "reference.max_tokens_per_device": 200}) == []
+    for ours, theirs in zip(losses(tmp_path / "two"), losses(tmp_path / "off"), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-5)
+    changed = tmp_path / "pairs.jsonl"
+    rows = [json.loads(line) for line in (folder() / "pairs.jsonl").read_text().splitlines()]
+    rows[0]["chosen"] += "!"
+    changed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = {**base, "preference.cache": "disk", "data.path": str(changed)}
+    assert start(1, tmp_path / "other", other) == [1]
+    file = next((tmp_path / "cache").glob("reference/*/sums.npz"))
+    file.write_bytes(file.read_bytes()[:-40])  # damage: all is read again
+    assert sum(start(1, tmp_path / "again", other)) == 14
+
+
+def test_adapters_that_are_off_are_the_reference(tmp_path: Path) -> None:
+    """The same run as with a second copy of the base; the first step's rewards are zero."""
+    keys = {"lora.rank": 4, "optimizer.lr": 1e-2}
+    start(1, tmp_path / "off", keys)
+    start(1, tmp_path / "own", {**keys, "reference.path": models("llama")[0]})
+    assert losses(tmp_path / "off") == losses(tmp_path / "own")
+    assert lines(tmp_path / "off")[0]["rewards/margin"] == 0 and lines(tmp_path / "off")[-1]["rewards/margin"] > 0
+
+
+def test_an_adapter_that_goes_on_is_its_own_reference(tmp_path: Path) -> None:
+    start(1, tmp_path / "first", {"lora.rank": 4, "optimizer.lr": 1e-2})
+    adapter = str((tmp_path / "first" / "checkpoints" / "latest").resolve())
+    start(1, tmp_path / "second", {"lora.path": adapter})
+    first = lines(tmp_path / "second")[0]
+    assert abs(first["rewards/margin"]) <= 1e-6 and first["rewards/accuracy"] == 0
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    """Six steps on two ranks, and three on two and three on one: the same losses."""
+    keys = {"mesh.dp_shard": -1, "schedule.name": "constant", "preference.loss": ["aot", "sft"]}
+    start(2, tmp_path / "whole", keys)
+    start(2, tmp_path / "parts", {**keys, "train.epochs": 1})
+    start(1, tmp_path / "parts", keys, True)
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert len(whole) == len(parts) == 6
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def measured(words: list[str], path: str) -> dict[str, Any] | None:
+    config: Any = measured_config(path, words)
+    return _losses(config, MeasureOptions(path=path, device="cpu", json=True))
+
+
+def test_held_out_pairs_are_measured_alike_by_run_and_command(tmp_path: Path) -> None:
+    """eval/ of the last step, `weft eval` of the checkpoint, and the step's own metrics of the same pairs."""
+    data = str(folder() / "pairs.jsonl")
+    start(1, tmp_path / "run", {"eval.path": data, "eval.every": 3, "step.documents": 7, "train.epochs": 2})
+    first, last = lines(tmp_path / "run")[0], lines(tmp_path / "run")[-1]
+    assert first["rewards/margin"] == 0 and last["eval/rewards/margin"] != 0
+    figures = run(1, measured, [data], str(tmp_path / "run"))[0]
+    for name in ("loss", "rewards/accuracy", "rewards/margin", "logps/chosen"):
+        assert figures[f"eval/{name}"] == pytest.approx(last[f"eval/{name}"], rel=1e-5, abs=1e-6), name
+
+
+def pair_rows(path: Path, *rows: dict[str, Any], **keys: Any) -> Documents:
+    """The documents of these rows, with the byte tokenizer."""
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(path / "run", **{"data.path": str(path / "rows.jsonl"), **keys})
+    documents = dpo.Dpo(config).read_data().documents
+    assert isinstance(documents, Documents)
+    return documents
+
+
+def said(documents: Documents) -> list[tuple[str, str, str]]:
+    """(role, context, trained text) of each document."""
+    tokenizer: Any = byte_tokenizer()
+    out = []
+    for index in range(len(documents)):
+        document = documents[index]
+        mask = document.weights != 0
+        out.append(
+            (
+                ROLES[int(documents.roles[index])],
+                tokenizer.decode(document.tokens[~mask]),
+                tokenizer.decode(document.tokens[mask], skip_special_tokens=True),
+            )
+        )
+    return out
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_formats_of_pairs(tmp_path: Path) -> None:
+    """Every format gives the same two answers behind the same question."""
+    chats: list[dict[str, Any]] = [
+        {"prompt": [user("q")], "chosen": [assistant("good")], "rejected": [assistant("bad")]},
+        {"chosen": [user("q"), assistant("good")], "rejected": [user("q"), assistant("bad")]},
+        {"prompt": "q", "chosen": [user("q"), assistant("good")], "rejected": [user("q"), assistant("bad")]},
+        {
+            "conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+        {"messages": [user("q")], "chosen": assistant("good"), "rejected": assistant("bad")},
+        {"instruction": "q", "input": "", "chosen": "good", "rejected": "bad"},
+        {"question": "q", "chosen": "good", "rejected": "bad"},
+        {
+            "prompt": json.dumps([user("q")]), "chosen": json.dumps([assistant("good")]),
+            "rejected": json.dumps([assistant("bad")]),
+        },
+    ]  # fmt: skip
+    found = said(pair_rows(tmp_path, *chats))
+    assert [role for role, _, _ in found] == ["chosen", "rejected"] * len(chats)
+    assert {context for _, context, _ in found} == {found[0][1]} and "q" in found[0][1]
+    assert {text for role, _, text in found if role == "chosen"} == {found[0][2]} and found[0][2].startswith("good")
+    assert {text for role, _, text in found if role == "rejected"} == {found[1][2]} and found[1][2].startswith("bad")
+    plain = said(pair_rows(tmp_path, {"prompt": "q: ", "chosen": "good", "rejected": "bad"}))
+    assert [text for _, _, text in plain] == ["good", "bad"] and plain[0][1].endswith("q: ")
+    whole = said(pair_rows(tmp_path, {"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"}))
+    assert [text for _, _, text in whole] == ["good", "bad"] and whole[0][1].endswith("Assistant: ")
+
+
+def test_answers_with_labels(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": [user("q")], "completion": [assistant("good")], "label": True},
+        {"messages": [user("q"), assistant("bad")], "kto_tag": False},
+    ]
+    found = said(pair_rows(tmp_path, *rows, **{"preference.loss": "kto"}))
+    assert [role for role, _, _ in found] == ["desired", "undesired"]
+    assert [text[:3] for _, _, text in found] == ["goo", "bad"]
+    with pytest.raises(UserError, match=r"rows.jsonl:1: is one answer with a label.*preference.loss=kto"):
+        pair_rows(tmp_path, *rows)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are equal"),
+    ({"prompt": "q", "chosen": "", "rejected": "a"}, "`chosen` is empty"),
+    ({"prompt": "q", "chosen": "a", "rejected": 3}, "must be text or messages"),
+    ({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]}, "write both as text"),
+    ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "no common beginning"),
+    ({"chosen": [user("q")], "rejected": [user("q"), assistant("b")]}, "no answer behind"),
+    ({"prompt": "q", "completion": "a"}, "preferences need"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "`margin` must be a number"),
+    ({"chosen": "the same", "rejected": "the same and more"}, None),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD)
+def test_bad_rows_are_named_by_line(row: dict[str, Any], message: str | None, tmp_path: Path) -> None:
+    good = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    if message is None:  # the end of the text is the answer
+        assert said(pair_rows(tmp_path, row))[1][2] == " and more"
+        return
+    with pytest.raises(UserError, match=f"rows.jsonl:2: .*{message}"):
+        pair_rows(tmp_path, good, row)
+    assert len(pair_rows(tmp_path, good, row, **{"data.bad_rows": "drop"})) == 2
+
+
+def test_a_pair_that_is_too_long_goes_as_a_whole(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "chosen": "a" * 60, "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "b"}]
+    dropped = pair_rows(tmp_path, *rows, **{"data.max_length": 30, "data.long_documents": "drop"})
+    assert [text for _, _, text in said(dropped)] == ["a", "b"]
+    cut = pair_rows(tmp_path, *rows, **{"data.max_length": 30, "data.long_documents": "truncate"})
+    assert [len(document) <= 30 for document in cut] == [True] * 4
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["preference.loss=dpo"], "preference.loss: dpo is none of"),
+    (["preference.loss=[sigmoid,kto]"], "kto is of answers one by one"),
+    (["preference.loss=[sigmoid,sft]", "preference.weights=[1.0]"], "1 numbers for 2 losses"),
+    (["preference.loss=exo_pair"], "label_smoothing is 0"),
+    (["preference.loss=simpo", "preference.ld_alpha=0.5"], "no meaning for simpo"),
+    (["preference.loss=simpo", "reference.path=m"], "no loss of preference.loss reads it"),
+    (["lora.rank=4", "reference.tp=2"], "without its adapters is the reference"),
+    (["lora.rank=4", "lora.dropout=0.1"], "lora.dropout=0"),
+    (["train.neftune_noise_alpha=5"], "other noise"),
+    (["data.train_on=all"], "behind the prompt"),
+    (["train.loss=a:b"], "preference.loss says what is trained"),
+    (["preference.label_smoothing=0.1", "preference.loss=hinge"], "no loss of preference.loss reads it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        load_config([], ["model.path=org/m", "data.path=org/d", *words], DpoConfig)
+
+
+@pytest.mark.covers("preference.f_divergence", "preference.f_alpha", "preference.discopop_tau", "preference.cpo_alpha")
+def test_formulas_with_further_keys() -> None:
+    """f' of each divergence at t = policy / reference; the keys of two losses."""
+
+    def preference(*words: str) -> Any:
+        return load_config([], ["model.path=org/m", "data.path=org/d", *words], DpoConfig).preference
+
+    log_t = torch.tensor([-1.3, 0.0, 0.7], dtype=torch.float64)
+    t = log_t.exp()
+    words = "preference.f_divergence"
+    assert torch.equal(divergence_score(log_t, preference()), log_t)
+    forward = divergence_score(log_t, preference(f"{words}=forward_kl"))
+    assert torch.allclose(forward, 1 - 1 / t)
+    js = divergence_score(log_t, preference(f"{words}=js_divergence"))
+    assert torch.allclose(js, (2 * t / (t + 1)).log())
+    alpha = divergence_score(log_t, preference(f"{words}=alpha_divergence", "preference.f_alpha=0.3"))
+    assert torch.allclose(alpha, (t ** (0.3 - 1) - 1) / (0.3 - 1))
+
+    def pairs(*words: str) -> Pairs:
+        zeros, ones = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        return Pairs(log_t, log_t - 1, zeros, zeros, ones, ones, zeros, 2.0, preference(*words))
+
+    logit = 0.1 * torch.ones(3, dtype=torch.float64)
+    share = (logit / 0.2).sigmoid()
+    expected = -logit.sigmoid().log() * (1 - share) + (-logit).exp() * share
+    assert torch.allclose(discopop(pairs("preference.loss=discopop", "preference.discopop_tau=0.2")), expected)
+    assert torch.allclose(
+        cpo(pairs("preference.loss=cpo", "preference.cpo_alpha=3")), -logit.sigmoid().log() - 1.5 * log_t
+    )
+
+
+def squared(pairs: Pairs) -> torch.Tensor:
+    return (1 - pairs.logit - pairs.margin).square()
+
+
+def test_a_loss_of_the_users(tmp_path: Path) -> None:
+    start(1, tmp_path, {"preference.loss": "tests.recipes.test_dpo:squared", "train.epochs": 1})
+    assert lines(tmp_path)[0]["loss"] == 1.0
+
+
+def test_the_page_of_losses_lists_all() -> None:
+    from weft.config.preference_losses import LOSSES
+
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "preference-losses.md").read_text()
+    for name, facts in LOSSES.items():
+        (row,) = [
+            line for line in page.splitlines() if line.startswith((f"| `{name}` | pairs", f"| `{name}` | answers"))
+        ]
+        assert row.endswith(f"{facts.source} |")
