@@ -21,7 +21,7 @@ MINUTES ?= 9
 # Where it is set, each of the suite's hundreds of processes compiles weft anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-distill demo-sft demo-reward demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-reward bench-images bench-rl gpu docs site format clean
+.PHONY: setup demo demo-distill demo-sft demo-reward demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-reward bench-images bench-dpo bench-rl gpu docs site format clean
 
 setup: $(STAMP)
 
@@ -186,6 +186,9 @@ bench-reward: $(STAMP) .venv-trl/.installed
 
 bench-images: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/images.py
+
+bench-dpo: $(STAMP) .venv-trl/.installed
+	$(BIN)/python benchmarks/dpo.py
 
 bench-rl: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/rl.py

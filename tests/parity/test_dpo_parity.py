@@ -66,7 +66,7 @@ def models(family: str) -> tuple[str, str]:
 
 
 def config_of(family: str, mesh: str, budget: int, data: str, **keys: Any) -> DpoConfig:
-    path, reference = models(family) if data == "pairs" else reversed(models(family))  # so that z is above 0
+    path, reference = models(family)
     given = {
         "model.path": path, "data.path": str(folder() / f"{data}.jsonl"), "step.max_tokens_per_device": budget,
         **{f"mesh.{axis}": size for axis, size in MESHES[mesh].items()}, **KEYS, **keys,
@@ -114,7 +114,7 @@ def answers_of(family: str, data: str, tail: float | None = None) -> tuple[list[
         .read_data()
         .documents
     )
-    reference = plain_model(models(family)[data == "pairs"])
+    reference = plain_model(models(family)[1])
     out = []
     for index in range(len(documents)):
         document, role = documents[index], ROLES[int(documents.roles[index])]
@@ -146,7 +146,7 @@ def plain(
 
 def plain_kto(family: str, desirable: float, undesirable: float) -> tuple[float, float, Tensors]:
     """(loss, z, gradients)."""
-    model, (answers, others) = plain_model(models(family)[1]), answers_of(family, "kto")
+    model, (answers, others) = plain_model(models(family)[0]), answers_of(family, "kto")
     with torch.no_grad():
         ratios = [float(plain_dpo.logprob_sum(model, answer)) - answer.reference for answer in others]
     kl = max(0.0, sum(ratios) / len(ratios))
@@ -216,7 +216,7 @@ def test_kto_is_of_the_whole_step_on_every_cut() -> None:
     for mesh, budget in CUTS:
         (found,) = run(world_of(mesh), ours, [config_of("llama", mesh, budget, "kto", **KTO)])[0]
         check(found, loss, gradients, (mesh, budget))
-        assert found[0]["kl"] == pytest.approx(kl, rel=1e-5)
+        assert found[0]["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-4)  # of sums near 100
 
 
 def test_mixes_are_of_the_whole_step_on_every_cut() -> None:

@@ -60,7 +60,7 @@ def trained(config: DpoConfig, resume: bool) -> list[int]:
 
 
 def losses(path: Path) -> list[list[float]]:
-    names = ("loss", "grad_norm", "rewards/margin", "rewards/accuracy", "logps/chosen", "logps/rejected")
+    names = ("loss", "grad_norm", "rewards/margin", "logps/chosen", "logps/rejected")
     return [[line[name] for name in names] for line in lines(path) if line["step"]]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
-from weft.data.records import NEEDED
+from weft.data.records import NEEDED, ParseOptions
 from weft.data.sources import DataSource, SourcePart, open_data
 from weft.errors import UserError, first_line
 from weft.launch.options import PreviewOptions
@@ -43,8 +43,10 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     with loading(label="reading") as progress:
         chat = _may_have_template(config)
         parts = [(source, part) for source in sources for part in source.parts]
-        how = {"sample": options.sample, "chat": chat, "preferences": config.reads_preferences}
-        sampled = [_read(source, part, bad, progress, **how) for source, part in parts]
+        rows = ParseOptions(**config.row_options)
+        sampled = [
+            _read(source, part, bad, progress, sample=options.sample, chat=chat, rows=rows) for source, part in parts
+        ]
     count = sum(sum(sample.formats.values()) for sample in sampled)
     if not count:
         refuse_bad(bad, len(bad))
@@ -72,16 +74,16 @@ def _read(
     *,
     sample: bool,
     chat: bool,
-    preferences: bool,
+    rows: ParseOptions,
 ) -> SampledPart:
     """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it. chat: whether there is a
-    chat template. preferences: as in ParseOptions."""
+    chat template. rows: as in DataSource.parse_options."""
     reads_all = not sample or part.size <= SAMPLE_BYTES
     blocks = None if reads_all else list(_sample_blocks(part))
     formats: dict[str, int] = {}
     done = 0
     for block in part.blocks() if blocks is None else blocks:
-        options = source.parse_options(chat, preferences)
+        options = source.parse_options(chat, rows)
         for _, record in block.records(options, lambda _, error: bad.append(first_line(error))):
             formats[record.kind] = formats.get(record.kind, 0) + 1
         done += block.size
@@ -119,7 +121,7 @@ def _tokenise_and_show(config: SftConfig, sampled: Sequence[SampledPart], option
     with loading(label="tokenising") as progress:
         how = TokeniseOptions(config.data.workers, config.data.cache, progress)
         for sample in sampled:
-            parsing = sample.source.parse_options(has_template(tokenizer, encoding), config.reads_preferences)
+            parsing = sample.source.parse_options(has_template(tokenizer, encoding), ParseOptions(**config.row_options))
             work = TokeniseTask(tokenizer, encoding, parsing, True, images)
             if sample.blocks is None:
                 (table,) = tokenise([(sample.part, work)], how)

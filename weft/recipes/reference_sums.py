@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def _read(folder: Path) -> dict[int, float]:
             if len(digests) != len(sums) or str(arrays["check"]) != check:
                 return {}
             return dict(zip(digests.tolist(), sums.tolist(), strict=True))
-    except (OSError, KeyError, ValueError, EOFError):
+    except (OSError, KeyError, ValueError, EOFError, BadZipFile):
         return {}
 
 

@@ -1,0 +1,153 @@
+"""`weft dpo` beside TRL's DPOTrainer: the same losses step by step, and processor time per pair.
+
+    make bench-dpo                              # sets up .venv-trl, then runs this
+    python benchmarks/dpo.py --python PATH      # with TRL in another environment
+    python benchmarks/dpo.py --check            # losses and gradient norms of five steps alone
+
+Both train a random model in fp32 on the same pairs in the same order, one process, one thread. Lengths of answers are
+log-normal. TRL pads each batch; weft packs. Times are of interleaved runs, without the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {}, "hinge": {}, "ipo": {}, "exo_pair": {"label_smoothing": 0.1}, "nca_pair": {},
+    "robust": {"label_smoothing": 0.1}, "bco_pair": {}, "sppo_hard": {}, "aot": {}, "aot_unpaired": {}, "apo_zero": {},
+    "apo_down": {}, "discopop": {}, "sft": {}, "sigmoid_norm": {},
+}  # fmt: skip
+
+
+def write_job(folder: Path, *, width: int, layers: int, longest: float, pairs: int, prompt: int) -> None:
+    """A model with a byte tokenizer, and pairs.jsonl."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tests.support.toy_tokenizers import byte_tokenizer
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=264, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    source = random.Random(0)
+
+    def words(count: float) -> str:
+        return "".join(source.choice("abcdefgh ") for _ in range(max(1, int(count))))
+
+    rows = [
+        {
+            "prompt": words(source.uniform(0.5, 1.5) * prompt),
+            "chosen": "x" + words(min(longest, source.lognormvariate(3.5, 0.9))),
+            "rejected": "y" + words(min(longest, source.lognormvariate(3.5, 0.9))),
+        }
+        for _ in range(pairs)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ours(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """Losses, gradient norms and processor seconds of each step of `weft dpo`."""
+    import torch
+
+    import weft
+
+    torch.set_num_threads(1)
+    lines, moments = list[Any](), [time.process_time()]
+
+    def note(line: Any) -> None:
+        lines.append(line)
+        moments.append(time.process_time())
+
+    keys = dict(spec["arguments"])
+    preference = {"loss": keys.pop("loss_type", "sigmoid"), "beta": keys.pop("beta", 0.1), **keys}
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as run:
+        weft.dpo(
+            model=spec["model"], data={"path": spec["data"], "shuffle": False}, preference=preference,
+            step={"documents": spec["pairs"], "max_tokens_per_device": spec["row"]}, device="cpu", on_step=note,
+            optimizer={"lr": spec["lr"], "weight_decay": 0.0}, schedule={"name": "constant", "warmup_ratio": 0.0},
+            train={"steps": spec["steps"], "epochs": None}, run={"dir": run, "overwrite": True},
+            track={"timing": False, "system": False}, checkpoint={"every": 0, "trainer_state": "none"},
+        )  # fmt: skip
+    seconds = [after - before for before, after in pairwise(moments)]
+    return {
+        "losses": [line["loss"] for line in lines], "norms": [line["grad_norm"] for line in lines], "seconds": seconds,
+    }  # fmt: skip
+
+
+def theirs(python: str, folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """The same of TRL."""
+    file = folder / "spec.json"
+    file.write_text(json.dumps(spec))
+    words = [python, str(ROOT / "benchmarks" / "dpo_trl.py"), str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def check(python: str) -> None:
+    """Losses and gradient norms of five steps, for each loss_type: the largest relative difference."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_job(folder, width=32, layers=2, longest=60, pairs=40, prompt=15)
+        for name, more in LOSSES.items():
+            spec = {
+                "model": str(folder / "model"), "data": str(folder / "pairs.jsonl"), "steps": 5, "pairs": 8, "batch": 8,
+                "row": 512, "lr": 1e-3, "arguments": {"loss_type": name, "beta": 0.1, **more},
+            }  # fmt: skip
+            own, other = ours(folder, spec), theirs(python, folder, spec)
+            figures = [
+                max(abs(a - b) / max(abs(b), 1e-8) for a, b in zip(own[key], other[key], strict=True))
+                for key in ("losses", "norms")
+            ]
+            print(f"{name:<14} loss {figures[0]:.1e}  grad_norm {figures[1]:.1e}", flush=True)
+
+
+def measure(python: str, repeats: int) -> None:
+    """Processor milliseconds per pair, of interleaved runs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_job(folder, width=128, layers=4, longest=400, pairs=128, prompt=40)
+        spec = {
+            "model": str(folder / "model"), "data": str(folder / "pairs.jsonl"), "steps": 6, "pairs": 16, "batch": 8,
+            "row": 1024, "lr": 1e-4, "arguments": {"loss_type": "sigmoid", "beta": 0.1},
+        }  # fmt: skip
+        ratios = []
+        for _ in range(repeats):
+            times = [
+                statistics.median(run["seconds"][1:]) / 16 * 1000
+                for run in (ours(folder, spec), theirs(python, folder, spec))
+            ]
+            ratios.append(times[1] / times[0])
+            print(f"weft {times[0]:.1f} ms, TRL {times[1]:.1f} ms per pair: {ratios[-1]:.2f} x", flush=True)
+        print(f"median {statistics.median(ratios):.2f} x")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=str(ROOT / ".venv-trl" / "bin" / "python"), help="an interpreter with TRL")
+    parser.add_argument("--check", action="store_true", help="compare losses alone")
+    parser.add_argument("--repeats", type=int, default=3)
+    chosen = parser.parse_args()
+    check(chosen.python)
+    if not chosen.check:
+        measure(chosen.python, chosen.repeats)
