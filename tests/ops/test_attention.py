@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from weft.ops import attention, attention_call, flex
 from weft.ops import per_document as per_document_kernel
 from weft.ops.attention import choose, varlen
 from weft.ops.attention_call import Bounds, Call, Traits
+from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
+from weft.ops.segments import ROOT, Segments
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -297,16 +300,18 @@ def stand_in(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
     return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:  # fmt: skip
-    """torch 2.11's varlen_attn: key t of a document is seen by queries t - right .. t + left of it."""
+    """torch 2.11's varlen_attn: key t of a document is seen by queries t - right .. t + left of it; if it has more keys
+    than queries, these are its last tokens."""
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
-    assert cu_seq_q.dtype == torch.int32 and max_q == max_k == int(cu_seq_q.diff().max())
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    ends, key_ends = cu_seq_q.tolist(), cu_seq_k.tolist()
     out = []
-    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (
-            x[start:end].transpose(0, 1) for x in (query, *(x.repeat_interleave(groups, 1) for x in (key, value)))
-        )
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+    for (start, end), (first, last) in zip(pairwise(ends), pairwise(key_ends), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (query[start:end], key[first:last], value[first:last]))
+        distance = torch.arange(last - first)[start - end :, None] - torch.arange(last - first)
         seen = distance >= -window_size[1]
         if window_size[0] >= 0:
             seen &= distance <= window_size[0]
@@ -356,3 +361,48 @@ def test_ends_of_documents_are_of_the_dtype_that_kernels_take(monkeypatch: pytes
     ends = attention_call._cumulative((2, 3), torch.device("meta"))
     assert ends is not None and ends.shape == (3,) and ends.dtype == torch.int32
     assert attention_call._cumulative((2, 3), torch.device("cpu")) is None
+
+
+# ---------------------------------------------------------------- trees
+
+
+TREE = Segments((150, 40, 9, 9, 70, 5), (ROOT, 0, 1, 1, 0, ROOT), (2, 3, 4, 5))
+
+
+def of_paths(call: Call) -> Tensor:
+    """Attention of each segment's path alone, of which its own tokens are kept."""
+    parts = []
+    for segment, length in enumerate(TREE.lengths):
+        places = TREE.places(segment)
+        query, key, value = (x[:, :, places] for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
+        alone = replace(call, query_BHTD=query, key_BKTD=key, value_BKTE=value, bounds=bounds_of((len(places),)))
+        parts.append(per_document(alone)[:, :, -length:])
+    return torch.cat(parts, 2)
+
+
+KINDS_OF_TREES: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"window": 30}, "everything": {"window": 64, "softcap": 1.5, "sinks_H": S},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TREES)
+@pytest.mark.parametrize("name", ["flex", "varlen", "per_document", "exact"])
+def test_every_kernel_sees_the_paths_of_a_tree(
+    name: str, kind: str, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "varlen" and kind == "everything":
+        return
+    monkeypatch.setattr(torch_varlen, "varlen_attn", stand_in)
+    versions.varlen_attention.cache_clear()
+    bounds = Bounds(TREE.lengths, segments=TREE)
+    queries, keys = bounds_of(TREE.lengths), bounds_of(TREE.key_lengths)
+    bounds.cache["paths", CPU] = replace(queries, key_lengths=keys.lengths, cu_keys=keys.cu_seqlens)  # as on CUDA
+    call = call_of(bounds, **KINDS_OF_TREES[kind])
+    tensors = [x.clone().requires_grad_() for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)]
+    call = replace(call, query_BHTD=tensors[0], key_BKTD=tensors[1], value_BKTE=tensors[2])
+    run = attend_exactly if name == "exact" else getattr(attention, name)
+    results = attention.attend_by_paths(run, call), of_paths(call)
+    gradients = [torch.autograd.grad(out, tensors, torch.ones_like(out)) for out in results]
+    versions.varlen_attention.cache_clear()
+    for ours, theirs in zip((results[0], *gradients[0]), (results[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=3e-5)
