@@ -11,7 +11,7 @@ import torch
 from weft.engine.batch.document import Costs, Document, DocumentMeta, document_metadata
 from weft.engine.batch.rows import Row, build_row
 from weft.engine.step_plan.plan import StepPlan, plan_step
-from weft.engine.step_plan.trees import segments_of, tree_tokens
+from weft.engine.step_plan.trees import depth_first, segments_of, tree_tokens
 
 COSTS = Costs(lambda length: int(length > 1), float, lambda patches, pairs: (0.0, 0))
 
@@ -126,9 +126,20 @@ def test_random_trees_fit_their_rows_and_hold_every_document_once() -> None:
         for k, row_lengths in enumerate(plan.lengths):
             for rank, length in enumerate(row_lengths):
                 segments, row = plan.segments(k, rank), plan.rows[k][rank]
+                assert segments is None or segments.depth_first
                 tokens = sum(metas[i].read for i in row) if segments is None else sum(segments.lengths)
                 assert plan.row_tokens(k, rank) == tokens <= length <= 130
                 assert segments is None or tokens == tree_tokens(plan.documents, row)
+
+
+def test_parts_of_a_tree_in_one_row_are_neighbours() -> None:
+    """Also where another tree was dealt to the row between them."""
+    metas = metadata_of([*answers(20, 5, 4), *answers(20, 6, 2, group=1)])
+    order = depth_first(metas, [0, 4, 1, 5, 2, 3])
+    assert order == [0, 1, 2, 3, 4, 5]
+    deep = metadata_of(group_of("abcdeX", "abzzY", "abcdfX", "abzzZ"))
+    segments = segments_of([deep[index] for index in depth_first(deep, range(4))])
+    assert segments is not None and segments.depth_first and segments.parents == (-1, 0, 1, 1, 0)
 
 
 # ---------------------------------------------------------------- rows

@@ -41,6 +41,12 @@ def test_segments_after_one_are_a_row_of_their_own() -> None:
     assert (tail.lengths, tail.parents, tail.last_segments) == ((5, 2), (ROOT, ROOT), (0,))
 
 
+def test_depth_first_order_is_told_from_others() -> None:
+    assert TREE.depth_first
+    assert not Segments((1, 1, 1, 1), (ROOT, 0, ROOT, 0), ()).depth_first  # the last follows another tree
+    assert not Segments((1, 1, 1, 1), (ROOT, 0, 0, 1), ()).depth_first  # or another branch
+
+
 def test_a_parent_lies_before_its_children() -> None:
     with pytest.raises(AssertionError):
         Segments((1, 1), (1, ROOT), (0,))

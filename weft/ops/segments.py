@@ -51,6 +51,18 @@ class Segments:
         """Tokens of each segment and its path: what its last token sees without a window."""
         return tuple(before + length for before, length in zip(self.before, self.lengths, strict=True))
 
+    @cached_property
+    def depth_first(self) -> bool:
+        """Whether every segment follows its parent or a descendant of it."""
+        path: list[int] = []
+        for segment, parent in enumerate(self.parents):
+            while path and path[-1] != parent:
+                path.pop()
+            if parent != ROOT and not path:
+                return False
+            path.append(segment)
+        return True
+
     @property
     def document_lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""

@@ -27,9 +27,10 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def suits_trees(call: Call) -> bool:
     """Whether attend_trees serves this call of segments: on CPU, without a window, soft-cap, sinks, or images that look
-    ahead, and with values as wide as keys."""
+    ahead, with values as wide as keys, and with segments in depth-first order."""
     return (
         call.query_BHTD.device.type == "cpu"
+        and (call.bounds.segments is None or call.bounds.segments.depth_first)
         and call.plain
         and call.window is None
         and call.bounds.last_seen is None

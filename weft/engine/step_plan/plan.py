@@ -28,7 +28,7 @@ from weft.engine.batch.document import (
 from weft.engine.batch.media import ImageRoom
 from weft.engine.build import BuiltModel
 from weft.engine.step_plan.packing import pack, pack_padded
-from weft.engine.step_plan.trees import PlanItem, items_of, segments_of, tree_cost
+from weft.engine.step_plan.trees import PlanItem, depth_first, items_of, segments_of, tree_cost
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.families.family import Layout
@@ -329,7 +329,7 @@ class _Dealing:
             return self._plan_cut(items, costs, weighed)
         # Documents of equal length are neighbours, so that attention may compute them together.
         rows = self._packed(range(len(items)), items, weighed, self.ranks, capacity)
-        dealt = tuple(tuple(tuple(i for n in row for i in items[n].documents) for row in k) for k in rows)
+        dealt = tuple(tuple(tuple(self._ordered(row, items)) for row in k) for k in rows)
         plan = StepPlan(documents, dealt, (), (), self.budget, "packed")
         return replace(
             plan,
@@ -369,11 +369,17 @@ class _Dealing:
 
     def _pieces(self, row: _Row, items: Sequence[PlanItem]) -> _Row:
         """document -> its tokens there, from the same of items; only items of one document are cut."""
-        result: _Row = {}
-        for n, intervals in row.items():
-            single = len(items[n].documents) == 1
-            result |= {i: intervals if single else ((0, self.documents[i].read),) for i in items[n].documents}
-        return result
+        cut = {
+            items[n].documents[0]: intervals
+            for n, intervals in row.items()
+            if sum(stop - start for start, stop in intervals) < items[n].read
+        }
+        whole = self._ordered([n for n in row if items[n].documents[0] not in cut], items)
+        return cut | {i: ((0, self.documents[i].read),) for i in whole}
+
+    def _ordered(self, row: Sequence[int], items: Sequence[PlanItem]) -> list[int]:
+        """The documents of some items, in the order of their row."""
+        return depth_first(self.documents, [i for n in row for i in items[n].documents])
 
     def _cost_of_pieces(self, row: _Row, costs: Sequence[float]) -> float:
         counts = {i: sum(b - a for a, b in intervals) for i, intervals in row.items()}

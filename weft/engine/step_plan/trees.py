@@ -112,6 +112,21 @@ def _grow(documents: Sequence[DocumentMeta], indices: Sequence[int]) -> _Branch:
     return root
 
 
+def depth_first(documents: Sequence[DocumentMeta], indices: Sequence[int], level: int = 0) -> list[int]:
+    """The documents in an order in which those with a common node are neighbours, else as they are: a row may hold
+    several parts of a tree, and attention reads a tree's segments from one end to the other."""
+    branches: dict[tuple[bool, int], list[int]] = {}
+    for index in indices:
+        path = documents[index].path
+        key = (True, path[level].digest) if level < len(path) else (False, index)
+        branches.setdefault(key, []).append(index)
+    return [
+        index
+        for branch in branches.values()
+        for index in (branch if len(branch) == 1 else depth_first(documents, branch, level + 1))
+    ]
+
+
 def tree_tokens(documents: Sequence[DocumentMeta], indices: Collection[int]) -> int:
     """The tokens that a forward of these documents in one row reads."""
     ends = {b.digest: b.end - a for index in indices for a, b in _steps(documents[index])}
