@@ -24,10 +24,7 @@ _WORDS = (
         for name in ("orpo", "kto", "ipo", "simpo", "cpo")
     ),
     ("preference preferences preference_tuning rpo", "`weft dpo` trains on preferences"),
-    (
-        "reward rm reward-model reward_model reward_modeling",
-        "reward models cannot be trained yet. Rewards are functions: docs/how-to/write-a-reward.md",
-    ),
+    ("rm reward-model reward_model reward_modeling", "`weft reward` trains a reward model"),
     *(
         (name, f"it is an algorithm of `weft rl`: weft rl ... rl.algorithm={name}")
         for name in ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "ppo")

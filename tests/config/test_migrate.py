@@ -523,7 +523,10 @@ def test_accelerate_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base_model: m\nsequence_len: 2048\nrl: dpo\n", "it is a DPO config of axolotl (rl: dpo): `weft dpo` trains on"),
+        (
+            "base_model: m\nsequence_len: 2048\nrl: dpo\n",
+            "it is a DPO config of axolotl (rl: dpo): `weft dpo` trains on",
+        ),
         ("base_model: m\nsequence_len: 2048\nrl: grpo\n", "it is a GRPO config of axolotl (rl: grpo). `weft migrate`"),
         ("base_model: m\nsequence_len: 2048\nreward_model: true\n", "it is a reward-model config of axolotl ("),
         (
