@@ -177,7 +177,7 @@ def trl_seconds(python: str, path: str, case: Case, options: argparse.Namespace)
 
 
 def peak(path: str, case: Case, options: argparse.Namespace, budget: int, sharing: Sharing) -> float:
-    """MiB that an update takes above what the engine holds between updates."""
+    """MiB that updates take above what the engine holds before them: optimizer state, gradients, activations."""
     words = [sys.executable, __file__, "--peak", path, sharing, json.dumps([*case, options.prompts, budget])]
     return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1])
 
@@ -185,10 +185,10 @@ def peak(path: str, case: Case, options: argparse.Namespace, budget: int, sharin
 def print_peak(path: str, sharing: Sharing, numbers: Sequence[int]) -> None:
     *case, prompts, budget = numbers
     side = Side(path, (case[0], case[1], case[2]), prompts, budget, sharing)
-    side.update()  # the optimizer makes its state
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = resident("VmRSS")
-    side.update()
+    for _ in range(2):
+        side.update()
     print((resident("VmHWM") - before) / 1024)
 
 
