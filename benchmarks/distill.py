@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROWS, DOCUMENTS, STEPS, WARMUP, CHECKED = 16384, 16, 12, 2, 5
+ROWS, DOCUMENTS, STEPS, WARMUP, CHECKED = 16384, 16, 8, 2, 5
 LR = 1e-3
 
 
@@ -38,7 +38,7 @@ def make(folder: Path) -> None:
         config = transformers.Qwen3Config(
             vocab_size=ROWS, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
             num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-            tie_word_embeddings=True, eos_token_id=2, pad_token_id=0,
+            tie_word_embeddings=True, eos_token_id=2, pad_token_id=0, initializer_range=0.08,
         )  # fmt: skip
         torch.manual_seed(len(name))
         transformers.Qwen3ForCausalLM(config).save_pretrained(folder / name)
