@@ -15,13 +15,17 @@ from tests.support.plain_distill import divergence
 from tests.support.plain_rl import Row
 from tests.support.pool import run
 from tests.support.rl_samples import algorithm, rl_config
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.teachers import Teacher, with_teachers
+from weft.errors import UserError
 from weft.rl import advantages
 from weft.rl import teacher as rl_teacher
 from weft.rl.corrections import correct
 from weft.rl.documents import build_documents
+from weft.rl.stop_conditions import FlatSteps
 from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verify.observed import Tensors
 from weft.verify.plants import planted
@@ -121,3 +125,34 @@ def test_an_update_with_a_teacher(mesh: str, case: str, rewarded: bool) -> None:
 
 def advantage_is_the_plain_one(plant: str | None) -> bool:
     return differs("1", "advantage", False, plant) <= 1.0
+
+
+@pytest.mark.parametrize(("teacher_in", "lines"), [("loss", 0), ("advantage", 3)])
+def test_equal_rewards_are_nothing_to_learn_from_only_without_a_teacher_in_the_loss(
+    teacher_in: str, lines: int
+) -> None:
+    """Advantages that are all zero, as without rewards; a teacher in the advantages is part of them."""
+    samples = groups_of(rollouts(saved_model("llama")))[0].samples
+    for sample in samples:
+        sample.reward, sample.advantages = 0.0, torch.zeros(len(sample)).numpy()
+    flat = FlatSteps()
+    config = rl_config(algorithm("grpo", teacher="t", teacher_in=teacher_in), max_new_tokens=LONGEST)
+    said = [flat.count(samples, config) for _ in range(3)]
+    assert len(said[-1]) == lines
+    if not lines:
+        flat.require_signal(3)
+
+
+def test_a_teacher_compares_whole_distributions() -> None:
+    """Generation with top_p below 1 and a loss over all tokens (TRL's DistillationConfig) is refused."""
+    words = ["model.path=m", "data.path=org/d", "rl.teacher=t", "rollout.engine=vllm"]
+    assert load_config([], words, RlConfig).rl.reward == ()
+    for key, value in (("top_p", 0.95), ("top_k", 20), ("min_p", 0.1)):
+        with pytest.raises(UserError, match=f"rollout.{key} is {value}, so that samples leave tokens out"):
+            load_config([], [*words, f"rollout.{key}={value}", "rollout.allow_truncated=true"], RlConfig)
+    with pytest.raises(UserError, match="rl.dynamic_sampling is 3, but without rl.reward"):
+        load_config([], [*words, "rl.dynamic_sampling=3"], RlConfig)
+    with pytest.raises(UserError, match="set rl.old_logprobs=recompute"):
+        load_config([], [*words, "rl.teacher_in=advantage", "rl.old_logprobs=rollout"], RlConfig)
+    with pytest.raises(UserError, match="has a critic, which would not learn the teacher's part"):
+        load_config([], [*words, "rl.teacher_in=advantage", "rl.algorithm=ppo"], RlConfig)

@@ -44,7 +44,10 @@ class FlatSteps:
     _last: Sequence[str] = ()  # two samples of the last step, as text
 
     def count(self, samples: Sequence[Sample], config: RlConfig) -> list[str]:
-        """Count one rollout step; returns lines to print. A step without trained samples changes nothing."""
+        """Count one rollout step; returns lines to print. A step without trained samples changes nothing. With a
+        teacher in the loss every sample teaches something."""
+        if config.rl.teacher_in_loss:
+            return []
         trained = [sample for sample in samples if is_trained(sample, config)]
         if not trained:
             return []
