@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant("engine/optim/loss_scale.py", "LossScale.overflow", "self.scale / 2, 0", "self.scale / 2, self.good", "tests/engine/test_fp16.py"),
     Mutant("engine/optim/loss_scale.py", "LossScale.succeed", "self.good >= self.interval", "self.good > self.interval", "tests/engine/test_fp16.py"),
     Mutant("engine/optim/loss_scale.py", "LossScale.load_state_dict", 'int(state["good"])', "0", "tests/engine/test_fp16.py"),
-    Mutant("engine/engine.py", "Engine._accumulate", "Factors(normaliser, self.balance / plan.totals.tokens, self._scale)", "Factors(normaliser * plan.micro_batches, self.balance / plan.totals.tokens, self._scale)", "tests/engine/test_engine.py tests/parity/test_parity.py"),
+    Mutant("engine/engine.py", "Engine._accumulate", "Factors(normaliser, self.balance / plan.tokens_read, self._scale)", "Factors(normaliser * plan.micro_batches, self.balance / plan.tokens_read, self._scale)", "tests/engine/test_engine.py tests/parity/test_parity.py"),
     Mutant("engine/executor.py", "Executor.train", "micro == micro_batches - 1", "True", "tests/engine/test_engine.py"),
     Mutant("engine/executor.py", "Executor.balance_loss", "(factors.balance / self.mesh.tp_size)", "1.0", "tests/engine/test_balance.py"),
     Mutant("engine/engine.py", "Engine.apply", "if not reason:\n    ...", "if True:\n    ...", "tests/engine/test_engine.py tests/faults/test_faults.py"),

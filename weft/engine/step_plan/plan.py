@@ -137,7 +137,7 @@ class StepPlan:
 
     @property
     def tokens_read(self) -> int:
-        """Tokens that forwards read."""
+        """Tokens that forwards read of each document, also those that it shares; see tokens_forwarded."""
         return sum(d.read for d in self.documents)
 
     @property
