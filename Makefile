@@ -21,7 +21,7 @@ MINUTES ?= 9
 # Where it is set, each of the suite's hundreds of processes compiles weft anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-distill demo-sft demo-reward demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-reward bench-images bench-dpo bench-rl gpu docs site format clean
+.PHONY: setup demo demo-distill demo-sft demo-dpo demo-reward demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-reward bench-images bench-dpo bench-rl gpu docs site format clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,11 @@ demo-distill: $(STAMP)
 	$(BIN)/weft distill examples/distill_arithmetic_cpu.yaml --nproc 2
 
 # A model is taught letters of two styles, a reward model prefers one of them, and the policy comes to write it.
+demo-dpo: $(STAMP)
+	$(BIN)/python examples/make_style_demo.py
+	$(BIN)/weft sft examples/sft_style_cpu.yaml
+	$(BIN)/weft dpo examples/dpo_style_cpu.yaml
+
 demo-reward: $(STAMP)
 	$(BIN)/python examples/make_style_demo.py
 	$(BIN)/weft sft examples/sft_style_cpu.yaml

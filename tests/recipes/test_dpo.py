@@ -313,3 +313,10 @@ def test_the_page_of_losses_lists_all() -> None:
             line for line in page.splitlines() if line.startswith((f"| `{name}` | pairs", f"| `{name}` | answers"))
         ]
         assert row.endswith(f"{facts.source} |")
+
+
+def test_the_example_is_a_config_of_weft_dpo() -> None:
+    root = Path(__file__).parents[2]
+    words = ["model.path=org/m", "data.path=org/d", "eval.path=org/e"]
+    config = load_config([str(root / "examples" / "dpo_style_cpu.yaml")], words, DpoConfig)
+    assert config.preference.losses == ("sigmoid",) and config.eval.prompts is not None

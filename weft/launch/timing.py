@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PHASES = {
     "plan": "data", "rows": "data", "count": "forward", "forward": "forward", "backward": "backward",
     "reduce": "backward", "optimizer": "optimizer",
+    "logprobs": "forward", "evaluate": "forward", "readout": "forward",  # what a recipe reads before its step
 }  # fmt: skip
 FIRST = "plan"
 METRICS = ("data", "forward", "backward", "communication", "optimizer")
