@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,18 @@ from tests.support.pool import run
 from tests.support.vision_zoo import saved_vision_model
 from weft.engine.batch.media import joined
 from weft.engine.batch.rows import Row, RowBuilder
+from weft.engine.experts import find_biases
+from weft.engine.losses.base import CrossEntropy
 from weft.engine.selfcheck.image import placeholders
 from weft.models import hf
 from weft.models.vision import Vision
+from weft.ops.segments import Segments
 from weft.verify import harness
+from weft.verify.documents import forest_steps
 from weft.verify.harness import Verdict
 from weft.verify.image_documents import text_ids
 from weft.verify.image_reference import Images
+from weft.verify.observed import to_documents
 from weft.verify.reference import Document
 
 STATES = [("qwen3_5_text", "1"), ("bamba", "2"), ("lfm2", "cp2u2"), ("qwen3_next", "tp2")]
@@ -54,6 +60,30 @@ MORE_EXPERTS = [
 @pytest.mark.parametrize(("family", "mesh", "loss"), pairs(EXPERTS, MORE_EXPERTS))
 def test_experts_and_their_auxiliary_losses(family: str, mesh: str, loss: str | None) -> None:
     check(family, mesh, {} if loss is None else {"model": {"router_aux_loss": loss, "router_aux_loss_coef": 0.1}})
+
+
+def loads(path: str, planted: bool) -> list[tuple[float, list[Tensor]]]:
+    """(experts/max_load, correction biases after a step) with trees, and with documents apart. planted: a
+    shared token counts once."""
+    model, counts = {"router_bias_rate": 0.01}, Segments.multiplicity_T
+    results = []
+    for share in ("auto", "off"):
+        engine = open_engine(path, "1", model=model, step={"max_tokens_per_device": 256, "share_prefixes": share})
+        documents, metadata = to_documents(engine, forest_steps(128)[0])
+        once = mock.patch.object(Segments, "multiplicity_T", lambda self, device: counts(self, device).clamp(max=1))
+        with once if planted else nullcontext():
+            metrics = engine.accumulate(engine.plan(metadata), documents, CrossEntropy())
+        engine.apply(0.0)
+        biases = [bias.clone() for bias in find_biases(engine.module).values()]
+        results.append((metrics["experts/max_load"] or 0.0, biases))
+    return results
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_loads_and_correction_biases_count_a_shared_token_for_each_document(planted: bool) -> None:
+    (trees, apart) = run(1, loads, saved_model("deepseek_v3"), planted)[0]
+    same = all(torch.equal(a, b) for a, b in zip(trees[1], apart[1], strict=True))
+    assert (trees[0] == pytest.approx(apart[0], rel=1e-9) and same) == (not planted)
 
 
 @cache
