@@ -222,3 +222,14 @@ def test_keys_that_do_not_go_together(here: Path, words: list[str], expected: st
 def test_a_reward_model_is_no_model_of_text(trained: tuple[Path, str], here: Path) -> None:
     words = [f"model.path={trained[0]}/checkpoints/latest", "data.path=letters.jsonl", "run.dir=text"]
     assert cli.main(["sft", *words, "--dry-run"]) != 0
+
+
+@pytest.mark.parametrize("words", [
+    ["reward.center_rewards_coefficient=0.1", "--nproc", "2"], ["reward.loss=classification"], ["reward.loss=process"],
+])  # fmt: skip
+def test_verify_compares_the_scores_loss(weft: Weft, folder: Path, words: list[str]) -> None:
+    write_jsonl(folder / "rows.jsonl", {"prompt": "to", "chosen": " dear", "rejected": " hey"})
+    (folder / "v.yaml").write_text("model: {path: writer, init: random}\ndata: {path: rows.jsonl}\nreward: {}\n")
+    done = weft("verify", "v.yaml", *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "PASS" in done.stdout and ": gradients, many micro-batches" in done.stdout

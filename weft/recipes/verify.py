@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weft.config.distill_schema import DistillConfig
+from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
 from weft.data.encode import load_tokenizer
@@ -29,6 +30,7 @@ from weft.models import hf
 from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
 from weft.recipes.distill import Distillation, open_teachers, teacher_paths
+from weft.recipes.reward import RewardRecipe
 from weft.rl.trainer import TrainerRank
 from weft.terminal import counted
 from weft.verify.distill_harness import PlainTeachers, verify_distillation
@@ -37,6 +39,7 @@ from weft.verify.harness import Verdict, verify
 from weft.verify.image_documents import steps_for
 from weft.verify.narrow import compare_as_configured
 from weft.verify.plants import planted
+from weft.verify.reward_harness import verify_reward
 from weft.verify.rl_harness import verify_rl
 from weft.verify.rl_rollouts import recorded_rollouts
 from weft.verify.show import print_verdict
@@ -159,7 +162,22 @@ def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, option
     return replace(verdict, figures=[*figures, *verdict.figures], remarks=[*verdict.remarks, remark])
 
 
-CHECKS = {"rl": check_rl, "distill": check_distillation}
+def check_reward(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
+    """The verdict of one step of the configured loss of scores, in fp32 and on random tokens."""
+    exact: RewardConfig = verified_config(config, subject.path)
+    if exact.lora.on:
+        raise UserError(
+            "lora: a reward model with adapters is not verified in this version: leave lora.rank and lora.path out."
+        )
+    engine = Engine(EngineConfig.from_config(exact), ranks)
+    step = awkward_steps(hf.vocabulary_size(subject.path))[0]
+    pad, pairs = hf.padding_id(subject.path), len(step) // 2 * 2
+    step = [(ids if ids[-1] != pad else [*ids[:-1], (ids[-1] + 1) % 5], mask) for ids, mask in step[:pairs]]
+    figures = verify_reward(engine, subject.path, step, RewardRecipe(exact).objective, exact.reward)
+    return Verdict(figures, remarks=[f"reward   {exact.reward.loss}, in fp32, of one step"]) if figures else None
+
+
+CHECKS = {"rl": check_rl, "distill": check_distillation, "reward": check_reward}
 
 
 def verified_config(config: Config, path: str) -> Config:
