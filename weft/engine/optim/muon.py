@@ -36,7 +36,7 @@ from weft.parallel.shards.boxes import Box, overlap
 from weft.parallel.shards.cuts import RankBox
 
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's
-_ROUND = 1 << 26  # elements of matrices that a rank orthogonalises in a round, unless one matrix has more
+_ROUND = 1 << 24  # elements of matrices that a rank orthogonalises in a round, unless one matrix has more
 
 Boxes = Mapping[str, Sequence[tuple[Box, bool]]]  # of one rank: name -> (box, whether this rank sends it)
 
