@@ -20,7 +20,7 @@ MUTANTS = (
     Mutant("data/limits.py", "_check_ids", "table.largest < vocab_size", "table.largest <= vocab_size", "tests/data/test_errors_in_data.py tests/data/test_documents.py"),
     Mutant("data/limits.py", "Limits._refuse_long", "table.lengths > self.max_length", "table.lengths >= self.max_length", "tests/data/test_errors_in_data.py tests/data/test_documents.py"),
     Mutant("data/table.py", "TokenTable.losses_of", "self.tokens(index, length)[1][1:]", "self.tokens(index, length)[1]", "tests/data/test_documents.py tests/data/test_steps_from_lengths.py tests/data/test_errors_in_data.py"),
-    Mutant("data/table.py", "Chunk.from_records", "sum(item.trained[1:])", "sum(item.trained)", "tests/data/test_documents.py tests/data/test_steps_from_lengths.py tests/data/test_errors_in_data.py"),
+    Mutant("data/table.py", "Chunk.from_records", "sum(map(bool, item.trained[1:]))", "sum(map(bool, item.trained))", "tests/data/test_documents.py tests/data/test_steps_from_lengths.py tests/data/test_errors_in_data.py"),
     Mutant("data/table.py", "TokenTable.first_with", "np.searchsorted(self.ends, place, side='right')", "np.searchsorted(self.ends, place, side='left')", "tests/data/test_errors_in_data.py tests/data/test_documents.py"),
     Mutant("data/encode.py", "_ended", "ids[-1:] == [eos]", "eos in ids", "tests/data/test_documents.py tests/data/test_masks.py"),
     Mutant("data/encode.py", "_ended", "[*ids, eos]", "ids", "tests/data/test_documents.py tests/data/test_masks.py"),

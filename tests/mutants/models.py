@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant("parallel/shards/cuts.py", "split", "cut.copies[0], values", "cut.size, values", "tests/parity/test_mixes.py"),
     Mutant("engine/optim/optimizer.py", "device_norm", "(*groups, *(process_group(ranks) for ranks in cut.axes))", "(*groups, process_group(cut.axes[-1]))", "tests/parallel/test_expert_parallel.py"),
     Mutant("engine/experts.py", "ExpertLoad.counting", "torch.is_grad_enabled()", "True", "tests/engine/test_router_bias.py"),
-    Mutant("engine/experts.py", "ExpertLoad.counting", "self._tokens = None", "pass", "tests/parallel/test_expert_parallel.py"),
+    Mutant("engine/experts.py", "ExpertLoad.counting", "self._tokens = self._multiplicity_T = None", "self._multiplicity_T = None", "tests/parallel/test_expert_parallel.py"),
     Mutant("engine/experts.py", "RouterBiases.step", "self._rate", "-self._rate", "tests/engine/test_router_bias.py"),
     Mutant("parallel/tp/divide.py", "find_partial_parameters", "name.startswith(inside)", "False", "tests/parallel/test_tensor_parallel.py"),
     Mutant("parallel/tp/divide.py", "share_bias", "1.0 / ranks - 1.0", "0.0", "tests/parallel/test_tensor_parallel.py"),
