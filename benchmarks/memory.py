@@ -121,9 +121,8 @@ def main() -> None:
             for name in given.knobs:
                 rise, seconds = (statistics.median(values) for values in zip(*seen[name], strict=True))
                 kept, weights = (size / MIB for size in stored[name])
-                print(
-                    f"{name:42} {kept:8.0f} {rise:8.0f} {weights:8.1f} {seconds:8.2f} {seconds / first:6.2f}", flush=True
-                )
+                sizes = f"{kept:8.0f} {rise:8.0f} {weights:8.1f}"
+                print(f"{name:42} {sizes} {seconds:8.2f} {seconds / first:6.2f}", flush=True)
 
 
 if __name__ == "__main__":
