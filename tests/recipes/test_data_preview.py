@@ -197,7 +197,8 @@ def test_steps_of_an_epoch_are_scaled_up_from_what_was_read() -> None:
     def steps(share: float, **step: int | None) -> int:
         config: Any = SimpleNamespace(step=SimpleNamespace(**{"documents": None, "tokens": None, **step}))
         read: Any = [SimpleNamespace(share=share, source=SimpleNamespace(weight=1.0))]
-        return preview._steps_in_epoch(config, read, [SimpleNamespace(indices=[0, 1, 2], lengths=np.array([5, 6]))], 7)
+        piece = SimpleNamespace(example_ends=[1, 2, 3], lengths=np.array([5, 6]))
+        return preview._steps_in_epoch(config, read, [piece], 7)
 
     assert steps(1.0, documents=2) == 7
     assert steps(0.25, documents=4) == 3 and steps(0.25, documents=5) == 3
