@@ -60,14 +60,18 @@ class _Samples(MeasuredDocuments):
         sample = self.samples[index]
         if sample.images is not None and not placeholders:
             return None
-        tokens_T, routes = sample.tokens.astype(np.int64), self._routes(sample)
+        tokens_T = sample.tokens.astype(np.int64)
         columns = [tokens_T[:, None]]
         if placeholders:  # samples of one prompt share its images; images of replies are a sample's own
             name = "" if sample.images is None else f"{sample.prompt.id} "
             name += "" if sample.reply_images is None else str(sample.number)
             columns.append(image_column(tokens_T, placeholders, name.encode())[:, None])
-        if routes is not None:
-            columns.append(routes.flatten(1).long().numpy())
+        if self._routed and sample.routes is not None:
+            routes: NDArray[np.int64] = np.asarray(sample.routes).reshape(len(sample.routes), -1).astype(np.int64)
+            missing = len(sample) - len(routes)  # the last token, which no forward reads
+            if missing not in (0, 1):
+                return None  # align_routes names it
+            columns.append(np.pad(routes, ((0, missing), (0, 0)), constant_values=-1))
         return np.concatenate(columns, 1)
 
     def source(self, index: int) -> str:
