@@ -11,6 +11,7 @@ import yaml
 from tests.hostile.test_configs import SPECIAL
 from weft import cli
 from weft.config import SftConfig, load_config
+from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys
 from weft.config.migrate.draft import Draft
 from weft.config.migrate.migrate import migrate
@@ -28,6 +29,13 @@ FILES = sorted(
     path.name for path in FOREIGN.iterdir() if path.suffix in (".yaml", ".sh") and path.name != WITHOUT_DRAFT
 )
 REINFORCED = ("roll_vision.yaml",)
+
+
+def command(file: str) -> str:
+    """weft's command for a file, of which the name's last word tells."""
+    last = Path(file).stem.rpartition("_")[2]
+    commands = dict.fromkeys(("dpo", "kto", "simpo"), "dpo") | {"reward": "reward", "distill": "distill"}
+    return "rl" if file in REINFORCED else commands.get(last, "sft")
 
 
 def values(*files: str, ranks: int | None = None) -> dict[str, Any]:
@@ -523,23 +531,11 @@ def test_accelerate_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "base_model: m\nsequence_len: 2048\nrl: dpo\n",
-            "it is a DPO config of axolotl (rl: dpo): `weft dpo` trains on",
-        ),
         ("base_model: m\nsequence_len: 2048\nrl: grpo\n", "it is a GRPO config of axolotl (rl: grpo). `weft migrate`"),
         ("base_model: m\nsequence_len: 2048\nreward_model: true\n", "it is a reward-model config of axolotl ("),
         (
-            "model_name_or_path: m\ncutoff_len: 9\nstage: kto\n",
-            "a KTO config of LLaMA-Factory (stage: kto): `weft dpo` trains on",
-        ),
-        (
             "model_name_or_path: m\ncutoff_len: 9\nstage: rm\n",
             "a reward-model config of LLaMA-Factory (stage: rm): `weft reward`",
-        ),
-        (
-            "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\n",
-            "DPO config of TRL and the HuggingFace Trainer (beta: 0",
         ),
         (
             "model_name_or_path: m\nnum_generations: 8\nbeta: 0.1\n",
@@ -592,7 +588,7 @@ def test_a_draft_is_a_config_of_weft(file: str, tmp_path: Path, monkeypatch: pyt
     overrides = overrides[:-1] if file in REINFORCED else overrides
     if file in REINFORCED:
         overrides += ["rl.algorithm=grpo", "rl.reward=[math]", "rl.reward_column=null"]  # to be confirmed, and written
-    load_config(["mine.yaml"], overrides, RlConfig if file in REINFORCED else SftConfig)
+    load_config(["mine.yaml"], overrides, SCHEMAS[command(file)])
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.endswith(".yaml") and file not in REINFORCED])
@@ -602,15 +598,17 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
     below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
     taken = draft.partition("# Not taken over:")[0]
     for name, value in leaves(read_file(str(FOREIGN / file))):
-        entry = entry_of(name) or ""
-        moves = [*(trainer.moves for trainer in TABLES.trainers), TABLES.moves]
+        jobs = [trainer.jobs[command(file)] for trainer in TABLES.trainers if command(file) in trainer.jobs]
+        moves = [*(job.moves for job in jobs), *(trainer.moves for trainer in TABLES.trainers), TABLES.moves]
+        entry = next((entry for job in jobs if (entry := entry_of(name, job.names))), entry_of(name)) or ""
         key = next((known[entry] for known in moves if entry in known), name)
-        meaning = [trainer.means.get(entry, {}) for trainer in TABLES.trainers]
+        meaning = [table.means.get(entry, {}) for table in (*jobs, *TABLES.trainers)]
         said = (
             any({str(value).lower(), "*", "on" if value else "off"} & {*table} for table in meaning)
             or f"{key.rpartition('.')[2]}: " in taken
-            or entry_of(name)
+            or entry
             in (
+                *(name for job in jobs for name in (*job.methods, *job.columns)),
                 *TABLES.shared.means,
                 *TABLES.choices,
                 *TABLES.minutes,
@@ -625,7 +623,84 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
                 "min_lr",
             )
         )
-        assert said or name in below or f"# {entry_of(name)}\n" in taken or value in (None, False, -1), name
+        assert said or name in below or f" {entry}\n" in taken or value in (None, False, -1), name
+
+
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "trl_dpo.yaml": {
+        "loss": ["sigmoid", "sft"], "weights": [1.0, 0.2], "beta": 0.05, "label_smoothing": 0.1, "cache": "disk",
+    },
+    "trl_kto.yaml": {"loss": "kto", "beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.33},
+    "trl_simpo.yaml": {"loss": ["simpo", "sft"], "weights": [1.0, 0.5], "beta": 2.0, "gamma": 1.4},
+    "llama_factory_dpo.yaml": {"loss": ["hinge", "sft"], "weights": [1.0, 0.3], "beta": 0.2},
+    "axolotl_dpo.yaml": {"loss": ["sigmoid", "sft"], "weights": [1.0, 1.0], "beta": 0.3, "label_smoothing": 0.1},
+    "roll_dpo.yaml": {"loss": "ipo", "beta": 0.2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", PREFERENCES)
+def test_the_loss_of_preferences(file: str) -> None:
+    draft = yaml.safe_load(migrate([str(FOREIGN / file)]))
+    assert draft["preference"] == PREFERENCES[file]
+    assert "dropout" not in draft.get("lora", {})  # `weft dpo` refuses it
+
+
+def test_what_goes_with_preferences() -> None:
+    assert values("roll_dpo.yaml")["reference.tp"] == 2 and values("roll_dpo.yaml")["step.documents"] == 64
+    assert values("roll_dpo.yaml")["data.columns"] == {"chosen": "better", "rejected": "worse"}
+    assert values("llama_factory_dpo.yaml")["reference.path"] == "org/reference-8b"
+    assert values("axolotl_dpo.yaml")["data.columns"] == {
+        "chosen": "better", "rejected": "worse", "messages": "conversation",
+    }  # fmt: skip
+    assert values("trl_dpo.yaml", ranks=4)["step.documents"] == 2 * 8 * 4
+    assert "z of `kto` is the mean over the optimizer step here" in migrate([str(FOREIGN / "trl_kto.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "note"),
+    [
+        ("model_name_or_path: m\nbeta: 0.1\n", {"beta": 0.1}, "orpo for ORPOTrainer"),
+        ("model_name_or_path: m\nbeta: 0.1\ncpo_alpha: 0.7\n", {"loss": "cpo", "beta": 0.1, "cpo_alpha": 0.7}, ""),
+        (
+            "model_name_or_path: m\nloss_type: simpo\n",
+            {"loss": ["simpo", "sft"], "weights": [1.0, 1.0]},
+            "the last is TRL's default cpo_alpha",
+        ),
+        ("model_name_or_path: m\nloss_type: simpo\ncpo_alpha: 0.0\n", {"loss": "simpo"}, ""),
+        ("model_name_or_path: m\ncpo_alpha: 0.7\nloss_type: hinge\n", {"loss": None}, "no loss hinge"),
+        ("model_name_or_path: m\nloss_type: aot_pair\nbeta: 1\n", {"loss": "aot_unpaired", "beta": 1}, "put in order"),
+        ("model_name_or_path: m\nloss_type: bco\nbeta: 1\n", {"loss": None, "beta": 1}, "weft has no loss bco"),
+        ("model_name_or_path: m\nbeta: 1\nreference_free: true\n", {"beta": 1}, "no DPO with a uniform reference"),
+        ("base_model: m\nsequence_len: 9\nrl: ipo\n", {"loss": "ipo"}, ""),
+        ("base_model: m\nsequence_len: 9\nrl: orpo\norpo_alpha: 0.2\n", {"loss": "orpo", "beta": 0.2}, "counts"),
+        (
+            "base_model: m\nsequence_len: 9\nrl: kto\nkto_desirable_weight: 2.0\n",
+            {"loss": "kto", "desirable_weight": 2.0},
+            "a row is a prompt, a completion and a label",
+        ),
+        (
+            "base_model: m\nsequence_len: 9\nrl: simpo\nsimpo_gamma: 1.0\ncpo_alpha: 0.3\n",
+            {"loss": ["simpo", "sft"], "weights": [1.0, 0.3], "gamma": 1.0},
+            "",
+        ),
+        ("model_name_or_path: m\ncutoff_len: 9\nstage: kto\n", {"loss": "kto"}, ""),
+        (
+            "model_name_or_path: m\ncutoff_len: 9\nstage: dpo\npref_loss: simpo\nsimpo_gamma: 0.7\n",
+            {"loss": "simpo", "gamma": 0.7},
+            "",
+        ),
+        (
+            "model_name_or_path: m\ncutoff_len: 9\nstage: dpo\npref_loss: kto_pair\npref_bco_weight: 0.1\n",
+            {"loss": None},
+            "pref_bco_weight: weft has no counterpart",
+        ),
+    ],
+)  # fmt: skip
+def test_what_names_of_preferences_say_together(tmp_path: Path, text: str, expected: dict[str, Any], note: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    draft = migrate([str(tmp_path / "a.yaml")])
+    assert yaml.safe_load(draft)["preference"] == expected
+    assert note in " ".join(draft.replace("\n#", " ").split())
 
 
 def test_options_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -828,7 +903,7 @@ def test_a_preference_config_is_one_line(
         assert cli.main([command, "dpo.yaml"]) == 2
         assert capsys.readouterr().err == (
             "error: dpo.yaml: this is a DPO config of TRL and the HuggingFace Trainer (beta: 0.1): `weft dpo` trains "
-            "on preferences, and docs/how-to/dpo.md has its keys.\n"
+            "on preferences, and docs/how-to/dpo.md has its keys. `weft migrate FILE` makes a draft of it.\n"
         )
 
 

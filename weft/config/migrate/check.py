@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys, sections
 from weft.config.migrate.tables import TableError
 from weft.config.migrate.trainer import NOTE, Tables, Trainer
@@ -27,6 +28,8 @@ def problems(tables: Tables) -> Iterator[str]:
     yield from _of_files(tables)
     yield from _of_sentences("sentences.yaml: sft", tables.sentences.sft, _known_names(SftConfig))
     yield from _of_sentences("sentences.yaml: rl", tables.sentences.rl, _known_names(RlConfig))
+    every_key = set[str]().union(*(_known_names(schema) for schema in SCHEMAS.values()))
+    yield from _of_sentences("sentences.yaml: jobs", tables.sentences.jobs, every_key)
     yield from _of_names("shared.yaml: names", tables.names_without_page)
     yield from _of_keys("shared.yaml: moves", tables.shared.moves)
     yield from _of_keys("shared.yaml: values", tables.shared.values)
@@ -67,6 +70,7 @@ def _of_trainer(trainer: Trainer, tables: Tables) -> Iterator[str]:
         if name not in trainer.means:
             yield f"{file}: vision: {name} stands under no `means`."
     yield from _of_rl_draft(trainer, tables)
+    yield from _of_jobs(trainer, tables)
     former = table.older.defaults if table.older else {}
     yield from _of_keys(f"{file}: defaults", {**table.defaults, **former})
     for key, value in table.defaults.items():
@@ -86,6 +90,24 @@ def _of_rl_draft(trainer: Trainer, tables: Tables) -> Iterator[str]:
     for name in (*trainer.rl_moves, *trainer.rl_means, *trainer.rl_columns, *rl.longest):
         if name not in trainer.rl and name not in tables.names:
             yield f"{location}: {name} stands neither under `rl` nor under `names` of any table."
+
+
+def _of_jobs(trainer: Trainer, tables: Tables) -> Iterator[str]:
+    """Problems of a trainer's `jobs`: commands, keys and names that do not exist."""
+    for command in trainer.table.jobs:
+        location, job = f"{trainer.name}.yaml: jobs: {command}", trainer.jobs[command]
+        if command not in SCHEMAS:
+            yield f"{location} is no command of weft."
+            continue
+        keys = schema_keys(SCHEMAS[command])
+        meant = [key for values in job.means.values() for meaning in values.values() for key in meaning]
+        for key in (*trainer.table.jobs[command].moves, *job.defaults, *meant):
+            if key != NOTE and key not in keys:
+                yield f"{location}: {key} is no key of `weft {command}`."
+        yield from _of_sentences(f"{location}: names", job.names, _known_names(SCHEMAS[command]))
+        for name in (*job.moves, *job.means, *job.methods, *job.columns):
+            if name not in job.names and name not in tables.names:
+                yield f"{location}: {name} stands neither under its `names` nor under `names` of any table."
 
 
 def _of_names(location: str, names: Iterable[str]) -> Iterator[str]:

@@ -21,7 +21,8 @@ _TYPE = "conversations, and columns of instructions, are rendered by the tokeniz
 def take_columns(draft: Draft, column_settings: Mapping[str, str], settings: Mapping[str, Any]) -> None:
     """Set data.columns for columns that weft would not find by name. column_settings: the trainer's key -> the column.
     settings: all names of the config with their values."""
-    columns = {TABLES.columns[str(entry_of(name))]: column for name, column in column_settings.items()}
+    names = {**TABLES.columns, **(draft.job.columns if draft.job else {})}
+    columns = {names[draft.entry(name)]: column for name, column in column_settings.items()}
     values = {entry_of(name): value for name, value in settings.items()}
     if "messages" in columns and "instruction" in columns:  # verl has both, and a switch
         for unused in ("instruction", "output") if values.get("multiturn.enable") else ("messages",):
@@ -37,7 +38,7 @@ def take_columns(draft: Draft, column_settings: Mapping[str, str], settings: Map
             "data.columns",
             columns,
             next(iter(column_settings)),
-            ", ".join(str(entry_of(name)) for name in column_settings),
+            ", ".join(map(draft.entry, column_settings)),
         )
 
 

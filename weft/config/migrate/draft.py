@@ -12,7 +12,7 @@ from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.keys import Key, schema_keys
 from weft.config.migrate.names import advice_for, entry_of, weft_value
-from weft.config.migrate.trainer import ANY, ITSELF, NOTE, TABLES, RlDraft, Trainer
+from weft.config.migrate.trainer import ANY, ITSELF, NOTE, TABLES, JobNames, RlDraft, Trainer
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node, read_value, show
@@ -52,20 +52,30 @@ class Draft:
         return self.trainer.table.rl_draft if self.schema is RlConfig else None
 
     @property
+    def command(self) -> str:
+        """weft's command that the draft is for."""
+        return str(getattr(self.schema, "command"))  # noqa: B009 - `type` has no such attribute
+
+    @property
+    def job(self) -> JobNames | None:
+        """The trainer's names for that command; None for `weft sft`."""
+        return self.trainer.jobs.get(self.command)
+
+    @property
     def keys(self) -> dict[str, Key]:
         """The keys that a draft may set."""
         return schema_keys(self.schema)
 
     def entry(self, name: str) -> str:
         """The entry of the tables for a dotted name; "" if there is none."""
-        rl_entry = entry_of(name, self.trainer.rl) if self.rl is not None else None
-        return rl_entry or entry_of(name) or ""
+        job_entry = entry_of(name, self.job.names) if self.job is not None else None
+        return job_entry or entry_of(name) or ""
 
     def meaning(self, entry: str, value: Any) -> Mapping[str, Any] | None:
         """The meaning of a value, as key of weft -> value; None if no table has it. Tables of companions count for any
         trainer."""
         words = (str(value).lower(), "on" if value else "off", ANY)
-        tables = [self.trainer.means] if self.rl is None else [self.trainer.rl_means, self.trainer.means]
+        tables = [self.trainer.means] if self.job is None else [self.job.means, self.trainer.means]
         for means in (*tables, *(companion.means for companion in TABLES.companions), TABLES.shared.means):
             meanings = means.get(entry, {})
             result = next((meanings[word] for word in words if word in meanings), None)
@@ -75,7 +85,7 @@ class Draft:
 
     def key_of(self, entry: str) -> str | None:
         """The key of weft that takes the value of an entry unchanged; None if there is none."""
-        move_tables = [self.trainer.moves] if self.rl is None else [self.trainer.rl_moves, self.trainer.moves]
+        move_tables = [self.trainer.moves] if self.job is None else [self.job.moves, self.trainer.moves]
         tables = (*move_tables, *(companion.moves for companion in TABLES.companions), TABLES.moves)
         return next((moves[entry] for moves in tables if entry in moves), None)
 
@@ -103,6 +113,8 @@ class Draft:
 
     def advice(self, name: str) -> str | None:
         """The advice about a name."""
+        if self.rl is None and self.job is not None and (entry := entry_of(name, self.job.names)):
+            return self.job.names[entry]
         return advice_for(name, reinforcement=self.rl is not None)
 
     def value(self, key: str, default: Any = None) -> Any:

@@ -12,11 +12,13 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
+from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys
 from weft.config.load import build, fill_presets, read_config_file
 from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
+from weft.config.migrate.preferences import settle_preferences
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.migrate.roll import ALGORITHM, settle_algorithm
 from weft.config.migrate.rollouts import settle_roles, settle_rollouts, take_rewards, take_rl_columns
@@ -24,7 +26,6 @@ from weft.config.migrate.scripts import read_script
 from weft.config.migrate.trainer import ITSELF, TABLES, Trainer
 from weft.config.migrate.vision import add_vision, config_has
 from weft.config.presets import ADAPTER_DEFAULTS
-from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.validate import rules_of
 from weft.config.yaml12 import Node, leaves_of, node_of, read_value, written
@@ -60,6 +61,8 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     draft = Draft(trainer, schema)
     _take_names(draft, settings)
     _add_defaults(draft, settings)
+    if draft.command == "dpo":
+        settle_preferences(draft, settings)
     _add_balancing(draft, settings)
     add_vision(draft, settings)
     gpus = ranks or gpus_of(settings, trainer)
@@ -83,7 +86,7 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     head = _HEAD.format(
         files=", ".join(files),
         known="\n# ".join(textwrap.wrap(recognition, 116)),
-        command="sft" if draft.rl is None else "rl",
+        command=draft.command,
     )
     text = head + _differences(draft) + _render(draft) + _comparison(draft)
     return text, [quantity.name for quantity in draft.differs]
@@ -106,7 +109,7 @@ def _trainer_of(settings: Mapping[str, Any], files: Sequence[str]) -> tuple[Trai
     task = task_of(trainer, settings)
     if task is not None and not task.is_drafted:
         raise UserError(f"{subject} {task}")
-    return trainer, signs, SftConfig if task is None else RlConfig
+    return trainer, signs, SftConfig if task is None else SCHEMAS[task.command]
 
 
 def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
@@ -123,7 +126,7 @@ def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
             continue
         elif (meaning := draft.meaning(entry, value)) is not None:
             draft.take_meaning(meaning, value, name)
-        elif isinstance(value, str) and entry in {**TABLES.columns, **draft.trainer.rl_columns}:
+        elif isinstance(value, str) and entry in {**TABLES.columns, **(draft.job.columns if draft.job else {})}:
             columns[name] = value
         elif entry in TABLES.shared.sources.lists and isinstance(value, list):
             take_sources(draft, entry, value)
@@ -338,13 +341,14 @@ def _add_defaults(draft: Draft, settings: Mapping[str, Any]) -> None:
     older = trainer.table.older
     former = older is not None and any(entry_of(name) in older.names for name in settings)
     defaults = older.defaults if older is not None and former else trainer.table.defaults
-    if draft.rl is not None:
-        defaults = {**defaults, **draft.rl.defaults}
+    if draft.job is not None:
+        defaults = {**defaults, **draft.job.defaults}
     adapters = draft.value("lora.rank") or ("lora.rank" in defaults and _has_adapters(trainer, settings))
     if draft.rl is not None or adapters:
         # A table leaves out what is weft's default for whole weights, too. Other defaults apply here.
-        sft_keys = schema_keys(SftConfig)
-        defaults = {key: sft_keys[key].default for key in (*ADAPTER_DEFAULTS["sft"], "schedule.name")} | defaults
+        known = schema_keys(SftConfig if draft.rl is not None else draft.schema)
+        changed = ADAPTER_DEFAULTS["sft" if draft.rl is not None else draft.command]
+        defaults = {key: known[key].default for key in (*changed, "schedule.name")} | defaults
     for key, value in defaults.items():
         replaced = any(key == loser and winner in draft.values for loser, winner in rules_of(draft.schema).exclusive)
         idle = key == "lora.rank" and not _has_adapters(trainer, settings)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.migrate.trainer import DISTILLATION, KINDS, REINFORCEMENT, TABLES, Trainer
+from weft.config.migrate.trainer import DISTILLATION, KINDS, PREFERENCES, REINFORCEMENT, REWARD_MODELS, TABLES, Trainer
 from weft.config.yaml12 import show
 
 # The number of names of another trainer that make a config look like that trainer's.
@@ -80,9 +80,14 @@ class Task:
     algorithm: str
 
     @property
+    def command(self) -> str:
+        """weft's command for it."""
+        return KINDS[self.kind]
+
+    @property
     def is_drafted(self) -> bool:
         """Whether `weft migrate` makes a draft of it."""
-        return self.kind == REINFORCEMENT and self.trainer.table.rl_draft is not None
+        return self.command in self.trainer.jobs
 
     def __str__(self) -> str:
         """What the config is, and what weft can do with it, as the end of a sentence on the file."""
@@ -90,23 +95,22 @@ class Task:
         description = f"{article} {self.algorithm} config of {self.trainer.title} ({self.sign})"
         if self.kind == REINFORCEMENT:
             return f"{description}. {TABLES.drafts}"
-        if self.kind == DISTILLATION:
-            return (
-                f"{description}: `weft distill` trains a student on a teacher's distributions, `weft rl` with "
-                "rl.teacher on its own samples, and docs/how-to/distill.md has their keys."
-            )
-        if self.algorithm == "reward-model":
-            return f"{description}: `weft reward` trains such models, and docs/how-to/reward-models.md has its keys."
-        return f"{description}: `weft dpo` trains on preferences, and docs/how-to/dpo.md has its keys."
+        draft = " `weft migrate FILE` makes a draft of it." if self.is_drafted else ""
+        return f"{description}: {_COMMANDS[self.kind]}{draft}"
 
+
+# Kind: what weft does about it, after a colon.
+_COMMANDS = {
+    DISTILLATION: "`weft distill` trains a student on a teacher's distributions, `weft rl` with rl.teacher on its own "
+    "samples, and docs/how-to/distill.md has their keys.",
+    REWARD_MODELS: "`weft reward` trains such models, and docs/how-to/reward-models.md has its keys.",
+    PREFERENCES: "`weft dpo` trains on preferences, and docs/how-to/dpo.md has its keys.",
+}
 
 _ALGORITHMS = re.compile(r"grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
 _ESTIMATORS = ("adv_estimator", "advantage_estimator")  # names whose value is the algorithm
-_OF_NAMES = {
-    "rloo_k": "RLOO", "reward_model_path": "PPO", "desirable_weight": "KTO", "reward_model": "reward-model",
-    "process_reward_model": "reward-model",
-}  # fmt: skip
-_OF_VALUES = {"gae": "PPO", "rm": "reward-model"}
+_OF_NAMES = {"rloo_k": "RLOO", "reward_model_path": "PPO", "desirable_weight": "KTO"}
+_OF_VALUES = {"gae": "PPO"}
 
 
 def task_of(trainer: Trainer, settings: Mapping[str, Any]) -> Task | None:
@@ -123,8 +127,8 @@ def task_of(trainer: Trainer, settings: Mapping[str, Any]) -> Task | None:
 
 
 def _algorithm(kind: str, name: str, value: Any, settings: Mapping[str, Any]) -> str:
-    if kind == DISTILLATION:
-        return "distillation"
+    if kind in (DISTILLATION, REWARD_MODELS):
+        return "distillation" if kind == DISTILLATION else "reward-model"
     leaf = name.rpartition(".")[2]
     estimator = next(
         (algorithm for setting, algorithm in settings.items() if setting.rpartition(".")[2] in _ESTIMATORS), None

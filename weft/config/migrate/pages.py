@@ -32,7 +32,7 @@ the options that it could not convert, with a solution for each. `--nproc` is th
 multiplies a per-device batch; GPUs that shared documents count once. Read the draft, then check it with
 `weft sft mine.yaml --dry-run`.
 
-{drafts} Preference tuning and distillation are not supported yet.
+{drafts}
 """
 _NAMES = """\
 ## Names
@@ -69,6 +69,13 @@ _REINFORCEMENT = """\
 | {title} | weft |
 | --- | --- |
 """
+
+
+_JOBS = {
+    "dpo": "## Preferences\n\nIn a draft for `weft dpo`. [Losses](../reference/preference-losses.md) differ.\n",
+    "reward": "## Reward models\n\nIn a draft for [`weft reward`](../how-to/reward-models.md).\n",
+    "distill": "## Distillation\n\nIn a draft for [`weft distill`](../how-to/distill.md).\n",
+}
 
 
 _LIKE = """\
@@ -117,6 +124,10 @@ def page(trainer: Trainer) -> str:
         parts.append(f"### {heading}\n\n| {trainer.title} | weft |\n| --- | --- |\n{_rows(names)}")
     if trainer.rl:
         parts.append(_REINFORCEMENT.format(title=trainer.title) + _rows(trainer.rl))
+    for command, heading in _JOBS.items():
+        if command in trainer.jobs:
+            names = trainer.jobs[command].names
+            parts.append(f"{heading}\n| {trainer.title} | weft |\n| --- | --- |\n{_rows(names)}")
     if trainer.name in LIKE:
         parts.append(_like(trainer))
     return "\n".join(parts)

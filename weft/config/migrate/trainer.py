@@ -14,13 +14,11 @@ from weft.config.migrate.tables import TableError, inverse, read_table, word
 
 FOLDER = Path(__file__).parent / "tables"
 PREFERENCES = "preference tuning"
+REWARD_MODELS = "reward models"
 REINFORCEMENT = "reinforcement learning"
 DISTILLATION = "distillation"
-KINDS = (
-    DISTILLATION,
-    REINFORCEMENT,
-    PREFERENCES,
-)  # beside supervised fine-tuning; of several in a file the first counts
+# Kind of training beside supervised fine-tuning: weft's command. Of several kinds in a file the first counts.
+KINDS = {DISTILLATION: "distill", REINFORCEMENT: "rl", REWARD_MODELS: "reward", PREFERENCES: "dpo"}
 ITSELF = "="  # in `means`: the value as it is
 ANY = "*"  # in `means`: any other value
 NOTE = "note"  # in `means`, in place of a key: advice, because the value cannot be carried over
@@ -63,6 +61,24 @@ class RlDraft:
 
 
 @dataclass(frozen=True)
+class JobDraft:
+    """A trainer's configs of preference tuning, reward models or distillation, for `weft migrate`. names, moves, means,
+    silent, defaults: as in Table, with precedence over it.
+
+    methods: name -> value, or `*` -> the trainer's method, as in preferences.py. columns: column of weft -> names of
+    keys that give the file's name of the column.
+    """
+
+    names: Groups
+    moves: Groups = field(default_factory=dict)
+    means: Meanings = field(default_factory=dict)
+    silent: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    methods: dict[str, dict[str, str]] = field(default_factory=dict)
+    columns: Groups = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Table:
     """tables/NAME.yaml; tables/NAME.md is the introduction of its page.
 
@@ -83,7 +99,7 @@ class Table:
     which there are; the value "" stands for an unset name. balancing: default factor of the auxiliary loss of a mixture
     of experts. companion: whether the trainer's file accompanies that of another. vision: name -> default for models
     with images. devices: names of the list of training devices. rl_draft: reinforcement learning, if drafts of it can
-    be made.
+    be made. jobs: the same for weft's commands dpo, reward and distill.
     """
 
     title: str
@@ -104,6 +120,7 @@ class Table:
     vision: dict[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     rl_draft: RlDraft | None = None
+    jobs: dict[str, JobDraft] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -154,6 +171,20 @@ class Sentences:
 
     sft: dict[str, str]
     rl: dict[str, str]
+    jobs: dict[str, str]
+
+
+@dataclass(frozen=True)
+class JobNames:
+    """What a trainer's table says of one command of weft beside `weft sft`. names: name -> advice. moves: name -> key.
+    columns: name -> column. means, defaults, methods: as in JobDraft."""
+
+    names: dict[str, str]
+    moves: dict[str, str]
+    means: Meanings
+    defaults: dict[str, Any]
+    columns: dict[str, str]
+    methods: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class Trainer:
@@ -181,6 +212,9 @@ class Trainer:
         if rl is not None:
             sentences = {**say.sft, **say.rl}
             self.rl_means = _meanings(rl.means, rl.silent, sentences, f"{location} means:", f"{location} silent:")
+        self.jobs = {command: _job(job, say, f"{file} jobs: {command}:") for command, job in table.jobs.items()}
+        if rl is not None:
+            self.jobs["rl"] = JobNames(self.rl, self.rl_moves, self.rl_means, rl.defaults, self.rl_columns)
 
     def signs_in(self, names: Iterable[str]) -> list[str]:
         """The dotted names among these that are signs of this trainer."""
@@ -264,11 +298,15 @@ class Tables:
     @property
     def drafts(self) -> str:
         """The configs for which `weft migrate` makes drafts, and the advice for others."""
-        titles = [trainer.short for trainer in self.trainers if trainer.table.rl_draft is not None]
+        titles = {
+            kind: " and ".join(trainer.short for trainer in self.trainers if command in trainer.jobs)
+            for kind, command in KINDS.items()
+        }
+        others = "; ".join(f"{kind} for {titles[kind]}" for kind in reversed(KINDS) if titles[kind])
         return (
-            f"`weft migrate` drafts supervised fine-tuning for every trainer in docs/coming-from, and reinforcement "
-            f"learning only for {' and '.join(titles)}. For others, start with docs/how-to/rl.md, and set the keys "
-            "that `weft rl FILE --dry-run` names for each name of the old config."
+            f"`weft migrate` drafts supervised fine-tuning for every trainer in docs/coming-from; {others}. "
+            "For others, start with docs/how-to (for reinforcement learning rl.md), and set the keys that "
+            "`weft rl FILE --dry-run` names for each name of the old config."
         )
 
     def introduction(self, trainer: Trainer) -> str:
@@ -297,6 +335,19 @@ def _tasks(kinds: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, l
             patterns = [ANY] if values is None else _words(values)
             by_name.setdefault(name, []).extend((pattern, kind) for pattern in patterns)
     return by_name
+
+
+def _job(job: JobDraft, say: Sentences, location: str) -> JobNames:
+    sentences = {**say.sft, **say.rl, **say.jobs}
+    means = _meanings(job.means, job.silent, sentences, f"{location} means:", f"{location} silent:")
+    return JobNames(
+        advice_by_name(job.names, sentences, f"{location} names:"),
+        inverse(job.moves, f"{location} moves:"),
+        means,
+        job.defaults,
+        inverse(job.columns, f"{location} columns:"),
+        job.methods,
+    )
 
 
 def _meanings(

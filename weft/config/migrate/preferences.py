@@ -1,0 +1,109 @@
+"""The loss of another trainer's preference tuning as weft's: what several of its names say together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from weft.config.migrate.draft import Draft, numbers_of
+from weft.config.migrate.trainer import ANY
+from weft.config.preference_losses import LOSSES, facts_of
+
+_LOSS, _WEIGHTS = "preference.loss", "preference.weights"
+_LOSSES_OF = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "simpo": "simpo"}
+# TRL's names of losses: weft's. Those of CPOTrainer are others, though they are called alike.
+_RENAMED = {"aot_pair": "aot_unpaired"}
+_OF_CPO = {"sigmoid": "cpo", "simpo": "simpo"}
+# Names of the factor on the cross entropy of chosen answers, which is added to the loss.
+_CROSS_ENTROPY = ("rpo_alpha", "pref_ftx")
+# Loss: what weft computes otherwise on more than one micro-batch. docs/reference/preference-losses.md has all.
+_DIFFERS = {
+    "kto": "z of `kto` is the mean over the optimizer step here, and over a micro-batch there.",
+    "aot": "answers are put in order over the optimizer step here, and over a micro-batch there.",
+    "aot_unpaired": "answers are put in order over the optimizer step here, and over a micro-batch there.",
+    "orpo": "cross entropy is the mean over the step's chosen tokens here; TRL's counts prompts, over a micro-batch.",
+    "cpo": "cross entropy is the mean over the step's chosen tokens here, and over a micro-batch's there.",
+    "sft": "cross entropy is the mean over the step's chosen tokens here, and over those of a micro-batch, or over "
+    "each answer's mean, there.",
+}
+# Keys that `weft dpo` refuses -> why.
+_REFUSED = {
+    "lora.dropout": "`weft dpo` compares answers without dropout, and refuses `lora.dropout`: the draft has none.",
+    "train.neftune_noise_alpha": "noise would differ between the answers of a pair: `weft dpo` refuses it.",
+    "data.train_on": "preferences compare the answers behind the prompt, whatever this says: remove it.",
+}
+
+
+_TRAINERS = (
+    "the file does not name its trainer, and the draft is that of DPOTrainer: set `preference.loss` to orpo for "
+    "ORPOTrainer, cpo for CPOTrainer and kto for KTOTrainer."
+)
+
+
+def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
+    """Set preference.loss and preference.weights from the trainer's method, its losses and their factors; drop what
+    `weft dpo` refuses. settings: all names of the config with their values."""
+    method, origin = _method(draft, settings)
+    taken, loss_origin, name = draft.values.pop(_LOSS, (None, origin, _LOSS))
+    losses = [taken] if isinstance(taken, str) else list(taken or [_LOSSES_OF[method]])
+    if taken is not None:
+        known = _OF_CPO if method == "cpo" else {loss: loss for loss in LOSSES} | _RENAMED
+        if unknown := [loss for loss in losses if loss not in known]:
+            draft.notes[name] = f"weft has no loss {', '.join(unknown)} for {method.upper()}: set `{_LOSS}`."
+            draft.values[_LOSS] = (None, f"set it: {name} is {', '.join(unknown)}", name)
+            return _drop_refused(draft)
+        losses = [known[loss] for loss in losses]
+    elif origin == _LOSS and draft.trainer.name == "trl":
+        draft.notes["(trainer)"] = _TRAINERS
+    if method == "simpo" or (method == "cpo" and losses == ["simpo"]):
+        _add_cross_entropy(draft, losses, *_taken(draft, "preference.cpo_alpha", 1.0))
+    for alpha_name, value in settings.items():
+        if draft.entry(alpha_name).rpartition(".")[2] in _CROSS_ENTROPY:
+            _add_cross_entropy(draft, losses, next(numbers_of(value), 0), alpha_name)
+    if losses != ["sigmoid"] or origin != _LOSS or taken is not None:
+        draft.take(_LOSS, losses[0] if len(losses) == 1 else losses, name, loss_origin)
+    for loss in losses:
+        if loss in _DIFFERS:
+            draft.notes[f"({loss})"] = _DIFFERS[loss]
+    if any(not facts_of(loss).paired for loss in losses):
+        draft.notes["(rows)"] = "with this loss a row is a prompt, a completion and a label: docs/how-to/dpo.md."
+    _drop_refused(draft)
+
+
+def _method(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """(The trainer's method, a key of _LOSSES_OF; the name that says so)."""
+    methods = draft.job.methods if draft.job is not None else {}
+    for name, value in settings.items():
+        entry = draft.entry(name)
+        for pattern, method in methods.get(entry, {}).items():
+            if value is not None and (pattern == ANY or fnmatchcase(str(value).lower(), pattern)):
+                return method, f"{entry}: {value}"
+    return "dpo", _LOSS
+
+
+def _taken(draft: Draft, key: str, default: float) -> tuple[float, str]:
+    """(The value that was taken for a key, which leaves the draft, or the trainer's default; its origin)."""
+    value, _, name = draft.values.pop(key, (default, "", f"{draft.trainer.short}'s default cpo_alpha"))
+    return value, name
+
+
+def _add_cross_entropy(draft: Draft, losses: list[str], factor: float, name: str) -> None:
+    """Add the loss `sft` to `losses`, times `factor`. name: the trainer's name of the factor."""
+    if not factor:
+        draft.notes.pop(name, None)
+        return
+    weights = [*(draft.value(_WEIGHTS) or [1.0] * len(losses)), float(factor)]
+    draft.notes.pop(name, None)
+    losses.append("sft")
+    draft.take(_WEIGHTS, weights, name, f"the last is {name}")
+
+
+def _drop_refused(draft: Draft) -> None:
+    for key, why in _REFUSED.items():
+        value, _, name = draft.values.get(key, (None, "", ""))
+        if value not in (None, 0, "answers"):
+            del draft.values[key]
+            if name == key and key.startswith("lora.") and draft.value("lora.rank") is None:
+                continue  # a default of adapters that there are not
+            draft.notes[name if name != key else f"({key} {value}, {draft.trainer.short}'s default)"] = why
