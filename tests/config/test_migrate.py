@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from tests.hostile.test_configs import SPECIAL
+from tests.support.mistakes import write_folder
 from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.commands import SCHEMAS
@@ -532,16 +534,11 @@ def test_accelerate_alone() -> None:
     ("text", "words"),
     [
         ("base_model: m\nsequence_len: 2048\nrl: grpo\n", "it is a GRPO config of axolotl (rl: grpo). `weft migrate`"),
-        ("base_model: m\nsequence_len: 2048\nreward_model: true\n", "it is a reward-model config of axolotl ("),
-        (
-            "model_name_or_path: m\ncutoff_len: 9\nstage: rm\n",
-            "a reward-model config of LLaMA-Factory (stage: rm): `weft reward`",
-        ),
         (
             "model_name_or_path: m\nnum_generations: 8\nbeta: 0.1\n",
             "a GRPO config of TRL and the HuggingFace Trainer (num",
         ),
-        ("model_name_or_path: m\ndataset_name: d\nlmbda: 0.5\n", "a distillation config of TRL and the HuggingFace"),
+        ("base_model: m\nsequence_len: 9\nkd_trainer: true\n", "it is a distillation config of axolotl (kd_trainer"),
         *(  # max_prompt_length is a name of both
             (
                 f"model_name_or_path: m\ndataset_name: d\nmax_prompt_length: 512\nbeta: 0.1\n{name}\n",
@@ -559,7 +556,6 @@ def test_accelerate_alone() -> None:
             "it is a GSPO config of Miles (advantage_est",
         ),
         ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "it is a DPO config of torchtune (loss._component_: "),
-        ("teacher: {model_args: {dtype: bf16}}\nsequence_length: 9\n", "it is a distillation config of ROLL (teacher."),
         ("engine_type: fancy\nhidden: 3\n", "of no trainer that `weft migrate` knows, which are TRL"),
         ("model: {path: m}\noptimizer: {lr: 1.0e-5}\n", "a config of weft already"),
     ],
@@ -608,7 +604,7 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
             or f"{key.rpartition('.')[2]}: " in taken
             or entry
             in (
-                *(name for job in jobs for name in (*job.methods, *job.columns)),
+                *(name for job in jobs for name in (*job.methods, *job.columns, *job.complements)),
                 *TABLES.shared.means,
                 *TABLES.choices,
                 *TABLES.minutes,
@@ -643,6 +639,97 @@ def test_the_loss_of_preferences(file: str) -> None:
     draft = yaml.safe_load(migrate([str(FOREIGN / file)]))
     assert draft["preference"] == PREFERENCES[file]
     assert "dropout" not in draft.get("lora", {})  # `weft dpo` refuses it
+
+
+DISTILLED: dict[str, dict[str, Any]] = {
+    "trl_reward.yaml": {"reward": {"center_rewards_coefficient": 0.01}},
+    "llama_factory_reward.yaml": {"reward": {"loss": "bradley_terry"}},
+    "axolotl_reward.yaml": {"reward": {"center_rewards_coefficient": 0.02}},
+    "trl_distill.yaml": {
+        "distill": {"teacher": "org/instruct-7b", "loss": "jsd", "beta": 0.7}, "teacher": {"param_dtype": "bf16"},
+    },
+    "roll_distill.yaml": {
+        "distill": {"teacher": "org/instruct-14b", "loss": "reverse_kl", "alpha": 0.15},
+        "teacher": {"param_dtype": "bf16", "tp": 4},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", DISTILLED)
+def test_reward_models_and_distillation(file: str) -> None:
+    draft = yaml.safe_load(migrate([str(FOREIGN / file)]))
+    assert {section: draft.get(section) for section in DISTILLED[file]} == DISTILLED[file]
+
+
+def test_what_goes_with_reward_models_and_distillation() -> None:
+    reward, student = values("trl_reward.yaml"), values("roll_distill.yaml")
+    assert (reward["optimizer.lr"], reward["data.long_documents"]) == (1e-4, "drop")
+    assert "lora.dropout" not in reward and "lora.modules_to_save" not in reward
+    assert (student["model.path"], student["step.documents"]) == (
+        "org/instruct-7b",
+        8 * 4 * 2,
+    )  # of the student's ranks
+    assert student["data.columns"] == {"instruction": "question_zh", "output": "answer_zh"}
+    assert "teacher's likeliest tokens: remove it" in " ".join(
+        migrate([str(FOREIGN / "roll_distill.yaml")]).replace("\n#", " ").split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "note"),
+    [
+        ("model_name_or_path: m\nbeta: 0.0\nlmbda: 0.0\n", {"teacher": None, "loss": "forward_kl"}, ""),
+        ("model_name_or_path: m\nbeta: 1\nlmbda: 1.0\n", {"teacher": None, "loss": "reverse_kl"}, "lmbda: this share"),
+        (
+            "model_name_or_path: m\nteacher_model_name_or_path: t\n",
+            {"teacher": "t", "loss": "jsd"},
+            "lmbda: this share of steps was on the student's samples",
+        ),
+        ("pretrain: m\nteacher_pretrain: t\n", {"teacher": "t", "alpha": 0.5}, ""),
+        (
+            "pretrain: m\nteacher_pretrain: t\nkd_objective: adaptive_kl\ndistill_loss_weight: 1.0\n",
+            {"teacher": "t", "alpha": 0.0},
+            "kd_objective: set `distill.loss`",
+        ),
+    ],
+)  # fmt: skip
+def test_what_names_of_distillation_say_together(
+    tmp_path: Path, text: str, expected: dict[str, Any], note: str
+) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    draft = migrate([str(tmp_path / "a.yaml")])
+    assert yaml.safe_load(draft)["distill"] == expected
+    assert note in " ".join(draft.replace("\n#", " ").split())
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "pairs": {"prompt": "1 2", "chosen": "a b", "rejected": "c"},
+    "labels": {"prompt": "1 2", "completion": "a b", "label": True},
+    "sums": {"instruction": "1 2", "output": "3"},
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "rows"),
+    [
+        ("trl_dpo.yaml", "pairs"),
+        ("trl_kto.yaml", "labels"),
+        ("llama_factory_dpo.yaml", "pairs"),
+        ("llama_factory_reward.yaml", "pairs"),
+        ("trl_distill.yaml", "sums"),
+    ],
+)
+def test_a_draft_passes_a_dry_run(
+    file: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(ROWS[rows]) + "\n" for _ in range(8)))
+    Path("mine.yaml").write_text(migrate([str(FOREIGN / file)]))
+    overrides = ["model.path=tiny", "data.path=rows.jsonl", "data.split=null"]
+    overrides += ["distill.teacher=tiny"] if command(file) == "distill" else []
+    overrides += ["reference.path=tiny"] if file == "llama_factory_dpo.yaml" else []
+    assert cli.main([command(file), "mine.yaml", *overrides, "--dry-run"]) == 0, capsys.readouterr().err
 
 
 def test_what_goes_with_preferences() -> None:

@@ -101,11 +101,11 @@ def _of_jobs(trainer: Trainer, tables: Tables) -> Iterator[str]:
             continue
         keys = schema_keys(SCHEMAS[command])
         meant = [key for values in job.means.values() for meaning in values.values() for key in meaning]
-        for key in (*trainer.table.jobs[command].moves, *job.defaults, *meant):
+        for key in (*job.moves.values(), *job.complements.values(), *job.defaults, *meant):
             if key != NOTE and key not in keys:
                 yield f"{location}: {key} is no key of `weft {command}`."
         yield from _of_sentences(f"{location}: names", job.names, _known_names(SCHEMAS[command]))
-        for name in (*job.moves, *job.means, *job.methods, *job.columns):
+        for name in (*job.moves, *job.means, *job.methods, *job.columns, *job.complements, *job.unsaid):
             if name not in job.names and name not in tables.names:
                 yield f"{location}: {name} stands neither under its `names` nor under `names` of any table."
 

@@ -18,7 +18,7 @@ from weft.config.load import build, fill_presets, read_config_file
 from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
-from weft.config.migrate.preferences import settle_preferences
+from weft.config.migrate.preferences import drop_refused, settle_preferences
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.migrate.roll import ALGORITHM, settle_algorithm
 from weft.config.migrate.rollouts import settle_roles, settle_rollouts, take_rewards, take_rl_columns
@@ -37,6 +37,7 @@ _HEAD = """\
 # Then look at it with `weft {command} THIS --dry-run`. Every key is in docs/reference/config.md.
 """
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
+_REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # beside model and data
 _SIGNS = 4  # how many of the names by which a trainer was recognised are shown
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds
@@ -63,6 +64,8 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     _add_defaults(draft, settings)
     if draft.command == "dpo":
         settle_preferences(draft, settings)
+    elif draft.command == "reward":
+        drop_refused(draft)
     _add_balancing(draft, settings)
     add_vision(draft, settings)
     gpus = ranks or gpus_of(settings, trainer)
@@ -76,6 +79,7 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
         settle_roles(draft, settings, gpus)
     _settle(draft, settings)
     _drop_idle(draft)
+    _name_loss(draft)
     _mark_defaults(draft)
     if draft.differs:
         nearest = draft.value("rl.algorithm")
@@ -132,6 +136,9 @@ def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
             take_sources(draft, entry, value)
         elif not _take_value(draft, entry, value, name):
             draft.notes[name] = draft.advice(name) or "weft does not know it."
+    if draft.job is not None:
+        entries = {draft.entry(name) for name in settings}
+        draft.notes |= {name: text for name, text in draft.job.unsaid.items() if name not in entries}
     if draft.rl is None:
         take_columns(draft, columns, settings)
     else:
@@ -167,6 +174,10 @@ def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
     elif key := TABLES.minutes.get(entry):
         minutes = value if isinstance(value, int | float) else next(numbers_of(value), None)
         draft.take(key, value if minutes is None else minutes * 60, name)
+    elif draft.job is not None and entry in draft.job.complements:
+        share = next(numbers_of(value), None)
+        left = value if share is None else float(f"{1 - share:.6g}")
+        draft.take(draft.job.complements[entry], left, name, f"1 - {entry}")
     elif entry in ("max_samples", "train_max_samples"):
         _take_part(draft, value, name)
     else:
@@ -395,6 +406,13 @@ def _drop_idle(draft: Draft) -> None:
             draft.drop(rule.key, f"{rule.key} would have no effect: {rule.because}.")
 
 
+def _name_loss(draft: Draft) -> None:
+    """Write the loss of a command that is known by its section, if the draft has no other key of this section."""
+    key = {"dpo": "preference.loss", "reward": "reward.loss"}.get(draft.command)
+    if key is not None and not any(name.partition(".")[0] == key.partition(".")[0] for name in draft.values):
+        draft.take(key, draft.keys[key].default, key, f"the loss of `weft {draft.command}`")
+
+
 def _mark_defaults(draft: Draft) -> None:
     """Name, beside each default of the trainer, a value of the old config that says the same and was not taken over."""
     for name, advice in draft.notes.items():
@@ -466,7 +484,7 @@ def _comparison(draft: Draft) -> str:
 
 def _render(draft: Draft) -> str:
     lines: list[str] = []
-    for required in ("model.path", "data.path", *(["rl.reward"] if draft.rl else [])):
+    for required in ("model.path", "data.path", *_REQUIRED.get(draft.command, ())):
         if required not in draft.values and required.replace("path", "sources") not in draft.values:
             draft.values[required] = (None, "set it", "")
     for section in dict.fromkeys(name.partition(".")[0] for name in draft.keys):

@@ -29,8 +29,8 @@ weft migrate {file} --nproc 8 > mine.yaml
 
 This writes a draft of a weft config. It has the equivalent keys, and the old trainer's defaults. Comments below list
 the options that it could not convert, with a solution for each. `--nproc` is the number of GPUs of the old run, which
-multiplies a per-device batch; GPUs that shared documents count once. Read the draft, then check it with
-`weft sft mine.yaml --dry-run`.
+multiplies a per-device batch; GPUs that shared documents count once. Read the draft, then check it with the command
+that its first lines name, as in `weft sft mine.yaml --dry-run`.
 
 {drafts}
 """

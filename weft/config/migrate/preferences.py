@@ -27,10 +27,10 @@ _DIFFERS = {
     "sft": "cross entropy is the mean over the step's chosen tokens here, and over those of a micro-batch, or over "
     "each answer's mean, there.",
 }
-# Keys that `weft dpo` refuses -> why.
+# Keys that commands of pairs refuse -> why.
 _REFUSED = {
-    "lora.dropout": "`weft dpo` compares answers without dropout, and refuses `lora.dropout`: the draft has none.",
-    "train.neftune_noise_alpha": "noise would differ between the answers of a pair: `weft dpo` refuses it.",
+    "lora.dropout": "pairs of answers are compared without dropout, and `lora.dropout` is refused: the draft has none.",
+    "train.neftune_noise_alpha": "noise would differ between the answers of a pair: it is refused, and left out.",
     "data.train_on": "preferences compare the answers behind the prompt, whatever this says: remove it.",
 }
 
@@ -52,7 +52,7 @@ def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
         if unknown := [loss for loss in losses if loss not in known]:
             draft.notes[name] = f"weft has no loss {', '.join(unknown)} for {method.upper()}: set `{_LOSS}`."
             draft.values[_LOSS] = (None, f"set it: {name} is {', '.join(unknown)}", name)
-            return _drop_refused(draft)
+            return drop_refused(draft)
         losses = [known[loss] for loss in losses]
     elif origin == _LOSS and draft.trainer.name == "trl":
         draft.notes["(trainer)"] = _TRAINERS
@@ -68,7 +68,7 @@ def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
             draft.notes[f"({loss})"] = _DIFFERS[loss]
     if any(not facts_of(loss).paired for loss in losses):
         draft.notes["(rows)"] = "with this loss a row is a prompt, a completion and a label: docs/how-to/dpo.md."
-    _drop_refused(draft)
+    drop_refused(draft)
 
 
 def _method(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str]:
@@ -99,7 +99,8 @@ def _add_cross_entropy(draft: Draft, losses: list[str], factor: float, name: str
     draft.take(_WEIGHTS, weights, name, f"the last is {name}")
 
 
-def _drop_refused(draft: Draft) -> None:
+def drop_refused(draft: Draft) -> None:
+    """Drop what commands that compare pairs refuse, with a note."""
     for key, why in _REFUSED.items():
         value, _, name = draft.values.get(key, (None, "", ""))
         if value not in (None, 0, "answers"):

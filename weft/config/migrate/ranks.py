@@ -12,6 +12,7 @@ from weft.config.migrate.names import entry_of
 from weft.config.migrate.trainer import TABLES, Trainer
 
 _LIST = re.compile(r"\[ *\d+( *, *\d+)* *\]")
+_ONLY_READ = ("reference", "teacher")  # models with ranks of their own
 _RANGE = re.compile(r"list\(range\((?:(\d+), *)?(\d+)\)\)")
 
 
@@ -42,7 +43,8 @@ def devices_of(value: Any) -> list[int]:
 
 def shared_by(settings: Mapping[str, Any]) -> int:
     """The number of GPUs of the old run that worked on the same documents."""
-    sizes = (value for name, value in settings.items() if entry_of(name) in TABLES.shared.ranks.sharing)
+    trained = {name: value for name, value in settings.items() if name.partition(".")[0] not in _ONLY_READ}
+    sizes = (value for name, value in trained.items() if entry_of(name) in TABLES.shared.ranks.sharing)
     return math.prod(value for value in sizes if isinstance(value, int) and value > 0)
 
 

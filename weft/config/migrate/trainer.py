@@ -66,7 +66,8 @@ class JobDraft:
     silent, defaults: as in Table, with precedence over it.
 
     methods: name -> value, or `*` -> the trainer's method, as in preferences.py. columns: column of weft -> names of
-    keys that give the file's name of the column.
+    keys that give the file's name of the column. complements: key of weft -> names whose value is 1 - the key's.
+    unsaid: name -> SENTENCE, the answer where the config does not have the name.
     """
 
     names: Groups
@@ -76,6 +77,8 @@ class JobDraft:
     defaults: dict[str, Any] = field(default_factory=dict)
     methods: dict[str, dict[str, str]] = field(default_factory=dict)
     columns: Groups = field(default_factory=dict)
+    complements: Groups = field(default_factory=dict)
+    unsaid: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,8 @@ class Sentences:
 @dataclass(frozen=True)
 class JobNames:
     """What a trainer's table says of one command of weft beside `weft sft`. names: name -> advice. moves: name -> key.
-    columns: name -> column. means, defaults, methods: as in JobDraft."""
+    columns: name -> column. complements: name -> key. unsaid: name -> advice. means, defaults, methods: as in
+    JobDraft."""
 
     names: dict[str, str]
     moves: dict[str, str]
@@ -185,6 +189,8 @@ class JobNames:
     defaults: dict[str, Any]
     columns: dict[str, str]
     methods: dict[str, dict[str, str]] = field(default_factory=dict)
+    complements: dict[str, str] = field(default_factory=dict)
+    unsaid: dict[str, str] = field(default_factory=dict)
 
 
 class Trainer:
@@ -347,6 +353,8 @@ def _job(job: JobDraft, say: Sentences, location: str) -> JobNames:
         job.defaults,
         inverse(job.columns, f"{location} columns:"),
         job.methods,
+        inverse(job.complements, f"{location} complements:"),
+        {name: _sentence(key, sentences, f"{location} unsaid:") for name, key in job.unsaid.items()},
     )
 
 
