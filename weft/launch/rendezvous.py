@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -60,5 +61,10 @@ class LoopbackRendezvous(RendezvousHandler):
 
 def register() -> str:
     """Register the rendezvous with torch and return its name. Repeated calls are safe."""
-    rendezvous_handler_registry.register(NAME, lambda parameters: LoopbackRendezvous(parameters.run_id))
+    rendezvous_handler_registry.register(NAME, _create)
     return NAME
+
+
+# A function of the module, because torch refuses to register another function under the same name.
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return LoopbackRendezvous(parameters.run_id)
