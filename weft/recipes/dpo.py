@@ -110,12 +110,12 @@ class Dpo(Recipe[DpoConfig]):
                 torch.from_numpy(data.trained[places].astype(np.float64)),
                 torch.from_numpy(data.margins[places[chosen]].astype(np.float64)),
                 torch.from_numpy(np.isin(roles, ("chosen", "desired")).astype(np.float64)),
-                self._kl(data, indices) if "kto" in preference.losses else 0.0,
+                self.mismatched_kl(data, indices) if "kto" in preference.losses else 0.0,
                 policy,
             )
         )
 
-    def _kl(self, data: Documents, indices: Sequence[int]) -> float:
+    def mismatched_kl(self, data: Documents, indices: Sequence[int]) -> float:
         """z of KTO, over the whole step: the mean log ratio of prompts with other prompts' answers, at least 0."""
         assert self.reference is not None
         limit, _ = length_limit(self.config.data, self.config.step.max_tokens_per_device, self.config.mesh.cp)

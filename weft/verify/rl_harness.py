@@ -186,7 +186,10 @@ def _full_tensors(engine: Engine) -> Tensors:
 def _read(trainer: TrainerRank, samples: Sequence[Sample]) -> None:
     """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
     rl = trainer.config.rl
-    required = {"policy": rl.old_logprobs == "recompute", "reference": rl.has_reference, "critic": rl.has_critic}
+    required = {
+        "policy": rl.old_logprobs == "recompute", "reference": rl.has_reference, "teacher": rl.teacher_in_advantage,
+        "critic": rl.has_critic,
+    }  # fmt: skip
     roles: list[Role] = [role for role in READS if required[role]]
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)

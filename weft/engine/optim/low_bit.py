@@ -156,12 +156,12 @@ class LowBitAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype, self.rounding, self.seed, self.placements = state_dtype, rounding, seed, placements
         self._parameters = {
-            parameter: self._prepare(placements.of(names[parameter], parameter, number), parameter)
+            parameter: self.prepare(placements.of(names[parameter], parameter, number), parameter)
             for number, parameter in enumerate(p for group in self.param_groups for p in group["params"])
         }
         self._cut = self._cut_blocks()
 
-    def _prepare(self, placement: ParameterPlacement, parameter: nn.Parameter) -> _Parameter:
+    def prepare(self, placement: ParameterPlacement, parameter: nn.Parameter) -> _Parameter:
         coded = self.state_dtype == torch.int8 and has_codes(placement.name, placement.shape)
         grids, offset = list[BlockGrid | None](), 0
         for rank_box in placement.boxes:

@@ -244,7 +244,7 @@ class Muon(torch.optim.Optimizer):
                     piece = values[offset : offset + shared.numel].view(shared.size)
                     target[shared.within(matrix.box)] = piece
                     offset += shared.numel
-        results = self._orthogonalised([w.view(m.shape) for w, m in zip(whole, mine, strict=True)])
+        results = self.orthogonalise([w.view(m.shape) for w, m in zip(whole, mine, strict=True)])
         parts = [
             [
                 result.reshape(matrix.box.size)[shared.within(matrix.box)].reshape(-1)
@@ -271,7 +271,7 @@ class Muon(torch.optim.Optimizer):
                     _subtract(shard, rank_box, shared_box, values, rate)
                     offsets[matrix.rank] += shared_box.numel
 
-    def _orthogonalised(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+    def orthogonalise(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Newton-Schulz of each matrix; on an accelerator, of all with the same shape together."""
         results: list[Tensor] = [torch.empty(0)] * len(matrices)
         alike: dict[tuple[int, ...], list[int]] = defaultdict(list)

@@ -27,7 +27,7 @@ def scales_of_shards(plant: Plant, original: Original, self: Any, x: Any) -> Non
 
 
 @bug(
-    "B33", "weft.engine.optim.low_bit:LowBitAdamW._prepare",
+    "B33", "weft.engine.optim.low_bit:LowBitAdamW.prepare",
     "whether a tensor's state has 8 bits depends on the size of the rank's shard",
     caught_by="weights after 3 steps", issue="pytorch/ao#4912", ranks=2, needs="optimizer.state_dtype=int8",
 )  # fmt: skip
@@ -40,7 +40,7 @@ def codes_by_shard(plant: Plant, original: Original, self: Any, placement: Any, 
 
 
 @bug(
-    "B33", "weft.engine.optim.muon:Muon._orthogonalised",
+    "B33", "weft.engine.optim.muon:Muon.orthogonalise",
     "Muon orthogonalises the part of a matrix that each rank holds",
     caught_by="weights after 3 steps", issue="areal-project/AReaL#1270", ranks=2, needs="optimizer.name=muon",
 )  # fmt: skip

@@ -17,7 +17,7 @@ COMPARED = "tests/parity/test_dpo_parity.py: steps of preferences are those of p
 
 
 @bug(
-    "B34", "weft.recipes.dpo:Dpo._kl",
+    "B34", "weft.recipes.dpo:Dpo.mismatched_kl",
     "KTO's z is the mean of one micro-batch, not of the step",
     caught_by=COMPARED, issue="huggingface/trl#2153", needs="preference.loss=kto",
 )  # fmt: skip
