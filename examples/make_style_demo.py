@@ -5,11 +5,11 @@ A prompt asks for a letter about some words, `to anna : rain tea ->`, and an ans
 greeting and an end: polite, `dear anna rain tea regards`, or blunt, `hey anna rain tea bye`. The script downloads
 nothing.
 
-    .demo/letters.jsonl      letters of both styles, which the model is taught first
-    .demo/preferences.jsonl  pairs: the polite letter is preferred to the blunt one
-    .demo/held-out.jsonl     200 pairs for evaluation only
-    .demo/requests.jsonl     prompts for reinforcement learning
-    .demo/writer             a tokenizer and the config of a 0.1M-parameter Qwen3
+    .demo/style/letters.jsonl      letters of both styles, which the model is taught first
+    .demo/style/preferences.jsonl  pairs: the polite letter is preferred to the blunt one
+    .demo/style/held-out.jsonl     200 pairs for evaluation only
+    .demo/style/requests.jsonl     prompts for reinforcement learning
+    .demo/style/writer             a tokenizer and the config of a 0.1M-parameter Qwen3
 
 usage: python examples/make_style_demo.py [OUT]
 """
@@ -85,4 +85,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".demo"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".demo/style"))

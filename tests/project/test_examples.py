@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig
 
+from examples.make_style_demo import main as make_style_demo
 from tests.support.toy_tokenizers import byte_tokenizer, chat
 from tests.support.vision_zoo import vision_folder
 from tests.support.zoo import tiny_config
@@ -33,7 +36,7 @@ PARAMETERS = {
 def commands(path: Path) -> list[str]:
     """The commands that a file's comments name."""
     comments = "\n".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
-    return re.findall(r"weft (?:sft|rl|distill) examples/\S+\.yaml.*", comments)
+    return re.findall(r"weft (?:sft|dpo|reward|rl|distill) examples/\S+\.yaml.*", comments)
 
 
 @pytest.fixture
@@ -48,6 +51,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".demo" / "chat.jsonl").write_text(json.dumps(row) + "\n")
     for data in ("additions", "held-out"):
         (tmp_path / ".demo" / f"{data}.jsonl").write_text('{"prompt": "12+34=", "completion": "64"}\n')
+    make_style_demo(tmp_path / ".demo/style")
+    for model in ("taught", "rm"):
+        shutil.copytree(tmp_path / ".demo/style/writer", tmp_path / ".demo/style" / model / "checkpoints/latest")
+    config = AutoConfig.from_pretrained(tmp_path / ".demo/style/rm/checkpoints/latest")
+    config.architectures, config.num_labels = ["Qwen3ForSequenceClassification"], 1
+    config.save_pretrained(tmp_path / ".demo/style/rm/checkpoints/latest")
     vision_folder(tmp_path / ".demo/shapes/model", "qwen2_5_vl")
     for data in ("train", "held-out", "shown"):
         (tmp_path / f".demo/shapes/{data}.jsonl").write_text(json.dumps(row) + "\n")
@@ -68,7 +77,8 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
         assert not list((ROOT / "examples/models" / name).glob("*.safetensors")), "the test is of a config alone"
     if words[0] == "rl":
         assert ("reward   " in out or "teacher" in out) and "memory of a rank" in out and "None x" not in out
-        assert "prompts  " in out if name in PARAMETERS else "1 prompts of 6 to 6 tokens" in out
+        prompts = "200 prompts of 5 to 8 tokens" if "style" in path.stem else "1 prompts of 6 to 6 tokens"
+        assert "prompts  " in out if name in PARAMETERS else prompts in out
 
 
 def test_a_dry_run_assumes_the_machine_that_an_example_is_for(

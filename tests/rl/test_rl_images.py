@@ -126,6 +126,7 @@ def test_an_image_that_is_alone_in_its_row_is_trained(data: Path, tmp_path: Path
         "rl.reward=[length]",
         "rl.prompts_per_step=1",
         "step.max_tokens_per_device=66",
+        "step.share_prefixes=off",
     ]
     run_config(config_of(data, tmp_path / "run", *keys, "rollout.max_prompt_tokens=40", "train.steps=1"))
     assert lines_of(tmp_path / "run")[0]["micro_batches"] == 3
