@@ -489,7 +489,8 @@ def _load_resumed(run: str, options: RunOptions, schema: type[Schema]) -> Schema
 def _schema(words: Sequence[str]) -> type[AnyConfig]:
     """The schema that the sections of the files and overrides belong to."""
     sections = {word.partition("=")[0].partition(".")[0] for word in words if _is_override(word)}
-    return schema_of(sections.union(*(read_config_file(word).value for word in words if not _is_override(word))))
+    files = [local_path("weft", word) for word in words if not _is_override(word)]
+    return schema_of(sections.union(*(read_config_file(path).value for path in files)))
 
 
 def _is_override(word: str) -> bool:
