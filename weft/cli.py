@@ -23,7 +23,7 @@ from weft.checkpoint.remote.enter import fetched_config
 from weft.checkpoint.remote.local import local_path
 from weft.checkpoint.retention import ranks_of
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
-from weft.config.commands import SCHEMAS, schema_of
+from weft.config.commands import SCHEMAS, job_line, schema_of
 from weft.config.load import chosen_keys, read_config_file, written_config
 from weft.config.mesh import AXES, fewest_ranks
 from weft.config.migrate.migrate import migrate_and_compare
@@ -215,6 +215,8 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
     def body() -> bool:
         from weft.recipes import verify
 
+        if env_rank() == 0:
+            say(job_line(_sections(options.config)))
         return verify.run(config, options)
 
     return Job(body, world, words)
@@ -235,6 +237,7 @@ def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes.plan import recipe as plan
 
+        say(job_line(_sections(options.config)))
         plan.run(config, options)
 
     return Job(body, 1, words)
@@ -285,6 +288,7 @@ def _data(options: PreviewOptions, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import preview
 
+        say(job_line(_sections(options.config[1:])))
         preview.run(config, options)
 
     return Job(body, 1, words)
@@ -488,9 +492,14 @@ def _load_resumed(run: str, options: RunOptions, schema: type[Schema]) -> Schema
 
 def _schema(words: Sequence[str]) -> type[AnyConfig]:
     """The schema that the sections of the files and overrides belong to."""
+    return schema_of(_sections(words))
+
+
+def _sections(words: Sequence[str]) -> set[str]:
+    """The sections of config files and overrides."""
     sections = {word.partition("=")[0].partition(".")[0] for word in words if _is_override(word)}
     files = [local_path("weft", word) for word in words if not _is_override(word)]
-    return schema_of(sections.union(*(read_config_file(path).value for path in files)))
+    return sections.union(*(read_config_file(path).value for path in files))
 
 
 def _is_override(word: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.parity.test_dpo_parity import folder, models
+from tests.recipes.test_distill import home
 from tests.support.cases import MESHES, bytes_held, engine_config, open_engine, saved_model, world_of
 from tests.support.pool import run
 from tests.support.vision_zoo import vision_folder
 from weft import cli
 from weft.config import SftConfig, load_config
+from weft.config.distill_schema import DistillConfig
+from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, fewest_ranks, resolve_mesh
 from weft.config.recompute import policy_of
 from weft.config.rl_schema import RlConfig
@@ -28,9 +33,12 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.launch.machine import Accelerator, accelerator
-from weft.launch.process import fake_ranks
+from weft.launch.process import fake_ranks, join
 from weft.parallel.activations import RowSharing
+from weft.recipes.distill import open_teachers
+from weft.recipes.dpo import Dpo
 from weft.recipes.plan import machines
+from weft.recipes.plan.beside import Beside
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.holdings import Holdings, RankCoordinates, RankShare
 from weft.recipes.plan.machines import Machine, machine_of
@@ -49,6 +57,18 @@ ROOT = Path(__file__).parents[2]
 def sft_config(path: str) -> SftConfig:
     rows = ["step.max_tokens_per_device=256", f"data.path={ROOT}/examples/chat.jsonl", "model.init=random"]
     return load_config([], [f"model.path={path}", *rows], SftConfig, weights=False)
+
+
+def dpo_words() -> tuple[type, list[str]]:
+    """The schema, and overrides for a small job on pairs."""
+    rows = ["step.documents=3", "step.max_tokens_per_device=128", "preference.loss=sigmoid"]
+    return DpoConfig, [f"model.path={models('llama')[0]}", f"data.path={folder()}/pairs.jsonl", *rows]
+
+
+def distill_words() -> tuple[type, list[str]]:
+    """The same for a student and a wider teacher of another family."""
+    paths = [f"model.path={home()}/student", f"distill.teacher={home()}/wide", f"data.path={home()}/a.jsonl"]
+    return DistillConfig, [*paths, "step.documents=3", "step.max_tokens_per_device=128"]
 
 
 def sizes_of(mesh: str) -> MeshSizes:
@@ -207,6 +227,101 @@ def test_a_dry_run_says_the_same(family: str, mesh: dict[str, int], sections: di
     first = memory_by_stage(model, sizes, None)[0]
     assert first.needs == replace(said, unsharded=0)
     assert first.rows and not first.unknown
+
+
+# ---------------------------------------------------------------- models beside the trained one
+
+
+def beside_of(config: Any, world: int) -> tuple[Beside, Blueprint]:
+    model = Blueprint(EngineConfig.from_config(config), "cpu", None)
+    return Beside(config, model, world, "cpu", None), model
+
+
+def held_beside(config: Any) -> list[tuple[int, int]]:
+    """(weights, bytes of the head that the trained model's rank keeps) of a rank's reference or teachers, as a run
+    opens them."""
+    with join("cpu", 60.0) as ranks:
+        engine = Engine(EngineConfig.from_config(config), ranks)
+        if isinstance(config, DistillConfig):
+            teachers = open_teachers(config, engine)
+            heads = [teacher.head(engine) for teacher in teachers]
+            models = [teacher.engine for teacher in teachers]
+        else:
+            recipe = Dpo(config)
+            recipe.open_models(engine, recipe.read_data())
+            assert recipe.reference is not None and recipe.reference.engine is not None
+            models, heads = [recipe.reference.engine], [None]
+        weights = [sum(p.to_local().nbytes for p in model.module.parameters()) for model in models]
+        return [(size, 0 if head is None else head.weight.nbytes) for size, head in zip(weights, heads, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (dpo_words, ["mesh.dp_shard=2", "reference.param_dtype=bf16", "reference.dp_shard=1", "reference.tp=2"]),
+        (distill_words, ["mesh.tp=2", "teacher.dp_shard=2", "teacher.tp=1", "teacher.param_dtype=bf16"]),
+    ],
+)
+def test_reference_and_teacher_hold_what_is_foreseen(
+    make: Callable[[], tuple[type, list[str]]], words: list[str]
+) -> None:
+    """To the byte, on meshes and in dtypes of their own."""
+    schema, given = make()
+    config: Any = load_config([], [*given, *words], schema)
+    there = run(2, held_beside, config)
+    beside, model = beside_of(config, 2)
+    rows = beside.rows(resolve_mesh(model.config.mesh, 2))
+    assert not any(row.gradients or row.optimizer for row in rows)
+    foreseen = [row.weights for row in rows]
+    assert foreseen == [max(sizes) for sizes in zip(*(held[0] for held in there), strict=True)][: len(rows)]
+
+
+def test_a_reference_is_counted_only_where_a_second_copy_is_held(tmp_path: Path) -> None:
+    schema, given = dpo_words()
+    cases: dict[str, tuple[bool, float]] = {  # override -> (whether it has weights, forwards of a step)
+        "preference.cache=off": (True, 1.0),
+        "lora.rank=2": (False, 1.0),
+        f"data.cache={tmp_path} preference.cache=disk": (False, 0.0),
+        "reference.cpu_offload=true": (False, 1.0),
+    }
+    for override, (has_weights, reads) in cases.items():
+        beside, _ = beside_of(load_config([], [*given, *override.split()], schema), 1)
+        (row,) = beside.rows(MeshSizes(1, 1, 1, 1, 1, 1))
+        assert (bool(row.weights), beside.models[0].reads) == (has_weights, reads), override
+        assert bool(row.note) == (override != "preference.cache=off")
+    beside, _ = beside_of(load_config([], [*given, "preference.loss=simpo"], schema), 1)
+    assert not beside.rows(MeshSizes(1, 1, 1, 1, 1, 1))
+
+
+def test_a_step_is_longer_by_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    """A reference, and the policy's own answers where a loss compares those of the whole step; the parts add up."""
+    _, given = dpo_words()
+    parts: dict[str, dict[str, float]] = {}
+    for loss in ("sigmoid", "aot", "simpo"):
+        assert cli.main(["plan", *given, "--length", "60", f"preference.loss={loss}"]) == 0
+        out = capsys.readouterr().out
+        assert "job      weft dpo: the config has a section preference" in out
+        assert "6 documents a step, two for each of 3 pairs" in out
+        rows = re.findall(r"^ *(reference: forward|trained model: forward|step) +([\d.e-]+)", out, re.MULTILINE)
+        parts[loss] = {name: float(seconds) for name, seconds in rows if name != "step" or "." in seconds}
+    assert parts["sigmoid"].keys() == {"reference: forward", "step"}
+    assert parts["aot"].keys() == {"reference: forward", "trained model: forward", "step"}
+    assert parts["simpo"].keys() == {"step"}
+    reading = parts["aot"]["step"] - parts["simpo"]["step"]
+    assert reading == pytest.approx(sum(parts["aot"].values()) - parts["aot"]["step"], rel=0.02)
+
+
+def test_dry_runs_tell_the_loss_and_what_it_is_measured_against(capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = str(home() / "wide")
+    for command, (_, given), words in (
+        ("dpo", dpo_words(), ("loss     sigmoid", "a reference of its own", "of 3 pairs", "reference")),
+        ("reward", dpo_words(), ("loss     bradley_terry; a head of 1 number", "of 3 pairs")),
+        ("distill", distill_words(), (f"teacher  {teacher}", "loss     forward_kl", "head of teacher")),
+    ):
+        given = [word for word in given if not word.startswith("preference.") or command == "dpo"]
+        assert cli.main([command, *given, "--device", "cpu", "--nproc", "1", "--dry-run"]) == 0
+        out = re.sub(r" *\n {9}", " ", capsys.readouterr().out)
+        assert all(text in out for text in words), (command, out)
 
 
 # ---------------------------------------------------------------- time

@@ -69,7 +69,7 @@ class DataReport:
 
     def template_use(self, data: DataConfig, template: bool) -> str:
         """As the function template_use."""
-        return template_use(dict(self.formats), data, template)
+        return template_use(dict(self.formats), data, template, has_roles=self.unit != "documents")
 
 
 _NEVER = np.iinfo(np.int64).max

@@ -108,11 +108,11 @@ class ParseOptions:
     last_step_only: bool = False
 
 
-def template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -> str:
+def template_use(counts: Mapping[str, int], data: DataConfig, template: bool, *, has_roles: bool = False) -> str:
     """A sentence on whether the chat template renders the documents. counts: of documents by kind. template: whether
-    there is one."""
+    there is one. has_roles: whether documents are answers of preferences, which only messages render."""
     unit = f"; each {data.text_unit or 'line'} of a .txt file is a document" if _has_texts(counts, data) else ""
-    return f"{_template_use(counts, data, template)}{unit}"
+    return f"{_template_use(counts, data, template, has_roles=has_roles)}{unit}"
 
 
 def _has_texts(counts: Mapping[str, int], data: DataConfig) -> bool:
@@ -122,18 +122,22 @@ def _has_texts(counts: Mapping[str, int], data: DataConfig) -> bool:
     return counts.get("text", 0) > 0 and any(name.removesuffix(".gz").endswith(".txt") for name in files)
 
 
-def _template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -> str:
+def _template_use(counts: Mapping[str, int], data: DataConfig, template: bool, *, has_roles: bool) -> str:
     chats, prompts, texts = sum(counts.get(k, 0) for k in CHATS), counts.get("prompt", 0), counts.get("text", 0)
     if not prompts and not texts:
         return "the chat template renders all documents" if chats else "not used: rows are tokens"
     names = " and ".join(["`prompt` and `completion`"] * bool(prompts) + ["`text`"] * bool(texts))
     names += " are" if prompts else " is"
+    if has_roles:
+        names = "prompts and answers that are text are"
     if not template:
         return f"there is no chat template: {names} trained as plain text"
     text = f"the chat template renders {chats:,} documents, and {prompts + texts:,} not" if chats else "NOT used"
     text += f": {names} trained as plain text"
     if not prompts:
         return text
+    if has_roles:
+        return f"{text}. To use it, write messages in place of text"
     if data.sources is not None:
         return f"{text}. To use it, call them `instruction` and `output` in the columns of the source"
     columns = {new: data.columns.get(old, old) for new, old in (("instruction", "prompt"), ("output", "completion"))}

@@ -100,7 +100,7 @@ def print_opening(
     if not engine.ranks.is_first:
         return
     lines = [f"run      {folder}", f"data     {report}"]
-    lines += steps_lines(config, len(steps), report.in_epoch or report.documents, steps.in_epoch)
+    lines += steps_lines(config, len(steps), report.in_epoch or report.documents, steps.in_epoch, report.unit)
     if config.train.loss is not None:
         lines.append(f"loss     {config.train.loss}")
     model = model_opening(config, engine)
@@ -136,17 +136,17 @@ def show_opening(lines: Sequence[str], model: ModelOpening, folder: Path, detail
         )
 
 
-def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int) -> list[str]:
+def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int, unit: str = "documents") -> list[str]:
     """Lines about the length of a run, with advice if it has few steps and train.steps does not say so. documents: of
-    an epoch. in_epoch: optimizer steps of the first epoch."""
-    step, epochs = config.step, config.train.epochs
-    size = f"up to {step.tokens:,} tokens" if step.tokens is not None else counted(step.documents or 0, "document")
+    an epoch. in_epoch: optimizer steps of the first epoch. unit: as in DataReport."""
+    step, epochs, document = config.step, config.train.epochs, unit.removesuffix("s")
+    size = f"up to {step.tokens:,} tokens" if step.tokens is not None else counted(step.documents or 0, document)
     number = f"{'about ' * (step.tokens is not None)}{in_epoch:,}"
     if epochs is None:
-        epochs_text = f"; an epoch, {counted(documents, 'document')}, has {number}"
+        epochs_text = f"; an epoch, {counted(documents, document)}, has {number}"
     else:
         epochs_text = (
-            f"; {counted(epochs, 'epoch')} of {counted(documents, 'document')}{f', {number} each' * (epochs > 1)}"
+            f"; {counted(epochs, 'epoch')} of {counted(documents, document)}{f', {number} each' * (epochs > 1)}"
         )
     lines = [f"steps    {counted(steps, 'optimizer step')} in all, of {size}{epochs_text}"]
     if epochs is None or steps >= _FEW_STEPS:

@@ -14,11 +14,11 @@ from weft.config.distill_schema import AVERAGE, BASE, DIVERGENCES, DistillConfig
 from weft.data.same_tokenizer import check_same_tokenizer
 from weft.engine.batch.document import Document, choose, datasets_of
 from weft.engine.engine import Engine
-from weft.engine.frozen import frozen_config, open_frozen
+from weft.engine.frozen import open_frozen
 from weft.engine.losses.distillation import DistillationLoss
 from weft.engine.step_plan.plan import StepPlan
 from weft.engine.teacher_cache import CachedTeacher, HiddenCache, with_cached_teachers
-from weft.engine.teachers import Teacher, TeacherSection, with_teachers
+from weft.engine.teachers import Teacher, with_teachers
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.launch import flight
@@ -31,6 +31,7 @@ from weft.ops import divergence
 from weft.ops.divergence import Terms
 from weft.parallel.parallelize import Precision
 from weft.parallel.shards.load import Progress
+from weft.recipes.frozen_models import teacher_beside, teacher_paths
 from weft.recipes.recipe import PreparedStep, Recipe
 from weft.recipes.run_data import RunData
 from weft.recipes.training import run as train
@@ -72,6 +73,16 @@ class Distillation(Recipe[DistillConfig]):
         self._set_heads()
         return [line for teacher in self._teachers for line in teacher_lines(teacher)]
 
+    def dry_run_lines(self) -> list[str]:
+        distill = self.config.distill
+        teachers = ", ".join(teacher_paths(self.config)) or {
+            BASE: "the base under the adapters", AVERAGE: "the average of the student's weights",
+        }[str(distill.teacher)]  # fmt: skip
+        return [
+            f"loss     {distill.loss} at temperature {distill.temperature:g}, {distill.alpha:g} x cross entropy",
+            f"teacher  {teachers}",
+        ]
+
     def before_step(self, step: PreparedStep) -> PreparedStep:
         local = self._taught(step.documents, step.local)
         return replace(step, local=local, rows=self.engine.rows(step.plan, local, self.objective, step.number))
@@ -98,14 +109,6 @@ class Distillation(Recipe[DistillConfig]):
         self.objective.heads = self._measured.heads = heads
 
 
-def teacher_paths(config: DistillConfig) -> list[str]:
-    """The models that are opened beside the student, in order."""
-    if config.distill.teachers is not None:
-        return list(config.distill.teachers.values())
-    teacher = config.distill.teacher
-    return [] if teacher is None or teacher in (BASE, AVERAGE) else [teacher]
-
-
 def open_teachers(config: DistillConfig, engine: Engine, progress: Progress | None = None) -> list[Teacher]:
     """The teachers of a student's engine. Collective."""
     if config.distill.teacher in (BASE, AVERAGE):
@@ -115,7 +118,7 @@ def open_teachers(config: DistillConfig, engine: Engine, progress: Progress | No
 
 def open_teacher(config: DistillConfig, path: str, engine: Engine, progress: Progress | None = None) -> Teacher:
     """A teacher beside a student's engine. Collective."""
-    beside = frozen_config(engine.config, TeacherSection.from_config(path, config.teacher))
+    beside = teacher_beside(config, path, engine.config)
     return Teacher(open_frozen("teacher", beside, engine.ranks, shares_with=engine, progress=progress))
 
 
@@ -131,9 +134,7 @@ def open_caches(config: DistillConfig, engine: Engine, progress: Progress | None
             "distill.cache is disk, but distill.teacher=base is in memory anyway: set distill.cache=off, or "
             "distill.teacher to model.path."
         )
-    dtype = Precision.from_config(
-        frozen_config(engine.config, TeacherSection.from_config("", config.teacher)).fsdp, engine.ranks.device
-    ).compute
+    dtype = Precision.from_config(teacher_beside(config, "", engine.config).fsdp, engine.ranks.device).compute
     out = []
     for path in teacher_paths(config):
         shape, digest = hf.read_config(path), hashlib.sha256(str(dtype).encode())

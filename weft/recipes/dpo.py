@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,19 +15,22 @@ from weft.data.records import ROLES
 from weft.engine.batch.document import Document, choose
 from weft.engine.document_sums import read_sums
 from weft.engine.engine import Engine
-from weft.engine.frozen import frozen_config, open_frozen
+from weft.engine.frozen import open_frozen
 from weft.engine.losses.preference.objective import PreferenceLoss, StepAnswers, split_examples
 from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
 from weft.launch.options import TrainOptions
 from weft.observe.hooks import NO_HOOKS, Hooks
 from weft.parallel.shards.load import Progress
+from weft.recipes.frozen_models import closes_reference, preference_reference
 from weft.recipes.recipe import PreparedStep, Recipe
 from weft.recipes.reference_sums import ReferenceSums
 from weft.recipes.run_data import OnProgress, RunData
 from weft.recipes.training import run as train
 
 _TRAINED = "training data"
+_NO_REFERENCE = "against  no reference: preference.loss reads none"
+_UNDER_ADAPTERS = "against  the base under the adapters"
 
 
 def run(config: DpoConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -> None:
@@ -58,22 +60,28 @@ class Dpo(Recipe[DpoConfig]):
         self.engine, config, lines = engine, self.config, list[str]()
         self.documents = {_TRAINED: data.documents, **data.held_out.documents}
         if not config.preference.has_reference:
-            return ["against  no reference: preference.loss reads none"]
-        model, own = engine, own_reference(config)
-        if own:
-            frozen = frozen_config(engine.config, config.reference)
-            if config.lora.path is not None and config.reference.path is None:
-                frozen = replace(frozen, lora=engine.config.lora)
+            return [_NO_REFERENCE]
+        model, frozen = engine, preference_reference(config, engine.config)
+        if frozen is not None:
             model = open_frozen("reference", frozen, engine.ranks, shares_with=engine, progress=progress)
             lines = [f"against  {frozen.model.path}, a reference of its own: {model.memory}"]
         else:
-            lines = ["against  the base under the adapters"]
-        self.reference = reference = ReferenceSums(config, model, self.documents, adapters_off=not own)
+            lines = [_UNDER_ADAPTERS]
+        self.reference = reference = ReferenceSums(config, model, self.documents, adapters_off=frozen is None)
         if config.preference.cache == "disk":
             lines += reference.fill()
-            if own and "kto" not in config.preference.losses:
+            if frozen is not None and closes_reference(config):
                 reference.engine = None
         return lines
+
+    def dry_run_lines(self) -> list[str]:
+        config, preference = self.config, self.config.preference
+        lines = [f"loss     {' + '.join(preference.losses)}, beta {preference.beta:g}"]
+        if not preference.has_reference:
+            return [*lines, _NO_REFERENCE]
+        if not own_reference(config):
+            return [*lines, _UNDER_ADAPTERS]
+        return [*lines, f"against  {config.reference.path or config.model.path}, a reference of its own"]
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
         self._begin(_TRAINED, step.indices, step.documents, step.plan)

@@ -75,9 +75,12 @@ class Recipe(Generic[Config]):
 
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
         """Opens the models that are only read, beside the trained one, before the first step and after a resumed run's
-        weights were restored. Also in a dry run, where `engine` has no weights. Returns lines for the opening.
-        Collective."""
+        weights were restored. Returns lines for the opening. Collective."""
         self.engine = engine
+        return []
+
+    def dry_run_lines(self) -> list[str]:
+        """What a dry run says of the loss, and of what it is measured against. The table of engines has the memory."""
         return []
 
     def before_step(self, step: PreparedStep) -> PreparedStep:

@@ -25,6 +25,7 @@ from weft.parallel.shards.load import Progress
 from weft.recipes.recipe import PreparedStep, Recipe
 from weft.recipes.run_data import OnProgress, RunData
 from weft.recipes.training import run as train
+from weft.terminal import counted
 
 
 class RewardRecipe(Recipe[RewardConfig]):
@@ -75,6 +76,10 @@ class RewardRecipe(Recipe[RewardConfig]):
                 "scores are read before it, as transformers does"
             )
         return lines
+
+    def dry_run_lines(self) -> list[str]:
+        labels = counted(self.config.reward.labels, "number")
+        return [f"loss     {self.config.reward.loss}; a head of {labels} takes the place of the vocabulary's"]
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
         self._read_scores(step.plan, step.local)

@@ -12,7 +12,7 @@ from weft.config.schema import SftConfig
 from weft.data.documents import lengths_of
 from weft.data.order import StepSampler
 from weft.data.sources import open_data
-from weft.engine.batch.document import MeasuredDocuments
+from weft.engine.batch.document import MeasuredDocuments, choose
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.launch.machine import accelerator, known_accelerator
@@ -21,9 +21,11 @@ from weft.launch.process import choose_device, fake_ranks
 from weft.observe.opening import print_dry_run, steps_lines
 from weft.observe.profiling import check_profile
 from weft.observe.progress import duration, loading
+from weft.observe.tables import EngineRow, engine_table, show
+from weft.recipes.plan.beside import Beside, answers_of_example, prefix_of_pairs
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
-from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows
 from weft.recipes.plan.timing import time_of
 from weft.recipes.recipe import Recipe
 from weft.recipes.run_data import RunData, make_steps, why_unread
@@ -54,9 +56,16 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions) -> None:
             for documents in (data.documents, *data.held_out.documents.values()):
                 engine.planner.check_images(documents)
         print_dry_run(config, engine, parameters=options.parameters, as_json=options.json)
-        mesh = engine.mesh.sizes
+        mesh, memory = engine.mesh.sizes, engine.memory
     if options.json:
         return
+    assumed = accelerator(options.assume)
+    model = Blueprint(EngineConfig.from_config(config), options.device, assumed)
+    beside = Beside(config, model, options.world, options.device, assumed).rows(mesh)
+    if beside:
+        trained = EngineRow("trained model", memory.weights, memory.gradients, memory.optimizer, memory.gathered)
+        show(engine_table([trained, *beside]))
+    say_folded(recipe.dry_run_lines())
     if data is None:
         say_folded([f"data     not read: {unread}"])
         return
@@ -64,7 +73,9 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions) -> None:
     say_folded(
         [
             f"data     {data.report}",
-            *steps_lines(config, len(steps), data.report.in_epoch or data.report.documents, steps.in_epoch),
+            *steps_lines(
+                config, len(steps), data.report.in_epoch or data.report.documents, steps.in_epoch, data.report.unit
+            ),
             f"template {data.report.template_use(config.data, data.template)}",
             *data.ends.lines(),
             *data.held_out.lines(),
@@ -88,9 +99,16 @@ def _time(config: SftConfig, options: TrainOptions, mesh: MeshSizes, steps: Step
     lengths = lengths_of(data.documents)
     tokens = [sum(lengths[index] for index in step.documents) for step in islice(steps, steps.in_epoch)]
     model = Blueprint(EngineConfig.from_config(config), "cpu", device)
-    rows = RowFacts.from_plan(model, plan_rows(model, mesh, [lengths[index] for index in next(iter(steps)).documents]))
-    machine = machine_of(device)
-    first = time_of(model, mesh, rows, machine).seconds
+    first_step = next(iter(steps)).documents
+    prefix = prefix_of_pairs(config, choose(data.documents, first_step))
+    first_lengths = [lengths[index] for index in first_step]
+    of_first = StepLengths(first_lengths, "the first step", answers_of_example(config), prefix)
+    plan = plan_rows(model, mesh, of_first.tokens, None, of_first.group, of_first.prefix)
+    rows, machine = RowFacts.from_plan(model, plan), machine_of(device)
+    readings = Beside(config, model, mesh.world, "cpu", device).readings(mesh, of_first, plan, rows, machine)
+    epochs = max(1.0, len(steps) / steps.in_epoch)
+    reading = sum(part.waits / (epochs if part.first_epoch else 1.0) for part in readings)
+    first = time_of(model, mesh, rows, machine).seconds + reading
     seconds = first * sum(tokens) / tokens[0] * len(steps) / len(tokens)
     step_seconds = seconds / len(steps)
     return (

@@ -29,7 +29,8 @@ from weft.launch.scratch import scratch_folder
 from weft.models import hf
 from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
-from weft.recipes.distill import Distillation, open_teachers, teacher_paths
+from weft.recipes.distill import Distillation, open_teachers
+from weft.recipes.frozen_models import teacher_paths
 from weft.recipes.reward import RewardRecipe
 from weft.rl.trainer import TrainerRank
 from weft.terminal import counted

@@ -15,14 +15,15 @@ from weft.data.documents import lengths_of
 from weft.data.encode import load_tokenizer
 from weft.data.images import read_images
 from weft.data.sources import open_data
+from weft.engine.batch.document import choose
 from weft.engine.config import EngineConfig
 from weft.engine.losses.load import choose_objective
 from weft.engine.losses.policy import PolicyLoss
 from weft.errors import UserError, first_line
-from weft.launch.machine import Accelerator, accelerator
+from weft.launch.machine import accelerator
 from weft.launch.options import PlanOptions
 from weft.models import hf
-from weft.observe.tables import EngineRow, separate_engines
+from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_readings
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.memory import Memory, memory_by_stage
@@ -32,9 +33,8 @@ from weft.recipes.plan.show import show_engines, show_estimate, show_search, sho
 from weft.recipes.plan.simulate import Step, simulate
 from weft.recipes.plan.timing import time_of
 from weft.recipes.run_data import make_steps, read_data
-from weft.rl.model_engines import critic_config, policy_config, reference_config, teacher_config
-from weft.rl.reference_critic import own_ranks
-from weft.terminal import byte_count
+from weft.rl.model_engines import policy_config
+from weft.terminal import counted, say
 
 _READ_BYTES = 64 << 20  # the most data that are tokenised to get lengths
 
@@ -58,24 +58,34 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         )  # fmt: skip
         result = search(problem)
         show_search(model, result, options.ranks, lengths, machine, longer(config, options.length))
+        if names := ", ".join(beside.name for beside in models_beside(config, engine) if beside.config is not None):
+            say(f"note     the search leaves out {names}: `weft plan` with a proposed mesh counts what they hold")
         return
     mesh = resolve_mesh(model.config.mesh, options.ranks, "--ranks")
     model.check(mesh)
+    beside = Beside(config, model, options.ranks, "cpu", assumed)
     plan = plan_rows(model, mesh, lengths.tokens, None, lengths.group, lengths.prefix)
     rows = RowFacts.from_plan(model, plan)
     memories = memory_by_stage(model, mesh, rows)
-    show_estimate(model, mesh, machine, lengths, plan, memories, time_of(model, mesh, rows, machine))
+    readings = beside.readings(mesh, lengths, plan, rows, machine)
+    time = with_readings(time_of(model, mesh, rows, machine), readings)
+    show_estimate(model, mesh, machine, lengths, plan, memories, time)
     if options.simulate:
         step = replace(step_of(config, lengths.tokens), group=lengths.group, prefix=lengths.prefix)
         for memory in ranks_to_simulate(memories):
             rank = memory.share.coordinates.rank(mesh)
             show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
-    if isinstance(config, RlConfig):
-        show_engines(_engines_beside(config, options.ranks, assumed))
+    show_engines(beside.rows(mesh), max(memories, key=lambda memory: memory.fullest), machine)
 
 
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
-    """The step to simulate: documents of these lengths, and the objective with the columns that it reads."""
+    """The step to simulate: documents of these lengths, and the objective with the columns that it reads. Raises
+    UserError for a command whose objective is not simulated."""
+    if config.command not in ("sft", "rl"):
+        raise UserError(
+            f"--simulate: steps of weft sft and weft rl are simulated, and this config is of weft {config.command}: "
+            "leave out --simulate."
+        )
     if isinstance(config, SftConfig):
         return Step(lengths, choose_objective(config.train.loss))
     return Step(lengths, PolicyLoss(config.rl), ("old_logprobs", "advantages", "correction", "ref_logprobs"))
@@ -93,15 +103,17 @@ def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepL
         return _lengths_of_rollouts(config, stated)
     if stated is not None:
         return _equal(config, stated, "--length")
-    lengths, unread = _lengths_of_data(config)
+    lengths, prefix, unread = _lengths_of_data(config)
     if unread:
         longest = config.data.max_length or config.step.max_tokens_per_device * config.mesh.cp
         return _equal(config, longest, f"the longest there can be, as {unread}; --length N states another")
     count = config.step.documents
-    if count is None or len(lengths) >= count:
-        return StepLengths(lengths, f"a step of {config.data.path}")
-    repeated = list(islice(cycle(lengths), count))
-    return StepLengths(repeated, f"the {len(lengths)} documents of {config.data.path}, repeated")
+    if count is None or len(lengths) >= count * answers_of_example(config):
+        return StepLengths(lengths, f"a step of {config.data.path}", answers_of_example(config), prefix)
+    repeated = list(islice(cycle(lengths), count * answers_of_example(config)))
+    return StepLengths(
+        repeated, f"the {len(lengths)} documents of {config.data.path}, repeated", answers_of_example(config), prefix
+    )
 
 
 def longer(config: SftConfig | RlConfig, stated: int | None) -> str:
@@ -117,11 +129,15 @@ def longer(config: SftConfig | RlConfig, stated: int | None) -> str:
 
 
 def _equal(config: SftConfig, length: int, origin: str) -> StepLengths:
-    count = config.step.documents
+    answers, count = answers_of_example(config), config.step.documents
     if count is None:
         assert config.step.tokens is not None
-        count = max(1, config.step.tokens // length)
-    return StepLengths([length] * count, f"{length:,} tokens each ({origin})")
+        count = max(1, config.step.tokens // (answers * length))
+    if answers == 1:
+        return StepLengths([length] * count, f"{length:,} tokens each ({origin})")
+    prompt = length // 2
+    origin = f"two for each of {counted(count, 'pair')}, {length:,} tokens each, a prompt of {prompt:,} ({origin})"
+    return StepLengths([length] * count * answers, origin, answers, prompt)
 
 
 def _lengths_of_rollouts(config: RlConfig, stated: int | None) -> StepLengths:
@@ -133,48 +149,24 @@ def _lengths_of_rollouts(config: RlConfig, stated: int | None) -> StepLengths:
     return StepLengths([length] * count, f"{length:,} tokens each ({origin})", group, prefix)
 
 
-def _lengths_of_data(config: SftConfig) -> tuple[list[int], str]:
-    """(lengths of the documents of the first step, ""), or ([], why the data were not read)."""
+def _lengths_of_data(config: SftConfig) -> tuple[list[int], int, str]:
+    """(lengths of the documents of the first step, prefix of its pairs, ""), or ([], 0, why the data were not
+    read)."""
     paths = [config.data.path, *(source.path for source in config.data.sources or ())]
     if any(path and looks_like_hub_dataset(path) and not Path(path).exists() for path in paths):
-        return [], "the data is on the hub"
+        return [], 0, "the data is on the hub"
     try:
         size = sum(part.size for source in open_data(config.data) for part in source.parts)
         if size > _READ_BYTES:
-            return [], f"the data is larger than {_READ_BYTES >> 20} MiB"
+            return [], 0, f"the data is larger than {_READ_BYTES >> 20} MiB"
         tokenizer = load_tokenizer(config.model.path)
         images = read_images(config.model.path, tokenizer, config.data)
         documents, _ = read_data(config, config.data, tokenizer, images)
     except (UserError, OSError) as error:
-        return [], f"the data cannot be read ({first_line(error).rstrip('.')})"
+        return [], 0, f"the data cannot be read ({first_line(error).rstrip('.')})"
     lengths = lengths_of(documents)
     first = next(iter(make_steps(replace(config, train=replace(config.train, steps=None, epochs=1)), documents)), None)
-    return [lengths[index] for index in first.documents] if first is not None else [], ""
-
-
-def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[EngineRow]:
-    """The memory of the reference and the critic on the trainer's ranks; rollout engines are not counted. An engine
-    with ranks of its own has a row without figures."""
-    separate, rows = own_ranks(config), []
-    engines = {
-        "reference": reference_config(config), "teacher": teacher_config(config), "critic": critic_config(config),
-    }  # fmt: skip
-    for name, engine in engines.items():
-        if engine is None or name in separate:
-            continue
-        model = Blueprint(engine, "cpu", assumed)
-        mesh = resolve_mesh(engine.mesh, ranks, "--ranks")
-        model.check(mesh)
-        memory = max(memory_by_stage(model, mesh, None), key=lambda stage: stage.share.resident)
-        rows.append(_engine_row(name, memory))
-    rows += separate_engines(separate.items())
-    return rows
-
-
-def _engine_row(name: str, memory: Memory) -> EngineRow:
-    """An engine's memory on the accelerator; with cpu_offload that is what its units need while they run."""
-    holdings = memory.share
-    if memory.offloaded:
-        note = f"{byte_count(holdings.resident)} on the host (cpu_offload)"
-        return EngineRow(name, gathered=memory.gathered + memory.staged, note=note)
-    return EngineRow(name, holdings.weights, holdings.gradients, holdings.optimizer, memory.gathered)
+    if first is None:
+        return [], 0, ""
+    prefix = prefix_of_pairs(config, choose(documents, first.documents))
+    return [lengths[index] for index in first.documents], prefix, ""

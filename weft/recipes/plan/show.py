@@ -56,8 +56,8 @@ def show_estimate(
         + (f"; {cut} documents are cut over ranks of cp" if plan.pieces else "")
     )
     read = sum(document.read for document in plan.documents)
-    if plan.tokens_forwarded < read:
-        share = 1 - plan.tokens_forwarded / read
+    share = 1 - plan.tokens_forwarded / read
+    if share >= 0.005:
         say(f"shared   {share:.0%} of the documents' tokens are not forwarded again: answers begin with their prompt")
     fullest = max(memories, key=lambda memory: memory.fullest)
     _show_memory(fullest, machine, stages=mesh.pp, vision=model.built.vision is not None)
@@ -152,10 +152,16 @@ def _show_transfers(transfers: Sequence[Transfer]) -> None:
     show(new_table("collectives of a rank in a step", *columns, rows=cells))
 
 
-def show_engines(rows: Sequence[EngineRow]) -> None:
-    """Prints the memory of further engines, such as reference and critic, if there are any."""
-    if rows:
-        show(engine_table(rows))
+def show_engines(rows: Sequence[EngineRow], trained: Memory, machine: Machine) -> None:
+    """Prints the memory of further engines, such as reference and critic, if there are any, and whether they fit beside
+    the trained model. trained: of its fullest rank."""
+    if not rows:
+        return
+    show(engine_table(rows))
+    total, room = trained.fullest + sum(row.resident for row in rows), machine.accelerator.memory
+    say(f"together {byte_count(total)} with the trained model at its fullest: {total / room:.0%} of {byte_count(room)}")
+    if total > room * machine.usable >= trained.fullest:
+        say("warning  the models do not fit side by side: use more ranks, or cpu_offload of those that are only read")
 
 
 def show_search(

@@ -121,6 +121,19 @@ def time_of(
     return StepTime(total, tuple(parts), rows.tokens, mfu, tuple(moved[slowest]))
 
 
+def forward_seconds(model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine) -> float:
+    """Seconds of a forward of these rows without gradients."""
+    works = [
+        _work(
+            model, mesh, stage_holdings, rows, machine,
+            transfers(model, mesh, stage_holdings, rows.load, recompute=None), None,
+        )
+        for stage_holdings in Holdings(model, mesh).by_stage()
+    ]  # fmt: skip
+    busy = [sum(work.seconds(share)[0] for share in rows.shares) for work in works]
+    return max(busy) + (sum(busy) - max(busy)) / len(rows.shares)  # a pipeline fills and drains with one row
+
+
 def _work(
     model: Blueprint,
     mesh: MeshSizes,

@@ -1,0 +1,39 @@
+"""The engine configs of the models that `weft dpo` and `weft distill` only read: the reference, and teachers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.config.distill_schema import AVERAGE, BASE, DistillConfig
+from weft.config.dpo_schema import DpoConfig, own_reference
+from weft.engine.config import EngineConfig
+from weft.engine.frozen import frozen_config
+from weft.engine.teachers import TeacherSection
+
+
+def preference_reference(config: DpoConfig, trained: EngineConfig) -> EngineConfig | None:
+    """The engine config of the reference of preferences. None without one, or if the trained model without its adapters
+    is the reference. trained: of the trained model."""
+    if not own_reference(config):
+        return None
+    frozen = frozen_config(trained, config.reference)
+    adapted = config.lora.path is not None and config.reference.path is None
+    return replace(frozen, lora=trained.lora) if adapted else frozen
+
+
+def closes_reference(config: DpoConfig) -> bool:
+    """Whether the reference is closed before the first step, because the cache on disk has all that is read of it."""
+    return config.preference.cache == "disk" and "kto" not in config.preference.losses
+
+
+def teacher_paths(config: DistillConfig) -> list[str]:
+    """The models that are opened beside the student, in order."""
+    if config.distill.teachers is not None:
+        return list(config.distill.teachers.values())
+    teacher = config.distill.teacher
+    return [] if teacher is None or teacher in (BASE, AVERAGE) else [teacher]
+
+
+def teacher_beside(config: DistillConfig, path: str, student: EngineConfig) -> EngineConfig:
+    """The engine config of a teacher. student: that of the trained model."""
+    return frozen_config(student, TeacherSection.from_config(path, config.teacher))

@@ -1,0 +1,244 @@
+"""The models that a job holds or reads beside the trained one: their memory on a rank, and what reading adds to a step.
+
+`weft plan` and dry runs share this. A model with weights of its own is a Blueprint on its own mesh; the base under
+adapters and an average are read in the trained model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from weft.config.distill_schema import AVERAGE, BASE, DistillConfig
+from weft.config.dpo_schema import DpoConfig
+from weft.config.mesh import MeshSizes, resolve_mesh
+from weft.config.reward_schema import RewardConfig
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.engine.batch.document import Document
+from weft.engine.config import EngineConfig
+from weft.engine.frozen import named_section
+from weft.engine.losses.preference.objective import split_examples
+from weft.engine.scores import parts_pairs
+from weft.engine.step_plan.plan import StepPlan
+from weft.launch.machine import Accelerator
+from weft.launch.options import Device
+from weft.models.train_module import ScoreHead
+from weft.observe.tables import EngineRow, separate_engines
+from weft.recipes.frozen_models import closes_reference, preference_reference, teacher_beside, teacher_paths
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.machines import Machine
+from weft.recipes.plan.memory import Memory, memory_by_stage
+from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows
+from weft.recipes.plan.timing import Part, StepTime, forward_seconds
+from weft.rl.model_engines import critic_config, reference_config, teacher_config
+from weft.rl.reference_critic import own_ranks
+from weft.terminal import byte_count
+
+
+@dataclass(frozen=True)
+class ModelBeside:
+    """A model beside the trained one. section: of its keys. config: of its engine; None if the trained model's weights
+    are read, or if it has no memory in a step. note: where it is read, and when. reads: forwards of the step's
+    documents; a teacher of some of the documents has a share of one. first_epoch: whether later epochs read nothing.
+    has_head: whether a copy of its head is on the trained model's ranks. path: of its model."""
+
+    name: str
+    section: str
+    path: str
+    config: EngineConfig | None = None
+    note: str = ""
+    reads: float = 0.0
+    first_epoch: bool = False
+    has_head: bool = False
+
+
+def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[ModelBeside]:
+    """The models beside the trained one on its ranks. trained: that one's engine config. Forwards of `weft rl` are in
+    no optimizer step, and so have no reads."""
+    if isinstance(config, RlConfig):
+        engines = {
+            "reference": reference_config(config), "teacher": teacher_config(config), "critic": critic_config(config),
+        }  # fmt: skip
+        separate = own_ranks(config)
+        return [
+            ModelBeside(name, name, engine.model.path, engine)
+            for name, engine in engines.items()
+            if engine is not None and name not in separate
+        ]
+    if isinstance(config, DpoConfig):
+        return _reference(config, trained)
+    return _teachers(config, trained) if isinstance(config, DistillConfig) else []
+
+
+def answers_of_example(config: SftConfig) -> int:
+    """Documents of one of the examples that step.documents counts: both answers of a pair, else one."""
+    is_pair = config.preference.is_paired if isinstance(config, DpoConfig) else config.reads_preferences
+    return 2 if is_pair else 1
+
+
+def prefix_of_pairs(config: SftConfig, documents: Sequence[Document]) -> int:
+    """Tokens that the two answers of a pair of these documents have in common, on average; 0 where none are pairs."""
+    if answers_of_example(config) == 1:
+        return 0
+    pairs = list(zip(documents[::2], documents[1::2], strict=True))
+    return round(sum(_alike(chosen.tokens, rejected.tokens) for chosen, rejected in pairs) / max(1, len(pairs)))
+
+
+def _alike(first: Tensor, second: Tensor) -> int:
+    """The number of tokens with which both begin."""
+    shorter = min(len(first), len(second))
+    return int((first[:shorter] == second[:shorter]).long().cumprod(0).sum())
+
+
+def _reference(config: DpoConfig, trained: EngineConfig) -> list[ModelBeside]:
+    preference, engine = config.preference, preference_reference(config, trained)
+    if not preference.has_reference:
+        return []
+    mismatched = float("kto" in preference.losses)  # answers to other prompts, which no cache has
+    reads = mismatched + (preference.cache != "disk")
+    notes = [] if engine is not None else ["the trained model without its adapters"]
+    if engine is not None and closes_reference(config):
+        engine, notes = None, ["closed before the first step (preference.cache=disk)"]
+    first = preference.cache == "memory" and not mismatched
+    if first:
+        notes.append("read in the first epoch (preference.cache=memory)")
+    path = config.reference.path or config.model.path
+    return [ModelBeside("reference", "reference", path, engine, "; ".join(notes), reads, first)]
+
+
+def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]:
+    distill = config.distill
+    if distill.teacher in (BASE, AVERAGE):
+        of_student = {BASE: "the student without its adapters", AVERAGE: "the average of the student's weights"}
+        note, path = of_student[distill.teacher], config.model.path
+        return [ModelBeside("teacher", "teacher", path, None, note, 1.0, has_head=True)]
+    paths, cached = teacher_paths(config), distill.cache == "disk"
+    names = list(distill.teachers or ("",))
+    return [
+        ModelBeside(
+            f"teacher {name}".strip(),
+            "teacher",
+            path,
+            None if cached else teacher_beside(config, path, trained),
+            "opened for documents that distill.cache_dir lacks" if cached else "",
+            0.0 if cached else 1.0 / len(paths),
+            has_head=True,
+        )
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Reading(Part):
+    """A forward without gradients before a step. first_epoch: as in ModelBeside."""
+
+    first_epoch: bool = False
+
+
+class Beside:
+    """The models beside a trained one, as blueprints."""
+
+    def __init__(
+        self, config: SftConfig | RlConfig, trained: Blueprint, ranks: int, device: Device, assumed: Accelerator | None
+    ) -> None:
+        """ranks: of the run. Raises UserError, with the section, for what is refused on every mesh, and on its own."""
+        self.config, self.trained, self.ranks = config, trained, ranks
+        self.models = models_beside(config, trained.config)
+        self._blueprints = list[tuple[Blueprint, MeshSizes] | None]()
+        for model in self.models:
+            if model.config is None:
+                self._blueprints.append(None)
+                continue
+            with named_section(model.section):
+                blueprint = Blueprint(model.config, device, assumed)
+                mesh = resolve_mesh(model.config.mesh, ranks, "--ranks")
+                blueprint.check(mesh)
+                self._blueprints.append((blueprint, mesh))
+
+    def rows(self, mesh: MeshSizes) -> list[EngineRow]:
+        """The memory of each on a rank. mesh: of the trained model."""
+        rows = []
+        for model, built in zip(self.models, self._blueprints, strict=True):
+            if built is None:
+                rows.append(EngineRow(model.name, note=model.note))
+            else:
+                memory = max(memory_by_stage(*built, None), key=lambda stage: stage.share.resident)
+                rows.append(_engine_row(model, memory))
+            if model.has_head:
+                head = self._head_bytes(model, None if built is None else built[0], mesh.tp)
+                rows.append(EngineRow(f"head of {model.name}", head, note="a copy on the student's ranks"))
+        if isinstance(self.config, RlConfig):
+            rows += separate_engines(own_ranks(self.config).items())
+        return rows
+
+    def _head_bytes(self, model: ModelBeside, blueprint: Blueprint | None, tp: int) -> int:
+        """Bytes of the rows of a teacher's head that a rank of the student keeps (engine/teachers.py:teacher_head)."""
+        source = blueprint or self.trained
+        if blueprint is None and model.path != self.trained.config.model.path:  # hidden states come from a cache
+            assert isinstance(self.config, DistillConfig)
+            config = teacher_beside(self.config, model.path, self.trained.config)
+            source = Blueprint(config, "cpu", self.trained.assumed)
+        head, student = source.module.head, self.trained.module.head
+        assert not isinstance(head, ScoreHead) and not isinstance(student, ScoreHead)
+        vocabulary = min(int(self.trained.text.vocab_size), len(head.weight), -(-len(student.weight) // tp))
+        biases = 0 if head.bias is None else vocabulary
+        return (vocabulary * int(head.weight.shape[1]) + biases) * source.setup.precision.compute.itemsize
+
+    def readings(
+        self, mesh: MeshSizes, lengths: StepLengths, plan: StepPlan, rows: RowFacts, machine: Machine
+    ) -> list[Reading]:
+        """What a step reads before its forward: a forward of each model beside, and of the trained one where its loss
+        needs whole examples. mesh, plan, rows: of the trained model."""
+        parts, forward = list[Reading](), forward_seconds(self.trained, mesh, rows, machine)
+        for model, built in zip(self.models, self._blueprints, strict=True):
+            seconds = forward
+            if not model.reads:
+                continue
+            if built is not None:
+                blueprint, frozen_mesh = built
+                frozen_plan = plan_rows(blueprint, frozen_mesh, lengths.tokens, None, lengths.group, lengths.prefix)
+                frozen_rows = RowFacts.from_plan(blueprint, frozen_plan)
+                seconds = forward_seconds(blueprint, frozen_mesh, frozen_rows, machine)
+            seconds *= model.reads
+            parts.append(Reading(f"{model.name}: forward", seconds, seconds, 0.0, model.note, model.first_epoch))
+        share, note = self._read_of_trained(plan)
+        if share:
+            parts.append(Reading("trained model: forward", share * forward, share * forward, 0.0, note))
+        return parts
+
+    def _read_of_trained(self, plan: StepPlan) -> tuple[float, str]:
+        """(Share of the step's documents that the trained model reads before its step, why)."""
+        if isinstance(self.config, RewardConfig):
+            parted = self.config.reads_preferences and parts_pairs(plan)
+            return float(parted), "scores of answers that are in another row than their pair's other"
+        if not isinstance(self.config, DpoConfig):
+            return 0.0, ""
+        preference, documents = self.config.preference, range(len(plan.documents))
+        if any(facts.whole_step for facts in preference.facts):
+            return 1.0, "answers of the whole step, which preference.loss compares"
+        examples = [documents[::2], documents[1::2]] if preference.is_paired else [documents]
+        split = len(split_examples(examples, plan)) / len(examples[0])
+        if "kto" in preference.losses:
+            return 1.0 + split, "answers to other prompts, for the KL of kto"
+        return split, "answers of pairs that are not in one row"
+
+
+def with_readings(time: StepTime, readings: Sequence[Reading]) -> StepTime:
+    """The time of a step that reads first."""
+    seconds = time.seconds + sum(part.waits for part in readings)
+    return replace(time, seconds=seconds, parts=(*readings, *time.parts), mfu=time.mfu * time.seconds / seconds)
+
+
+def _engine_row(model: ModelBeside, memory: Memory) -> EngineRow:
+    """An engine's memory on the accelerator; with cpu_offload that is what its units need while they run."""
+    holdings = memory.share
+    if memory.offloaded:
+        note = f"{byte_count(holdings.resident)} on the host (cpu_offload)"
+        note = f"{note}; {model.note}" if model.note else note
+        return EngineRow(model.name, gathered=memory.gathered + memory.staged, note=note)
+    return EngineRow(
+        model.name, holdings.weights, holdings.gradients, holdings.optimizer, memory.gathered, note=model.note
+    )
