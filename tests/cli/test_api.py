@@ -125,7 +125,10 @@ def test_names_of_the_package() -> None:
     """The function weft.rl has the name of a folder, whatever of that has been imported."""
     import weft.inference.types as types
 
-    public = ["Batch", "Document", "Engine", "Environment", "Loss", "LossOutput", "Reply", "Run", "rl", "sft"]
+    public = [
+        "Batch", "Document", "Engine", "Environment", "Loss", "LossOutput", "Reply", "Run", "distill", "dpo", "reward",
+        "rl", "sft",
+    ]  # fmt: skip
     assert dir(weft) == public and all(getattr(weft, name).__name__ == name for name in public)
     assert inspect.isfunction(weft.rl) and "Reinforcement learning" in pydoc.render_doc(weft.rl)
     assert types.__name__ == "weft.inference.types" and weft.Engine.__module__ == "weft.engine.engine"

@@ -121,7 +121,7 @@ def refused_unread(path: str) -> None:
     """The refusal comes before any weight is read."""
     with (
         mock.patch("weft.engine.builder.capacity", return_value=1 << 10),
-        mock.patch.object(load, "_fill", side_effect=AssertionError("weights were read")),
+        mock.patch.object(load, "fill_tensors", side_effect=AssertionError("weights were read")),
         pytest.raises(UserError, match="the model does not fit: weights .* a rank has 1 KiB"),
     ):
         open_engine(path, "2")

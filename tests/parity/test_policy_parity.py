@@ -239,10 +239,10 @@ def test_every_algorithm(family: str, mesh: str, budget: int) -> None:
     path = saved_model(family)
     expected, after, start = plain(path)
     found, weights = run(world_of(mesh), ours, path, mesh, rollouts(path), budget)[0]
+    precise = plain_model(path).double() if family == "llama" else None  # transformers' experts have no fp64
     for name, (loss, gradients) in expected.items():
         assert found[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
-        worst = max(compare_gradients(found[name][1], gradients, {}), key=lambda figure: figure.value)
-        assert worst.value <= GRADIENT, (name, worst)
+        _require_near(found[name][1], gradients, precise, rollouts(path), name)
     for name, weight in after.items():
         moved, apart = (weight - start[name]).norm(), (weights[name] - weight).norm()
         assert apart <= ADAMW * moved, (name, float(apart / moved))
@@ -268,12 +268,17 @@ def test_an_update_that_reads_the_old_policy_itself() -> None:
     for name in FRESH:
         loss, gradients = plain_update(model, rows, name)
         assert found[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
-        # The ratio of a whole sample brings what the plain update itself rounds to the tolerance.
-        exact = {n: gradient.float() for n, gradient in plain_update(precise, rows, name)[1].items()}
-        noise = {figure.name: figure.value for figure in compare_gradients(gradients, exact, {})}
-        assert max(noise.values()) <= 2 * GRADIENT
-        for figure in compare_gradients(found[name][1], gradients, {}):
-            assert figure.value <= max(GRADIENT, 2 * noise[figure.name]), (name, figure)
+        _require_near(found[name][1], gradients, precise, rows, name)
+
+
+def _require_near(found: Tensors, gradients: Tensors, precise: Any, rows: list[Row], name: str) -> None:
+    """The ratio of a whole sample brings what the plain update itself rounds to the tolerance: twice that is allowed.
+    precise: the plain model in fp64; None: nothing more than the tolerance is allowed."""
+    exact = gradients if precise is None else {n: g.float() for n, g in plain_update(precise, rows, name)[1].items()}
+    noise = {figure.name: figure.value for figure in compare_gradients(gradients, exact, {})}
+    assert max(noise.values()) <= 2 * GRADIENT
+    for figure in compare_gradients(found, gradients, {}):
+        assert figure.value <= max(GRADIENT, 2 * noise[figure.name]), (name, figure)
 
 
 def plain_update(model: Any, rows: list[Row], name: str) -> tuple[float, Tensors]:

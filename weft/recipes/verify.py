@@ -133,8 +133,7 @@ def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyO
     """The verdict for reinforcement learning, in fp32 only: updates of the configured algorithm from given rollouts."""
     if config.rl.teacher is not None:
         raise UserError(
-            "weft verify does not compare the part of rl.teacher: set rl.teacher=null, and rl.reward=[length] where "
-            "there is no other reward."
+            "weft verify does not compare the part of rl.teacher: set rl.teacher=null, and rl.reward if it is empty."
         )
     exact: RlConfig = verified_config(config, subject.path)
     model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # `check` verifies that loss
