@@ -50,6 +50,7 @@ from weft.verify.show import print_verdict
 EPSILON = 1e-5
 LEARNING_RATE = 1e-3  # the updates of a smaller one would be lost in the rounding of the weights
 Config = TypeVar("Config", SftConfig, RlConfig)
+_CROSS_ENTROPY = "compared is cross entropy on this mesh; preference.loss and the reference are not"
 # Peak memory, as multiples of the fp32 weights. In the host's memory: the reference and the results of both sides
 # (measured with one rank), and the records of each further rank. On an accelerator: the training reference, whose
 # optimizer has two states, and a copy of its gradients, beside the engine.
@@ -115,8 +116,9 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
         steps += forest_steps(hf.vocabulary_size(subject.path))[:1]
     shown, images, image_plan = steps_for(engine, subject.path, steps)
     verdict = verify(engine, subject.path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)
-    if verdict is not None and remark:
-        verdict = replace(verdict, remarks=[*verdict.remarks, remark])
+    remarks = [text for text in (remark, _CROSS_ENTROPY if config.command == "dpo" else None) if text]
+    if verdict is not None:
+        verdict = replace(verdict, remarks=[*verdict.remarks, *remarks])
     same_dtypes = Precision.from_config(config.fsdp, ranks.device) == Precision.from_config(exact.fsdp, ranks.device)
     if same_dtypes and not config.model.transforms:
         return verdict
