@@ -244,7 +244,7 @@ CASES = {
         Fault(do="fill memory", rank=1), 2, 12,
         [
             r"^rank 1 was killed by the kernel, which is short of memory", "in step 2 of 6, forward",
-            "model.recompute=full",
+            "model.recompute=selective or full",
         ],
         megabytes=700,
     ),
@@ -253,7 +253,7 @@ CASES = {
         [r"^rank 1 failed: MemoryError", "in step 2 of 6, forward", "set model.recompute=selective or full"],
     ),
     "accelerator's memory": Case(
-        Fault(do="cuda memory"), 1, 12, [r"^error: OutOfMemoryError: CUDA out of memory", "model.recompute=full"]
+        Fault(do="cuda memory"), 1, 12, [r"^error: OutOfMemoryError: CUDA out of memory", "recompute=selective or full"]
     ),
     "allocator of the CPU": Case(
         Fault(do="allocate", phase="load", step=0), 1, 12, [r"^error: RuntimeError: .*alloc", "mesh.dp_shard=-1"]

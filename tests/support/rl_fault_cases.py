@@ -281,7 +281,7 @@ STORAGE = ["No space left on device|File too large", "weft rl --resume run"]
 OTHERS = {
     "MemoryError in a trainer": RlCase(
         fault=RlFault(do="memory"), when="forward, step 2", status=12,
-        says=["trainer rank 0 failed: MemoryError", "model.recompute=full"],
+        says=["trainer rank 0 failed: MemoryError", "model.recompute=selective or full"],
     ),
     "the kernel kills a trainer rank, short of memory": RlCase(
         fault=RlFault(do="fill memory"), when="forward, step 2", status=12, on="Ray, 1 rank", megabytes=4000,
