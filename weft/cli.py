@@ -23,7 +23,7 @@ from weft.checkpoint.remote.enter import fetched_config
 from weft.checkpoint.remote.local import local_path
 from weft.checkpoint.retention import ranks_of
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
-from weft.config.commands import SCHEMAS, job_line, schema_of
+from weft.config.commands import SCHEMAS, job_lines, schema_of
 from weft.config.load import chosen_keys, read_config_file, written_config
 from weft.config.mesh import AXES, fewest_ranks
 from weft.config.migrate.migrate import migrate_and_compare
@@ -216,7 +216,7 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
         from weft.recipes import verify
 
         if env_rank() == 0:
-            say(job_line(_sections(options.config)))
+            say_all(job_lines(_sections(options.config)))
         return verify.run(config, options)
 
     return Job(body, world, words)
@@ -237,7 +237,7 @@ def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes.plan import recipe as plan
 
-        say(job_line(_sections(options.config)))
+        say_all(job_lines(_sections(options.config)))
         plan.run(config, options)
 
     return Job(body, 1, words)
@@ -288,7 +288,7 @@ def _data(options: PreviewOptions, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import preview
 
-        say(job_line(_sections(options.config[1:])))
+        say_all(job_lines(_sections(options.config[1:])))
         preview.run(config, options)
 
     return Job(body, 1, words)

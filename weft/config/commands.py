@@ -31,13 +31,7 @@ def schema_of(sections: Collection[str]) -> type[SftConfig] | type[RlConfig]:
     return SCHEMAS[command_of(sections)]
 
 
-def job_line(sections: Collection[str]) -> str:
-    """Which command a config with these sections is of, and why, for commands that take the configs of all."""
-    command = command_of(sections)
-    if command != "sft":
-        mark = next(section for section in MARKS if section in sections)
-        return f"job      weft {command}: the config has a section {mark}"
-    return (
-        "job      weft sft: the config has no section preference (weft dpo), reward, distill or rl; reward.loss=NAME "
-        "makes it one of weft reward"
-    )
+def job_lines(sections: Collection[str]) -> list[str]:
+    """Which command a config is of, and why, for commands that take the configs of all; nothing for weft sft."""
+    mark = next((section for section in MARKS if section in sections), None)
+    return [] if mark is None else [f"job      weft {MARKS[mark]}: the config has a section {mark}"]
