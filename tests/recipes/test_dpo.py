@@ -107,6 +107,16 @@ def test_an_adapter_that_goes_on_is_its_own_reference(tmp_path: Path) -> None:
     assert abs(first["rewards/margin"]) <= 1e-6 and first["rewards/accuracy"] == 0
 
 
+def test_another_adapter_is_another_cached_reference(tmp_path: Path) -> None:
+    """Runs that go on from two adapters of one base share a folder of data.cache, and none of its rows."""
+    for name, lr in (("one", 1e-2), ("two", 3e-2)):
+        start(1, tmp_path / name, {"lora.rank": 4, "optimizer.lr": lr})
+        adapter = str((tmp_path / name / "checkpoints" / "latest").resolve())
+        keys = {"lora.path": adapter, "data.cache": str(tmp_path / "cache"), "preference.cache": "disk"}
+        assert start(1, tmp_path / f"{name} on", keys) == [14]
+        assert abs(lines(tmp_path / f"{name} on")[0]["rewards/margin"]) <= 1e-6
+
+
 def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
     """Six steps on two ranks, and three on two and three on one: the same losses."""
     keys = {"mesh.dp_shard": -1, "schedule.name": "constant", "preference.loss": ["aot", "sft"]}

@@ -1,15 +1,15 @@
 """Logprob sums of a reference over documents of data sets, cached as preference.cache says.
 
-On disk a cache is data.cache/reference/KEY, with a digest of the reference's files, its dtype and weft's version. Each
-row has the digest of its document's tokens and loss weights, so that a row serves any mesh, order or selection, and
-never another document. A row that is missing or foreign after reading is an error.
+On disk a cache is data.cache/reference/KEY, with a digest of the reference's files, those of its adapter, its dtype and
+weft's version. Each row has the digest of its document's tokens and loss weights, so that a row serves any mesh, order
+or selection, and never another document. A row that is missing or foreign after reading is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -21,11 +21,13 @@ from torch import Tensor
 
 from weft.config.dpo_schema import DpoConfig
 from weft.engine.batch.document import Document, choose
+from weft.engine.config import EngineConfig
 from weft.engine.document_sums import read_sums
 from weft.engine.engine import Engine
 from weft.launch import flight
 from weft.launch.consistency import run_on_first_rank
-from weft.parallel.shards.source import open_model_weights
+from weft.parallel.shards import adapter_files
+from weft.parallel.shards.source import fetch_model, open_model_weights
 from weft.recipes.evaluate import split_by_tokens
 from weft.version import __version__
 
@@ -102,18 +104,29 @@ class ReferenceSums:
         """The folder of this reference's cache. Collective."""
         key: list[str] = [""]
         if engine.ranks.is_first:
-            digest = hashlib.blake2b(digest_size=16)
-            path = engine.config.model.path
-            for file in sorted({file.path for file in open_model_weights(path).files.values()}):
+            config, digest = engine.config, hashlib.blake2b(digest_size=16)
+            for file in _weight_files(config):
                 with file.open("rb") as stream:
                     while block := stream.read(1 << 24):
                         digest.update(block)
-            digest.update((file.parent / "config.json").read_bytes())
-            words = (str(engine.precision.compute), engine.config.model.attention, __version__)
+            drawn = f"drawn from {config.seed}" if config.model.init == "random" else ""
+            words = (str(engine.precision.compute), config.model.attention, config.lora.base, drawn, __version__)
             digest.update("\0".join(words).encode())
             key = [digest.hexdigest()]
         dist.broadcast_object_list(key, src=0, group=engine.ranks.group)
         return Path(str(self.config.data.cache)).expanduser() / "reference" / key[0]
+
+
+def _weight_files(config: EngineConfig) -> list[Path]:
+    """The files that the weights of an engine come from: of the model, and of the adapter that it goes on with."""
+    folder, weights = fetch_model(config.model.path), list[Path]()
+    if config.model.dcp_weights is not None:
+        weights = sorted(path for path in Path(config.model.dcp_weights).expanduser().rglob("*") if path.is_file())
+    elif config.model.init == "pretrained":
+        with closing(open_model_weights(config.model.path)) as source:
+            weights = sorted({file.path for file in source.files.values()})
+    adapter = () if config.lora.path is None else (adapter_files.CONFIG, adapter_files.WEIGHTS)
+    return [*weights, folder / "config.json", *(Path(str(config.lora.path)) / name for name in adapter)]
 
 
 def document_digest(document: Document) -> int:
