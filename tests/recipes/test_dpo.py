@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.parity.test_dpo_parity import folder, models
 from tests.support.cases import byte_tokenizer
@@ -88,6 +89,20 @@ def test_a_cached_reference_is_the_live_one_on_any_mesh(tmp_path: Path) -> None:
     file = next((tmp_path / "cache").glob("reference/*/sums.npz"))
     file.write_bytes(file.read_bytes()[:-40])  # damage: all is read again
     assert sum(start(1, tmp_path / "again", other)) == 14
+
+
+def trained_on_own_disks(config: DpoConfig) -> list[int]:
+    """`trained`, where data.cache is a disk of each rank, and only the first rank's has rows."""
+    read = reference_sums._read
+    with mock.patch.object(reference_sums, "_read", lambda folder: read(folder) if dist.get_rank() == 0 else {}):
+        return trained(config, False)
+
+
+def test_ranks_with_disks_of_their_own_share_what_the_first_has(tmp_path: Path) -> None:
+    keys = {"data.cache": str(tmp_path / "cache"), "preference.cache": "disk", "mesh.dp_shard": 2}
+    assert start(2, tmp_path / "one", keys) == [14]
+    assert run(2, trained_on_own_disks, config_of(tmp_path / "two", **keys)) == [[], []]
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
 
 
 def test_adapters_that_are_off_are_the_reference(tmp_path: Path) -> None:

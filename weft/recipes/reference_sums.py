@@ -73,16 +73,12 @@ class ReferenceSums:
         Collective."""
         engine = self.engine
         assert engine is not None and self.config.data.cache is not None
-        folder = self._folder(engine)
-        digests = {
-            name: np.array([document_digest(d) for d in of_name], np.uint64) for name, of_name in self.documents.items()
-        }
-        stored = _read(folder)
+        folder, stored = self._stored(engine)
+        digests = {name: [document_digest(d) for d in of_name] for name, of_name in self.documents.items()}
         read, total = 0, sum(len(of_name) for of_name in self.documents.values())
         for name, documents in self.documents.items():
             known = self.sums[name]
-            for index, digest in enumerate(digests[name].tolist()):
-                known[index] = stored.get(digest, torch.nan)
+            known.copy_(torch.tensor([stored.get(d, torch.nan) for d in digests[name]], dtype=torch.float64))
             missing = known.isnan().nonzero()[:, 0].tolist()
             chosen = choose(documents, missing)
             metas = engine.planner.metadata(chosen)
@@ -91,7 +87,7 @@ class ReferenceSums:
                 flight.beat()
                 known[missing[first:last]] = self.read(choose(documents, missing[first:last]))
                 read += last - first
-            stored |= dict(zip(digests[name].tolist(), known.tolist(), strict=True))
+            stored |= dict(zip(digests[name], known.tolist(), strict=True))
             if bool(known.isnan().any()):
                 raise RuntimeError(f"{folder}: rows of the reference's logprobs are missing")
         if read:
@@ -100,9 +96,10 @@ class ReferenceSums:
             f"cache    reference logprobs of {total:,} answers in {folder}: {total - read:,} were there, {read:,} read"
         ]
 
-    def _folder(self, engine: Engine) -> Path:
-        """The folder of this reference's cache. Collective."""
-        key: list[str] = [""]
+    def _stored(self, engine: Engine) -> tuple[Path, dict[int, float]]:
+        """(The folder of this reference's cache, what is there, as in _read), the first rank's on every rank, because
+        data.cache may be on a disk of each machine. Collective."""
+        shared: list[tuple[Path, dict[int, float]]] = [(Path(), {})]
         if engine.ranks.is_first:
             config, digest = engine.config, hashlib.blake2b(digest_size=16)
             for file in _weight_files(config):
@@ -112,9 +109,10 @@ class ReferenceSums:
             drawn = f"drawn from {config.seed}" if config.model.init == "random" else ""
             words = (str(engine.precision.compute), config.model.attention, config.lora.base, drawn, __version__)
             digest.update("\0".join(words).encode())
-            key = [digest.hexdigest()]
-        dist.broadcast_object_list(key, src=0, group=engine.ranks.group)
-        return Path(str(self.config.data.cache)).expanduser() / "reference" / key[0]
+            folder = Path(str(self.config.data.cache)).expanduser() / "reference" / digest.hexdigest()
+            shared = [(folder, _read(folder))]
+        dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
+        return shared[0]
 
 
 def _weight_files(config: EngineConfig) -> list[Path]:
