@@ -20,10 +20,9 @@ from weft.engine.losses.policy import PolicyLoss
 from weft.engine.step_plan.plan import plan_step
 from weft.errors import UserError
 from weft.launch.options import RlOptions
-from weft.recipes.rl import read_before_training
 from weft.rl.corrections import correct
 from weft.rl.model_engines import reference_config
-from weft.rl.reference_critic import own_ranks
+from weft.rl.reference_critic import own_ranks, read_before_training
 
 TOKENS = 8
 

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from weft.checkpoint.remote.uploads import Uploads, upload_all
 from weft.checkpoint.remote.uploads import prepare as prepare_uploads
-from weft.config.rl_schema import RlAlgorithm, RlConfig, reward_models
+from weft.config.rl_schema import RlConfig, reward_models
 from weft.data.encode import load_tokenizer, read_encoding
 from weft.data.ends import answer_ends, template_ends
 from weft.data.images import read_images
@@ -57,7 +57,7 @@ from weft.rl.placement import TIMED, resolve_placement
 from weft.rl.producer import RolloutQueue
 from weft.rl.prompts import PromptStream, check_lengths, load_rl_prompts, with_images
 from weft.rl.recorder import RlRecorder, note_rl_start, print_rl_opening
-from weft.rl.reference_critic import Role
+from weft.rl.reference_critic import read_before_training
 from weft.rl.resume import constants, find_collected, find_start, notes_on_replay, prepare_folder
 from weft.rl.reward_models import RewardModelClient, check_reward_models
 from weft.rl.rewards.base import Rewards, decode
@@ -432,14 +432,6 @@ async def compute_advantages(run: RlRun, step: RolloutStep) -> None:
     step.metrics |= {**advantages(step.groups, rl), **step.failures.metrics(), **stale}
     if rl.teacher_in_advantage:
         step.metrics |= add_teacher_advantages(samples, rl)
-
-
-def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
-    """The models that must read the samples before training. old: whether the policy is one of them."""
-    is_read_by_role: dict[Role, bool] = {
-        "policy": old, "reference": rl.has_reference, "teacher": rl.teacher_in_advantage, "critic": rl.has_critic,
-    }  # fmt: skip
-    return [role for role, is_wanted in is_read_by_role.items() if is_wanted]
 
 
 async def update(run: RlRun, step: RolloutStep) -> list[dict[str, object]]:

@@ -19,7 +19,7 @@ from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
 from weft.config import to_dict
-from weft.config.rl_schema import RlConfig, reward_models
+from weft.config.rl_schema import RlAlgorithm, RlConfig, reward_models
 from weft.config.schema import CheckpointConfig
 from weft.data.image_opener import ImageOpener, image_opener
 from weft.engine.batch.document import Document, first_sources
@@ -44,6 +44,14 @@ CRITIC: Role = "critic"
 READS: dict[Role, str] = {
     "policy": "old_logprobs", "reference": "ref_logprobs", "teacher": "teacher_logprobs", "critic": "values",
 }  # fmt: skip
+
+
+def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
+    """The models that must read the samples before training. old: whether the policy is one of them."""
+    is_read_by_role: dict[Role, bool] = {
+        "policy": old, "reference": rl.has_reference, "teacher": rl.teacher_in_advantage, "critic": rl.has_critic,
+    }  # fmt: skip
+    return [role for role, is_wanted in is_read_by_role.items() if is_wanted]
 
 
 def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:

@@ -32,7 +32,7 @@ from weft.rl import advantages
 from weft.rl.algorithms import ADVANTAGES, TOKEN_LOSSES
 from weft.rl.corrections import comparable, correct, old_is_current
 from weft.rl.documents import TrainedSamples, build_documents, is_trained
-from weft.rl.reference_critic import READS, Role, set_readings
+from weft.rl.reference_critic import READS, read_before_training, set_readings
 from weft.rl.trainer import TrainerRank
 from weft.verify import rl_reference
 from weft.verify.adapter import (
@@ -186,11 +186,7 @@ def _full_tensors(engine: Engine) -> Tensors:
 def _read(trainer: TrainerRank, samples: Sequence[Sample]) -> None:
     """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
     rl = trainer.config.rl
-    required = {
-        "policy": rl.old_logprobs == "recompute", "reference": rl.has_reference, "teacher": rl.teacher_in_advantage,
-        "critic": rl.has_critic,
-    }  # fmt: skip
-    roles: list[Role] = [role for role in READS if required[role]]
+    roles = read_before_training(rl, old=rl.old_logprobs == "recompute")
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)
     flight.enter(flight.ENDLESS)
