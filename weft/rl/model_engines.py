@@ -1,6 +1,5 @@
-"""The engine configs of policy, reference (only read) and critic (trained), and the engines of the latter two.
-
-Reference and critic follow the policy's config, except where their sections set path, mesh, dtype or token budget.
+"""The engine configs of policy, reference and teacher (only read) and critic (trained), and the engines of the latter
+three, which follow the policy's config, except where their sections set path, mesh, dtype or token budget.
 """
 
 from __future__ import annotations
@@ -150,11 +149,10 @@ def note_on_prefixes(engine: Engine) -> list[str]:
     return [f"prompts  forwarded once for each answer: {reason} (step.share_prefixes)"]
 
 
-def check_images(engines: Mapping[str, Engine | None], samples: Sequence[tuple[str, int, int]]) -> None:
+def check_images(engines: Mapping[str, Engine], samples: Sequence[tuple[str, int, int]]) -> None:
     """Raise UserError, naming the prompt, if an engine cannot take a sample with images. engines: by role. samples: as
     longest_samples returns."""
     for role, engine in engines.items():
-        if engine is not None:
-            with nullcontext() if role == "policy" else named_section(role):
-                for sample in samples:
-                    engine.planner.check_image(*sample)
+        with nullcontext() if role == "policy" else named_section(role):
+            for sample in samples:
+                engine.planner.check_image(*sample)

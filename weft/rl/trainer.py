@@ -131,7 +131,7 @@ class TrainerRank:
         """The opening about the model and its layout."""
         notes = notes_on_generation(self.config, self.engine.built.config)
         parts = sleeping_parts(self.config, self.engine.device.type)
-        model = model_opening(self.config, self.engine, self._engines()[1:], parts)
+        model = model_opening(self.config, self.engine, list(self._engines().values())[1:], parts)
         return replace(model, lines=[*notes, *model.lines, *note_on_prefixes(self.engine)]).followed_by(
             opening_lines(self.config, self.reference, self.critic, self.teacher)
         )
@@ -170,12 +170,11 @@ class TrainerRank:
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """Raise UserError if a model cannot take these samples (model_engines.check_images)."""
-        engines = {"policy": self.engine, "reference": self.reference, "teacher": self.teacher, CRITIC: self.critic}
-        check_images(engines, samples)
+        check_images(self._engines(), samples)
 
     def image_room(self) -> ImageRoom:
         """The smallest image room of the models in these ranks."""
-        return ImageRoom.smallest([engine.planner.image_room for engine in self._engines()])
+        return ImageRoom.smallest([engine.planner.image_room for engine in self._engines().values()])
 
     # ------------------------------------------------------------ rollouts
 
@@ -209,18 +208,19 @@ class TrainerRank:
         """Move these parts of all models to host memory; returns the moved bytes. sends: whether the policy's
         parameters stay, because a sync follows."""
         moved = 0
-        for engine in self._engines():
+        for engine in self._engines().values():
             moving = [part for part in parts if not (sends and engine is self.engine and part == "parameters")]
             moved += engine.sleep(*moving) if moving else 0
         return moved
 
     def wake(self) -> int:
         """Bring back all sleeping parts, bit for bit; returns their bytes."""
-        return sum(engine.wake() for engine in self._engines())
+        return sum(engine.wake() for engine in self._engines().values())
 
-    def _engines(self) -> list[Engine]:
-        engines = (self.engine, self.reference, self.teacher, self.critic)
-        return [engine for engine in engines if engine is not None]
+    def _engines(self) -> dict[Role, Engine]:
+        """The engines of these ranks by role, the policy's first."""
+        engines = {"policy": self.engine, "reference": self.reference, "teacher": self.teacher, CRITIC: self.critic}
+        return {role: engine for role, engine in engines.items() if engine is not None}
 
     def devices(self) -> RankDevices:
         """The devices of this rank."""
@@ -276,15 +276,12 @@ class TrainerRank:
     def read(self, role: Role, samples: Sequence[Sample]) -> dict[int, Floats]:
         """Index -> [T] for this rank's samples: the policy's or reference's logprob of each sampled token, or the
         critic's value before the token."""
-        if role == CRITIC:
-            assert self.critic is not None
-            return readout(self.critic, samples, "value", self.opener)
-        if role == "reference" and self.reference is None:
+        engines = self._engines()
+        if role == "reference" and role not in engines:
             with self.engine.without_adapter():
                 return readout(self.engine, samples, "logprob", self.opener)
-        engine = {"policy": self.engine, "reference": self.reference, "teacher": self.teacher}[role]
-        assert engine is not None
-        return readout(engine, samples, "logprob", self.opener, routes=role == "policy")
+        name = "value" if role == CRITIC else "logprob"
+        return readout(engines[role], samples, name, self.opener, routes=role == "policy")
 
     # ------------------------------------------------------------ training
 
