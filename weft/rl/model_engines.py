@@ -19,7 +19,6 @@ from weft.engine.score_head import ScoreSpec
 from weft.engine.teachers import TeacherSection
 from weft.inference.cache_support import caches
 from weft.launch.process import Ranks
-from weft.parallel.shards.load import Progress
 
 
 def policy_config(config: RlConfig) -> EngineConfig:
@@ -58,45 +57,29 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
 
 
 def reference_engine(
-    config: RlConfig,
-    ranks: Ranks,
-    *,
-    weights: bool = True,
-    shares_with: Engine | None = None,
-    progress: Progress | None = None,
+    config: RlConfig, ranks: Ranks, *, weights: bool = True, shares_with: Engine | None = None
 ) -> Engine | None:
     """The engine of reference_config, or None; collective. weights: False builds only shapes. shares_with: the policy's
     engine."""
     engine_config = reference_config(config)
     if engine_config is None:
         return None
-    return open_frozen("reference", engine_config, ranks, weights=weights, shares_with=shares_with, progress=progress)
+    return open_frozen("reference", engine_config, ranks, weights=weights, shares_with=shares_with)
 
 
 def teacher_engine(
-    config: RlConfig,
-    ranks: Ranks,
-    *,
-    weights: bool = True,
-    shares_with: Engine | None = None,
-    progress: Progress | None = None,
+    config: RlConfig, ranks: Ranks, *, weights: bool = True, shares_with: Engine | None = None
 ) -> Engine | None:
     """The engine of teacher_config, or None; see reference_engine. Raises UserError for another tokenizer."""
     engine_config = teacher_config(config)
     if engine_config is None:
         return None
     check_same_tokenizer(config.model.path, engine_config.model.path, "rl.teacher")
-    return open_frozen("teacher", engine_config, ranks, weights=weights, shares_with=shares_with, progress=progress)
+    return open_frozen("teacher", engine_config, ranks, weights=weights, shares_with=shares_with)
 
 
 def critic_engine(
-    config: RlConfig,
-    ranks: Ranks,
-    *,
-    weights: bool = True,
-    fill: bool = True,
-    shares_with: Engine | None = None,
-    progress: Progress | None = None,
+    config: RlConfig, ranks: Ranks, *, weights: bool = True, fill: bool = True, shares_with: Engine | None = None
 ) -> Engine | None:
     """The engine of critic_config, or None; collective. weights: False builds only shapes. fill: False if a checkpoint
     will fill the weights. shares_with: the policy's engine."""
@@ -104,7 +87,7 @@ def critic_engine(
     if engine_config is None:
         return None
     with named_section("critic"):
-        return Engine(engine_config, ranks, weights=weights, fill=fill, shares_with=shares_with, progress=progress)
+        return Engine(engine_config, ranks, weights=weights, fill=fill, shares_with=shares_with)
 
 
 def opening_lines(
