@@ -18,9 +18,9 @@ from weft.engine.losses.distillation import DistillationLoss
 from weft.engine.teachers import Teacher, with_teachers
 from weft.importing import import_named
 from weft.verify.adapter import as_in_files, randomize_adapters, saved_adapter
-from weft.verify.expected import on_cpu
-from weft.verify.harness import SCALAR, Figure, compare_gradients, gradient_noise, relative, trainer_of, worst_of
-from weft.verify.observed import Step, Tensors, short_budget, to_documents
+from weft.verify.expected import ExpectedGradient, norm_of, on_cpu
+from weft.verify.harness import Figure, objective_figures, trainer_of
+from weft.verify.observed import Step, Tensors, gradient_of, short_budget, to_documents
 from weft.verify.reference import Reference
 
 NAME = "distillation"
@@ -49,28 +49,22 @@ def verify_distillation(
     randomize_adapters(engine)
     objective.heads = [head for teacher in teachers if (head := teacher.head(engine)) is not None]
     chosen = list(plain_teachers.chosen) if len(teachers) > 1 else None
-    results = []
+    documents, metas = to_documents(engine, step)
+    observed = []
     for budget in (None, short_budget(engine, step)):
-        documents, metas = to_documents(engine, step)
         plan = engine.plan(metas, budget=budget)
         local = {index: documents[index] for index in engine.planner.local_documents(plan)}
         local = with_teachers(teachers, chosen, list(documents.values()), local, engine)
-        loss = engine.accumulate(plan, local, objective)["loss"] or 0.0
-        gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
-        engine.drop_gradients()
-        results.append((loss, as_in_files(engine, gradients)))
+        loss, gradients, _ = gradient_of(engine, plan, local, objective)
+        observed.append((loss, as_in_files(engine, gradients)))
     with saved_adapter(engine) as adapter:
         if not engine.ranks.is_first:
             return []
         student = trainer_of(engine, path, [], adapter, {}).reference()
         models = [Reference(teacher, str(engine.device)) for teacher in plain_teachers.paths]
-        expected, gradients = _plain(student, models, step, plain_teachers.chosen, config)
+        loss, gradients = _plain(student, models, step, plain_teachers.chosen, config)
         reverse = _plain(student, models, step[::-1], plain_teachers.chosen[::-1], config)[1]
-    noise, figures = gradient_noise(gradients, [reverse]), []
-    for (loss, of_run), rows in zip(results, ("", ", many micro-batches"), strict=True):
-        figures.append(Figure(f"{NAME}: loss{rows}", relative(loss, expected), SCALAR))
-        figures.append(worst_of(f"{NAME}: gradients{rows}", compare_gradients(of_run, gradients, noise)))
-    return figures
+    return objective_figures(NAME, observed, ExpectedGradient(loss, norm_of(gradients), gradients, [reverse]))
 
 
 def _plain(

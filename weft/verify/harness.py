@@ -146,9 +146,8 @@ def verify(
             divisor_of_loss = divisor(engine, objective, steps[0], images)
             loss_results = observe_objective(engine, objective, steps[0], shared[0], images)
             if engine.ranks.is_first:
-                figures = _objective_figures(
-                    loss_results, expect_objective(trainer, objective, steps[0], divisor_of_loss)
-                )
+                expected_loss = expect_objective(trainer, objective, steps[0], divisor_of_loss)
+                figures = objective_figures("train.loss", loss_results, expected_loss)
         observed = renamed(engine, observe(engine, steps, lrs, shared[0], images, shared[1], image_step))
         if expected is None:
             return None
@@ -176,13 +175,13 @@ def _judge_with_noise(
     return verdict
 
 
-def _objective_figures(observed: LossAndGradients, expected: ExpectedGradient) -> list[Figure]:
-    """Figures of train.loss."""
+def objective_figures(name: str, observed: LossAndGradients, expected: ExpectedGradient) -> list[Figure]:
+    """Figures of an objective besides cross entropy, under its name."""
     noise, figures = gradient_noise(expected.gradients, expected.noise_samples), []
     for (loss, gradients), rows in zip(observed, ("", ", many micro-batches"), strict=True):
-        figures.append(Figure(f"train.loss: loss{rows}", relative(loss, expected.loss), SCALAR))
+        figures.append(Figure(f"{name}: loss{rows}", relative(loss, expected.loss), SCALAR))
         parameters = compare_gradients(gradients, expected.gradients, noise)
-        figures.append(worst_of(f"train.loss: gradients{rows}", parameters))
+        figures.append(worst_of(f"{name}: gradients{rows}", parameters))
     return figures
 
 

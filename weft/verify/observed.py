@@ -110,7 +110,10 @@ def _observe(
         for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
             if replay is not None:
                 replay.stage = number
-            loss = first[0] if number == 0 else _accumulate(engine, step, None, images, CrossEntropy())
+            loss = first[0]
+            if number:
+                documents, metas = to_documents(engine, step, images)
+                loss = engine.accumulate(engine.plan(metas), documents, CrossEntropy())["loss"] or 0.0
             observed.trained.append((loss, engine.apply(lr).grad_norm))
     except RanksDisagreeError as error:  # the same on all ranks
         observed.disagreement = " ".join(str(error).split())
@@ -172,18 +175,20 @@ def one_gradient(
 ) -> tuple[float, Tensors, float]:  # fmt: skip
     """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. objective: cross
     entropy if None. keep: leave the gradients in the engine, for its next update; else they are dropped."""
-    loss = _accumulate(engine, step, budget, images, objective or CrossEntropy())
+    documents, metas = to_documents(engine, step, images)
+    return gradient_of(engine, engine.plan(metas, budget=budget), documents, objective or CrossEntropy(), keep=keep)
+
+
+def gradient_of(
+    engine: Engine, plan: StepPlan, documents: Mapping[int, Document], objective: Loss, *, keep: bool = False
+) -> tuple[float, Tensors, float]:
+    """one_gradient of a plan. documents: this rank's or all, by their place in the plan."""
+    loss = engine.accumulate(plan, documents, objective)["loss"] or 0.0
     gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
     norm = engine.gradient_norm()
     if not keep:
         engine.drop_gradients()
     return loss, gradients, norm
-
-
-def _accumulate(engine: Engine, step: Step, budget: int | None, images: Images, objective: Loss) -> float:
-    """Forward and backward of a step; returns its loss."""
-    documents, metas = to_documents(engine, step, images)
-    return engine.accumulate(engine.plan(metas, budget=budget), documents, objective)["loss"] or 0.0
 
 
 def gather_readouts(

@@ -14,9 +14,9 @@ from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
 from weft.engine.losses.reward import BradleyTerryLoss
 from weft.engine.scores import parts_pairs, scored_document, step_scores
-from weft.verify.expected import on_cpu
-from weft.verify.harness import SCALAR, Figure, compare_gradients, gradient_noise, relative, worst_of
-from weft.verify.observed import Step, Tensors, short_budget
+from weft.verify.expected import ExpectedGradient, norm_of, on_cpu
+from weft.verify.harness import Figure, objective_figures
+from weft.verify.observed import Step, Tensors, gradient_of, short_budget
 
 
 def verify_reward(engine: Engine, path: str, step: Step, objective: Loss, config: RewardLossConfig) -> list[Figure]:
@@ -31,25 +31,19 @@ def verify_reward(engine: Engine, path: str, step: Step, objective: Loss, config
         for index, ((ids, _), value) in enumerate(zip(step, values, strict=True))
     ]
     head = {name: w.cpu() for name, w in engine.tensors() if name.startswith(f"{engine.module.facts.head}.")}
-    results = []
+    observed = []
     for budget in (None, short_budget(engine, step) + 1):
         plan = engine.plan(engine.planner.metadata(documents), budget=budget)
         local = {index: documents[index] for index in engine.planner.local_documents(plan)}
         if isinstance(objective, BradleyTerryLoss):
             objective.scores = step_scores(engine, plan, local) if parts_pairs(plan) else {}
-        loss = engine.accumulate(plan, local, objective)["loss"] or 0.0
-        results.append((loss, {name: g.cpu() for name, g in engine.gradients() if g is not None}))
-        engine.drop_gradients()
+        observed.append(gradient_of(engine, plan, local, objective)[:2])
     if not engine.ranks.is_first:
         return []
     model = _plain_model(path, head, config, str(engine.device))
-    expected, gradients = _plain(model, step, values, config)
-    noise = gradient_noise(gradients, [_plain(model, step[::-1], values[::-1], config, turned=True)[1]])
-    figures = []
-    for (loss, of_run), rows in zip(results, ("", ", many micro-batches"), strict=True):
-        figures.append(Figure(f"{config.loss}: loss{rows}", relative(loss, expected), SCALAR))
-        figures.append(worst_of(f"{config.loss}: gradients{rows}", compare_gradients(of_run, gradients, noise)))
-    return figures
+    loss, gradients = _plain(model, step, values, config)
+    reverse = _plain(model, step[::-1], values[::-1], config, turned=True)[1]
+    return objective_figures(config.loss, observed, ExpectedGradient(loss, norm_of(gradients), gradients, [reverse]))
 
 
 def _value(config: RewardLossConfig, index: int) -> float:
