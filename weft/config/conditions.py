@@ -138,10 +138,15 @@ EXACT = Unread(lambda c: c.rl.on_policy == "exact", "rl.on_policy is exact: ther
 NONE_MASKED = Unread(lambda c: not c.rl.mask_truncated, "rl.mask_truncated is false: no sample is masked")
 COUNTS_TOKENS = Unread(lambda c: c.rl.loss_aggregation == "token_mean", "rl.loss_aggregation=token_mean counts tokens")
 NO_OVERLONG_BUFFER = Unread(lambda c: c.rl.overlong_buffer is None, "rl.overlong_buffer is not set")
+NO_REFERENCE = Unread(
+    lambda c: not c.rl.has_reference,
+    "rl.kl_coef is 0: there is no reference (rl.measure_kl=true measures the KL from one)",
+)
+NO_CRITIC = Unread(lambda c: not c.rl.has_critic, "only rl.advantage=gae has a critic")
 NO_REWARD_MODEL = Unread(
     lambda c: not any(path.startswith("model:") for path in c.rl.reward), "rl.reward names no model:PATH"
 )
-NO_TEACHER = Unread(lambda c: c.command == "rl" and c.rl.teacher is None, "rl.teacher is not set")
+NO_TEACHER = Unread(lambda c: c.rl.teacher is None, "rl.teacher is not set")
 TEACHER_IN_ADVANTAGE = Unread(lambda c: c.rl.teacher_in == "advantage", "only rl.teacher_in=loss reads it")
 NO_TEACHER_JSD = Unread(lambda c: c.rl.teacher_divergence != "jsd", "only rl.teacher_divergence=jsd reads it")
 NO_REWARD = Unread(lambda c: not c.rl.reward, "rl.reward is empty")

@@ -104,17 +104,9 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
 
 
 _OWN_LOSS = Inert("train.loss", lambda c: True, "distill.loss says what is trained")
-_NO_ENGINE = tuple(
-    Inert(
-        f"teacher.{leaf}",
-        lambda c: c.distill.teacher in (BASE, AVERAGE),
-        "the teacher is the student itself, in the student's engine",
-    )
-    for leaf in ("param_dtype", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
-)
 DISTILL = Rules(
     EXCLUSIVE,
-    (*inert_rules(DistillConfig), _OWN_LOSS, *_NO_ENGINE),
+    (*inert_rules(DistillConfig), _OWN_LOSS),
     _combinations,
     lambda value: adapter_presets(value, "distill"),
 )

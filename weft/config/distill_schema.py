@@ -15,6 +15,9 @@ BASE, AVERAGE = "base", "average"  # teachers that are the student itself
 
 _NO_JSD = Unread(lambda c: c.distill.loss != "jsd", "only distill.loss=jsd reads it")
 _AT_1 = Unread(lambda c: c.distill.temperature == 1.0, "distill.temperature is 1")
+_STUDENT_ENGINE = Unread(
+    lambda c: c.distill.teacher in (BASE, AVERAGE), "the teacher is the student itself, in the student's engine"
+)
 _NO_CACHE = Unread(lambda c: c.distill.cache == "off", "distill.cache is off")
 
 
@@ -80,4 +83,4 @@ class DistillConfig(SftConfig):
     command: ClassVar[str] = "distill"
 
     distill: DistillSection = field(default_factory=DistillSection)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig, metadata={"unread": (_STUDENT_ENGINE,)})

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from weft.config.checks import EXCLUSIVE, IMPORT_PATH, Inert, Rules, adapter_presets, inert_rules, training_combinations
 from weft.config.dpo_schema import DpoConfig, own_reference
-from weft.config.keys import schema_keys
 from weft.config.preference_losses import LOSSES
+from weft.config.schema import FrozenModelConfig
 from weft.config.yaml12 import override
 
 _BASE_IS_READ = "the model without its adapters is the reference"
-_REFERENCE = [name for name in schema_keys(DpoConfig) if name.startswith("reference.")]
 _INERT = (
     *inert_rules(DpoConfig),
     *(
-        Inert(name, lambda c: not c.preference.has_reference, "no loss of preference.loss reads it")
-        for name in _REFERENCE
+        Inert(f"reference.{spec.name}", lambda c: not own_reference(c), _BASE_IS_READ)
+        for spec in fields(FrozenModelConfig)
     ),
-    *(Inert(n, lambda c: not own_reference(c), _BASE_IS_READ) for n in _REFERENCE if n != "reference.path"),
     Inert("train.loss", lambda c: True, "preference.loss says what is trained"),
     Inert("eval.target", lambda c: True, "answers of preferences have no eval/exact"),
 )

@@ -21,6 +21,7 @@ _NO_SMOOTHING = Unread(
     lambda c: not any(facts.smoothing for facts in c.preference.facts), "no loss of preference.loss reads it"
 )
 _NO_REFERENCE = Unread(lambda c: not c.preference.has_reference, "no loss of preference.loss reads a reference")
+_NO_LOSS_READS = Unread(lambda c: not c.preference.has_reference, "no loss of preference.loss reads it")
 _ONE_LOSS = Unread(lambda c: len(c.preference.losses) == 1, "preference.loss names one loss")
 
 
@@ -129,9 +130,8 @@ class DpoOptimizerConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoReferenceConfig(FrozenModelConfig):
-    """The model that preferences are measured against: an engine of its own, which only reads, in turns with the
-    trained one."""
+class _ModelPath:
+    """A base class, so that the path stands before the keys of FrozenModelConfig."""
 
     path: str | None = key(
         "A HuggingFace model directory or hub id; null: the model before training. With lora that is the base under "
@@ -141,13 +141,19 @@ class DpoReferenceConfig(FrozenModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DpoReferenceConfig(FrozenModelConfig, _ModelPath):
+    """The model that preferences are measured against: an engine of its own, which only reads, in turns with the
+    trained one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DpoConfig(SftConfig):
     """The config of `weft dpo`."""
 
     command: ClassVar[str] = "dpo"
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    reference: DpoReferenceConfig = field(default_factory=DpoReferenceConfig)
+    reference: DpoReferenceConfig = field(default_factory=DpoReferenceConfig, metadata={"unread": (_NO_LOSS_READS,)})
     optimizer: DpoOptimizerConfig = field(default_factory=DpoOptimizerConfig)
 
     @property

@@ -32,8 +32,8 @@ def key(
 ) -> Any:
     """A config key: a dataclass field that carries its documentation. Without a default it is required. within: the
     values that it may have, where its type does not say it; null is not compared. unread: when it has no effect; it is
-    then refused, and left out of the resolved config. formerly: the name that it had in the same section; configs may
-    still use it."""
+    then refused, and left out of the resolved config; of all keys of a section it is said once, in the metadata of the
+    section's field. formerly: the name that it had in the same section; configs may still use it."""
     metadata = {"help": help, "within": within, "unread": unread, "formerly": formerly}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)
@@ -105,6 +105,7 @@ def _sections(schema: type) -> dict[str, type]:
 @functools.cache
 def _schema_keys(schema: type) -> dict[str, Key]:
     table: dict[str, Key] = {}
+    of_section = {spec.name: spec.metadata.get("unread", ()) for spec in fields(schema)}
     for section, section_type in sections(schema).items():
         hints = typing.get_type_hints(section_type)
         for spec in fields(section_type):
@@ -117,7 +118,7 @@ def _schema_keys(schema: type) -> dict[str, Key]:
                 default_of(spec),
                 help,
                 spec.metadata.get("within"),
-                spec.metadata.get("unread", ()),
+                (*of_section[section], *spec.metadata.get("unread", ())),
                 former,
             )
     return table

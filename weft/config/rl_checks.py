@@ -25,7 +25,6 @@ from weft.config.ranges import MOST_DOCUMENTS
 from weft.config.rl_schema import (
     BUILT_IN_REWARDS,
     REWARD_MODEL,
-    CriticConfig,
     ReferenceConfig,
     RlAlgorithm,
     RlConfig,
@@ -64,7 +63,7 @@ def _has_value(leaf: str, values: Set[str], config: Any) -> bool:
 
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
-# Rules of `weft rl` for keys that it shares with `weft sft`, and for whole sections; others stand at their keys.
+# Rules of `weft rl` for keys that it shares with `weft sft`; others stand at their keys and sections.
 INERT = (
     *(rule for rule in inert_rules(RlConfig) if rule.key != "checkpoint.keep_best"),
     *(
@@ -92,22 +91,10 @@ INERT = (
     *_unread_keys("policy_loss", TOKEN_LOSSES),
     *(
         Inert(
-            f"reference.{spec.name}",
-            lambda c: not c.rl.has_reference,
-            "rl.kl_coef is 0: there is no reference (rl.measure_kl=true measures the KL from one)",
-        )
-        for spec in fields(ReferenceConfig)
-    ),
-    *(
-        Inert(
             f"reference.{spec.name}", _reads_base, "the base under the adapters is the reference, and needs no engine"
         )
         for spec in fields(ReferenceConfig)
         if spec.name != "path"
-    ),
-    *(
-        Inert(f"critic.{spec.name}", lambda c: not c.rl.has_critic, "only rl.advantage=gae has a critic")
-        for spec in fields(CriticConfig)
     ),
 )
 
@@ -184,9 +171,7 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _teacher_combinations(config)
     for section in ("reference", "critic", "teacher"):
         role = getattr(config, section)
-        if (role.pp or 1) > 1 and (
-            config.mesh.pp == 1 or getattr(role, "ranks", None) is not None
-        ):  # else its stages are the policy's
+        if (role.pp or 1) > 1 and (config.mesh.pp == 1 or role.ranks is not None):  # else its stages are the policy's
             yield from pipeline_combinations(config, f"{section}.pp", role.pp)
     if reward_models(config.rl.reward) and config.reward_model.pp > 1:
         yield from pipeline_combinations(config, "reward_model.pp", config.reward_model.pp)

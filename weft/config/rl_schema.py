@@ -530,30 +530,20 @@ class ReferenceConfig:
 class RewardModelConfig:
     """The reward models that rl.reward names as model:PATH: engines that only read, each with ranks of its own."""
 
-    ranks: int = key(
-        "Ranks of each reward model, each with a device that nobody else has.",
-        1,
-        within=AT_LEAST_1,
-        unread=(when.NO_REWARD_MODEL,),
-    )
+    ranks: int = key("Ranks of each reward model, each with a device that nobody else has.", 1, within=AT_LEAST_1)
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
-        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None, unread=(when.NO_REWARD_MODEL,)
+        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
     )
-    dp_replicate: int | None = key(
-        "Copies of its sharded weights; null: 1.", None, within=AXIS, unread=(when.NO_REWARD_MODEL,)
-    )
-    dp_shard: int | None = key(
-        "Ranks over which its weights are sharded; null: all.", None, within=AXIS, unread=(when.NO_REWARD_MODEL,)
-    )
-    tp: int = key("Ranks that divide each of its layers.", 1, within=AT_LEAST_1, unread=(when.NO_REWARD_MODEL,))
-    pp: int = key("Stages of its layers.", 1, within=AT_LEAST_1, unread=(when.NO_REWARD_MODEL,))
-    cpu_offload: bool = key("Keep its weights in the host's memory.", False, unread=(when.NO_REWARD_MODEL,))
+    dp_replicate: int | None = key("Copies of its sharded weights; null: 1.", None, within=AXIS)
+    dp_shard: int | None = key("Ranks over which its weights are sharded; null: all.", None, within=AXIS)
+    tp: int = key("Ranks that divide each of its layers.", 1, within=AT_LEAST_1)
+    pp: int = key("Stages of its layers.", 1, within=AT_LEAST_1)
+    cpu_offload: bool = key("Keep its weights in the host's memory.", False)
     max_tokens_per_device: int | None = key(
         "Tokens of one of its forwards on one rank, and the longest conversation in its own tokens; null: "
         "step.max_tokens_per_device.",
         None,
         within=AT_LEAST_2,
-        unread=(when.NO_REWARD_MODEL,),
     )
 
 
@@ -692,10 +682,12 @@ class RlConfig:
     data: DataConfig
     rl: RlAlgorithm
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig, metadata={"unread": (when.NO_REFERENCE,)})
+    critic: CriticConfig = field(default_factory=CriticConfig, metadata={"unread": (when.NO_CRITIC,)})
+    reward_model: RewardModelConfig = field(
+        default_factory=RewardModelConfig, metadata={"unread": (when.NO_REWARD_MODEL,)}
+    )
+    teacher: TeacherConfig = field(default_factory=TeacherConfig, metadata={"unread": (when.NO_TEACHER,)})
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

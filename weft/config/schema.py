@@ -841,7 +841,6 @@ class FrozenModelConfig:
 
     ranks: ClassVar[None] = None
 
-    path: str | None = key("A HuggingFace model directory or hub id.", None)
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
         "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
     )
@@ -859,41 +858,9 @@ class FrozenModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherConfig:
+class TeacherConfig(FrozenModelConfig):
     """How a teacher (distill.teacher, rl.teacher) is computed: an engine of its own on the student's ranks, which only
     reads."""
-
-    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
-        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None, unread=(when.NO_TEACHER,)
-    )
-    dp_replicate: int | None = key(
-        "Copies of its sharded weights; null: mesh.dp_replicate.", None, within=AXIS, unread=(when.NO_TEACHER,)
-    )
-    dp_shard: int | None = key(
-        "Ranks over which its weights are sharded; null: mesh.dp_shard.",
-        None,
-        within=AXIS,
-        unread=(when.NO_TEACHER,),
-    )
-    tp: int | None = key(
-        "Ranks that divide each of its layers; null: mesh.tp.", None, within=AT_LEAST_1, unread=(when.NO_TEACHER,)
-    )
-    pp: int | None = key(
-        "Stages of its layers, as mesh.pp has them; null: mesh.pp.",
-        None,
-        within=AT_LEAST_1,
-        unread=(when.NO_TEACHER,),
-    )
-    cpu_offload: bool | None = key(
-        "Keep its weights in the host's memory; null: fsdp.cpu_offload.", None, unread=(when.NO_TEACHER,)
-    )
-    max_tokens_per_device: int | None = key(
-        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
-        "more fit.",
-        None,
-        within=AT_LEAST_2,
-        unread=(when.NO_TEACHER,),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
