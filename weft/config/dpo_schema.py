@@ -9,7 +9,7 @@ from weft.config.conditions import Unread
 from weft.config.keys import key
 from weft.config.preference_losses import LOSSES, LossFacts, facts_of
 from weft.config.ranges import NOT_NEGATIVE, POSITIVE, Range
-from weft.config.schema import FrozenModelConfig, OptimizerConfig, SftConfig
+from weft.config.schema import FrozenModelConfig, PolicyOptimizerConfig, SftConfig
 
 
 def _reads(*names: str) -> Unread:
@@ -118,18 +118,6 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoOptimizerConfig(OptimizerConfig):
-    """As in `weft sft`, with other defaults: a tenth of the learning rate, and no decay."""
-
-    lr: float = key("Peak learning rate.", 1.0e-6, within=POSITIVE)
-    weight_decay: float = key(
-        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.",
-        0.0,
-        within=NOT_NEGATIVE,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _ModelPath:
     """A base class, so that the path stands before the keys of FrozenModelConfig."""
 
@@ -154,7 +142,7 @@ class DpoConfig(SftConfig):
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     reference: DpoReferenceConfig = field(default_factory=DpoReferenceConfig, metadata={"unread": (_NO_LOSS_READS,)})
-    optimizer: DpoOptimizerConfig = field(default_factory=DpoOptimizerConfig)
+    optimizer: PolicyOptimizerConfig = field(default_factory=PolicyOptimizerConfig)
 
     @property
     def reads_preferences(self) -> bool:

@@ -66,7 +66,7 @@ def reference() -> str:
     for schema, text in ((DpoConfig, _PREFERENCES), (RlConfig, _REINFORCEMENT), (DistillConfig, _DISTILLATION)):
         further = {section: kind for section, kind in sections(schema).items() if kind not in described}
         parts += [text, *_tables(schema, further)]
-        described |= {*further.values()}
+        described |= {kind for section, kind in further.items() if section not in sections(SftConfig)}
     return "\n".join(parts)
 
 
@@ -75,8 +75,9 @@ def _tables(config: type[SftConfig] | type[RlConfig], section_types: Mapping[str
     keys whose defaults differ."""
     for section, kind in section_types.items():
         keys = [key for key in schema_keys(config).values() if key.name.startswith(section + ".")]
-        if kind.__base__ in sections(SftConfig).values():
-            keys = [key for key in keys if key.leaf in kind.__annotations__]
+        base = sections(SftConfig).get(section, kind)
+        if kind is not base and issubclass(kind, base):
+            keys = [key for key in keys if key.default != schema_keys(SftConfig)[key.name].default]
         rows = "\n".join(_row(key, ADAPTER_DEFAULTS[config.command]) for key in keys)
         yield (
             f"## {section}\n\n{kind.__doc__}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n{rows}\n"

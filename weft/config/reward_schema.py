@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from weft.config.conditions import Unread
 from weft.config.keys import key
 from weft.config.ranges import AT_LEAST_2, NOT_NEGATIVE
-from weft.config.schema import LabelKind, OptimizerConfig, SftConfig
+from weft.config.schema import LabelKind, SftConfig, UndecayedOptimizerConfig
 
 
 def _only(*losses: str) -> Unread:
@@ -53,24 +53,13 @@ class RewardLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardOptimizerConfig(OptimizerConfig):
-    """As in `weft sft`, with other defaults: no decay."""
-
-    weight_decay: float = key(
-        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.",
-        0.0,
-        within=NOT_NEGATIVE,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class RewardConfig(SftConfig):
     """The config of `weft reward`."""
 
     command: ClassVar[str] = "reward"
 
     reward: RewardLossConfig = field(default_factory=RewardLossConfig)
-    optimizer: RewardOptimizerConfig = field(default_factory=RewardOptimizerConfig)
+    optimizer: UndecayedOptimizerConfig = field(default_factory=UndecayedOptimizerConfig)
 
     @property
     def reads_preferences(self) -> bool:

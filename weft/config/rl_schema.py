@@ -31,7 +31,7 @@ from weft.config.schema import (
     LoraConfig,
     MeshConfig,
     ModelConfig,
-    OptimizerConfig,
+    PolicyOptimizerConfig,
     ScheduleConfig,
     SourceConfig,
     StepConfig,
@@ -594,18 +594,6 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptimizerConfig(OptimizerConfig):
-    """As in `weft sft`, with other defaults: a tenth of the learning rate, and no decay."""
-
-    lr: float = key("Peak learning rate.", 1.0e-6, within=POSITIVE)
-    weight_decay: float = key(
-        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.",
-        0.0,
-        within=NOT_NEGATIVE,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class RlScheduleConfig(ScheduleConfig):
     """As in `weft sft`, with another default."""
 
@@ -693,7 +681,7 @@ class RlConfig:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     step: StepConfig = field(default_factory=StepConfig)
-    optimizer: RlOptimizerConfig = field(default_factory=RlOptimizerConfig)
+    optimizer: PolicyOptimizerConfig = field(default_factory=PolicyOptimizerConfig)
     schedule: RlScheduleConfig = field(default_factory=RlScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

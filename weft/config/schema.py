@@ -609,6 +609,24 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UndecayedOptimizerConfig(OptimizerConfig):
+    """As in `weft sft`, with other defaults: no decay."""
+
+    weight_decay: float = key(
+        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.",
+        0.0,
+        within=NOT_NEGATIVE,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptimizerConfig(UndecayedOptimizerConfig):
+    """As in `weft sft`, with other defaults: a tenth of the learning rate, and no decay."""
+
+    lr: float = key("Peak learning rate.", 1.0e-6, within=POSITIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate over the steps."""
 
