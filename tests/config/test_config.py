@@ -29,6 +29,7 @@ from weft.config import (
 )
 from weft.config.checks import EXCLUSIVE, INERT
 from weft.config.coerce import Node
+from weft.config.commands import SCHEMAS
 from weft.config.keys import get, schema_keys
 from weft.config.mesh import fewest_ranks
 from weft.config.presets import default_of_command
@@ -679,8 +680,10 @@ def test_the_package_imports_no_torch() -> None:
 def test_the_reference_page_is_current() -> None:
     page = (ROOT / "docs" / "reference" / "config.md").read_text()
     assert page == reference(), "run: make docs"
-    for name in schema_keys(SftConfig):
-        assert f"`{name}`" in page
+    for schema in SCHEMAS.values():
+        for name in schema_keys(schema):
+            assert f"\n| `{name}` | " in page
+    assert all(line.endswith(" |") for line in page.splitlines() if line.startswith("| `"))
 
 
 def test_the_version_is_the_packages() -> None:

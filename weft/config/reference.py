@@ -17,6 +17,7 @@ from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
 from weft.config.migrate.trainer import TABLES
 from weft.config.presets import ADAPTER_DEFAULTS
+from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import show, written
@@ -44,6 +45,13 @@ Beside the sections above. Of `optimizer` only the keys are listed whose default
 `step.tokens` count pairs, or answers with a label.
 """
 
+_REWARD_MODELS = """\
+# Keys of `weft reward`
+
+Beside the sections of `weft sft`. Of `optimizer` only the keys are listed whose defaults differ. `step.documents` and
+`step.tokens` count pairs with `reward.loss=bradley_terry`, else rows.
+"""
+
 _REINFORCEMENT = """\
 # Keys of `weft rl`
 
@@ -63,7 +71,13 @@ def reference() -> str:
     """The page, as Markdown."""
     parts = [_INTRODUCTION, *_tables(SftConfig, sections(SftConfig))]
     described = {*sections(SftConfig).values()}
-    for schema, text in ((DpoConfig, _PREFERENCES), (RlConfig, _REINFORCEMENT), (DistillConfig, _DISTILLATION)):
+    pages: dict[type[SftConfig] | type[RlConfig], str] = {
+        DpoConfig: _PREFERENCES,
+        RewardConfig: _REWARD_MODELS,
+        RlConfig: _REINFORCEMENT,
+        DistillConfig: _DISTILLATION,
+    }
+    for schema, text in pages.items():
         further = {section: kind for section, kind in sections(schema).items() if kind not in described}
         parts += [text, *_tables(schema, further)]
         described |= {kind for section, kind in further.items() if section not in sections(SftConfig)}

@@ -11,7 +11,6 @@ from weft.config import conditions as when
 from weft.config.keys import key, with_former_names
 from weft.config.ranges import (
     AT_LEAST_1,
-    AT_LEAST_2,
     AXIS,
     BELOW_1,
     INSIDE_0_1,
@@ -20,6 +19,7 @@ from weft.config.ranges import (
     PROCESSES,
     RANKS,
     SHARE,
+    TWO_TOKENS,
     UP_TO_1,
     Range,
 )
@@ -522,7 +522,7 @@ class ReferenceConfig:
         "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
         "more fit.",
         None,
-        within=AT_LEAST_2,
+        within=TWO_TOKENS,
     )
 
 
@@ -543,7 +543,7 @@ class RewardModelConfig:
         "Tokens of one of its forwards on one rank, and the longest conversation in its own tokens; null: "
         "step.max_tokens_per_device.",
         None,
-        within=AT_LEAST_2,
+        within=TWO_TOKENS,
     )
 
 
@@ -589,7 +589,7 @@ class CriticConfig:
         "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
     )
     max_tokens_per_device: int | None = key(
-        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None, within=AT_LEAST_2
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None, within=TWO_TOKENS
     )
 
 

@@ -13,7 +13,6 @@ from weft.config import conditions as when
 from weft.config.keys import key, with_former_names
 from weft.config.ranges import (
     AT_LEAST_1,
-    AT_LEAST_2,
     AXIS,
     BELOW_1,
     MOST_DOCUMENTS,
@@ -27,6 +26,7 @@ from weft.config.ranges import (
     SHARD_GROUPS,
     SHARE,
     TEMPLATE_KWARGS,
+    TWO_TOKENS,
     UNITS_AHEAD,
     VIDEO_LIMITS,
     Range,
@@ -357,7 +357,7 @@ class DataConfig:
         "Deal the documents in an order drawn from train.seed and the epoch; false keeps the order of the file.", True
     )
     max_length: int | None = key(
-        "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None, within=AT_LEAST_2
+        "Longest document in tokens; null: what fits a row (step.max_tokens_per_device).", None, within=TWO_TOKENS
     )
     long_documents: Literal["error", "truncate", "drop"] = key("What to do with longer documents.", "error")
     bad_rows: Literal["error", "drop"] = key(
@@ -484,12 +484,12 @@ class StepConfig:
         "Instead of step.documents: a step takes documents until one more would exceed this many tokens, "
         "over all ranks.",
         None,
-        within=AT_LEAST_2,
+        within=TWO_TOKENS,
     )
     max_tokens_per_device: int = key(
         "Tokens of one forward on one rank; a step is cut into as many micro-batches as this needs.",
         8192,
-        within=AT_LEAST_2,
+        within=TWO_TOKENS,
     )
     padding: Literal["free", "buckets", "fixed"] = key(
         "Row lengths: `free` as the documents give them, `buckets` rounded up to one of a few, "
@@ -871,7 +871,7 @@ class FrozenModelConfig:
         "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
         "more fit.",
         None,
-        within=AT_LEAST_2,
+        within=TWO_TOKENS,
     )
 
 

@@ -71,6 +71,10 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
+class _OneLineDumper(Dumper):
+    """Dumper that escapes line breaks in strings."""
+
+
 for _tag, _pattern, _first in _CORE_SCHEMA:
     Loader.add_implicit_resolver(_tag, re.compile(rf"^{_pattern}$"), _first)
     Dumper.add_implicit_resolver(_tag, re.compile(rf"^{_pattern}$"), _first)
@@ -90,6 +94,13 @@ def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
 
 Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 Dumper.add_representer(float, _represent_float)
+
+
+def _represent_in_one_line(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
+
+
+_OneLineDumper.add_representer(str, _represent_in_one_line)
 
 
 def leaves_of(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -182,7 +193,7 @@ def read_value(text: str, location: str) -> Node:
 
 def written(value: Any) -> str:
     """A value in YAML, on one line."""
-    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
+    text = yaml.dump(value, Dumper=_OneLineDumper, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n...\n").strip()
 
 
