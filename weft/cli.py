@@ -203,7 +203,8 @@ def _resume_command(command: str, options: TrainOptions, words: Sequence[str], r
 
 
 def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
-    config: Any = _load(options.config, _schema(options.config))
+    schema = _schema(options.config)
+    config: Any = _load(options.config, schema)
     if options.rollouts is not None and not isinstance(config, RlConfig):
         raise UserError("--rollouts needs a weft rl config, and this config has no section rl.")
     if not joined() and options.nproc is None:
@@ -216,7 +217,7 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
         from weft.recipes import verify
 
         if env_rank() == 0:
-            say_all(job_lines(_sections(options.config)))
+            say_all(job_lines(schema.command))
         return verify.run(config, options)
 
     return Job(body, world, words)
@@ -224,8 +225,8 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
 
 def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     _require_one_process("plan")
-    # Like a dry run, it needs no weights.
-    config: Any = _load(options.config, _schema(options.config), dry_run=True)
+    schema = _schema(options.config)
+    config: Any = _load(options.config, schema, dry_run=True)  # like a dry run, it needs no weights
     accelerator(options.assume)
     ranks = (
         options.ranks or getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
@@ -237,7 +238,7 @@ def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes.plan import recipe as plan
 
-        say_all(job_lines(_sections(options.config)))
+        say_all(job_lines(schema.command))
         plan.run(config, options)
 
     return Job(body, 1, words)
@@ -280,7 +281,7 @@ def _data(options: PreviewOptions, words: Sequence[str]) -> Job:
     _require_one_process("data")
     if tuple(options.config[:1]) != ("preview",):
         raise UserError("weft data needs a subcommand: weft data preview [CONFIG ...] [section.key=value ...]")
-    schema: Any = _schema(options.config[1:])
+    schema = _schema(options.config[1:])
     config: Any = _load(options.config[1:], SftConfig if schema is RlConfig else schema)
     sizes = resolve_mesh(config.mesh, options.nproc or fewest_ranks(config.mesh))
     options = replace(options, world=sizes.dp_replicate * sizes.shards)
@@ -288,7 +289,7 @@ def _data(options: PreviewOptions, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import preview
 
-        say_all(job_lines(_sections(options.config[1:])))
+        say_all(job_lines(schema.command))
         preview.run(config, options)
 
     return Job(body, 1, words)
@@ -492,14 +493,9 @@ def _load_resumed(run: str, options: RunOptions, schema: type[Schema]) -> Schema
 
 def _schema(words: Sequence[str]) -> type[AnyConfig]:
     """The schema that the sections of the files and overrides belong to."""
-    return schema_of(_sections(words))
-
-
-def _sections(words: Sequence[str]) -> set[str]:
-    """The sections of config files and overrides."""
     sections = {word.partition("=")[0].partition(".")[0] for word in words if _is_override(word)}
     files = [local_path("weft", word) for word in words if not _is_override(word)]
-    return sections.union(*(read_config_file(path).value for path in files))
+    return schema_of(sections.union(*(read_config_file(path).value for path in files)))
 
 
 def _is_override(word: str) -> bool:

@@ -31,7 +31,6 @@ def schema_of(sections: Collection[str]) -> type[SftConfig] | type[RlConfig]:
     return SCHEMAS[command_of(sections)]
 
 
-def job_lines(sections: Collection[str]) -> list[str]:
+def job_lines(command: str) -> list[str]:
     """Which command a config is of, and why, for commands that take the configs of all; nothing for weft sft."""
-    mark = next((section for section in MARKS if section in sections), None)
-    return [] if mark is None else [f"job      weft {MARKS[mark]}: the config has a section {mark}"]
+    return [f"job      weft {command}: the config has a section {mark}" for mark in MARKS if MARKS[mark] == command]
