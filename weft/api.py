@@ -136,13 +136,10 @@ def distill(
     model: the student. teacher: as distill.teacher (docs/how-to/distill.md). Other arguments: as for weft.sft;
     sections, as in distill={"loss": "jsd", "beta": 0.1}.
     """
-    given = dict(sections)
-    if teacher is not None:
-        section = given.get("distill", {})
-        if "teacher" in section:
-            raise UserError("teacher and distill={'teacher': ...} are both given: keep one.")
-        given["distill"] = {**section, "teacher": str(teacher)}
-    return _train(DistillConfig, Hooks(on_step=on_step), device, config, model, data, resume, overwrite, given)
+    if teacher is not None and "teacher" in sections.get("distill", {}):
+        raise UserError("teacher and distill={'teacher': ...} are both given: keep one.")
+    hooks = Hooks(on_step=on_step)
+    return _train(DistillConfig, hooks, device, config, model, data, resume, overwrite, dict(sections), _text(teacher))
 
 
 def reward(
@@ -370,12 +367,15 @@ def _train(
     resume: Any,
     overwrite: bool,
     sections: dict[str, Any],
+    teacher: str | None = None,
 ) -> Run:
     """weft.sft, and the functions of the commands that share its loop; schema: of their config."""
     join_launcher()
     _check_on_step(hooks.on_step)
     caller = f"weft.{schema.command}"
     arguments = _CallArguments(caller, config, model, data, resume, overwrite, sections)
+    if teacher is not None:  # beside what the config says of distillation
+        arguments.values["distill"] = {**arguments.values.get("distill", {}), "teacher": teacher}
     if arguments.rows is not None:
         _require_one_rank(caller, "data has to be the path of a file that all of them can read, not rows in memory.")
     return _run(arguments.load(schema), TrainOptions(device=device, resume=_text(resume)), hooks)

@@ -31,6 +31,7 @@ from weft.errors import UserError
 from weft.launch import ray_actors
 from weft.models import hf
 from weft.observe.folder import make_folder
+from weft.recipes import distill as distill_recipe
 from weft.recipes import rl as rl_recipe
 
 ROWS = [chat(("user", "a" * (i % 3 + 1)), ("assistant", "bcd" * (i % 4 + 1))) for i in range(8)]
@@ -55,6 +56,17 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return folder
+
+
+def test_a_teacher_goes_beside_what_the_config_says_of_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr(distill_recipe, "run", lambda config, options, hooks: configs.append(config))
+    base = {"data": {"path": "chats.jsonl"}, "distill": {"loss": "jsd", "beta": 0.1, "teacher": "another"}}
+    weft.distill(base, model="model", teacher="model", run={"dir": "student"})
+    (config,) = configs
+    assert (config.distill.teacher, config.distill.loss, config.distill.beta) == ("model", "jsd", 0.1)
+    with pytest.raises(UserError, match="are both given"):
+        weft.distill(base, model="model", teacher="model", distill={"teacher": "another"})
 
 
 @pytest.mark.slow
