@@ -31,7 +31,7 @@ _WORDS = (
     ),
     ("reinforce rlhf rlvr online", "`weft rl` trains on rewards (rl.algorithm: docs/reference/algorithms.md)"),
     ("lora peft adapter dora", _ADAPTERS),
-    ("qlora", f"quantised bases are not supported yet; {_ADAPTERS}"),
+    ("qlora", f"{_ADAPTERS} lora.base=nf4"),
     (
         "serve server deploy api",
         "`vllm serve` loads a checkpoint, which is a HuggingFace directory (docs/how-to/serve-with-vllm.md); "
