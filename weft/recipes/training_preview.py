@@ -22,7 +22,7 @@ from weft.observe.opening import print_dry_run, steps_lines
 from weft.observe.profiling import check_profile
 from weft.observe.progress import duration, loading
 from weft.observe.tables import EngineRow, engine_table, show
-from weft.recipes.plan.beside import Beside, answers_of_example, prefix_of_pairs
+from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows
@@ -50,8 +50,9 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions) -> None:
         with loading(label="tokenising") as progress:
             data = recipe.read_data(progress)
         check_profile(config.profile, steps=len(make_steps(config, data.documents)))
-    with fake_ranks(options.world, options.device, accelerator(options.assume)) as ranks:
-        engine = Engine(EngineConfig.from_config(config), ranks, weights=False, readouts=recipe.objective.readouts)
+    trained, assumed = EngineConfig.from_config(config), accelerator(options.assume)
+    with fake_ranks(options.world, options.device, assumed) as ranks:
+        engine = Engine(trained, ranks, weights=False, readouts=recipe.objective.readouts)
         if data is not None:
             for documents in (data.documents, *data.held_out.documents.values()):
                 engine.planner.check_images(documents)
@@ -59,12 +60,11 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions) -> None:
         mesh, memory = engine.mesh.sizes, engine.memory
     if options.json:
         return
-    assumed = accelerator(options.assume)
-    model = Blueprint(EngineConfig.from_config(config), options.device, assumed)
-    beside = Beside(config, model, options.world, options.device, assumed).rows(mesh)
-    if beside:
-        trained = EngineRow("trained model", memory.weights, memory.gradients, memory.optimizer, memory.gathered)
-        show(engine_table([trained, *beside]))
+    if models_beside(config, trained):
+        model = Blueprint(trained, options.device, assumed)
+        beside = Beside(config, model, options.world, options.device, assumed).rows(mesh)
+        row = EngineRow("trained model", memory.weights, memory.gradients, memory.optimizer, memory.gathered)
+        show(engine_table([row, *beside]))
     say_folded(recipe.dry_run_lines())
     if data is None:
         say_folded([f"data     not read: {unread}"])
