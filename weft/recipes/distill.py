@@ -37,6 +37,9 @@ from weft.recipes.run_data import RunData
 from weft.recipes.training import run as train
 from weft.terminal import byte_count
 
+# Teachers that are the student itself, as messages name them.
+_OF_STUDENT = {BASE: "the base under the adapters", AVERAGE: "the average of the student's weights"}
+
 
 def run(config: DistillConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError if a signal ended the run early."""
@@ -66,8 +69,7 @@ class Distillation(Recipe[DistillConfig]):
         self._held_out = data.held_out.documents
         if self.config.distill.cache == "disk":
             self._cached = open_caches(self.config, engine, progress)
-            heads = [teacher.head(engine) for teacher in self._cached]
-            self.objective.heads = self._measured.heads = [head for head in heads if head is not None]
+            self._set_heads()
             return [line for teacher in self._cached for line in cache_lines(teacher.cache, data)]
         self._teachers = open_teachers(self.config, engine, progress)
         self._set_heads()
@@ -75,9 +77,7 @@ class Distillation(Recipe[DistillConfig]):
 
     def dry_run_lines(self) -> list[str]:
         distill = self.config.distill
-        teachers = ", ".join(teacher_paths(self.config)) or {
-            BASE: "the base under the adapters", AVERAGE: "the average of the student's weights",
-        }[str(distill.teacher)]  # fmt: skip
+        teachers = ", ".join(teacher_paths(self.config)) or _OF_STUDENT[str(distill.teacher)]
         return [
             f"loss     {distill.loss} at temperature {distill.temperature:g}, {distill.alpha:g} x cross entropy",
             f"teacher  {teachers}",
@@ -105,7 +105,8 @@ class Distillation(Recipe[DistillConfig]):
         return with_teachers(self._teachers, chosen, documents, local, self.engine)
 
     def _set_heads(self) -> None:
-        heads = [head for teacher in self._teachers if (head := teacher.head(self.engine)) is not None]
+        teachers: tuple[Teacher | CachedTeacher, ...] = (*self._teachers, *self._cached)
+        heads = [head for teacher in teachers if (head := teacher.head(self.engine)) is not None]
         self.objective.heads = self._measured.heads = heads
 
 
@@ -178,8 +179,7 @@ def divergence_of(config: DistillSection) -> Terms:
 def teacher_lines(teacher: Teacher) -> list[str]:
     """What the opening says of a teacher."""
     if teacher.weights != "own":
-        what = "the base under the adapters" if teacher.weights == "base" else "the average of the student's weights"
-        return [f"teacher  {what}"]
+        return [f"teacher  {_OF_STUDENT[teacher.weights]}"]
     engine = teacher.engine
     dtype = str(engine.precision.compute).removeprefix("torch.")
     kind = engine.module.facts.model_type
