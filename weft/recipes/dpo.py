@@ -57,7 +57,8 @@ class Dpo(Recipe[DpoConfig]):
         return data
 
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
-        self.engine, config, lines = engine, self.config, list[str]()
+        super().open_models(engine, data, progress)
+        config, lines = self.config, list[str]()
         self.documents = {_TRAINED: data.documents, **data.held_out.documents}
         if not config.preference.has_reference:
             return [_NO_REFERENCE]

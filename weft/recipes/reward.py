@@ -13,7 +13,6 @@ from weft.data.records import ROLES
 from weft.data.scored_documents import ScoredDocuments, StepDocuments
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.losses.base import Loss
 from weft.engine.losses.reward import BradleyTerryLoss, ScoreClassificationLoss, ScoreRegressionLoss
 from weft.engine.scores import parts_pairs, step_scores
 from weft.engine.step_plan.plan import StepPlan
@@ -32,19 +31,14 @@ class RewardRecipe(Recipe[RewardConfig]):
     """A model that gives scores. pad: the token at which none is read (scored_length)."""
 
     def __init__(self, config: RewardConfig, hooks: Hooks = NO_HOOKS) -> None:
-        self.config, self.hooks = config, hooks
+        super().__init__(config, hooks)
         self.pad = hf.padding_id(config.model.path)
         self.pairs: BradleyTerryLoss | None = None
-        objective: Loss = ScoreClassificationLoss()
+        self.objective = ScoreClassificationLoss()
         if config.reward.loss == "bradley_terry":
-            objective = self.pairs = BradleyTerryLoss(config.reward.center_rewards_coefficient)
+            self.objective = self.pairs = BradleyTerryLoss(config.reward.center_rewards_coefficient)
         elif config.reward.loss == "regression":
-            objective = ScoreRegressionLoss()
-        self.objective = objective
-
-    @property
-    def is_users_objective(self) -> bool:
-        return False
+            self.objective = ScoreRegressionLoss()
 
     def read_data(self, progress: OnProgress | None = None) -> RunData:
         data = super().read_data(progress)
@@ -65,7 +59,7 @@ class RewardRecipe(Recipe[RewardConfig]):
         return ScoredDocuments(documents, self.pad, "label" if self.pairs is None else "margin")
 
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
-        self.engine = engine
+        super().open_models(engine, data, progress)
         module, load = engine.built.module.hf_model, engine.built.load
         fresh = load is None or bool(load.fresh)
         head = f"a new head ({self.config.reward.head})" if fresh else "the head that it has"
