@@ -253,8 +253,8 @@ def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
     events = {number: threading.Event() for number in range(1, 13)}
     prepare_step, apply, seen, checked = training.prepare_step, Engine.apply, list[bool](), list[int]()
 
-    def laying_out(engine: Engine, documents: Any, objective: Any, step: SampledStep) -> Any:
-        found = prepare_step(engine, documents, objective, step)
+    def laying_out(engine: Engine, documents: Any, objective: Any, step: SampledStep, **options: Any) -> Any:
+        found = prepare_step(engine, documents, objective, step, **options)
         events[step.number].set()
         return found
 

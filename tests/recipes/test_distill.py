@@ -24,6 +24,7 @@ from weft import cli
 from weft.config.distill_schema import DistillConfig
 from weft.config.load import load_config
 from weft.data.documents import Documents
+from weft.engine.batch.rows import StepRows
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.launch.options import TrainOptions, VerifyOptions
@@ -76,6 +77,12 @@ def attempt(config: DistillConfig, resume: str | None = None, steps: int | None 
         distill.run(config, TrainOptions(device="cpu", resume=resume))
 
 
+def attempt_without_rows_ahead(config: DistillConfig) -> None:
+    """A run on one rank that fails if rows are built before their teacher has read."""
+    with mock.patch.object(StepRows, "ahead", side_effect=AssertionError("rows without hidden states")):
+        attempt(config)
+
+
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -92,6 +99,11 @@ def documents(config: DistillConfig) -> list[list[tuple[list[int], list[float]]]
     assert isinstance(data.documents, Documents)
     steps = [[data.documents[i] for i in step.documents] for step in make_steps(config, data.documents)]
     return [[(d.tokens.tolist(), d.weights.tolist()) for d in step] for step in steps]
+
+
+def test_rows_are_built_once(tmp_path: Path) -> None:
+    run(1, attempt_without_rows_ahead, config_of(tmp_path, f"distill.teacher={home()}/other", "train.steps=1"))
+    assert len(lines(tmp_path)) == 1
 
 
 @pytest.mark.covers(

@@ -49,6 +49,8 @@ def run(config: DistillConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -
 class Distillation(Recipe[DistillConfig]):
     """What `weft distill` adds to the loop."""
 
+    lays_out_again = True
+
     def __init__(self, config: DistillConfig, hooks: Hooks = NO_HOOKS) -> None:
         super().__init__(config, hooks)
         for path in teacher_paths(config):

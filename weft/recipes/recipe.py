@@ -13,7 +13,7 @@ Order of a step: a thread plans it and lays out its rows, which uses no device (
 `before_step` reads frozen models (engine/frozen.py) and may replace the rows, and the engine takes the step. A reading
 that is one number per document goes into the objective, which finds it by `batch.documents`, the documents' places in
 the step: rows then stay as they are. A reading per token goes into arrays of the documents of this rank, from which
-the rows are laid out again.
+the rows are laid out again (lays_out_again).
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class PreparedStep:
 
 class Recipe(Generic[Config]):
     """What a command adds to the loop; this one is `weft sft`. objective: what is trained. engine: set by
-    `open_models`."""
+    `open_models`. lays_out_again: whether before_step replaces the rows, so that none are built before it."""
 
     engine: Engine
+    lays_out_again = False
 
     def __init__(self, config: Config, hooks: Hooks = NO_HOOKS) -> None:
         self.config, self.hooks = config, hooks

@@ -11,7 +11,8 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from weft.checkpoint.remote.uploads import Uploads, prepare, upload_all
+from weft.checkpoint.remote.uploads import Uploads, upload_all
+from weft.checkpoint.remote.uploads import prepare as prepare_uploads
 from weft.checkpoint.save import Saver
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.schema import SftConfig
@@ -68,7 +69,7 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
         if config.optimizer.name not in BUILT_IN_OPTIMIZERS:
             find_class(config.optimizer)
         if config.checkpoint.push is not None:
-            run_on_first_rank(partial(prepare, config), ranks)
+            run_on_first_rank(partial(prepare_uploads, config), ranks)
         flight.enter("data")
         with phases("data"), loading(ranks.is_first, "tokenising") as progress:
             data = recipe.read_data(progress)
@@ -132,9 +133,8 @@ def train(
     recorder = RunRecorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first, interval=config.train.log_every)
-    upcoming = closing(
-        prefetch(steps.starting_at(start.step + 1), partial(prepare_step, engine, data.documents, objective))
-    )
+    prepare = partial(prepare_step, engine, data.documents, objective, ahead=not recipe.lays_out_again)
+    upcoming = closing(prefetch(steps.starting_at(start.step + 1), prepare))
     uploads = Uploads(config, folder, resume=resume, first=engine.ranks.is_first)
     with (
         uploads,
@@ -198,13 +198,15 @@ def train(
             raise StoppedError(stop)
 
 
-def prepare_step(engine: Engine, documents: Sequence[Document], objective: Loss, step: SampledStep) -> PreparedStep:
-    """Plans a step and lays out this rank's rows. Builds only the documents of these rows, and uses no device."""
+def prepare_step(
+    engine: Engine, documents: Sequence[Document], objective: Loss, step: SampledStep, *, ahead: bool = True
+) -> PreparedStep:
+    """Plans a step and lays out this rank's rows. Builds only the documents of these rows, and uses no device. ahead:
+    whether rows are built now, or on access."""
     chosen = choose(documents, step.documents)
     plan, local = engine.plan_step(chosen)
-    return PreparedStep(
-        step.number, step.documents, chosen, plan, local, engine.rows(plan, local, objective, step.number).ahead()
-    )
+    rows = engine.rows(plan, local, objective, step.number)
+    return PreparedStep(step.number, step.documents, chosen, plan, local, rows.ahead() if ahead else rows)
 
 
 def take_step(
