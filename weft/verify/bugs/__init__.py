@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weft.engine.losses.base import LossOutput
 from weft.engine.selfcheck.harness import STAND_IN
 
 # Figures of `weft verify`.
@@ -46,6 +47,14 @@ class Plant:
     def hit(self) -> None:
         """Count that the bug has changed a result."""
         self.hits += 1
+
+    def averaged(self, output: LossOutput, weight: float) -> LossOutput:
+        """The output averaged over its micro-batch in place of the step, on the scale of the first micro-batch, so that
+        only unlike ones differ. weight: of the micro-batch; one of 0 stays as it is."""
+        if not weight:
+            return output
+        self.hit()
+        return replace(output, loss_sum=output.loss_sum / weight * self.memory.setdefault("first", weight))
 
 
 @dataclass(frozen=True)

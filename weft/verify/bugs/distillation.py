@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,7 @@ DISTILLED = "tests/parity/test_distill_parity.py: a step of distillation is that
     caught_by=DISTILLED, issue="verl-project/verl#7225", needs="micro-batches of unlike sizes",
 )  # fmt: skip
 def distilled_by_micro_batch(plant: Plant, original: Original, self: Any, batch: Batch) -> LossOutput:
-    output, weight = original(self, batch), float(batch.weights_N.sum())
-    if not weight:
-        return output
-    plant.hit()
-    return replace(output, loss_sum=output.loss_sum / weight * plant.memory.setdefault("first", weight))
+    return plant.averaged(original(self, batch), float(batch.weights_N.sum()))
 
 
 @bug(

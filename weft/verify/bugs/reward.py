@@ -54,8 +54,4 @@ def margin_added(plant: Plant, original: Original, self: Any, batch: Batch) -> L
     caught_by=PREFERRED, issue="huggingface/trl#4104", needs="micro-batches with unlike numbers of answers",
 )  # fmt: skip
 def pairs_by_micro_batch(plant: Plant, original: Original, self: Any, batch: Batch) -> LossOutput:
-    output, answers = original(self, batch), len(batch.weights_N)
-    if not answers:
-        return output
-    plant.hit()
-    return replace(output, loss_sum=output.loss_sum / answers * plant.memory.setdefault("first", answers))
+    return plant.averaged(original(self, batch), len(batch.weights_N))
