@@ -96,28 +96,28 @@ class Dpo(Recipe[DpoConfig]):
 
     def _begin(self, name: str, indices: Sequence[int], documents: Sequence[Document], plan: StepPlan) -> None:
         """Tells the objective of a step: who is compared with whom, the reference, and what has to be read first."""
-        data, preference, places = self.documents[name], self.config.preference, np.array(indices, np.int64)
+        data, preference, rows = self.documents[name], self.config.preference, np.array(indices, np.int64)
         assert isinstance(data, Documents)
-        roles = np.array(ROLES)[data.roles[places]]
+        roles = np.array(ROLES)[data.roles[rows]]
         paired = preference.is_paired
-        chosen = np.flatnonzero(roles == "chosen") if paired else np.arange(len(places))
+        chosen = np.flatnonzero(roles == "chosen") if paired else np.arange(len(rows))
         rejected = np.flatnonzero(roles == "rejected") if paired else np.zeros(0, np.int64)
-        reference = torch.zeros(len(places), dtype=torch.float64)
+        reference = torch.zeros(len(rows), dtype=torch.float64)
         if self.reference is not None:
             reference = self.reference.of(name, indices)
         policy = torch.full_like(reference, torch.nan)
         columns = [chosen.tolist(), rejected.tolist()] if paired else [chosen.tolist()]
-        whole = range(len(chosen)) if self.objective.whole_step else split_examples(columns, plan)
-        first = sorted(column[example] for column in columns for example in whole)
-        if first:
-            policy[first] = read_sums(self.engine, choose(documents, first))
+        examples = range(len(chosen)) if self.objective.whole_step else split_examples(columns, plan)
+        positions = sorted(column[example] for column in columns for example in examples)
+        if positions:
+            policy[positions] = read_sums(self.engine, choose(documents, positions))
         self.objective.begin(
             StepAnswers(
                 torch.from_numpy(chosen),
                 torch.from_numpy(rejected),
                 reference,
-                torch.from_numpy(data.trained[places].astype(np.float64)),
-                torch.from_numpy(data.margins[places[chosen]].astype(np.float64)),
+                torch.from_numpy(data.trained[rows].astype(np.float64)),
+                torch.from_numpy(data.margins[rows[chosen]].astype(np.float64)),
                 torch.from_numpy(np.isin(roles, ("chosen", "desired")).astype(np.float64)),
                 self.mismatched_kl(data, indices) if "kto" in preference.losses else 0.0,
                 policy,

@@ -45,7 +45,7 @@ class ReferenceSums:
         self.config, self.documents, self.adapters_off = config, documents, adapters_off
         self.engine: Engine | None = engine
         self.sums = {
-            name: torch.full((len(of_name),), torch.nan, dtype=torch.float64) for name, of_name in documents.items()
+            name: torch.full((len(data_set),), torch.nan, dtype=torch.float64) for name, data_set in documents.items()
         }
 
     def of(self, name: str, indices: Sequence[int]) -> Tensor:
@@ -74,8 +74,8 @@ class ReferenceSums:
         engine = self.engine
         assert engine is not None and self.config.data.cache is not None
         folder, stored = self._stored(engine)
-        digests = {name: [document_digest(d) for d in of_name] for name, of_name in self.documents.items()}
-        read, total = 0, sum(len(of_name) for of_name in self.documents.values())
+        digests = {name: [document_digest(d) for d in data_set] for name, data_set in self.documents.items()}
+        read, total = 0, sum(len(data_set) for data_set in self.documents.values())
         for name, documents in self.documents.items():
             known = self.sums[name]
             known.copy_(torch.tensor([stored.get(d, torch.nan) for d in digests[name]], dtype=torch.float64))

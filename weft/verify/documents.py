@@ -50,12 +50,15 @@ def forest_steps(vocabulary: int, seed: int = 1) -> list[list[Document]]:
     def tokens(count: int) -> list[int]:
         return [source.randrange(3, vocabulary) for _ in range(count)]
 
-    prompt, other, turn, answer = tokens(23), tokens(9), tokens(5), tokens(19)
+    prompt, second_prompt, turn, answer = tokens(23), tokens(9), tokens(5), tokens(19)
     beginnings = [prompt] * 3 + [prompt + turn] * 3 + [prompt + turn + answer[:4]] * 2
     suffixes = [tokens(1), [], answer, tokens(17), answer, tokens(6), tokens(2), tokens(11)]
     forest = [*map(list.__add__, beginnings, suffixes), prompt + answer, tokens(13)]
     pair = [prompt + answer, prompt + tokens(8)]
-    prompts = [beginning + tokens(count) for beginning, count in ((prompt, 4), (other, 21), (prompt, 18), (other, 3))]
+    prompts = [
+        beginning + tokens(count)
+        for beginning, count in ((prompt, 4), (second_prompt, 21), (prompt, 18), (second_prompt, 3))
+    ]
     return [[(ids, [source.choice([0.0, 0.5, 1.0]) for _ in ids]) for ids in step] for step in (forest, pair, prompts)]
 
 

@@ -40,12 +40,12 @@ class PlainMuon(torch.optim.AdamW):
         update = torch.lerp(gradient, state["momentum"], self.momentum)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         for start, size in self.parts[parameter]:
-            place = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+            slices = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
             rows, columns = size[-2:]
             original, matched = math.sqrt(max(1, rows / columns)), 0.2 * math.sqrt(max(rows, columns))
             scale = original if self.scale == "original" else matched
-            step = orthogonal(update[place].reshape(rows, columns)).reshape(size)
-            parameter[place] -= group["lr"] * scale * step
+            step = orthogonal(update[slices].reshape(rows, columns)).reshape(size)
+            parameter[slices] -= group["lr"] * scale * step
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -50,18 +50,18 @@ class Optimizer:
         if self.name == "sgd":
             return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
         if self.coded:
-            return CodedAdamW(
-                groups,
-                {parameter: self.aliases.get(of[0], of[0]) for parameter, of in names.items()},
-                {parameter: has_codes(of[0], parameter) for parameter, of in names.items()},
-                betas=self.betas,
-                eps=self.eps,
-                seed=self.seed,
-            )
+            first = {parameter: tensor_names[0] for parameter, tensor_names in names.items()}
+            aliases = {parameter: self.aliases.get(name, name) for parameter, name in first.items()}
+            coded = {parameter: has_codes(name, parameter) for parameter, name in first.items()}
+            return CodedAdamW(groups, aliases, coded, betas=self.betas, eps=self.eps, seed=self.seed)
         if self.name == "muon":
+            parts = {
+                parameter: matrices
+                for parameter, tensor_names in names.items()
+                if (matrices := self._parts(tensor_names))
+            }
             for group in groups:
-                group["factor"] *= self.muon_rate if self._parts(names[group["params"][0]]) else 1.0
-            parts = {parameter: self._parts(of) for parameter, of in names.items() if self._parts(of)}
+                group["factor"] *= self.muon_rate if group["params"][0] in parts else 1.0
             return PlainMuon(
                 groups, parts, betas=self.betas, eps=self.eps, momentum=self.muon_momentum, scale=self.muon_scale
             )

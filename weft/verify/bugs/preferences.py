@@ -46,11 +46,11 @@ def aot_by_micro_batch(plant: Plant, original: Original, self: Any, step: Any) -
     if not self.whole_step:
         return
     plant.hit()
-    half, places = len(step.chosen) // 2, torch.stack([step.chosen, step.rejected])
+    half, positions = len(step.chosen) // 2, torch.stack([step.chosen, step.rejected])
     for part in (slice(0, half), slice(half, None)):  # each half sorts for itself
-        policy = step.policy[places[:, part]].requires_grad_()
+        policy = step.policy[positions[:, part]].requires_grad_()
         measured = self._measure(policy, torch.arange(len(step.chosen))[part])
-        (self._factors[places[:, part]],) = torch.autograd.grad(measured["loss"].sum(), policy)
+        (self._factors[positions[:, part]],) = torch.autograd.grad(measured["loss"].sum(), policy)
 
 
 @bug(

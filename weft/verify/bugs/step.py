@@ -246,13 +246,13 @@ def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Do
     caught_by=LOSS, issue="huggingface/transformers#36607",
 )  # fmt: skip
 def shifted_after_packing(
-    plant: Plant, original: Original, documents: Sequence[Document], places: Any, read: Sequence[int],
+    plant: Plant, original: Original, documents: Sequence[Document], token_index: Any, read: Sequence[int],
     include_last: bool, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    out: dict[str, Any] = original(documents, places, read, include_last, **options)
+    out: dict[str, Any] = original(documents, token_index, read, include_last, **options)
     if include_last or out["repeats"] is not None:
         return out
-    starts = [int(row_T[0]) for row_T in places.row_K.split(list(read))]
+    starts = [int(row_T[0]) for row_T in token_index.row_K.split(list(read))]
     for index, (before, document) in enumerate(pairwise(documents), start=1):
         packed = 0 <= starts[index - 1] + len(before) - starts[index] <= 1  # the last token is not read
         if packed and float(document.weights[0]):

@@ -351,11 +351,11 @@ def recompute_ignored(plant: Plant, original: Original, model: Any, run: Any) ->
 def recompute_in_low_precision(plant: Plant, original: Original, policy: Any, layer: Any, *args: Any) -> Any:
     forwards = count()
 
-    def run(hidden: Any, *others: Any) -> Any:
+    def run(hidden: Any, *inputs: Any) -> Any:
         if next(forwards):  # the first is the layer's forward
             plant.hit()
             hidden = hidden.bfloat16().to(hidden.dtype)
-        return layer(hidden, *others)
+        return layer(hidden, *inputs)
 
     return original(policy, run, *args)
 

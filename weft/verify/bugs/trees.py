@@ -24,14 +24,14 @@ _TRL, _MEGATRON = "huggingface/trl#7328", "NVIDIA/Megatron-LM#7386"
     caught_by=GRADIENTS, issue=_TRL,
 )  # fmt: skip
 def suffix_after_its_sibling(
-    plant: Plant, original: Original, documents: Sequence[Document], places: Any, read: Sequence[int], *args: Any,
+    plant: Plant, original: Original, documents: Sequence[Document], token_index: Any, read: Sequence[int], *args: Any,
     **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    out: dict[str, Any] = original(documents, places, read, *args, **options)
+    out: dict[str, Any] = original(documents, token_index, read, *args, **options)
     firsts = torch.tensor([0, *read]).cumsum(0)
     document_N, token_N = out["document_N"], out["token_N"]
     is_read = token_N < torch.tensor(read)[document_N] if read else token_N < 0
-    before_N = places.row_K[(firsts[document_N] + token_N)[is_read]] - 1
+    before_N = token_index.row_K[(firsts[document_N] + token_N)[is_read]] - 1
     plant.hits += int((before_N != out["selected_N"][is_read]).sum())
     return {**out, "selected_N": out["selected_N"].masked_scatter(is_read, before_N), "repeats": None}
 
@@ -47,10 +47,10 @@ def _segment_starts(row_T: Tensor) -> Tensor:
     caught_by=GRADIENTS, issue=_TRL,
 )  # fmt: skip
 def suffix_positions_restart(
-    plant: Plant, original: Original, documents: Sequence[Document], places: Any, read: Sequence[int], *args: Any
+    plant: Plant, original: Original, documents: Sequence[Document], token_index: Any, read: Sequence[int], *args: Any
 ) -> Tensor:
-    positions: Tensor = original(documents, places, read, *args)
-    for row_T in places.row_K.split(list(read)):
+    positions: Tensor = original(documents, token_index, read, *args)
+    for row_T in token_index.row_K.split(list(read)):
         starts_T = _segment_starts(row_T)
         if starts_T.any():
             plant.hit()
@@ -65,10 +65,10 @@ def suffix_positions_restart(
     caught_by=GRADIENTS, issue=_TRL,
 )  # fmt: skip
 def suffix_positions_run_on(
-    plant: Plant, original: Original, documents: Sequence[Document], places: Any, read: Sequence[int], *args: Any
+    plant: Plant, original: Original, documents: Sequence[Document], token_index: Any, read: Sequence[int], *args: Any
 ) -> Tensor:
-    positions: Tensor = original(documents, places, read, *args)
-    for row_T in places.row_K.split(list(read)):
+    positions: Tensor = original(documents, token_index, read, *args)
+    for row_T in token_index.row_K.split(list(read)):
         if _segment_starts(row_T).any():
             plant.hit()
             positions.view(-1)[row_T] = row_T - row_T[0]
