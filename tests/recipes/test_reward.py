@@ -21,6 +21,7 @@ from weft.config.load import load_config
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.observe.measured import measured_config
 from weft.recipes.reward import RewardRecipe
 
 Weft = Callable[..., subprocess.CompletedProcess[str]]
@@ -96,6 +97,8 @@ def test_a_run_goes_on_on_another_mesh(trained: tuple[Path, str], weft: Weft, fo
     (folder / "other/checkpoints/latest").unlink()
     for path in (folder / "other/checkpoints/step-000020").rglob("*"):
         path.unlink() if path.is_file() else None
+    refused = weft("reward", "--resume", "other", "optimizer.lr=1.0")
+    assert refused.returncode == 2 and "weft reward other/config.yaml model.path=" in refused.stderr
     done = weft("reward", "--resume", "other", "step.max_tokens_per_device=1024")
     assert done.returncode == 0, done.stderr
     assert [line["loss"] for line in lines(folder / "other")] == pytest.approx(expected, rel=1e-3, abs=1e-5)
@@ -222,6 +225,8 @@ def test_keys_that_do_not_go_together(here: Path, words: list[str], expected: st
 def test_a_reward_model_is_no_model_of_text(trained: tuple[Path, str], here: Path) -> None:
     words = [f"model.path={trained[0]}/checkpoints/latest", "data.path=letters.jsonl", "run.dir=text"]
     assert cli.main(["sft", *words, "--dry-run"]) != 0
+    with pytest.raises(UserError, match="gives scores, which weft eval does not measure"):
+        measured_config(str(trained[0]), ["preferences.jsonl"])
 
 
 @pytest.mark.parametrize("words", [

@@ -143,7 +143,7 @@ def resumed_notes(state: TrainerState, steps: int, changed: Mapping[str, tuple[s
     return notes + ([f"versions {'; '.join(differing)}: results may differ in their last bits"] if differing else [])
 
 
-def no_complete_checkpoint(folder: Path, skipped: Sequence[str], command: str = "sft") -> str:
+def no_complete_checkpoint(folder: Path, skipped: Sequence[str], command: str) -> str:
     """The error where RUN has no checkpoint to resume from."""
     with_weights = [
         step_folder(folder / "checkpoints", step)
@@ -156,7 +156,7 @@ def no_complete_checkpoint(folder: Path, skipped: Sequence[str], command: str = 
     return f"--resume {folder}: no checkpoint can be resumed from:\n" + "\n".join(f"  {t}" for t in skipped) + advice
 
 
-def other_training(folder: Path, state: TrainerState, problems: Sequence[str], command: str = "sft") -> str:
+def other_training(folder: Path, state: TrainerState, problems: Sequence[str], command: str) -> str:
     """The error where a config would resume with another training."""
     return (
         f"--resume {folder}: this config differs from the one that trained up to step {state.step}:\n"
@@ -166,7 +166,7 @@ def other_training(folder: Path, state: TrainerState, problems: Sequence[str], c
     )
 
 
-def from_weights(checkpoint: Path, command: str = "sft") -> str:
+def from_weights(checkpoint: Path, command: str) -> str:
     """The command that starts a new run from a checkpoint's weights."""
     config = shlex.quote(str(checkpoint.parent.parent / "config.yaml"))
     if (checkpoint / ADAPTER).is_file():  # keys that the adapter sets cannot be set beside it

@@ -44,6 +44,11 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
     run, checkpoint = _find_weights(Path(path), step)
     sections = {} if run is None else plain_sections(read_config_file(str(run / "config.yaml")))
     written = with_current_names(sections, RlConfig)
+    if "reward" in written:
+        raise UserError(
+            f"weft eval {path}: a model of weft reward gives scores, which weft eval does not measure: eval.path or "
+            "eval.share measures held-out data during training."
+        )
     rewards = "rl" in written or any(name.startswith("rl.") for name in named)
     base = _copied_keys(written, rewards)
     base["model"] = {"path": path if checkpoint is None else str(checkpoint)}

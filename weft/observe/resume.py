@@ -94,7 +94,7 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
         *_contents_changed(state, config, data),
     ]
     if problems:
-        raise UserError(other_training(folder, state, problems))
+        raise UserError(other_training(folder, state, problems, config.command))
     notes += resumed_notes(state, steps, changed)
     return Start(
         step=state.step,
