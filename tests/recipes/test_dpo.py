@@ -269,6 +269,7 @@ def test_a_pair_that_is_too_long_goes_as_a_whole(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[list[str], str]] = [
     (["preference.loss=dpo"], "preference.loss: dpo is none of"),
+    (["preference.loss=dpo"], "The loss of DPO is sigmoid"),
     (["preference.loss=[sigmoid,kto]"], "kto is of answers one by one"),
     (["preference.loss=[sigmoid,sft]", "preference.weights=[1.0]"], "1 numbers for 2 losses"),
     (["preference.loss=exo_pair"], "label_smoothing is 0"),

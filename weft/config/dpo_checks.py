@@ -30,7 +30,9 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
     names, facts = preference.losses, preference.facts
     for name in names:
         if name not in LOSSES and not IMPORT_PATH.fullmatch(name):
-            yield "preference.loss", f"preference.loss: {name} is none of {', '.join(LOSSES)}, nor an import path."
+            hint = " The loss of DPO is sigmoid." if name == "dpo" else ""
+            known = ", ".join(LOSSES)
+            yield "preference.loss", f"preference.loss: {name} is none of {known}, nor an import path.{hint}"
     if len({*names}) < len(names):
         yield "preference.loss", "preference.loss names a loss twice: add up its preference.weights."
     if len({fact.paired for fact in facts}) > 1:
