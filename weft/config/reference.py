@@ -272,10 +272,17 @@ _COMMENTS = {
     "step.max_tokens_per_device": "of one forward on one rank: lower it where memory is short",
     "run.dir": "where the run writes; left out: runs/NAME-DATE",
 }
+# Command -> key -> the comment in its first config, where that of all commands is not true.
+_PREFERENCES = {
+    "data.path": "rows of prompt, chosen and rejected, or of prompt, completion and label: JSONL, Parquet, a hub dataset",
+    "step.documents": "Pairs, or answers with a label, in an optimizer step, over all ranks",
+    "eval.share": "of the pairs or answers, held out and evaluated",
+}
+_COMMENTS_OF = {"dpo": _PREFERENCES, "reward": _PREFERENCES}
 
 
 def starter(command: str, chosen: Mapping[str, Any]) -> str:
-    """A first config for `weft sft` or `weft rl`, as YAML with a comment at each key. chosen: dotted key -> value that
+    """A first config for a command, as YAML with a comment at each key. chosen: dotted key -> value that
     replaces the one of this file, also of keys that it does not have."""
     keys = schema_keys(SCHEMAS[command])
     active = {name: _FIRST[command].get(name, keys[name].default) for name in _SET[command].split()}
@@ -283,6 +290,7 @@ def starter(command: str, chosen: Mapping[str, Any]) -> str:
         active["rl.reward"] = _FIRST["rl"]["rl.reward"]
     active |= {name: value for name, value in chosen.items() if name in keys}
     shown = {name: _EXAMPLES[name] for name in _SHOWN[command].split() if name not in active}
+    comments = _COMMENTS | _COMMENTS_OF.get(command, {})
     lines = [
         f"# A config of `weft {command}`. Look at it: weft {command} THIS --dry-run; run it: weft {command} THIS",
         "# Every key has a default: what is behind a # is an example. `weft keys WORD` tells more of a key.",
@@ -293,15 +301,16 @@ def starter(command: str, chosen: Mapping[str, Any]) -> str:
         if not set_here and not examples_here:
             continue
         lines += ["", f"{section}:" if set_here else f"# {section}:"]
-        lines += [_line(keys[name], value, "  ") for name, value in set_here.items()]
-        lines += [_line(keys[name], value, "  # " if set_here else "#   ") for name, value in examples_here.items()]
+        lines += [_line(keys[name], value, "  ", comments) for name, value in set_here.items()]
+        indent = "  # " if set_here else "#   "
+        lines += [_line(keys[name], value, indent, comments) for name, value in examples_here.items()]
     return "\n".join(lines) + "\n"
 
 
-def _line(key: Key, value: Any, indent: str) -> str:
+def _line(key: Key, value: Any, indent: str, comments: Mapping[str, str]) -> str:
     """`  lr: 1e-05  # peak learning rate`."""
     text = f"{indent}{key.leaf}: {written(list(value) if isinstance(value, tuple) else value)}"
-    return f"{text:<44}  # {_COMMENTS.get(key.name) or _beginning(key.help)}"
+    return f"{text:<44}  # {comments.get(key.name) or _beginning(key.help)}"
 
 
 def _beginning(text: str) -> str:

@@ -379,11 +379,12 @@ class _SourceDocuments:
             formats=tuple((name, int(count)) for name, count in zip(ALL_KINDS, counts, strict=False) if count),
             in_epoch=self.share.in_epoch,
             bad=self.bad,
-            unit=_unit([selection.table.roles[selection.indices] for selection in self.selections]),
+            unit=unit_of([selection.table.roles[selection.indices] for selection in self.selections]),
         )
 
 
-def _unit(roles: Sequence[Array]) -> str:
+def unit_of(roles: Sequence[Array]) -> str:
+    """What a step counts of documents with these roles: documents, or pairs or answers of preferences."""
     present = {ROLES[int(role)] for of_table in roles for role in np.unique(of_table)} - {""}
     paired = {"chosen", "rejected"}
     return "documents" if not present else "pairs" if present <= paired else "rows" if present & paired else "answers"

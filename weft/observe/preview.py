@@ -73,11 +73,12 @@ class TokenisedPart:
 @dataclass(frozen=True, slots=True)
 class Planned:
     """plans: of the first steps. steps: number of steps of an epoch, estimated if only a sample was read. ranks: data
-    ranks."""
+    ranks. unit: what step.documents counts."""
 
     plans: Sequence[StepPlan]
     steps: int
     ranks: int
+    unit: str = "documents"
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +364,7 @@ def _plan_lines(preview: Preview) -> list[str]:
     plans = planned.plans
     rows = [plan.micro_batches for plan in plans]
     first = plans[0].totals
-    size = f"{step.documents:,} documents" if step.documents is not None else f"up to {step.tokens:,} tokens"
+    size = f"{step.documents:,} {planned.unit}" if step.documents is not None else f"up to {step.tokens:,} tokens"
     first_steps = "the first step" if len(plans) == 1 else f"the first {len(plans)} steps"
     return [
         f"steps    {about}{planned.steps:,} in an epoch, of {size} each; the first has {first.tokens:,} tokens, of "

@@ -154,6 +154,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
     """The plans of the first steps, for `world` data ranks; None if no documents are left."""
     import numpy as np
 
+    from weft.data.documents import unit_of
     from weft.data.order import SourceShare, StepSampler
     from weft.engine.batch.document import DocumentMeta, omitted_tokens
     from weft.engine.step_plan.plan import plan_step
@@ -194,7 +195,8 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
         plan_step([meta(i) for i in step.documents], ranks=world, budget=budget, shapes=shapes, ring=config.mesh.cp)
         for step in islice(steps, _PLANNED)
     ]
-    return Planned(plans, _steps_in_epoch(config, read, pieces, len(steps)), world)
+    unit = unit_of([piece.table.roles[piece.indices] for piece in pieces])
+    return Planned(plans, _steps_in_epoch(config, read, pieces, len(steps)), world, unit)
 
 
 def _example_ends(pieces: Sequence[Any]) -> list[int]:
