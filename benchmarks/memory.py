@@ -1,20 +1,22 @@
-"""What each knob of memory saves and costs, on the CPU: weft's own forward and backward of a model of 30M parameters.
+"""What each setting of memory saves and costs, on the CPU: weft's forward and backward of a model of 30M parameters.
 
-    python benchmarks/memory.py                    # rows of 4,096 and 16,384 tokens, about ten minutes on one core
+    python benchmarks/memory.py                    # rows of 4,096 and 16,384 tokens, about twenty minutes on one core
     python benchmarks/memory.py --tokens 1024      # one row length
 
-For each knob: what a row keeps after its forward, the planner's figure for it, the rise of the process's memory in a
-forward and backward, and processor seconds. Knobs take turns, `--rounds` times; the table has medians, and seconds also
-relative to the first knob.
+For each setting: what a row keeps for backward by the planner's figure, the rise of the process's memory in a forward
+and backward (gradients are in it), the module's weights, and processor seconds. Each is measured in a process of its
+own, in turns, `--rounds` times; the table has medians, and seconds also relative to the first setting.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +34,7 @@ from weft.launch.process import join
 from weft.parallel.activations import saved_bytes
 
 MIB = 2**20
-KNOBS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "recompute: none": {"model": {"recompute": "none"}},
     "recompute: {keep: [attention], every: 2}": {"model": {"recompute": RecomputePolicy(("attention",), 2)}},
     "recompute: selective": {"model": {"recompute": "selective"}},
@@ -53,15 +55,32 @@ def write_model(folder: Path) -> None:
     LlamaForCausalLM(shape).save_pretrained(folder)
 
 
-def open_engine(path: str, tokens: int, knob: dict[str, Any]) -> Engine:
+@dataclass(frozen=True)
+class Measured:
+    """kept: the planner's bytes that a row keeps for backward. weights: bytes of the module. rise: bytes by which the
+    process grew in a forward and backward. seconds: processor seconds of these."""
+
+    kept: int
+    weights: int
+    rise: int
+    seconds: float
+
+
+def open_engine(path: str, tokens: int, setting: dict[str, Any]) -> Engine:
     config = EngineConfig(
-        model=ModelConfig(path=path, **knob["model"]),
-        lora=LoraConfig(**knob.get("lora", {})),
+        model=ModelConfig(path=path, **setting["model"]),
+        lora=LoraConfig(**setting.get("lora", {})),
         mesh=MeshConfig(),
         fsdp=FsdpConfig(),
         step=StepConfig(documents=1, max_tokens_per_device=tokens),
     )
     return Engine(config, join("cpu"))
+
+
+def four_documents(tokens: int) -> list[Document]:
+    generator = torch.Generator().manual_seed(0)
+    length = tokens // 4 + 1
+    return [Document(torch.randint(3, 4096, (length,), generator=generator), torch.ones(length)) for _ in range(4)]
 
 
 def resident() -> tuple[int, int]:
@@ -75,53 +94,52 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure(engine: Engine, documents: list[Document]) -> tuple[float, float]:
-    """(MiB that the process grew by, processor seconds) of one forward and backward."""
-    plan, own = engine.plan_step(documents)
+def step(engine: Engine, documents: list[Document]) -> float:
+    """One forward and backward; its processor seconds."""
+    plan, local = engine.plan_step(documents)
+    started = time.process_time()
+    engine.accumulate(plan, local, CrossEntropy())
+    seconds = time.process_time() - started
+    engine.drop_gradients()
+    return seconds
+
+
+def measure(path: str, tokens: int, setting: dict[str, Any]) -> Measured:
+    """Called in a process of its own: one that has computed keeps freed memory, and grows no more."""
+    engine = open_engine(path, tokens, setting)
+    step(engine, four_documents(64))  # loads libraries, makes caches
+    documents = four_documents(tokens)
     forget_peak()
     before, _ = resident()
-    started = time.process_time()
-    engine.accumulate(plan, own, CrossEntropy())
-    seconds = time.process_time() - started
+    seconds = step(engine, documents)
     _, peak = resident()
-    engine.drop_gradients()
-    return (peak - before) / MIB, seconds
+    saved = saved_bytes(engine.built.config, engine.precision.compute)
+    kept = saved.bytes(tokens, recompute=policy_of(engine.config.model.recompute))
+    return Measured(kept, sum(p.numel() * p.element_size() for p in engine.module.parameters()), peak - before, seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16_384])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--knobs", nargs="+", default=list(KNOBS), choices=list(KNOBS))
-    given = parser.parse_args()
-    with TemporaryDirectory() as folder:
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    options = parser.parse_args()
+    with (
+        TemporaryDirectory() as folder,
+        multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh_process,
+    ):
         write_model(Path(folder))
-        for tokens in given.tokens:
-            generator = torch.Generator().manual_seed(0)
-            documents = [
-                Document(torch.randint(3, 4096, (tokens // 4 + 1,), generator=generator), torch.ones(tokens // 4 + 1))
-                for _ in range(4)
-            ]
-            seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
-            stored: dict[str, tuple[int, int]] = {}
-            for round_ in range(given.rounds + 1):
-                for name in given.knobs:
-                    engine = open_engine(folder, tokens, KNOBS[name])
-                    figures = measure(engine, documents)
-                    if round_:  # the first warms caches
-                        seen[name].append(figures)
-                    policy = policy_of(engine.config.model.recompute)
-                    saved = saved_bytes(engine.built.config, engine.precision.compute)
-                    row = saved.bytes(tokens, recompute=policy)
-                    stored[name] = row, sum(p.numel() * p.element_size() for p in engine.module.parameters())
-                    del engine
-                    gc.collect()
+        for tokens in options.tokens:
+            measured: dict[str, list[Measured]] = defaultdict(list)
+            for _ in range(options.rounds):
+                for name in options.settings:
+                    measured[name].append(fresh_process.apply(measure, (folder, tokens, SETTINGS[name])))
             print(f"\nrow of {tokens:,} tokens: MiB kept for backward (planned) | rise | weights | processor s | ratio")
-            first = statistics.median(seconds for _, seconds in seen[given.knobs[0]])
-            for name in given.knobs:
-                rise, seconds = (statistics.median(values) for values in zip(*seen[name], strict=True))
-                kept, weights = (size / MIB for size in stored[name])
-                sizes = f"{kept:8.0f} {rise:8.0f} {weights:8.1f}"
+            first = statistics.median(one.seconds for one in measured[options.settings[0]])
+            for name, rounds in measured.items():
+                rise = statistics.median(one.rise for one in rounds)
+                seconds = statistics.median(one.seconds for one in rounds)
+                sizes = f"{rounds[0].kept / MIB:8.0f} {rise / MIB:8.0f} {rounds[0].weights / MIB:8.1f}"
                 print(f"{name:42} {sizes} {seconds:8.2f} {seconds / first:6.2f}", flush=True)
 
 
