@@ -10,42 +10,20 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
-
-
-class Record(TrainerCallback):
-    """Processor seconds of each step, and what it logs."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.last = time.process_time()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        now = time.process_time()
-        self.seconds.append(now - self.last)
-        self.last = now
-
-    def on_log(self, arguments: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs:
-            self.losses.append(logs["loss"])
-            self.norms.append(logs["grad_norm"])
+from trl_steps import StepRecord
 
 
 def main(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in Path(spec["data"]).read_text().splitlines()]
-    record, pairs = Record(), spec["pairs"]
+    record, pairs = StepRecord(), spec["pairs"]
     with tempfile.TemporaryDirectory() as folder:
         arguments = DPOConfig(
             output_dir=folder, max_steps=spec["steps"], per_device_train_batch_size=spec["batch"],

@@ -97,29 +97,14 @@ def run_trl(spec: Answer) -> Answer:
     import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models
-    from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
     from trl import RewardConfig, RewardTrainer
-
-    class Timer(TrainerCallback):
-        def __init__(self) -> None:
-            self.times: list[float] = []
-            self.lines: list[dict[str, float]] = []
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.last = time.process_time()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            now = time.process_time()
-            self.times.append(now - self.last)
-            self.last = now
-
-        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
-            self.lines += [logs] if "loss" in logs else []
+    from trl_steps import StepRecord
 
     torch.set_num_threads(1)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1, "a": 2}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
-    timer = Timer()
+    record = StepRecord()
     with tempfile.TemporaryDirectory() as out:
         arguments = RewardConfig(
             output_dir=out, max_steps=spec["steps"], per_device_train_batch_size=PAIRS // ACCUMULATED,
@@ -137,11 +122,10 @@ def run_trl(spec: Answer) -> Answer:
 
         trainer = InOrder(
             model=model, args=arguments, train_dataset=Dataset.from_list(spec["pairs"]), processing_class=tokenizer,
-            callbacks=[timer],
+            callbacks=[record],
         )  # fmt: skip
         trainer.train()
-    losses, norms = ([line[name] for line in timer.lines] for name in ("loss", "grad_norm"))
-    return {"times": timer.times, "losses": losses, "norms": norms}
+    return {"times": record.seconds, "losses": record.losses, "norms": record.norms}
 
 
 def answer_of(python: str, contestant: str, spec: Path) -> Answer:

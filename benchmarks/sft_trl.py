@@ -21,23 +21,9 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
-
-
-class Timer(TrainerCallback):
-    """Seconds from the end of one step to that of the next: with the data loader, without what comes before."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.last = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self.last)
-        self.last = now
+from trl_steps import StepRecord
 
 
 class Trainer(SFTTrainer):
@@ -97,7 +83,7 @@ def main() -> None:
     mode, path = sys.argv[1:]
     spec = json.loads(Path(path).read_text())
     with tempfile.TemporaryDirectory() as out:
-        timer = Timer()
+        timer = StepRecord(time.perf_counter)
         training = arguments(spec, mode == "check", out)  # it sets up the process group
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
             let_fsdp_run_on_cpu()
@@ -116,7 +102,7 @@ def main() -> None:
     report(trainer, timer)
 
 
-def report(trainer: Trainer, timer: Timer) -> None:
+def report(trainer: Trainer, timer: StepRecord) -> None:
     steps, state = len(timer.seconds), PartialState()
     tokens = torch.tensor(trainer.forward_tokens).view(steps, -1).sum(1)
     losses = torch.tensor(trainer.forward_losses).view(steps, -1).sum(1)
