@@ -274,7 +274,7 @@ _COMMENTS = {
 }
 # Command -> key -> the comment in its first config, where that of all commands is not true.
 _PREFERENCES = {
-    "data.path": "rows of prompt, chosen and rejected, or of prompt, completion and label: JSONL, Parquet, a hub dataset",
+    "data.path": "rows of prompt, chosen and rejected, or of prompt, completion and label: JSONL, a hub dataset",
     "step.documents": "Pairs, or answers with a label, in an optimizer step, over all ranks",
     "eval.share": "of the pairs or answers, held out and evaluated",
 }
