@@ -273,12 +273,12 @@ _COMMENTS = {
     "run.dir": "where the run writes; left out: runs/NAME-DATE",
 }
 # Command -> key -> the comment in its first config, where that of all commands is not true.
-_PREFERENCES = {
+_PAIR_COMMENTS = {
     "data.path": "rows of prompt, chosen and rejected, or of prompt, completion and label: JSONL, a hub dataset",
     "step.documents": "Pairs, or answers with a label, in an optimizer step, over all ranks",
     "eval.share": "of the pairs or answers, held out and evaluated",
 }
-_COMMENTS_OF = {"dpo": _PREFERENCES, "reward": _PREFERENCES}
+_COMMENTS_OF = {"dpo": _PAIR_COMMENTS, "reward": _PAIR_COMMENTS}
 
 
 def starter(command: str, chosen: Mapping[str, Any]) -> str:
