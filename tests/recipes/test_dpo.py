@@ -17,7 +17,8 @@ from tests.support.pool import run
 from weft.config.dpo_schema import DpoConfig
 from weft.config.load import load_config
 from weft.data.documents import Documents
-from weft.data.records import ROLES
+from weft.data.preferences import parse_answers
+from weft.data.records import ROLES, ParseOptions
 from weft.engine.losses.preference.answers import Pairs, divergence_score
 from weft.engine.losses.preference.pairs import discopop
 from weft.engine.losses.preference.without_reference import cpo
@@ -257,6 +258,12 @@ def test_bad_rows_are_named_by_line(row: dict[str, Any], message: str | None, tm
     with pytest.raises(UserError, match=f"rows.jsonl:2: .*{message}"):
         pair_rows(tmp_path, good, row)
     assert len(pair_rows(tmp_path, good, row, **{"data.bad_rows": "drop"})) == 2
+
+
+def test_a_missing_number_of_a_table_is_no_margin() -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": float("nan")}
+    with pytest.raises(UserError, match="`margin` must be a finite number, not nan"):
+        parse_answers("rows:2", row, ParseOptions(preferences=True))
 
 
 def test_a_pair_that_is_too_long_goes_as_a_whole(tmp_path: Path) -> None:

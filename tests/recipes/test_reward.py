@@ -20,6 +20,9 @@ from weft import cli
 from weft.config.load import load_config
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
+from weft.config.schema import LabelKind
+from weft.data.labels import parse_labelled
+from weft.data.records import ParseOptions
 from weft.errors import UserError
 from weft.observe.measured import measured_config
 from weft.recipes.reward import RewardRecipe
@@ -197,6 +200,7 @@ def test_steps_are_learnt(weft: Weft, folder: Path) -> None:
     ([{"prompt": "to anna", "completion": "rain"}], ["reward.loss=regression"], "no `label`: say in data.columns"),
     ([{"prompt": "to anna", "completion": "rain", "label": "good"}], ["reward.loss=regression"], "must be a number"),
     ([{"prompt": "to anna", "completion": "rain", "label": 2}], ["reward.loss=classification"], "classes are 0 to 1"),
+    ([{"prompt": "to anna", "completions": ["a"], "labels": [None]}], ["reward.loss=process"], "or false, not None"),
     ([{"prompt": "to anna", "completions": ["rain"], "labels": []}], ["reward.loss=process"], "for each of 1 steps"),
     ([{"prompt": "to anna", "completions": ["rain"]}], ["reward.loss=process"], "has no `labels`"),
     ([{"prompt": "to anna", "completions": ["rain"], "labels": [3]}], ["reward.loss=process"], "true or false, not 3"),
@@ -208,6 +212,13 @@ def test_rows_that_have_no_label_are_named(
     with pytest.raises(UserError) as caught:
         recipe_of(folder, *words).read_data()
     assert expected in str(caught.value) and ":1: " in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["number", "class"])
+def test_a_missing_number_of_a_table_is_no_label(kind: LabelKind) -> None:
+    row = {"prompt": "to anna", "completion": "rain", "label": float("nan")}
+    with pytest.raises(UserError, match="^rows:2: `label` must be a finite number, not nan"):
+        parse_labelled("rows:2", row, ParseOptions(label=kind, num_labels=2))
 
 
 @pytest.mark.parametrize(("words", "expected"), [

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.config.yaml12 import override
 from weft.data.columns import add_named_columns
-from weft.data.messages import describe_type
+from weft.data.messages import describe_type, finite_number
 from weft.data.records import ParseOptions, Record, parse_row
 from weft.errors import UserError
 
@@ -34,15 +34,14 @@ def parse_labelled(location: str, row: Mapping[str, Any], reading: ParseOptions,
             f"{location}: has {names}, and no `label`: say in data.columns which column is the label, as in "
             f"{override('data.columns', {'label': 'rating'})}."
         )
-    if not isinstance(label, int | float):
-        raise UserError(f"{location}: `label` must be a number, not {describe_type(label)}.")
-    if reading.label == "class" and (label != int(label) or not 0 <= label < reading.num_labels):
+    number = finite_number(location, "label", int(label) if isinstance(label, bool) else label)
+    if reading.label == "class" and (number != int(number) or not 0 <= number < reading.num_labels):
         raise UserError(
             f"{location}: `label` is {label}, and the classes are 0 to {reading.num_labels - 1} (reward.num_labels)."
         )
-    others = {name: value for name, value in present.items() if name not in ("label", "score")}
-    record = parse_row(location, others, replace(reading, columns={}), folder)
-    return replace(record, margin=float(label))
+    document = {name: value for name, value in present.items() if name not in ("label", "score")}
+    record = parse_row(location, document, replace(reading, columns={}), folder)
+    return replace(record, margin=number)
 
 
 def _steps(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
@@ -57,8 +56,8 @@ def _steps(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Reco
     if not isinstance(labels, list) or len(labels) != len(steps) or not steps:
         count = len(labels) if isinstance(labels, list) else describe_type(labels)
         raise UserError(f"{location}: `labels` must have one entry for each of {len(steps)} steps, not {count}.")
-    if wrong := next((label for label in labels if label not in (0, 1, True, False)), None):
-        raise UserError(f"{location}: `labels` must be true or false, not {wrong!r}.")
+    if wrong := [label for label in labels if label not in (0, 1, True, False)]:
+        raise UserError(f"{location}: `labels` must be true or false, not {wrong[0]!r}.")
     trained = [int(label) + 1 for label in labels]
     if reading.last_step_only:
         trained[:-1] = [0] * (len(steps) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -523,3 +524,13 @@ def describe_type(value: Any) -> str:
     """The type of a JSON value in words, such as "a number"."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object")
+
+
+def finite_number(location: str, name: str, value: Any) -> float:
+    """The number in a column. Raises UserError for anything else, and for NaN, which tables have in place of a missing
+    number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{location}: `{name}` must be a number, not {describe_type(value)}.")
+    if not math.isfinite(value):
+        raise UserError(f"{location}: `{name}` must be a finite number, not {value}.")
+    return float(value)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.data.columns import add_named_columns
-from weft.data.messages import describe_type
+from weft.data.messages import describe_type, finite_number
 from weft.data.records import CONVERSATIONS, QUESTIONS, ParseOptions, Record, Role, is_json_list, parse_row
 from weft.errors import UserError
 from weft.strict_json import parse
@@ -87,11 +87,9 @@ def _pair(location: str, row: Mapping[str, Any]) -> list[AnswerRow]:
         )
     if chosen == rejected:
         raise UserError(f"{location}: `chosen` and `rejected` are equal: there is nothing to prefer. Remove the row.")
-    margin = row.get("margin", 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise UserError(f"{location}: `margin` must be a number, not {describe_type(margin)}.")
+    margin = finite_number(location, "margin", row.get("margin", 0.0))
     prompt = next((name for name in _PROMPTS if name in row), None)
-    others = {n: v for n, v in row.items() if n not in (*_PAIR, *_PROMPTS, *_LABELS, "margin", "completion")}
+    shared = {n: v for n, v in row.items() if n not in (*_PAIR, *_PROMPTS, *_LABELS, "margin", "completion")}
     texts = isinstance(chosen, str)
     question = None if prompt is None else row[prompt]
     if prompt == "instruction":  # Alpaca's columns
@@ -112,8 +110,8 @@ def _pair(location: str, row: Mapping[str, Any]) -> list[AnswerRow]:
             location, question, *(turns if isinstance(turns, list) else [turns] for turns in (chosen, rejected))
         )
     return [
-        AnswerRow("chosen", {**others, **halves[0]}, float(margin)),
-        AnswerRow("rejected", {**others, **halves[1]}, float(margin)),
+        AnswerRow("chosen", {**shared, **halves[0]}, margin),
+        AnswerRow("rejected", {**shared, **halves[1]}, margin),
     ]
 
 
