@@ -94,8 +94,10 @@ class Documents(MeasuredDocuments):
             [begin + selection.example_ends for begin, selection in zip(begins, selections, strict=True)]
         )
         sizes = np.diff(self.example_ends, prepend=0)
-        examples = np.repeat(np.arange(len(sizes)), sizes).tolist()
-        self._groups: Sequence[int | None] = examples if len(sizes) < len(examples) else [None] * len(examples)
+        grouped = len(sizes) < len(self)
+        self._groups: Sequence[int | None] = (
+            np.repeat(np.arange(len(sizes)), sizes).tolist() if grouped else [None] * len(self)
+        )
         # [documents], as in Chunk
         self.roles: Array = np.concatenate([selection.table.roles[selection.indices] for selection in selections])
         self.margins: Array = np.concatenate([selection.table.margins[selection.indices] for selection in selections])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,15 +14,16 @@ def mismatched(documents: Documents, index: int, limit: int) -> Document:
     """The prompt of a document with an answer of the example before it in the data, cut to `limit` tokens. It depends
     on the data alone, and not on the order or the cut of steps."""
     ends = documents.example_ends
-    example = int((ends > index).argmax())
+    example = int(np.searchsorted(ends, index, side="right"))
     begin = int(ends[example - 1]) if example else 0
-    other = example - 1 if example else len(ends) - 1
-    first, last = (int(ends[other - 1]) if other else 0), int(ends[other])
-    own, source = documents.build(index), documents.build(min(first + index - begin, last - 1))
-    start, answer = _answer_start(own.weights), _answer_start(source.weights)
-    tokens = torch.cat([own.tokens[:start], source.tokens[answer:]])[:limit]
-    weights = torch.cat([torch.zeros(start), (source.weights[answer:] != 0).float()])[:limit]
-    return Document(tokens, weights, media=own.media, source=f"{own.source} with the answer of {source.source}")
+    before = (example or len(ends)) - 1  # of the first example the last
+    first, last = (int(ends[before - 1]) if before else 0), int(ends[before])
+    prompted, answered = documents.build(index), documents.build(min(first + index - begin, last - 1))
+    start, answer = _answer_start(prompted.weights), _answer_start(answered.weights)
+    tokens = torch.cat([prompted.tokens[:start], answered.tokens[answer:]])[:limit]
+    weights = torch.cat([torch.zeros(start), (answered.weights[answer:] != 0).float()])[:limit]
+    source = f"{prompted.source} with the answer of {answered.source}"
+    return Document(tokens, weights, media=prompted.media, source=source)
 
 
 def _answer_start(weights: Tensor) -> int:

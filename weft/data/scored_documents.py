@@ -66,18 +66,23 @@ class StepDocuments(Documents):
     def __init__(self, documents: Documents) -> None:
         self.__dict__.update(vars(documents))
         measures = documents.measures()
-        counts = np.array([int((self._marks(index) > 0).sum()) for index in range(len(documents))])
+        counts = documents.trained + self._first_marks()
         self._measures = measures._replace(
             length=measures.length + 1, weight=counts.astype(np.float64), loss_tokens=counts
         )
 
-    def _marks(self, index: int) -> Tensor:
-        """[T] the label of each token's step + 1, 0 for tokens that end none."""
-        return super().build(index).weights
+    def _first_marks(self) -> Array:
+        """[documents] 1 if the first token ends a step, which happens where a prompt has no token, else 0."""
+        first = [np.empty(0, np.int64)]
+        for selection in self._selections:
+            table, indices = selection.table, selection.indices
+            first.append((table.trained[table.ends[indices] - table.lengths[indices]] > 0).astype(np.int64))
+        return np.concatenate(first)
 
     def build(self, index: int) -> Document:
         document = super().build(index)
-        marks = torch.cat([torch.zeros(1), document.weights])  # a token is scored by the prediction of the next
+        # [T + 1] the label + 1 of the step that a token ends, or 0, where the next token is predicted
+        marks = torch.cat([torch.zeros(1), document.weights])
         return Document(
             with_end_mark(document.tokens), (marks > 0).float(), arrays={"label": (marks - 1).clamp(min=0.0)},
             source=document.source, dataset=document.dataset,
