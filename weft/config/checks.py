@@ -232,18 +232,15 @@ def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
         if is_refused:
             yield (
                 key,
-                (
-                    f"{key} does not go together with lora.base={config.lora.base}: {why}. Set "
-                    f"{override(key, instead)}, "
-                    "or lora.base=compute."
-                ),
+                f"{key} does not go together with lora.base={config.lora.base}: {why}. Set {override(key, instead)}, "
+                "or lora.base=compute.",
             )
     if hasattr(config, "rollout"):
         yield (
             "lora.base",
             "lora.base=nf4 is for weft sft: engines of weft rl take the base from the trainer. Set lora.base=compute.",
         )
-    elif getattr(config, "eval", None) is not None and config.eval.prompts is not None:
+    elif config.eval.prompts is not None:
         yield (
             "eval.prompts",
             "eval.prompts does not go together with lora.base=nf4: the copy of the model that answers takes the base "

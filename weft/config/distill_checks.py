@@ -34,7 +34,7 @@ def _combinations(config: DistillConfig) -> Iterator[tuple[str, str]]:
 
 
 def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
-    distill, own = config.distill, (BASE, AVERAGE)
+    distill = config.distill
     if (distill.teacher is None) == (distill.teachers is None):
         state = "neither is" if distill.teacher is None else "both are"
         yield (
@@ -67,10 +67,8 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
         )
     if distill.teachers is None:
         return
-    names = [source_name(source) for source in config.data.sources or ()]
-    names += [source_name(source) for source in config.eval.sources or ()]
-    trained = [source_name(source) for source in config.data.sources or ()]
-    if not trained:
+    names = [source_name(source) for source in (*(config.data.sources or ()), *(config.eval.sources or ()))]
+    if not config.data.sources:
         yield (
             "distill.teachers",
             "distill.teachers gives each source of the data a teacher, but data.sources is not set: set it, or name "
@@ -96,7 +94,7 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
             "eval.share",
             "eval.share has no name by which distill.teachers could give it a teacher: set eval.sources.",
         )
-    if paths := [path for path in distill.teachers.values() if path in own]:
+    if paths := [path for path in distill.teachers.values() if path in (BASE, AVERAGE)]:
         yield (
             "distill.teachers",
             f"distill.teachers names {paths[0]}, which is the student itself: name models, or set distill.teacher.",

@@ -52,12 +52,12 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             "preference.label_smoothing is 0, where exo_pair is not defined (log 0): set it above, as in "
             "preference.label_smoothing=0.001.",
         )
-    whole = [name for name, fact in zip(names, facts, strict=True) if not fact.tail]
-    if preference.ld_alpha is not None and whole:
+    without_tail = [name for name, fact in zip(names, facts, strict=True) if not fact.tail]
+    if preference.ld_alpha is not None and without_tail:
         yield (
             "preference.ld_alpha",
-            f"preference.ld_alpha has no meaning for {whole[0]}, which counts every token of an answer alike: set "
-            "preference.ld_alpha=null.",
+            f"preference.ld_alpha has no meaning for {without_tail[0]}, which counts every token of an answer alike: "
+            "set preference.ld_alpha=null.",
         )
     if config.lora.dropout:
         yield (

@@ -220,12 +220,12 @@ def _teacher_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     """The loss and the estimate compare whole distributions, which truncated sampling does not draw from."""
     if config.rl.teacher is None:
         return
-    for name, whole in KEEPS_ALL.items():
-        if getattr(config.rollout, name) != whole:
+    for name, neutral in KEEPS_ALL.items():
+        if getattr(config.rollout, name) != neutral:
             yield (
                 f"rollout.{name}",
                 f"rollout.{name} is {getattr(config.rollout, name)}, so that samples leave tokens out, but rl.teacher "
-                f"compares distributions over the whole vocabulary: set rollout.{name}={whole}.",
+                f"compares distributions over the whole vocabulary: set rollout.{name}={neutral}.",
             )
     if config.rl.dynamic_sampling and not config.rl.reward and config.rl.environment is None:
         yield (

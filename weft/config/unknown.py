@@ -38,7 +38,7 @@ class Unknown:
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     """The unknown keys in `name`, a key or section that the schema does not have."""
     section = name.partition(".")[0]
-    owners = [command for command, other in SCHEMAS.items() if section in sections(other)]
+    owners = [command for command, owner in SCHEMAS.items() if section in sections(owner)]
     if owners and section not in sections(schema):
         commands = " and ".join(f"`weft {command}`" for command in owners)
         task = "supervised fine-tuning" if schema is SftConfig else f"`weft {getattr(schema, 'command', 'sft')}`"

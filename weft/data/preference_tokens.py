@@ -22,7 +22,7 @@ def separate_answers(records: Sequence[Record], encoded: Sequence[Encoded]) -> l
             shared = common_beginning(chosen.ids, rejected.ids)
             for index in (first, second):
                 ids = encoded[index].ids
-                out[index] = replace(encoded[index], trained=[int(place >= shared) for place in range(len(ids))])
+                out[index] = replace(encoded[index], trained=[int(position >= shared) for position in range(len(ids))])
     for record, document in zip(records, out, strict=True):
         if not any(document.trained[1:]):
             name = record.role if record.role in ("chosen", "rejected") else "completion"

@@ -14,17 +14,18 @@ def check_same_tokenizer(student: str, teacher: str, key: str) -> None:
     if student == teacher or not (_has_tokenizer(student) and _has_tokenizer(teacher)):
         return  # of a dry run before the download
     of_student, of_teacher = load_tokenizer(student).get_vocab(), load_tokenizer(teacher).get_vocab()
-    other = sorted((index, token) for token, index in of_student.items() if of_teacher.get(token) != index)
-    if not other:
+    mismatches = sorted((index, token) for token, index in of_student.items() if of_teacher.get(token) != index)
+    if not mismatches:
         return
-    index, token = other[0]
+    index, token = mismatches[0]
     there = of_teacher.get(token)
     has = "lacks it" if there is None else f"has it as {there}"
     raise UserError(
         f"{key}: the tokenizer of {teacher} is another one than that of {student}: of {len(of_student)} tokens "
-        f"{len(other)} have another id or none, the first {token!r}, {index}, where the teacher {has}. Distributions "
-        "over other tokens cannot be compared token by token; that would need a projection between vocabularies, which "
-        "weft does not have. Choose a teacher of the same family, or train on texts that it writes (weft sft)."
+        f"{len(mismatches)} have another id or none, the first {token!r}, {index}, where the teacher {has}. "
+        "Distributions over other tokens cannot be compared token by token; that would need a projection between "
+        "vocabularies, which weft does not have. Choose a teacher of the same family, or train on texts that it writes "
+        "(weft sft)."
     )
 
 

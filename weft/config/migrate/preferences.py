@@ -45,9 +45,9 @@ def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Set preference.loss and preference.weights from the trainer's method, its losses and their factors; drop what
     `weft dpo` refuses. settings: all names of the config with their values."""
     method, origin = _method(draft, settings)
-    taken, loss_origin, name = draft.values.pop(_LOSS, (None, origin, _LOSS))
-    losses = [taken] if isinstance(taken, str) else list(taken or [_LOSSES_OF[method]])
-    if taken is not None:
+    named, loss_origin, name = draft.values.pop(_LOSS, (None, origin, _LOSS))
+    losses = [named] if isinstance(named, str) else list(named or [_LOSSES_OF[method]])
+    if named is not None:
         known = _OF_CPO if method == "cpo" else {loss: loss for loss in LOSSES} | _RENAMED
         if unknown := [loss for loss in losses if loss not in known]:
             draft.notes[name] = f"weft has no loss {', '.join(unknown)} for {method.upper()}: set `{_LOSS}`."
@@ -57,11 +57,11 @@ def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
     elif origin == _LOSS and draft.trainer.name == "trl":
         draft.notes["(trainer)"] = _TRAINERS
     if method == "simpo" or (method == "cpo" and losses == ["simpo"]):
-        _add_cross_entropy(draft, losses, *_taken(draft, "preference.cpo_alpha", 1.0))
+        _add_cross_entropy(draft, losses, *_popped(draft, "preference.cpo_alpha", 1.0))
     for alpha_name, value in settings.items():
         if draft.entry(alpha_name).rpartition(".")[2] in _CROSS_ENTROPY:
             _add_cross_entropy(draft, losses, next(numbers_of(value), 0), alpha_name)
-    if losses != ["sigmoid"] or origin != _LOSS or taken is not None:
+    if losses != ["sigmoid"] or origin != _LOSS or named is not None:
         draft.take(_LOSS, losses[0] if len(losses) == 1 else losses, name, loss_origin)
     for loss in losses:
         if loss in _DIFFERS:
@@ -82,7 +82,7 @@ def _method(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str]:
     return "dpo", _LOSS
 
 
-def _taken(draft: Draft, key: str, default: float) -> tuple[float, str]:
+def _popped(draft: Draft, key: str, default: float) -> tuple[float, str]:
     """(The value that was taken for a key, which leaves the draft, or the trainer's default; its origin)."""
     value, _, name = draft.values.pop(key, (default, "", f"{draft.trainer.short}'s default cpo_alpha"))
     return value, name
