@@ -115,6 +115,7 @@ NO_PROFILE = Unread(lambda c: not c.profile.steps, "profile.steps is empty")
 # ---------------------------------------------------------------- weft rl
 
 SERVERS = ("vllm", "sglang")  # engines that are servers in processes of their own
+REWARD_MODEL = "model:"  # begins a reward of rl.reward that is a model
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}  # key of rollout -> the value that leaves no token out
 
 
@@ -144,7 +145,7 @@ NO_REFERENCE = Unread(
 )
 NO_CRITIC = Unread(lambda c: not c.rl.has_critic, "only rl.advantage=gae has a critic")
 NO_REWARD_MODEL = Unread(
-    lambda c: not any(path.startswith("model:") for path in c.rl.reward), "rl.reward names no model:PATH"
+    lambda c: not any(path.startswith(REWARD_MODEL) for path in c.rl.reward), "rl.reward names no model:PATH"
 )
 NO_TEACHER = Unread(lambda c: c.rl.teacher is None, "rl.teacher is not set")
 TEACHER_IN_ADVANTAGE = Unread(lambda c: c.rl.teacher_in == "advantage", "only rl.teacher_in=loss reads it")

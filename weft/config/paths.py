@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from weft.config.conditions import REWARD_MODEL
 from weft.config.rl_schema import NEEDS_MATH_VERIFY
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
 from weft.config.urls import is_url, url_problem
@@ -60,7 +61,7 @@ def _import_paths(config: Any) -> list[tuple[str, str]]:
     """(key, path) of the user's own functions and classes."""
     named = [("optimizer.name", config.optimizer.name), ("train.loss", config.train.loss)]
     if (rl := getattr(config, "rl", None)) is not None:
-        named += [("rl.reward", path) for path in rl.reward if not path.startswith("model:")]
+        named += [("rl.reward", path) for path in rl.reward if not path.startswith(REWARD_MODEL)]
         named += [(f"rl.{key}", getattr(rl, key)) for key in ("environment", "advantage", "policy_loss")]
     paths = [(key, path) for key, path in named if path is not None and ("." in path or ":" in path)]
     paths += [("model.imports", f"{module}:") for module in config.model.imports]

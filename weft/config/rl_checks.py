@@ -19,12 +19,11 @@ from weft.config.checks import (
     inert_rules,
     pipeline_combinations,
 )
-from weft.config.conditions import KEEPS_ALL, SERVERS
+from weft.config.conditions import KEEPS_ALL, REWARD_MODEL, SERVERS
 from weft.config.presets import LIKE
 from weft.config.ranges import MOST_DOCUMENTS
 from weft.config.rl_schema import (
     BUILT_IN_REWARDS,
-    REWARD_MODEL,
     ReferenceConfig,
     RlAlgorithm,
     RlConfig,

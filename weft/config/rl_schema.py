@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from weft.config import conditions as when
+from weft.config.conditions import REWARD_MODEL
 from weft.config.keys import key, with_former_names
 from weft.config.ranges import (
     AT_LEAST_1,
@@ -692,9 +693,6 @@ class RlConfig:
 
 BUILT_IN_REWARDS = ("math", "exact_match", "regex", "format", "length")
 NEEDS_MATH_VERIFY = f"rl.reward: math needs math-verify: {how_to_install('math-verify>=0.8', 'rl')}"
-
-
-REWARD_MODEL = "model:"  # begins a reward of rl.reward that is a model
 
 
 def reward_models(paths: Sequence[str]) -> dict[str, str]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from weft.config.rl_schema import REWARD_MODEL, RlAlgorithm, reward_names
+from weft.config.conditions import REWARD_MODEL
+from weft.config.rl_schema import RlAlgorithm, reward_names
 from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.inference.types import Prompt, Sample
