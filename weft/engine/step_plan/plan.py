@@ -10,10 +10,11 @@ Documents that share a beginning are dealt together, as far as that lowers the t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weft.config.schema import StepConfig
 from weft.engine.batch.document import (
@@ -28,7 +29,7 @@ from weft.engine.batch.document import (
 from weft.engine.batch.media import ImageRoom
 from weft.engine.build import BuiltModel
 from weft.engine.step_plan.packing import pack, pack_padded
-from weft.engine.step_plan.trees import PlanItem, depth_first, items_of, segments_of, tree_cost
+from weft.engine.step_plan.trees import PlanItem, depth_first, items_of, segments_of, tree_cost, tree_tokens
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.families.family import Layout
@@ -158,20 +159,14 @@ class StepPlan:
         if not any(document.path for document in documents):
             return None
         cut = set(self.shared_documents(micro_batch, rank))
-        return segments_of(documents, [place for place, index in enumerate(row) if index in cut])
+        return segments_of(documents, [n for n, index in enumerate(row) if index in cut])
 
     def row_tokens(self, micro_batch: int, rank: int) -> int:
         """Tokens that a forward of a row reads, without padding."""
-        segments = self.segments(micro_batch, rank)
+        row = self.rows[micro_batch][rank]
         if not self.pieces:
-            reads = (self.documents[index].read for index in self.rows[micro_batch][rank])
-            return sum(reads) if segments is None else sum(segments.lengths)
-        parts = dict(zip(self.rows[micro_batch][rank], self.pieces[micro_batch][rank], strict=True))
-        counts = {index: sum(stop - start for start, stop in intervals) for index, intervals in parts.items()}
-        if segments is None:
-            return sum(counts.values())
-        cut = set(self.shared_documents(micro_batch, rank)) & set(counts)
-        return sum(segments.lengths) - sum(self.documents[index].read - counts[index] for index in cut)
+            return tree_tokens(self.documents, row)
+        return _Contents.of_row(dict(zip(row, self.pieces[micro_batch][rank], strict=True)), self.documents).tokens
 
     @property
     def tokens_forwarded(self) -> int:
@@ -303,16 +298,13 @@ class _Dealing:
     def with_trees(self) -> StepPlan:
         """The best plan of those with whole trees, and with trees in 2, 4, ... parts; without trees if they save too
         little. A tree in one row leaves the least tokens, but may leave other ranks waiting."""
-        groups: dict[int, int] = {}
-        for document in self.documents:
-            if document.path:
-                groups[document.path[0].digest] = groups.get(document.path[0].digest, 0) + 1
+        trees = Counter(document.path[0].digest for document in self.documents if document.path)
         best, parts = self.plan(1), 2
         least = math.fsum(cost for micro_batch in best.costs for cost in micro_batch) / self.ranks
-        while best.time > _EVEN * least and parts < 2 * max(groups.values()):
-            other = self.plan(parts)
-            if other.time < best.time:
-                best = other
+        while best.time > _EVEN * least and parts < 2 * max(trees.values()):
+            finer = self.plan(parts)
+            if finer.time < best.time:
+                best = finer
             parts *= 2
         reads = sum(document.read for document in self.documents)
         if best.tokens_forwarded <= (1.0 - _LEAST_SAVING) * reads:
@@ -330,16 +322,14 @@ class _Dealing:
         # Documents of equal length are neighbours, so that attention may compute them together.
         rows = self._packed(range(len(items)), items, weighed, self.ranks, capacity)
         dealt = tuple(tuple(tuple(self._ordered(row, items)) for row in k) for k in rows)
-        plan = StepPlan(documents, dealt, (), (), self.budget, "packed")
-        return replace(
-            plan,
-            lengths=self._lengths(plan),
+        return StepPlan(
+            documents=documents,
+            rows=dealt,
+            lengths=tuple(tuple(self.sizes.padded(tree_tokens(documents, row)) for row in k) for k in dealt),
             costs=tuple(tuple(tree_cost(documents, costs, row) for row in k) for k in dealt),
+            budget=self.budget,
+            layout="packed",
         )
-
-    def _lengths(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        shape = [[plan.row_tokens(k, r) for r in range(plan.ranks)] for k in range(plan.micro_batches)]
-        return tuple(tuple(self.sizes.padded(tokens) for tokens in k) for k in shape)
 
     def _plan_cut(self, items: Sequence[PlanItem], costs: Sequence[float], weighed: Sequence[int]) -> StepPlan:
         """A plan with documents that are longer than a row: first rows of whole groups, each then spread over its
@@ -357,14 +347,16 @@ class _Dealing:
         for micro_batch in self._packed(remaining, items, weighed, self.ranks, capacity) if remaining else ():
             rows.append([{n: ((0, items[n].read),) for n in row} for row in micro_batch])
         pieces = [[self._pieces(row, items) for row in k] for k in rows]
-        plan = StepPlan(
-            self.documents, tuple(tuple(tuple(row) for row in k) for k in pieces), (), (), self.budget, "packed",
-            tuple(tuple(tuple(row.values()) for row in k) for k in pieces), group,
-        )  # fmt: skip
-        return replace(
-            plan,
-            lengths=self._lengths(plan),
-            costs=tuple(tuple(self._cost_of_pieces(row, costs) for row in k) for k in pieces),
+        contents = [[_Contents.of_row(row, self.documents) for row in k] for k in pieces]
+        return StepPlan(
+            documents=self.documents,
+            rows=tuple(tuple(tuple(row) for row in k) for k in pieces),
+            lengths=tuple(tuple(self.sizes.padded(row.tokens) for row in k) for k in contents),
+            costs=tuple(tuple(row.cost(costs) for row in k) for k in contents),
+            budget=self.budget,
+            layout="packed",
+            pieces=tuple(tuple(tuple(row.values()) for row in k) for k in pieces),
+            group=group,
         )
 
     def _pieces(self, row: _Row, items: Sequence[PlanItem]) -> _Row:
@@ -374,18 +366,12 @@ class _Dealing:
             for n, intervals in row.items()
             if sum(stop - start for start, stop in intervals) < items[n].read
         }
-        whole = self._ordered([n for n in row if items[n].documents[0] not in cut], items)
-        return cut | {i: ((0, self.documents[i].read),) for i in whole}
+        uncut = self._ordered([n for n in row if items[n].documents[0] not in cut], items)
+        return cut | {i: ((0, self.documents[i].read),) for i in uncut}
 
     def _ordered(self, row: Sequence[int], items: Sequence[PlanItem]) -> list[int]:
         """The documents of some items, in the order of their row."""
         return depth_first(self.documents, [i for n in row for i in items[n].documents])
-
-    def _cost_of_pieces(self, row: _Row, costs: Sequence[float]) -> float:
-        counts = {i: sum(b - a for a, b in intervals) for i, intervals in row.items()}
-        whole = [i for i, count in counts.items() if count == self.documents[i].read]
-        cut = [costs[i] * n / self.documents[i].read for i, n in counts.items() if n < self.documents[i].read]
-        return math.fsum([*cut, tree_cost(self.documents, costs, whole)])
 
     def _packed(
         self, chosen: Sequence[int], items: Sequence[PlanItem], weighed: Sequence[int], ranks: int, capacity: int
@@ -399,6 +385,31 @@ class _Dealing:
 
 
 _Row = dict[int, tuple[Interval, ...]]  # document -> its tokens there
+
+
+class _Contents(NamedTuple):
+    """What a row with parts of documents holds. documents: of the step. uncut: those that it has whole. cut: tokens of
+    the others."""
+
+    documents: Sequence[DocumentMeta]
+    uncut: list[int]
+    cut: dict[int, int]
+
+    @classmethod
+    def of_row(cls, row: _Row, documents: Sequence[DocumentMeta]) -> _Contents:
+        counts = {index: sum(stop - start for start, stop in intervals) for index, intervals in row.items()}
+        cut = {index: count for index, count in counts.items() if count < documents[index].read}
+        return cls(documents, [index for index in row if index not in cut], cut)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a forward of the row reads."""
+        return sum(self.cut.values()) + tree_tokens(self.documents, self.uncut)
+
+    def cost(self, costs: Sequence[float]) -> float:
+        """costs: of all documents."""
+        parts = [costs[index] * count / self.documents[index].read for index, count in self.cut.items()]
+        return math.fsum([*parts, tree_cost(self.documents, costs, self.uncut)])
 
 
 def _over_ranks(

@@ -45,7 +45,7 @@ def items_of(
         limit = capacity
         if parts > 1:
             largest = max(documents[index].room for index in indices)
-            limit = min(capacity, max(largest, root.room + -(-(root.whole - root.room) // parts)))
+            limit = min(capacity, max(largest, root.room + -(-(root.subtree_room - root.room) // parts)))
         for part in root.split(limit):
             longest = max(documents[index].read for index in part.documents)
             cost = tree_cost(documents, costs, part.documents)
@@ -71,9 +71,9 @@ class _Branch:
     children: list[_Branch] = field(default_factory=list)
 
     @property
-    def whole(self) -> int:
+    def subtree_room(self) -> int:
         """Room of the subtree."""
-        return self.room + sum(child.whole for child in self.children)
+        return self.room + sum(child.subtree_room for child in self.children)
 
     def split(self, capacity: int) -> list[_Part]:
         """The subtree in parts of at most `capacity` tokens. Each part repeats this node, so there should be few: first
@@ -129,8 +129,18 @@ def depth_first(documents: Sequence[DocumentMeta], indices: Sequence[int], level
 
 def tree_tokens(documents: Sequence[DocumentMeta], indices: Collection[int]) -> int:
     """The tokens that a forward of these documents in one row reads."""
-    ends = {b.digest: b.end - a for index in indices for a, b in _steps(documents[index])}
-    return sum(ends.values()) + sum(documents[index].read for index in indices if not documents[index].path)
+    nodes: dict[int, int] = {}
+    alone = 0
+    for index in indices:
+        document = documents[index]
+        if not document.path:
+            alone += document.read
+            continue
+        start = 0
+        for node in document.path:
+            nodes[node.digest] = node.end - start
+            start = node.end
+    return alone + sum(nodes.values())
 
 
 def tree_cost(documents: Sequence[DocumentMeta], costs: Sequence[float], indices: Collection[int]) -> float:
@@ -150,18 +160,12 @@ def tree_cost(documents: Sequence[DocumentMeta], costs: Sequence[float], indices
     return math.fsum([*alone, *nodes.values()])
 
 
-def _steps(document: DocumentMeta) -> list[tuple[int, PathNode]]:
-    """(tokens before the node, node) along a document's path."""
-    starts = [0, *(node.end for node in document.path)]
-    return list(zip(starts, document.path, strict=False))
-
-
 def segments_of(documents: Sequence[DocumentMeta], alone: Collection[int] = ()) -> Segments | None:
     """The segments of a row of these documents, without padding; None if none of them share tokens.
 
-    alone: places, among these documents, of those that share nothing because they are cut.
+    alone: indices, among these documents, of those that share nothing because they are cut.
     """
-    paths = [() if place in alone else document.path for place, document in enumerate(documents)]
+    paths = [() if index in alone else document.path for index, document in enumerate(documents)]
     uses = Counter(node.digest for path in paths for node in path)
     if all(count == 1 for count in uses.values()):
         return None
