@@ -54,8 +54,9 @@ class Repeats:
     @staticmethod
     def find(selected_N: Tensor, targets_N: Tensor) -> Repeats | None:
         """None if all predictions are distinct."""
-        pairs = torch.stack([selected_N, targets_N])
-        _, distinct_N = pairs.unique(dim=1, return_inverse=True)
+        # One number for both: torch sorts pairs 20 times slower than numbers.
+        vocabulary = int(targets_N.max()) + 1 if len(targets_N) else 0
+        _, distinct_N = (selected_N * vocabulary + targets_N).unique(return_inverse=True)
         count = int(distinct_N.max()) + 1 if len(distinct_N) else 0
         if count == len(distinct_N):
             return None
