@@ -18,7 +18,7 @@ border cuts a block, the ranks of the stage agree on s: one all-reduce of the ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -238,31 +238,30 @@ class LowBitAdamW(torch.optim.Optimizer):
         maxima = torch.zeros(2, total, device=stepped[0][0].device if stepped else None)
         for parameter, group in stepped:
             info, state = self._parameters[parameter], self.state[parameter]
-            for tile, block, first in self._cut_parts(info):
-                assert tile.grid is not None
-                columns = tile.grid.columns(block)
-                moments = moments_of(tile, state, local_shard(parameter.grad), group["betas"], columns)
-                place = slice(first, first + tile.rows.count)
-                for maximum, x in zip(maxima, (moments[0].abs_(), moments[1].sqrt_()), strict=True):
-                    maximum[place] = torch.maximum(maximum[place], x.amax(1))
+            for tile in info.tiles:
+                for block, rows in self._agreed_rows(info, tile).items():
+                    assert tile.grid is not None
+                    columns = tile.grid.columns(block)
+                    moments = moments_of(tile, state, local_shard(parameter.grad), group["betas"], columns)
+                    for maximum, x in zip(maxima, (moments[0].abs_(), moments[1].sqrt_()), strict=True):
+                        maximum[rows] = torch.maximum(maximum[rows], x.amax(1))
         self.placements.max_(maxima)
         return maxima
 
-    def _cut_parts(self, info: _Parameter) -> Iterator[tuple[_Tile, int, int]]:
-        """(tile, block of its box, place of its first row among the maxima) of every cut block of a parameter."""
-        for tile in info.tiles if info.coded and self._cut else ():
-            assert tile.grid is not None
-            for block in range(tile.grid.count):
-                key = info.placement.name, tile.grid.first + block
-                if block in tile.grid.cut:
-                    yield tile, block, self._cut[key][0] + tile.rows.row
+    def _agreed_rows(self, info: _Parameter, tile: _Tile) -> dict[int, slice]:
+        """Cut block of a tile's box -> its rows among the maxima that ranks exchange."""
+        agreed = {}
+        if tile.grid is not None:
+            for block in tile.grid.cut:
+                first = self._cut[info.placement.name, tile.grid.first + block][0] + tile.rows.row
+                agreed[block] = slice(first, first + tile.rows.count)
+        return agreed
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], maxima: Tensor | None) -> None:
         info, state = self._parameters[parameter], self.state[parameter]
         step, (beta1, beta2) = state["step"], group["betas"]
         size, correction = group["lr"] / (1 - beta1**step), math.sqrt(1 - beta2**step)
         shard, gradient = local_shard(parameter), local_shard(parameter.grad)
-        shared = {(id(tile), block): place for tile, block, place in self._cut_parts(info)}
         random = info.coded or (self.rounding == "stochastic" and shard.dtype == torch.bfloat16)
         key = random_key(self.seed, info.placement.name, step) if random else 0
         width = info.placement.shape[-1] if info.placement.shape else 1
@@ -286,9 +285,9 @@ class LowBitAdamW(torch.optim.Optimizer):
                 continue
             assert words is not None
             agreed = {}
-            for block in tile.grid.cut:
+            for block, rows in self._agreed_rows(info, tile).items():
                 assert maxima is not None
-                agreed[block] = maxima[:, shared[id(tile), block] :][:, : tile.rows.count]
+                agreed[block] = maxima[:, rows]
             _encode(tile, state, first, root, words, agreed)
 
     # ------------------------------------------------------------ what a checkpoint holds of the scales
