@@ -77,7 +77,7 @@ def step_scale(scale: str, shape: tuple[int, int]) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-def cost(shape: tuple[int, int]) -> int:
+def cost(shape: Sequence[int]) -> int:
     """Multiplications of one Newton-Schulz step."""
     small, large = min(shape), max(shape)
     return 2 * small * small * large + small**3
@@ -87,7 +87,7 @@ def deal(boxes: Sequence[tuple[str, Box]], ranks: int) -> list[Matrix]:
     """Matrices dealt to ranks, the costliest first, each to the rank with the least to do. The same on every rank."""
     loads = [0] * ranks
     matrices = []
-    for name, box in sorted(boxes, key=lambda of: (-cost((of[1].size[-2], of[1].size[-1])), of[0], of[1].start)):
+    for name, box in sorted(boxes, key=lambda item: (-cost(item[1].size[-2:]), item[0], item[1].start)):
         rank = loads.index(min(loads))
         matrices.append(Matrix(name, box, rank))
         loads[rank] += cost(matrices[-1].shape)
@@ -147,19 +147,21 @@ class Muon(torch.optim.Optimizer):
             self._adamw.state = self.state
             self.param_groups += self._adamw.param_groups
         stepped = [p for group in self._matrix_groups for p in group["params"]]
-        self._places: dict[str, ParameterPlacement] = {}
+        self._placement_of: dict[str, ParameterPlacement] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for number, parameter in enumerate(stepped):
             name = parameters.names[parameter]
             self._parameters[name] = parameter
-            self._places[name] = self.placements.of(name, parameter, number)
-        own = {
-            name: [(box.box, box.is_writer(place.number)) for box in place.boxes]
-            for name, place in self._places.items()
+            self._placement_of[name] = self.placements.of(name, parameter, number)
+        local_boxes = {
+            name: [(box.box, box.is_writer(placement.number)) for box in placement.boxes]
+            for name, placement in self._placement_of.items()
         }
-        self._boxes = cast("list[Boxes]", self.placements.gather(own))
+        self._boxes = cast("list[Boxes]", self.placements.gather(local_boxes))
         self._rank = self.placements.among[0] if len(self._boxes) > 1 else 0
-        self._matrices = deal([(name, box) for name in own for box in parameters.matrices[name]], len(self._boxes))
+        self._matrices = deal(
+            [(name, box) for name in local_boxes for box in parameters.matrices[name]], len(self._boxes)
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -204,18 +206,20 @@ class Muon(torch.optim.Optimizer):
         for matrix in matrices:
             shard = updates[self._parameters[matrix.name]]
             for rank_box, (_, sends) in zip(
-                self._places[matrix.name].boxes, self._boxes[self._rank][matrix.name], strict=True
+                self._placement_of[matrix.name].boxes, self._boxes[self._rank][matrix.name], strict=True
             ):
                 shared = overlap(matrix.box, rank_box.box) if sends else None
                 if shared is not None:
                     parts[matrix.rank].append(shard[rank_box.within(shared)].reshape(-1))
+        local = self._local(matrices)
         sizes = [
-            sum(shared.numel for m in self._mine(matrices) for shared in _shared(m, boxes, only_sent=True))
+            sum(shared.numel for matrix in local for shared in _shared(matrix, boxes, only_sent=True))
             for boxes in self._boxes
         ]
         return self._exchange(matrices, parts, sizes)
 
-    def _mine(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+    def _local(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """The matrices that this rank orthogonalises."""
         return [matrix for matrix in matrices if matrix.rank == self._rank]
 
     def _exchange(
@@ -228,42 +232,44 @@ class Muon(torch.optim.Optimizer):
         if self.placements.ranks is None:
             return _MatrixExchange(matrices, sent, [len(sent)])
         received = torch.empty(sum(sizes), dtype=self.dtype, device=device)
-        given = [sum(map(Tensor.numel, of_rank)) for of_rank in parts]
-        work = dist.all_to_all_single(received, sent, list(sizes), given, group=self.placements.ranks, async_op=True)
+        sent_sizes = [sum(map(Tensor.numel, of_rank)) for of_rank in parts]
+        work = dist.all_to_all_single(
+            received, sent, list(sizes), sent_sizes, group=self.placements.ranks, async_op=True
+        )
         return _MatrixExchange(matrices, received, sizes, work, sent)
 
     def _take(self, exchange: _MatrixExchange, rates: Mapping[nn.Parameter, float]) -> None:
         """Orthogonalise this rank's matrices of a round, send the results, and step what comes back."""
         _wait(exchange)
-        matrices, mine = exchange.matrices, self._mine(exchange.matrices)
-        whole = [torch.empty(m.box.size, dtype=self.dtype, device=exchange.received.device) for m in mine]
+        matrices, local = exchange.matrices, self._local(exchange.matrices)
+        gathered = [torch.empty(m.box.size, dtype=self.dtype, device=exchange.received.device) for m in local]
         for boxes, values in zip(self._boxes, exchange.received.split(list(exchange.sizes)), strict=True):
             offset = 0
-            for matrix, target in zip(mine, whole, strict=True):
+            for matrix, target in zip(local, gathered, strict=True):
                 for shared in _shared(matrix, boxes, only_sent=True):
                     piece = values[offset : offset + shared.numel].view(shared.size)
                     target[shared.within(matrix.box)] = piece
                     offset += shared.numel
-        results = self.orthogonalise([w.view(m.shape) for w, m in zip(whole, mine, strict=True)])
+        results = self.orthogonalise([x.view(m.shape) for x, m in zip(gathered, local, strict=True)])
         parts = [
             [
                 result.reshape(matrix.box.size)[shared.within(matrix.box)].reshape(-1)
-                for matrix, result in zip(mine, results, strict=True)
+                for matrix, result in zip(local, results, strict=True)
                 for shared in _shared(matrix, boxes, only_sent=False)
             ]
             for boxes in self._boxes
         ]
-        own = self._boxes[self._rank]
         sizes = [0] * len(self._boxes)
         for matrix in matrices:
-            sizes[matrix.rank] += sum(shared.numel for shared in _shared(matrix, own, only_sent=False))
+            held = _shared(matrix, self._boxes[self._rank], only_sent=False)
+            sizes[matrix.rank] += sum(shared.numel for shared in held)
         back = self._exchange(matrices, parts, sizes)
         _wait(back)
         offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
         for matrix in matrices:
             parameter = self._parameters[matrix.name]
             shard, rate = local_shard(parameter), rates[parameter] * step_scale(self.scale, matrix.shape)
-            for rank_box in self._places[matrix.name].boxes:
+            for rank_box in self._placement_of[matrix.name].boxes:
                 shared_box = overlap(matrix.box, rank_box.box)
                 if shared_box is not None:
                     offset = offsets[matrix.rank]
@@ -274,15 +280,15 @@ class Muon(torch.optim.Optimizer):
     def orthogonalise(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Newton-Schulz of each matrix; on an accelerator, of all with the same shape together."""
         results: list[Tensor] = [torch.empty(0)] * len(matrices)
-        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        indices_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, matrix in enumerate(matrices):
-            alike[tuple(matrix.shape) if device_kind(matrix.device) == "cuda" else (index,)].append(index)
-        for indices in alike.values():
+            indices_of[tuple(matrix.shape) if device_kind(matrix.device) == "cuda" else (index,)].append(index)
+        for indices in indices_of.values():
             if len(indices) == 1:
                 results[indices[0]] = newton_schulz(matrices[indices[0]], self.dtype)
                 continue
-            together = newton_schulz(torch.stack([matrices[index] for index in indices]), self.dtype)
-            for index, result in zip(indices, together.unbind(), strict=True):
+            stacked = newton_schulz(torch.stack([matrices[index] for index in indices]), self.dtype)
+            for index, result in zip(indices, stacked.unbind(), strict=True):
                 results[index] = result
         return results
 
