@@ -95,7 +95,7 @@ class _Phase:
     products: int = 0
 
     def reuse(self, kind: str, compute: Callable[[], T]) -> T:
-        if kind == "matmuls" or kind not in (*self.results.policy.keep, _NUMBERS):
+        if kind not in (*self.results.policy.keep, _NUMBERS):
             return compute()
         if self.taken is not None:
             result: T = next(self.taken[kind])
@@ -139,9 +139,8 @@ def contexts(
 def _inside(results: LayerResults, *, takes: bool) -> Iterator[None]:
     before = getattr(_thread, "phase", None)
     _thread.phase = _Phase(results, results.iterators() if takes else None)
-    by_operation = {"attention", "matmuls"} & {*results.policy.keep}
     try:
-        with _KeepResults(_thread.phase) if by_operation else nullcontext():
+        with _KeepResults(_thread.phase) if results.policy.keeps_operations else nullcontext():
             yield
     finally:
         _thread.phase = before
