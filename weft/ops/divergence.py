@@ -38,6 +38,7 @@ from weft.ops.head import (
     slices,
     tanh_slope_,
     through_transform_,
+    wide_dtype,
 )
 
 # (log p, log q), [t, C] each -> (terms, [t, C], whose sum over the vocabulary is the divergence; their derivative with
@@ -215,21 +216,14 @@ class _Divergences(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         anticipated: Anticipated | None = ctx.anticipated
         ctx.anticipated = None  # its tensors are given away, so a second backward computes anew
-        zeros = torch.zeros(len(targets), dtype=_wide(weight), device=weight.device)
+        zeros = torch.zeros(len(targets), dtype=wide_dtype(weight), device=weight.device)
         upstream = torch.stack([zeros if logprob is None else logprob, zeros if divergence is None else divergence])
         if anticipated is not None:
             gradients = anticipated.scaled_to(upstream.flatten())
         else:
             pair = _LogitPair(hidden, weight, bias, targets, ctx.comparison, ctx.settings)
             gradients = pair.read(upstream, NeededGradients(*ctx.needs_input_grad[:3]))
-        narrow = (
-            x if x is None else x.to(like.dtype) for x, like in zip(gradients, (hidden, weight, bias), strict=True)
-        )
-        return *narrow, *(None,) * 4
-
-
-def _wide(weight: Tensor) -> torch.dtype:
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return *gradients.rounded_like(hidden, weight, bias), *(None,) * 4
 
 
 class _LogitPair:

@@ -176,12 +176,17 @@ def _tile_shape(tokens: int, vocabulary: int, device: str, memory: int = 0) -> t
     return max(1, rows), min(vocabulary, -(-columns // 64) * 64)
 
 
+def wide_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of sums and of what follows the products: fp32, or fp64 for fp64 weights."""
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
 class Logits:
     """Computes tiles of x (the logits times scaling.inner) in one buffer that all tiles share."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> None:
         self.hidden, self.weight, self.bias, self.scaling = hidden, weight, bias, scaling
-        self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.wide = wide_dtype(weight)
         self._buffer = weight.new_empty(0)
 
     def tiles(self, tile: tuple[int, int] | None) -> Iterator[tuple[slice, Iterator[slice]]]:
@@ -273,10 +278,7 @@ class _Readouts(torch.autograd.Function):
             logits = Logits(hidden.to(weight.dtype), weight, bias, ctx.scaling)
             upstream = _Upstream(grad_logprob, grad_entropy, lse, entropy)
             gradients = _differentiate(logits, targets, upstream, NeededGradients(*ctx.needs_input_grad[:3]), ctx.tile)
-        narrow = (
-            x if x is None else x.to(like.dtype) for x, like in zip(gradients, (hidden, weight, bias), strict=True)
-        )
-        return *narrow, *(None,) * 7
+        return *gradients.rounded_like(hidden, weight, bias), *(None,) * 7
 
 
 class NeededGradients(NamedTuple):
@@ -303,6 +305,11 @@ class Gradients(NamedTuple):
             torch.zeros_like(weight, dtype=weight_dtype) if needs.weight else None,
             torch.zeros_like(weight[:, 0], dtype=logits.wide) if needs.bias else None,
         )
+
+    def rounded_like(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Each in the dtype of its input."""
+        pairs = zip(self, inputs, strict=True)
+        return tuple(None if gradient is None or x is None else gradient.to(x.dtype) for gradient, x in pairs)
 
 
 def _differentiate(

@@ -158,8 +158,7 @@ class _Selected(torch.autograd.Function):
                     total.add(grad.T, logits.hidden[rows])
             if total is not None:
                 total.finish()
-        narrow = (x if x is None else x.to(like.dtype) for x, like in zip(out, (hidden, weight, bias), strict=True))
-        return *narrow, *(None,) * 5
+        return *out.rounded_like(hidden, weight, bias), *(None,) * 5
 
 
 def _fold(z: Tensor, ids: Tensor, columns: slice, running: _RunningSelection) -> None:
