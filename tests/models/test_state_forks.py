@@ -63,7 +63,7 @@ def compare(mixer: nn.Module) -> float:
     hidden = torch.randn(1, sum(TREES.lengths), 64, requires_grad=True)
     expected = torch.zeros_like(hidden)
     for segment in range(len(TREES.lengths)):
-        places = TREES.places(segment)
+        places = TREES.path_tokens(segment)
         parts = {name: value[:, places] if isinstance(value, Tensor) else value for name, value in arguments.items()}
         last = places[-TREES.lengths[segment] :]
         out = first(type(mixer).forward(mixer, hidden[:, places], **parts))[0]

@@ -373,7 +373,7 @@ def of_paths(call: Call) -> Tensor:
     """Attention of each segment's path alone, of which its own tokens are kept."""
     parts = []
     for segment, length in enumerate(TREE.lengths):
-        places = TREE.places(segment)
+        places = TREE.path_tokens(segment)
         query, key, value = (x[:, :, places] for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
         alone = replace(call, query_BHTD=query, key_BKTD=key, value_BKTE=value, bounds=bounds_of((len(places),)))
         parts.append(per_document(alone)[:, :, -length:])

@@ -59,7 +59,7 @@ def test_each_token_has_what_it_has_in_its_documents(segments: Segments, forked:
     assert none is None and out.shape == (1, tokens, 3)
     product, alone = (inputs[0] * inputs[1])[0], torch.empty(tokens, 3, dtype=torch.float64)
     for segment in range(len(segments.lengths)):
-        places = segments.places(segment)
+        places = segments.path_tokens(segment)
         alone = alone.index_put((places,), product[places].cumsum(0))
     torch.testing.assert_close(out[0], alone, rtol=0, atol=1e-11)
     upstream = torch.randn_like(alone)
@@ -91,7 +91,7 @@ def test_random_forests() -> None:
         hidden, bounds = torch.randn(1, sum(lengths), 2, dtype=torch.float64), Bounds(lengths, segments=segments)
         expected = torch.empty(sum(lengths), 2, dtype=torch.float64)
         for segment in range(count):
-            expected[segments.places(segment)] = hidden[0, segments.places(segment)].cumsum(0)
+            expected[segments.path_tokens(segment)] = hidden[0, segments.path_tokens(segment)].cumsum(0)
         row, rest = forked_row(bounds, CPU), ("as it is", 1.0)
         if row is not None:
             torch.testing.assert_close(by_forks(sums, joined, row, hidden, rest=rest)[0][0], expected)

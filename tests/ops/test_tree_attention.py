@@ -30,7 +30,7 @@ def by_paths(call: Call, segments: Segments) -> Tensor:
     """Each segment's queries over all of its path, by torch."""
     parts = []
     for segment, length in enumerate(segments.lengths):
-        places = segments.places(segment)
+        places = segments.path_tokens(segment)
         q, k, v = (x[:, :, places] for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scaling)[:, :, -length:])

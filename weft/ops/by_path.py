@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from weft.ops.attention_call import Bounds
 from weft.ops.by_document import CALL, DocumentBatch, batch_of, grouped, is_of_tokens
-from weft.ops.segments import Segments
+from weft.ops.segments import Segments, on_device
 
 State = TypeVar("State")
 _SHORTEST_FORK = 2  # batches are padded to two tokens, and padding changes states
@@ -202,14 +202,9 @@ def _length(run: PathRun, segments: Segments) -> int:
 
 def _places(runs: Sequence[PathRun], segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
     """([tokens of all runs] index of each in the row; [T] index of the row's tokens among them, the first of each)."""
-    starts = list(accumulate(segments.lengths, initial=0))
-    parts = [torch.arange(starts[segment], starts[segment + 1]) for run in runs for segment in run.segments]
-    places = torch.cat(parts)
+    places = segments.tokens_of([segment for run in runs for segment in run.segments])
     first_T = torch.from_numpy(np.unique(places.numpy(), return_index=True)[1])
-    if device.type == "cpu":
-        return places, first_T
-    places, first_T = (index.pin_memory().to(device, non_blocking=True) for index in (places, first_T))
-    return places, first_T
+    return on_device(places, device), on_device(first_T, device)
 
 
 def _replaced(value: Any, tokens: int, change: Callable[[Tensor], Tensor], changed: dict[int, Tensor]) -> Any:

@@ -86,13 +86,13 @@ class Segments:
             ancestors.append(segment)
         return tuple(reversed(ancestors))
 
-    def places(self, segment: int) -> Tensor:
+    def tokens_of(self, segments: Sequence[int]) -> Tensor:
+        """[tokens] index in the row of each token of these segments, one after the other."""
+        return torch.cat([torch.arange(self.starts[n], self.starts[n] + self.lengths[n]) for n in segments])
+
+    def path_tokens(self, segment: int) -> Tensor:
         """[tokens] index in the row of each token of a segment's path and of the segment."""
-        ranges = [
-            torch.arange(self.starts[part], self.starts[part] + self.lengths[part])
-            for part in (*self.path(segment), segment)
-        ]
-        return torch.cat(ranges)
+        return self.tokens_of((*self.path(segment), segment))
 
     def key_places(self, device: torch.device) -> Tensor:
         """[sum of key_lengths] index in the row of the keys of each segment, segment by segment."""
@@ -106,7 +106,7 @@ class Segments:
         """[T] int64: the number of documents that hold each token; 0 for padding."""
         if ("multiplicity", device) not in self.cache:
             counts = torch.tensor(self.multiplicities).repeat_interleave(torch.tensor(self.lengths))
-            self.cache["multiplicity", device] = _on(counts, device)
+            self.cache["multiplicity", device] = on_device(counts, device)
         return self.cache["multiplicity", device]
 
     def holders_DS(self, device: torch.device) -> Tensor:
@@ -115,14 +115,14 @@ class Segments:
             holders_DS = torch.zeros(len(self.last_segments), len(self.lengths))
             for document, segment in enumerate(self.last_segments):
                 holders_DS[document, [*self.path(segment), segment]] = 1.0
-            self.cache["holders", device] = _on(holders_DS, device)
+            self.cache["holders", device] = on_device(holders_DS, device)
         return self.cache["holders", device]
 
     def segment_T(self, device: torch.device) -> Tensor:
         """[T] int64: index of each token's segment."""
         if ("segment", device) not in self.cache:
             segments = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
-            self.cache["segment", device] = _on(segments, device)
+            self.cache["segment", device] = on_device(segments, device)
         return self.cache["segment", device]
 
     def key_shift_T(self, device: torch.device) -> Tensor:
@@ -131,7 +131,9 @@ class Segments:
             firsts = accumulate(self.key_lengths, initial=0)
             shifts = [a + before - b for a, before, b in zip(firsts, self.before, self.starts, strict=False)]
             counts = torch.tensor(self.lengths)
-            self.cache["shift", device] = _on(torch.tensor(shifts, dtype=torch.int32).repeat_interleave(counts), device)
+            self.cache["shift", device] = on_device(
+                torch.tensor(shifts, dtype=torch.int32).repeat_interleave(counts), device
+            )
         return self.cache["shift", device]
 
     def after(self, first: int) -> Segments:
@@ -161,10 +163,12 @@ class Segments:
 
     def _cached(self, name: str, segments: range | tuple[int, ...], device: torch.device) -> Tensor:
         if (name, device) not in self.cache:
-            parts = [self.places(segment) for segment in segments]
-            self.cache[name, device] = _on(torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64), device)
+            parts = [self.path_tokens(segment) for segment in segments]
+            tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+            self.cache[name, device] = on_device(tokens, device)
         return self.cache[name, device]
 
 
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for the copy."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

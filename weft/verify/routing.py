@@ -186,7 +186,7 @@ class Replay:
             state.counts += counts
             state.firsts += [first or 0 for _, first in same]
         for segment in range(cut, len(pieces)) if segments is not None else ():
-            path = tuple(rows[0][segments.places(segment)].tolist())
+            path = tuple(rows[0][segments.path_tokens(segment)].tolist())
             state.documents.append(next((k for k in self._documents if k[: len(path)] == path), None))
             state.counts.append(segments.lengths[segment])
             state.firsts.append(segments.before[segment])
