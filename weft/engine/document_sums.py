@@ -49,10 +49,16 @@ def read_sums(engine: Engine, documents: Sequence[Document]) -> Tensor:
     plan, local = engine.plan_step(documents)
     collected = DocumentSums(len(documents))
     engine.evaluate(plan, local, collected)
-    totals = collected.totals.to(engine.device)
+    return means_over_ranks(engine, collected.totals, "logprobs")
+
+
+def means_over_ranks(engine: Engine, totals: Tensor, readings: str) -> Tensor:
+    """[documents] on the host, from each rank's [2, documents]: sums of readings of a document, and their number. The
+    same on every rank. readings: their name. Raises RuntimeError if no rank read a document. Collective."""
+    totals = totals.to(engine.device)
     dist.all_reduce(totals, group=engine.mesh.world_group)
     sums, counts = totals.cpu()
     if not bool((counts > 0).all()):
         missing = int((counts == 0).nonzero()[0, 0])
-        raise RuntimeError(f"no rank read document {missing} of {len(documents)}: its logprobs are missing")
+        raise RuntimeError(f"no rank read document {missing} of {len(counts)}: its {readings} are missing")
     return sums / counts

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.engine.batch.document import Document
+from weft.engine.document_sums import means_over_ranks
 from weft.engine.engine import Engine
+from weft.engine.losses.preference.objective import split_examples
 from weft.engine.step_plan.plan import StepPlan
 
 # Follows the last token of a document whose last token is scored (ScoreSpec.end_marked). Its id is of no consequence.
@@ -44,12 +45,8 @@ def scored_document(
 
 def parts_pairs(plan: StepPlan) -> bool:
     """Whether the two answers of a pair, documents 2 i and 2 i + 1, are not always whole and in one row."""
-    places: dict[int, tuple[int, int] | None] = {}
-    for micro, ranks in enumerate(plan.rows):
-        for rank, row in enumerate(ranks):
-            for index in row:
-                places[index] = None if index in places else (micro, rank)
-    return any(places[i] is None or places[i] != places[i ^ 1] for i in places)
+    documents = range(len(plan.documents))
+    return bool(split_examples([documents[::2], documents[1::2]], plan))
 
 
 def step_scores(engine: Engine, plan: StepPlan, documents: Mapping[int, Document]) -> dict[int, float]:
@@ -62,6 +59,4 @@ def step_scores(engine: Engine, plan: StepPlan, documents: Mapping[int, Document
     sums = torch.zeros(2, len(plan.documents), dtype=torch.float64)
     for index, values in read.items():
         sums[:, index] = torch.stack([values["score"][-1].double(), torch.ones((), dtype=torch.float64)])
-    sums = sums.to(engine.device)
-    dist.all_reduce(sums, group=engine.mesh.world_group)
-    return dict(enumerate((sums[0] / sums[1]).tolist()))
+    return dict(enumerate(means_over_ranks(engine, sums, "scores").tolist()))

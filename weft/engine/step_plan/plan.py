@@ -117,6 +117,15 @@ class StepPlan:
                 ranks_of[document] = ranks_of.get(document, 0) + 1
         return sorted(document for document, ranks in ranks_of.items() if ranks > 1)
 
+    def rows_of_uncut(self) -> dict[int, tuple[int, int]]:
+        """Document -> (micro-batch, rank) of its row, for each that one row has whole."""
+        rows: dict[int, tuple[int, int]] = {}
+        for micro_batch, ranks in enumerate(self.rows):
+            for rank, row in enumerate(ranks):
+                cut = set(self.shared_documents(micro_batch, rank))
+                rows |= {document: (micro_batch, rank) for document in row if document not in cut}
+        return rows
+
     def shares_images(self, micro_batch: int, rank: int) -> bool:
         """Whether any rank of this rank's group shares a document with images."""
         return any(self.documents[document].patches for document in self.shared_documents(micro_batch, rank))

@@ -205,12 +205,10 @@ class PreferenceLoss:
 
 
 def split_examples(columns: Sequence[Sequence[int]], plan: StepPlan) -> list[int]:
-    """The examples whose documents are not all whole in one row of the plan. columns: [2, P] or [1, E] places."""
-    row_of: dict[int, tuple[int, int]] = {}
-    for micro_batch, of_ranks in enumerate(plan.rows):
-        for rank, row in enumerate(of_ranks):
-            cut = set(plan.shared_documents(micro_batch, rank))
-            row_of |= {place: (micro_batch, rank) for place in row if place not in cut}
+    """The examples whose documents are not all whole in one row of the plan. columns: [2, P] or [1, E] documents."""
+    rows = plan.rows_of_uncut()
     return [
-        e for e, places in enumerate(zip(*columns, strict=True)) if len({row_of.get(p, (-1, p)) for p in places}) > 1
+        example
+        for example, documents in enumerate(zip(*columns, strict=True))
+        if len({rows.get(document, (-1, document)) for document in documents}) > 1
     ]
