@@ -22,9 +22,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from weft.engine.batch.document import Document, choose
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.teachers import Teacher, exchange, head_for, with_hidden
+from weft.engine.teachers import Teacher, exchange, head_for, read_hidden, with_hidden
 from weft.errors import UserError
 from weft.launch.timing import waiting
 from weft.ops.divergence import TeacherHead
@@ -100,8 +100,8 @@ class HiddenCache:
         """Write the hidden states of these documents."""
         entries = []
         with (self.folder / f"{self._part}.bin").open("ab") as file:
-            for place, document in documents.items():
-                rows = hidden[place][_trained(document)].contiguous()
+            for index, document in documents.items():
+                rows = hidden[index][_trained(document)].contiguous()
                 file.write(rows.view(torch.uint8).numpy().tobytes() if len(rows) else b"")
                 entries.append(_ENTRY.pack(digest_of(document), self._written, len(rows)))
                 self._written += len(rows) * self.row_bytes
@@ -147,6 +147,10 @@ class CachedTeacher:
             self._teacher = self._open()
         return self._teacher
 
+    def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
+        """As Teacher.read. Collective."""
+        return self.teacher.read(documents)
+
     def head(self, student: Engine) -> TeacherHead | None:
         """As Teacher.head, from the folder if it is there. Collective."""
         group, rank = student.mesh.world_group, dist.get_rank(student.mesh.world_group)
@@ -158,10 +162,10 @@ class CachedTeacher:
             if rank == 0:
                 self.cache.keep_head(weight, bias)
             dist.barrier(group)
-        whole = self.cache.head(self._transform, rows)
-        if whole is None:
+        head = self.cache.head(self._transform, rows)
+        if head is None:
             raise UserError(f"distill.cache_dir: {self.cache.folder} is not seen by all ranks: name a shared folder.")
-        return head_for(whole, student)
+        return head_for(head, student)
 
 
 def with_cached_teachers(
@@ -173,31 +177,25 @@ def with_cached_teachers(
 ) -> dict[int, Document]:
     """teachers.with_teachers, from the folders; what has no entry is read by its teacher, and kept. Collective."""
 
-    def of(place: int) -> int:
-        return 0 if chosen is None else chosen[place]
+    def teacher_of(index: int) -> CachedTeacher:
+        return teachers[0 if chosen is None else chosen[index]]
 
     for teacher in teachers:
         teacher.cache.refresh()
-    found = {place: teachers[of(place)].cache.get(document) for place, document in local.items()}
-    hidden = {place: values for place, values in found.items() if values is not None}
-    group = student.mesh.world_group
+    entries = {index: teacher_of(index).cache.get(document) for index, document in local.items()}
+    hidden = {index: values for index, values in entries.items() if values is not None}
+    group, rank = student.mesh.world_group, dist.get_rank(student.mesh.world_group)
     missing: list[list[int]] = [[] for _ in range(dist.get_world_size(group))]
     with waiting():
         dist.all_gather_object(missing, sorted(local.keys() - hidden.keys()), group=group)
-    wanted = sorted({place for places in missing for place in places})
-    read: dict[int, Tensor] = {}
-    for index, teacher in enumerate(teachers):
-        places = [place for place in wanted if of(place) == index]
-        if places:
-            by_index = teacher.teacher.read(choose(documents, places))
-            read |= {places[i]: values for i, values in by_index.items()}
-    if wanted:
-        needed = {place: local[place] for place in missing[dist.get_rank(group)]}
-        lengths = [len(local[place]) if place in local else 0 for place in range(len(documents))]
-        read = exchange(read, needed, lengths, group, student.device)
-        writer = {place: rank for rank, places in reversed(list(enumerate(missing))) for place in places}
-        for index, teacher in enumerate(teachers):
-            mine = {p: d for p, d in needed.items() if of(p) == index and writer[p] == dist.get_rank(group)}
-            if mine:
-                teacher.cache.put(mine, read)
-    return with_hidden(local, hidden | read, chosen)
+    writer = {index: number for number, indices in reversed(list(enumerate(missing))) for index in indices}
+    if writer:
+        read = read_hidden([teacher.read for teacher in teachers], chosen, documents, sorted(writer))
+        needed = {index: local[index] for index in missing[rank]}
+        read = exchange(read, needed, group, student.device)
+        for teacher in teachers:
+            written = {i: d for i, d in needed.items() if teacher_of(i) is teacher and writer[i] == rank}
+            if written:
+                teacher.cache.put(written, read)
+        hidden |= read
+    return with_hidden(local, hidden, chosen)

@@ -6,7 +6,7 @@ as large.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -77,14 +77,14 @@ def teacher_head(teacher: Engine, student: Engine) -> TeacherHead | None:
     return head_for(TeacherHead(weight, bias, teacher.module.facts.transform, min(rows, len(weight))), student)
 
 
-def head_for(whole: TeacherHead, student: Engine) -> TeacherHead | None:
+def head_for(head_of_teacher: TeacherHead, student: Engine) -> TeacherHead | None:
     """What a rank of the student needs of a whole head, on its device; see teacher_head."""
     pipeline = student.pipeline
     if student.mesh.pp is not None and pipeline is not None and student.mesh.pp.rank != pipeline.placement.last:
         return None
     head = student.module.head
     first = 0 if head.shard is None else head.shard.first
-    part = whole.rows(first, whole.vocabulary if head.shard is None else len(head.weight))
+    part = head_of_teacher.rows(first, head_of_teacher.vocabulary if head.shard is None else len(head.weight))
     kept = [None if x is None else x.to(student.device).clone() for x in (part.weight, part.bias)]
     assert kept[0] is not None
     return replace(part, weight=kept[0], bias=kept[1])
@@ -100,17 +100,28 @@ def with_teachers(
     """This rank's documents with the arrays that DistillationLoss reads. Collective.
 
     chosen: which teacher each document of the step has; None if there is one. documents: of the step. local: this
-    rank's, by their place in the step.
+    rank's, by their index in the step.
     """
-    hidden: dict[int, Tensor] = {}
-    for index, teacher in enumerate(teachers):
-        places = [p for p in range(len(documents)) if chosen is None or chosen[p] == index]
-        if places:
-            read = teacher.read(documents if chosen is None else choose(documents, places))
-            hidden |= {places[i]: values for i, values in read.items()}
-    lengths = [len(local[p]) if p in local else 0 for p in range(len(documents))]
-    hidden = exchange(hidden, local, lengths, student.mesh.world_group, student.device)
+    read = read_hidden([teacher.read for teacher in teachers], chosen, documents, range(len(documents)))
+    hidden = exchange(read, local, student.mesh.world_group, student.device)
     return with_hidden(local, hidden, chosen)
+
+
+def read_hidden(
+    readers: Sequence[Callable[[Sequence[Document]], dict[int, Tensor]]],
+    chosen: Sequence[int] | None,
+    documents: Sequence[Document],
+    indices: Sequence[int],
+) -> dict[int, Tensor]:
+    """Index -> hidden states of the documents that this rank reads. readers: Teacher.read of each teacher. chosen,
+    documents: as in with_teachers. indices: of the documents to read, ascending. Collective."""
+    hidden: dict[int, Tensor] = {}
+    for teacher, read in enumerate(readers):
+        taught = [index for index in indices if chosen is None or chosen[index] == teacher]
+        if taught:
+            values = read(documents if len(taught) == len(documents) else choose(documents, taught))
+            hidden |= {taught[n]: states for n, states in values.items()}
+    return hidden
 
 
 def with_hidden(
@@ -119,52 +130,52 @@ def with_hidden(
     """The documents with their teachers' hidden states. Narrower ones are padded, because a row has one array."""
     width = max((values.shape[1] for values in hidden.values()), default=0)
     out = {}
-    for place, document in local.items():
-        values = torch.nn.functional.pad(hidden[place], (0, width - hidden[place].shape[1]))
+    for index, document in local.items():
+        values = torch.nn.functional.pad(hidden[index], (0, width - hidden[index].shape[1]))
         arrays = {**document.arrays, HIDDEN: values}
         if chosen is not None:
-            arrays[TEACHER] = torch.full((len(document),), chosen[place])
-        out[place] = replace(document, arrays=arrays)
+            arrays[TEACHER] = torch.full((len(document),), chosen[index])
+        out[index] = replace(document, arrays=arrays)
     return out
 
 
 def exchange(
     read: Mapping[int, Tensor],
     needed: Mapping[int, Document],
-    lengths: Sequence[int],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[int, Tensor]:
     """The tensors [T, ...] of the documents `needed`, which ranks may have read elsewhere; each comes from the first
-    rank that has it, so that all have the same bits. Collective. lengths: T of each needed document of the step.
+    rank that has it, so that all have the same bits. Collective.
 
     Documents may have other inner shapes (several teachers); each shape is exchanged by itself.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world == 1:
-        return {place: read[place] for place in needed}
-    mine = ({place: (tuple(x.shape[1:]), x.dtype) for place, x in read.items()}, {p: lengths[p] for p in needed})
-    everyone: list[tuple[dict[int, tuple[tuple[int, ...], torch.dtype]], dict[int, int]]] = [({}, {})] * world
+        return {index: read[index] for index in needed}
+    lengths = {index: len(document) for index, document in needed.items()}
+    here = ({index: (tuple(x.shape[1:]), x.dtype) for index, x in read.items()}, lengths)
+    by_rank: list[tuple[dict[int, tuple[tuple[int, ...], torch.dtype]], dict[int, int]]] = [({}, {})] * world
     with waiting():
-        dist.all_gather_object(everyone, mine, group=group)
+        dist.all_gather_object(by_rank, here, group=group)
     owner: dict[int, int] = {}
     kinds: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
-    for number, (has, _) in enumerate(everyone):
-        for place, kind in has.items():
-            owner.setdefault(place, number)
-            kinds.setdefault(place, kind)
+    for source, (kinds_there, _) in enumerate(by_rank):
+        for index, kind in kinds_there.items():
+            owner.setdefault(index, source)
+            kinds.setdefault(index, kind)
     out: dict[int, Tensor] = {}
     for kind in sorted(set(kinds.values()), key=str):
         shape, dtype = kind
-        wanted = [sorted(p for p in needs if kinds[p] == kind) for _, needs in everyone]
-        sent = [[p for p in places if owner[p] == rank] for places in wanted]
-        received = [[p for p in wanted[rank] if owner[p] == other] for other in range(world)]
-        parts = [read[place] for places in sent for place in places]
+        needs = [sorted(index for index in lengths_there if kinds[index] == kind) for _, lengths_there in by_rank]
+        sent = [[index for index in indices if owner[index] == rank] for indices in needs]
+        received = [[index for index in needs[rank] if owner[index] == source] for source in range(world)]
+        parts = [read[index] for indices in sent for index in indices]
         joined = (torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=dtype)).to(device)
-        counts = [sum(everyone[other][1][p] for p in places) for other, places in enumerate(sent)]
-        expected = [sum(lengths[p] for p in places) for places in received]
+        counts = [sum(by_rank[target][1][index] for index in indices) for target, indices in enumerate(sent)]
+        expected = [sum(lengths[index] for index in indices) for indices in received]
         with waiting():
             arrived = GroupCommunicator(group).all_to_all(joined, counts, expected).cpu()
-        places = [place for of_rank in received for place in of_rank]
-        out |= dict(zip(places, arrived.split([lengths[place] for place in places]), strict=True))
+        order = [index for indices in received for index in indices]
+        out |= dict(zip(order, arrived.split([lengths[index] for index in order]), strict=True))
     return out
