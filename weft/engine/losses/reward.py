@@ -18,7 +18,20 @@ if TYPE_CHECKING:
     from weft.engine.step_plan.plan import StepPlan
 
 
-class BradleyTerryLoss:
+class _ScoreLoss:
+    """What these losses have in common: they read scores alone, and are means by the step's loss weight."""
+
+    readouts = frozenset({"score"})
+    every_token = False
+
+    def normaliser(self, plan: StepPlan) -> float:
+        return plan.totals.weight or 1.0
+
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
+        return None
+
+
+class BradleyTerryLoss(_ScoreLoss):
     """The mean over the step's pairs of
 
         -log sigmoid(r_c - r_r - m) + a (r_c + r_r)^2
@@ -28,11 +41,8 @@ class BradleyTerryLoss:
 
     Documents 2 i and 2 i + 1 of a step are the chosen and the rejected answer of its pair i. Both carry `margin`. The
     gradient is summed answer by answer, each with the other's score as a constant: this is the pair's gradient,
-    wherever the other is. An answer that is not in the row has its score in `scores`, by its place in the step.
+    wherever the other is. An answer that is not in the row has its score in `scores`, by its index in the step.
     """
-
-    readouts = frozenset({"score"})
-    every_token = False
 
     def __init__(self, center: float = 0.0) -> None:
         self.center = center
@@ -41,25 +51,23 @@ class BradleyTerryLoss:
     def normaliser(self, plan: StepPlan) -> float:
         return plan.totals.documents / 2 or 1.0
 
-    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
-        return None
-
     def __call__(self, batch: Batch) -> LossOutput:
         score_N, margin_N = batch.readouts["score"], batch.arrays["margin"]
-        places = [batch.documents[document] for document in batch.document_N.tolist()]
-        other_N, row = torch.zeros_like(score_N), {place: n for n, place in enumerate(places)}
-        near = [(n, row[place ^ 1]) for n, place in enumerate(places) if place ^ 1 in row]
+        answers = [batch.documents[document] for document in batch.document_N.tolist()]
+        index_of = {answer: n for n, answer in enumerate(answers)}
+        opposite_N = torch.zeros_like(score_N)  # the score of the pair's other answer
+        near = [(n, index_of[answer ^ 1]) for n, answer in enumerate(answers) if answer ^ 1 in index_of]
         if near:
-            here, there = torch.tensor(near, device=score_N.device).T
-            other_N[here] = score_N.detach()[there]
-        far = [n for n, place in enumerate(places) if place ^ 1 not in row]
+            indices, opposites = torch.tensor(near, device=score_N.device).T
+            opposite_N[indices] = score_N.detach()[opposites]
+        far = [n for n, answer in enumerate(answers) if answer ^ 1 not in index_of]
         if far:
-            other_N[far] = score_N.new_tensor([self.scores[places[n] ^ 1] for n in far])
-        sign_N = score_N.new_tensor([1.0 - 2.0 * (place % 2) for place in places])
-        gap_N = sign_N * (score_N - other_N)
-        loss_N = self.center * (score_N + other_N).square() - F.logsigmoid(gap_N - margin_N)
+            opposite_N[far] = score_N.new_tensor([self.scores[answers[n] ^ 1] for n in far])
+        sign_N = score_N.new_tensor([1.0 - 2.0 * (answer % 2) for answer in answers])
+        gap_N = sign_N * (score_N - opposite_N)
+        loss_N = self.center * (score_N + opposite_N).square() - F.logsigmoid(gap_N - margin_N)
         with torch.no_grad():  # each answer counts for half of its pair
-            half, chosen_N = 0.5 * len(places), (sign_N > 0).to(score_N.dtype)
+            half, chosen_N = 0.5 * len(answers), (sign_N > 0).to(score_N.dtype)
             metrics: dict[str, tuple[Tensor, Tensor | float]] = {
                 "loss": (loss_N.sum() / 2, half),
                 "accuracy": ((gap_N > 0).to(score_N.dtype).sum() / 2, half),
@@ -70,17 +78,8 @@ class BradleyTerryLoss:
         return LossOutput(loss_N.sum(), metrics)
 
 
-class ScoreRegressionLoss:
+class ScoreRegressionLoss(_ScoreLoss):
     """The mean over the step's answers of (r - y)^2, with the score r and the document's `label` y."""
-
-    readouts = frozenset({"score"})
-    every_token = False
-
-    def normaliser(self, plan: StepPlan) -> float:
-        return plan.totals.weight or 1.0
-
-    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
-        return None
 
     def __call__(self, batch: Batch) -> LossOutput:
         score_N, weights_N = batch.readouts["score"], batch.weights_N
@@ -96,20 +95,11 @@ class ScoreRegressionLoss:
         return LossOutput(loss_sum, metrics)
 
 
-class ScoreClassificationLoss:
+class ScoreClassificationLoss(_ScoreLoss):
     """The mean cross entropy of the labels over all that have one in the step: answers, or steps of answers.
 
     Documents carry their class as `label`, a number from 0, at the token after the one that is scored.
     """
-
-    readouts = frozenset({"score"})
-    every_token = False
-
-    def normaliser(self, plan: StepPlan) -> float:
-        return plan.totals.weight or 1.0
-
-    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
-        return None
 
     def __call__(self, batch: Batch) -> LossOutput:
         score_NL, weights_N, label_N = batch.readouts["score"], batch.weights_N, batch.arrays["label"].long()
