@@ -53,7 +53,7 @@ def test_a_token_that_documents_share_counts_in_each(step: bool) -> None:
     balances = [
         Balance(tree.segment_T(cpu), 5, top_k, holders_DS=tree.holders_DS(cpu)), Balance(owner, 5, top_k),
     ]  # fmt: skip
-    layers = [shared, [layer[tree.document_places(cpu)] for layer in shared]]
+    layers = [shared, [layer[tree.document_tokens(cpu)] for layer in shared]]
     counts = [count_choices(row, balance) for row, balance in zip(layers, balances, strict=True)]
     torch.testing.assert_close(*counts)
     if step:

@@ -18,17 +18,17 @@ def test_a_segment_s_keys_are_its_path_and_its_own_tokens() -> None:
     assert TREE.path(4) == (0, 2) and TREE.path(0) == () and TREE.path(6) == ()
     assert TREE.before == (0, 4, 4, 7, 7, 0, 0)
     assert TREE.key_lengths == (4, 6, 7, 8, 9, 5, 2)
-    keys = TREE.key_places(CPU).split(list(TREE.key_lengths))
+    keys = TREE.key_tokens(CPU).split(list(TREE.key_lengths))
     assert keys[4].tolist() == [0, 1, 2, 3, 6, 7, 8, 10, 11]
     assert keys[5].tolist() == [12, 13, 14, 15, 16]
 
 
 def test_a_document_s_places_are_those_of_its_whole_path() -> None:
     assert TREE.document_lengths == (6, 8, 9, 7, 5)
-    places = TREE.document_places(CPU).split(list(TREE.document_lengths))
+    places = TREE.document_tokens(CPU).split(list(TREE.document_lengths))
     assert places[0].tolist() == [0, 1, 2, 3, 4, 5]
     assert places[3].tolist() == [0, 1, 2, 3, 6, 7, 8]
-    assert TREE.document_places(CPU) is TREE.document_places(CPU)  # made once per row
+    assert TREE.document_tokens(CPU) is TREE.document_tokens(CPU)  # made once per row
 
 
 def test_a_token_counts_as_often_as_documents_hold_it() -> None:
@@ -61,10 +61,10 @@ def test_random_trees_hold_each_document_s_tokens_in_order() -> None:
         documents = tuple(draw.randrange(count) for _ in range(draw.randint(0, 5)))
         tree = Segments(lengths, parents, documents)
         held = torch.zeros(sum(lengths), dtype=torch.int64)
-        for places in tree.document_places(CPU).split(list(tree.document_lengths)):
+        for places in tree.document_tokens(CPU).split(list(tree.document_lengths)):
             assert (places.diff() > 0).all()
             held[places] += 1
         assert torch.equal(held, tree.multiplicity_T(CPU))
-        for segment, keys in enumerate(tree.key_places(CPU).split(list(tree.key_lengths))):
+        for segment, keys in enumerate(tree.key_tokens(CPU).split(list(tree.key_lengths))):
             own = torch.arange(tree.starts[segment], tree.starts[segment] + lengths[segment])
             assert torch.equal(keys[-lengths[segment] :], own)

@@ -36,9 +36,9 @@ class DocumentSums:
 
     def __call__(self, batch: Batch) -> LossOutput:
         sums_D = batch.document_sum((batch.weights_N * batch.readouts["logprob"]).double())
-        places = torch.tensor(batch.counted_documents, dtype=torch.int64)
+        documents = torch.tensor(batch.counted_documents, dtype=torch.int64)
         values = sums_D.detach().cpu()
-        self.totals.index_add_(1, places, torch.stack([values, torch.ones_like(values)]))
+        self.totals.index_add_(1, documents, torch.stack([values, torch.ones_like(values)]))
         return LossOutput(sums_D.sum())
 
 

@@ -39,28 +39,28 @@ class WeightPiece:
         slices = [slice(start, start + size) for start, size in zip(self.local, self.size, strict=True)]
         return (*slices[:-1], slice(last, last + self.size[-1] // BLOCK))
 
-    def scale_index(self, whole: Sequence[int], device: torch.device) -> Tensor:
+    def scale_index(self, whole_shape: Sequence[int], device: torch.device) -> Tensor:
         """Index of each scale of the piece among all scales of the whole weight."""
-        shape = (*whole[:-1], whole[-1] // BLOCK)
+        shape = (*whole_shape[:-1], whole_shape[-1] // BLOCK)
         start = (*self.start[:-1], self.start[-1] // BLOCK)
         size = (*self.size[:-1], self.size[-1] // BLOCK)
         index = torch.zeros(size, dtype=torch.int32, device=device)
         for dim in range(len(shape)):
             stride, rest = math.prod(shape[dim + 1 :]), [1] * (len(shape) - dim - 1)
-            places = torch.arange(start[dim], start[dim] + size[dim], dtype=torch.int32, device=device)
-            index += (places * stride).view(-1, *rest)
+            indices = torch.arange(start[dim], start[dim] + size[dim], dtype=torch.int32, device=device)
+            index += (indices * stride).view(-1, *rest)
         return index
 
 
 class QuantisedWeight:
-    """Stands in a layer for its weight. whole: shape of the whole weight. shape: of the part that this rank computes
+    """Stands in a layer for its weight. whole_shape: of the whole weight. shape: of the part that this rank computes
     with, which FSDP2 shards. pieces: of the part. groups: what the scales are relative to; set when the weight is
     read."""
 
     def __init__(
-        self, owner: nn.Module, name: str, whole: tuple[int, ...], pieces: Sequence[WeightPiece], like: Tensor
+        self, owner: nn.Module, name: str, whole_shape: tuple[int, ...], pieces: Sequence[WeightPiece], like: Tensor
     ) -> None:
-        self.owner, self.name, self.whole, self.pieces = owner, name, whole, pieces
+        self.owner, self.name, self.whole_shape, self.pieces = owner, name, whole_shape, pieces
         self.shape, self.ndim, self.dtype = like.shape, like.ndim, like.dtype
         self.groups: ScaleGroups | None = None
         self.requires_grad = False
@@ -85,18 +85,18 @@ class QuantisedWeight:
         codes, scales = self.codes, self.scales
         index = torch.empty(scales.shape, dtype=torch.int32, device=scales.device)
         for piece in self.pieces:
-            index[piece.scales_within()] = piece.scale_index(self.whole, scales.device)
+            index[piece.scales_within()] = piece.scale_index(self.whole_shape, scales.device)
         assert self.groups is not None, f"{self.name} was not filled"
         return nf4.dequantise(codes, nf4.dequantise_scales(scales, self.groups, index), dtype)
 
 
 def replace_weight(
-    owner: nn.Module, name: str, whole: tuple[int, ...], pieces: Sequence[WeightPiece]
+    owner: nn.Module, name: str, whole_shape: tuple[int, ...], pieces: Sequence[WeightPiece]
 ) -> QuantisedWeight:
     """Replace a weight, on meta, by parameters of bytes, uninitialised."""
     weight = owner._parameters.pop(name)
     assert weight is not None
-    stored = QuantisedWeight(owner, name, whole, pieces, weight)
+    stored = QuantisedWeight(owner, name, whole_shape, pieces, weight)
     *rows, width = weight.shape
     for end, size in ((CODES, width // 2), (SCALES, width // BLOCK)):
         values = torch.empty(*rows, size, dtype=torch.uint8, device=weight.device)

@@ -70,20 +70,20 @@ class _SameLayer:
 
 def joined_states(chosen: Sequence[tuple[States, int]]) -> States:
     """The states of sequences, each given by States and its place in them."""
-    first, place = chosen[0]
-    if all(states is first and other == place for states, other in chosen):
-        return States(*(_repeated(part, place, len(chosen)) for part in (first.conv_states, first.recurrent_states)))
+    first, index = chosen[0]
+    if all(states is first and index_there == index for states, index_there in chosen):
+        return States(*(_repeated(part, index, len(chosen)) for part in (first.conv_states, first.recurrent_states)))
     return States(
-        {key: torch.stack([states.conv_states[key][place] for states, place in chosen]) for key in first.conv_states},
+        {key: torch.stack([states.conv_states[key][index] for states, index in chosen]) for key in first.conv_states},
         {
-            key: torch.stack([states.recurrent_states[key][place] for states, place in chosen])
+            key: torch.stack([states.recurrent_states[key][index] for states, index in chosen])
             for key in first.recurrent_states
         },
     )
 
 
-def _repeated(states: dict[int, Tensor], place: int, count: int) -> dict[int, Tensor]:
-    return {key: value[place : place + 1].expand(count, *value.shape[1:]) for key, value in states.items()}
+def _repeated(states: dict[int, Tensor], index: int, count: int) -> dict[int, Tensor]:
+    return {key: value[index : index + 1].expand(count, *value.shape[1:]) for key, value in states.items()}
 
 
 def can_fork(mixer: nn.Module) -> bool:

@@ -198,7 +198,7 @@ def attend_by_paths(run: Callable[[Call], Tensor], call: Call) -> Tensor:
     if run is per_document and suits_trees(call):
         return attend_trees(call)
     device = call.key_BKTD.device
-    key, value = (x.index_select(2, segments.key_places(device)) for x in (call.key_BKTD, call.value_BKTE))
+    key, value = (x.index_select(2, segments.key_tokens(device)) for x in (call.key_BKTD, call.value_BKTE))
     return run(replace(call, key_BKTD=key, value_BKTE=value, bounds=call.bounds.by_paths(device)))
 
 

@@ -40,17 +40,17 @@ class PathRun:
 
 @dataclass(frozen=True)
 class UnfoldedRow:
-    """The paths of a row from roots to leaves as documents, the longest first. bounds: of these documents. places_U:
+    """The paths of a row from roots to leaves as documents, the longest first. bounds: of these documents. tokens_U:
     the index of each of their tokens in the row. first_T: for each token of the row, its index in the first path that
     holds it."""
 
     bounds: Bounds
-    places_U: Tensor
+    tokens_U: Tensor
     first_T: Tensor
 
     def unfold(self, value: Any) -> Any:
         """`value` with [1, U, ...] in place of each tensor [1, T, ...] in it."""
-        return _replaced(value, len(self.first_T), lambda tensor: tensor.index_select(1, self.places_U), {})
+        return _replaced(value, len(self.first_T), lambda tensor: tensor.index_select(1, self.tokens_U), {})
 
     def fold(self, output: Any) -> Any:
         """The tokens of the row, [1, T, ...], of an output [1, U, ...], or of the first of a tuple."""
@@ -61,11 +61,11 @@ class UnfoldedRow:
 
 @dataclass(frozen=True)
 class RunBatch:
-    """Runs that one call computes. places: [tokens] index of each token in the row. before: for each run, the
-    (batch, place in it) of its parent; empty if the runs have none."""
+    """Runs that one call computes. tokens: index of each token in the row. before: for each run, the (batch, index in
+    it) of its parent; empty if the runs have none."""
 
     batch: DocumentBatch
-    places: Tensor
+    tokens: Tensor
     before: tuple[tuple[int, int], ...]
 
 
@@ -85,7 +85,7 @@ def unfolded_row(bounds: Bounds, device: torch.device) -> UnfoldedRow:
         segments = bounds.segments
         runs = sorted(runs_of(segments, ()), key=lambda run: -_length(run, segments))
         lengths = tuple(_length(run, segments) for run in runs)
-        row = UnfoldedRow(Bounds.packed(lengths, device), *_places(runs, segments, device))
+        row = UnfoldedRow(Bounds.packed(lengths, device), *_tokens_of(runs, segments, device))
         bounds.cache["unfolded"] = row
     result: UnfoldedRow = bounds.cache["unfolded"]
     return result
@@ -111,17 +111,17 @@ def by_forks(
     """The results of `function` for every token of the row: a tensor [1, T, ...], or a tuple of one and Nones.
 
     function: (states of n sequences or None, *args, **kwargs) -> (output [n, L, ...] or a tuple of it and Nones, final
-    states). state_of: the states of sequences, each a place in such states. Tensors [1, T, ...] of the arguments are
+    states). state_of: the states of sequences, each an index in such states. Tensors [1, T, ...] of the arguments are
     cut into batches.
     """
     tokens, states, results, output = len(row.first_T), list[State](), list[Tensor](), None
     for run_batch in row.batches:
-        places, batch = run_batch.places, run_batch.batch
+        tokens_of_batch, batch = run_batch.tokens, run_batch.batch
 
-        def part(tensor: Tensor, places: Tensor = places, batch: DocumentBatch = batch) -> Tensor:
-            return batch.unfold(tensor[0].index_select(0, places))
+        def part(tensor: Tensor, tokens_of_batch: Tensor = tokens_of_batch, batch: DocumentBatch = batch) -> Tensor:
+            return batch.unfold(tensor[0].index_select(0, tokens_of_batch))
 
-        before = state_of([(states[index], place) for index, place in run_batch.before]) if run_batch.before else None
+        before = state_of([(states[n], index) for n, index in run_batch.before]) if run_batch.before else None
         positional, keywords = _replaced((args, kwargs), tokens, part, {})
         output, state = function(before, *positional, **keywords)
         states.append(state)
@@ -165,17 +165,17 @@ def _forked_row(segments: Segments, forks: frozenset[int], device: torch.device)
     depths = list[int]()
     for run in runs:
         depths.append(0 if run.parent < 0 else depths[run.parent] + 1)
-    batches, order, place_of = list[RunBatch](), list[PathRun](), dict[int, tuple[int, int]]()
+    batches, order, index_of = list[RunBatch](), list[PathRun](), dict[int, tuple[int, int]]()
     for depth in range(max(depths) + 1):
         at_depth = [number for number, its_depth in enumerate(depths) if its_depth == depth]
         for numbers in _batches(at_depth, runs, segments, forks):
-            place_of |= {number: (len(batches), place) for place, number in enumerate(numbers)}
+            index_of |= {number: (len(batches), index) for index, number in enumerate(numbers)}
             chosen = [runs[number] for number in numbers]
             lengths = tuple(_length(run, segments) for run in chosen)
-            before = tuple(place_of[run.parent] for run in chosen) if depth else ()
-            batches.append(RunBatch(batch_of(lengths, device), _places(chosen, segments, device)[0], before))
+            before = tuple(index_of[run.parent] for run in chosen) if depth else ()
+            batches.append(RunBatch(batch_of(lengths, device), _tokens_of(chosen, segments, device)[0], before))
             order += chosen
-    return ForkedRow(batches, _places(order, segments, device)[1])
+    return ForkedRow(batches, _tokens_of(order, segments, device)[1])
 
 
 def _batches(
@@ -200,11 +200,11 @@ def _length(run: PathRun, segments: Segments) -> int:
     return sum(segments.lengths[segment] for segment in run.segments)
 
 
-def _places(runs: Sequence[PathRun], segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tokens_of(runs: Sequence[PathRun], segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
     """([tokens of all runs] index of each in the row; [T] index of the row's tokens among them, the first of each)."""
-    places = segments.tokens_of([segment for run in runs for segment in run.segments])
-    first_T = torch.from_numpy(np.unique(places.numpy(), return_index=True)[1])
-    return on_device(places, device), on_device(first_T, device)
+    tokens = segments.tokens_of([segment for run in runs for segment in run.segments])
+    first_T = torch.from_numpy(np.unique(tokens.numpy(), return_index=True)[1])
+    return on_device(tokens, device), on_device(first_T, device)
 
 
 def _replaced(value: Any, tokens: int, change: Callable[[Tensor], Tensor], changed: dict[int, Tensor]) -> Any:

@@ -281,14 +281,14 @@ class _LogitPair:
             return self.settings.rows_per_tile
         height = self.student.rows_of_all_columns()
         if self.shard is not None:
-            least = torch.tensor([-height], device=self.logprob.device)
-            self.shard.ranks.max_(least)
-            height = -int(least)
+            negated = torch.tensor([-height], device=self.logprob.device)
+            self.shard.ranks.max_(negated)
+            height = -int(negated)
         return height
 
-    def _read_block(self, x: Tensor, y: Tensor, here: slice, upstream: Tensor | None) -> None:
+    def _read_block(self, x: Tensor, y: Tensor, rows: slice, upstream: Tensor | None) -> None:
         """Read a block; if there is an upstream gradient [2, b, 1], overwrite x with the gradient of its logits."""
-        (inner, outer), targets = self.student.scaling, self.targets[here]
+        (inner, outer), targets = self.student.scaling, self.targets[rows]
         z, slope = x.to(self.wide), None
         if outer is not None:
             slope = tanh_slope_(z).mul_(outer * inner)
@@ -297,7 +297,7 @@ class _LogitPair:
         if self.teacher.scaling.outer is not None:
             log_q.tanh_().mul_(self.teacher.scaling.outer)
         if self.agreement is not None:
-            self.agreement[here] = (self._likeliest(log_p) == self._likeliest(log_q)).to(self.wide)
+            self.agreement[rows] = (self._likeliest(log_p) == self._likeliest(log_q)).to(self.wide)
         one_softmax = self._one_softmax()
         lse = self._log_sum_exp([log_p, log_q] if one_softmax else [log_p, log_q, z])
         log_p.sub_(lse[0, :, None])
@@ -308,9 +308,9 @@ class _LogitPair:
         sums = torch.stack([terms.sum(1), s.sum(1), picked, is_inside.to(self.wide)])
         if self.shard is not None:
             self.shard.ranks.sum_(sums)
-        self.divergence[here] = sums[0]
+        self.divergence[rows] = sums[0]
         # A target that no rank has is not silent.
-        self.logprob[here] = torch.where(sums[3] > 0, sums[2] - lse[-1 if not one_softmax else 0], float("nan"))
+        self.logprob[rows] = torch.where(sums[3] > 0, sums[2] - lse[-1 if not one_softmax else 0], float("nan"))
         if upstream is None:
             return
         g_logprob, g_divergence = upstream[0], upstream[1] * self.ratio

@@ -95,8 +95,8 @@ def _document_indices(bounds: Bounds, device: torch.device) -> list[_SequenceGro
         key_lengths = bounds.key_lengths or bounds.lengths
         starts, key_starts = (accumulate(lengths, initial=0) for lengths in (bounds.lengths, key_lengths))
         by_blocks: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
-        for places in zip(starts, bounds.lengths, key_starts, key_lengths, strict=False):
-            by_blocks.setdefault((-(-places[3] // _KEYS), -(-places[1] // _KEYS)), []).append(places)
+        for spans in zip(starts, bounds.lengths, key_starts, key_lengths, strict=False):
+            by_blocks.setdefault((-(-spans[3] // _KEYS), -(-spans[1] // _KEYS)), []).append(spans)
         bounds.cache["exact"] = [_group_indices(group, device) for group in by_blocks.values()]
     groups: list[_SequenceGroup] = bounds.cache["exact"]
     return groups
@@ -106,12 +106,12 @@ def _group_indices(sequences: list[tuple[int, int, int, int]], device: torch.dev
     """sequences: (first token, tokens, first key, keys) of each, in the row."""
     start_B1, length_B1, key_start_B1, keys_B1 = torch.tensor(sequences, device=device).T[..., None]
     token_T, key_S = (torch.arange(int(x.max()), device=device) for x in (length_B1, keys_B1))
-    whole = all(tokens == keys for _, tokens, _, keys in sequences)
+    equal = all(tokens == keys for _, tokens, _, keys in sequences)
     return _SequenceGroup(
         start_B1 + token_T.minimum(length_B1 - 1),
         token_T < length_B1,
         key_start_B1 + key_S.minimum(keys_B1 - 1),
-        None if whole else (keys_B1 - length_B1)[:, 0],
+        None if equal else (keys_B1 - length_B1)[:, 0],
     )
 
 
@@ -126,14 +126,14 @@ def _causal(
 ) -> Tensor:
     """Causal attention of all tokens of whole sequences, or of those after the first before_B keys."""
     length, device = query_BHTD.shape[2], query_BHTD.device
-    most = 0 if before_B is None else int(before_B.max())
+    most_before = 0 if before_B is None else int(before_B.max())
     out = []
     for start in range(0, length, _QUERIES):
         end = min(start + _QUERIES, length)
         position_BT = torch.arange(start, end, device=device)[None]
         if before_B is not None:
             position_BT = position_BT + before_B[:, None]
-        keys, values = key_BKTD[:, :, : most + end], value_BKTE[:, :, : most + end]
+        keys, values = key_BKTD[:, :, : most_before + end], value_BKTE[:, :, : most_before + end]
         out.append(_attend(call, query_BHTD[:, :, start:end], keys, values, position_BT))
     return torch.cat(out, 2)
 

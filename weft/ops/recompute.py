@@ -117,8 +117,8 @@ class _Phase:
         if not keeps:
             return compute()
         if self.taken is not None:
-            taken: Tensor = next(self.taken["matmuls"])
-            return taken
+            kept_result: Tensor = next(self.taken["matmuls"])
+            return kept_result
         result = compute()
         self.results.append("matmuls", result)
         return result

@@ -94,11 +94,11 @@ class Segments:
         """[tokens] index in the row of each token of a segment's path and of the segment."""
         return self.tokens_of((*self.path(segment), segment))
 
-    def key_places(self, device: torch.device) -> Tensor:
+    def key_tokens(self, device: torch.device) -> Tensor:
         """[sum of key_lengths] index in the row of the keys of each segment, segment by segment."""
         return self._cached("keys", range(len(self.lengths)), device)
 
-    def document_places(self, device: torch.device) -> Tensor:
+    def document_tokens(self, device: torch.device) -> Tensor:
         """[sum of document_lengths] index in the row of each document's tokens, document by document."""
         return self._cached("documents", self.last_segments, device)
 
@@ -126,7 +126,7 @@ class Segments:
         return self.cache["segment", device]
 
     def key_shift_T(self, device: torch.device) -> Tensor:
-        """[T] int32: how much further back each token lies in key_places, among the keys of its own segment."""
+        """[T] int32: how much further back each token lies in key_tokens, among the keys of its own segment."""
         if ("shift", device) not in self.cache:
             firsts = accumulate(self.key_lengths, initial=0)
             shifts = [a + before - b for a, before, b in zip(firsts, self.before, self.starts, strict=False)]

@@ -58,8 +58,8 @@ class _AttendTrees(torch.autograd.Function):
         for keys, queries in _subtrees(segments):
             part, sums = _forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, False, scale=scale)
             total = torch.logaddexp(lse[:, :, queries], sums)
-            own = (lse[:, :, queries] - total).exp_()[..., None]
-            out[:, :, queries] = (out[:, :, queries] * own + part * (sums - total).exp_()[..., None]).to(out.dtype)
+            share = (lse[:, :, queries] - total).exp_()[..., None]
+            out[:, :, queries] = (out[:, :, queries] * share + part * (sums - total).exp_()[..., None]).to(out.dtype)
             lse[:, :, queries] = total
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.segments, ctx.scale = segments, scale

@@ -30,23 +30,23 @@ from weft.parallel.shards.load import LoadPlan, fill_box
 from weft.terminal import counted
 
 
-def quantisable(module: TrainModule, whole: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[nn.Module, str]]:
+def quantisable(module: TrainModule, whole_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[nn.Module, str]]:
     """Name -> (module, name in it) of every frozen weight that 4 bits can store: of linear layers of the decoder, and
     of fused experts. Routers, embeddings, heads, norms and mixers with state stay as they are, and so do weights whose
-    last dimension is no multiple of 64. whole: name -> whole shape, of weights that tp and ep have divided."""
-    places: dict[str, tuple[nn.Module, str]] = {}
+    last dimension is no multiple of 64. whole_shapes: name -> whole shape, of weights that tp and ep have divided."""
+    owners: dict[str, tuple[nn.Module, str]] = {}
     for name, layer in linear_layers(module):
         if not hf.is_transposed(layer) and not name.startswith(tuple(f"{mixer}." for mixer in module.mixers)):
-            places[f"{name}.weight"] = layer, "weight"
+            owners[f"{name}.weight"] = layer, "weight"
     for name, child in module.named_modules():
         if hf.is_fused_experts(child):
             leaves = [leaf for leaf, _ in child.named_parameters(recurse=False) if leaf in hf.EXPERT_WEIGHTS]
-            places |= {f"{name}.{leaf}": (child, leaf) for leaf in leaves}
-    weights = {name: owner._parameters[leaf] for name, (owner, leaf) in places.items()}
+            owners |= {f"{name}.{leaf}": (child, leaf) for leaf in leaves}
+    weights = {name: owner._parameters[leaf] for name, (owner, leaf) in owners.items()}
     return {
-        name: places[name]
+        name: owners[name]
         for name, weight in weights.items()
-        if weight is not None and not weight.requires_grad and not whole.get(name, weight.shape)[-1] % BLOCK
+        if weight is not None and not weight.requires_grad and not whole_shapes.get(name, weight.shape)[-1] % BLOCK
     }
 
 
@@ -88,10 +88,10 @@ def plan_quantised(module: TrainModule, cuts: ShardSpecs) -> dict[str, tuple[int
 def quantise_base(module: TrainModule, shapes: Mapping[str, tuple[int, ...]], cuts: ShardSpecs) -> None:
     """Replace the weights of these names, as far as this rank's stages have them, by bytes, uninitialised. Before FSDP2
     shards the module."""
-    here = {name for name, _ in module.named_parameters()}
+    local_names = {name for name, _ in module.named_parameters()}
     module.quantised_shapes = {**shapes}
-    for name, whole in shapes.items():
-        if name not in here:
+    for name, whole_shape in shapes.items():
+        if name not in local_names:
             module.quantised[name] = None
             continue
         owner, leaf = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
@@ -99,7 +99,7 @@ def quantise_base(module: TrainModule, shapes: Mapping[str, tuple[int, ...]], cu
         assert part is not None
         if hf.is_fused_experts(owner):
             use_experts_forward(owner)
-        module.quantised[name] = replace_weight(owner, leaf, whole, _pieces(tuple(part.shape), cuts.get(name)))
+        module.quantised[name] = replace_weight(owner, leaf, whole_shape, _pieces(tuple(part.shape), cuts.get(name)))
 
 
 def _pieces(part: tuple[int, ...], spec: AnyShardSpec | None) -> list[WeightPiece]:
@@ -111,8 +111,8 @@ def _pieces(part: tuple[int, ...], spec: AnyShardSpec | None) -> list[WeightPiec
 
 def _shard_boxes(codes: Tensor, spec: AnyShardSpec | None) -> list[tuple[Box, tuple[slice, ...]]]:
     """(box of the whole weight that this rank's shard holds, where it is in the shard), in elements."""
-    held, _ = local_box(codes)
-    box = Box((*held.start[:-1], 2 * held.start[-1]), (*held.size[:-1], 2 * held.size[-1]))
+    shard, _ = local_box(codes)
+    box = Box((*shard.start[:-1], 2 * shard.start[-1]), (*shard.size[:-1], 2 * shard.size[-1]))
     pairs = [(box, box)] if spec is None else [(whole, local) for whole, local, _ in spec.boxes(box)]
     return [(whole, local.within(box)) for whole, local in pairs if whole.numel]
 
@@ -152,8 +152,8 @@ def fill_quantised(
         codes, groups = nf4.quantise_scales(rows)
         weight.groups = ScaleGroups(*(part.to(weight.codes.device) for part in groups))
         for box, slices in _shard_boxes(weight.codes, cuts.get(name)):
-            own = codes[_last(box.within(Box.from_shape(shape)), BLOCK)]
-            local_values(weight.scales)[_last(slices, BLOCK)] = own.to(weight.scales.device)
+            of_box = codes[_last(box.within(Box.from_shape(shape)), BLOCK)]
+            local_values(weight.scales)[_last(slices, BLOCK)] = of_box.to(weight.scales.device)
 
 
 def join_scales(rows: Tensor, group: dist.ProcessGroup) -> None:
@@ -166,7 +166,7 @@ def empty_groups(module: TrainModule) -> None:
     """What fill_quantised sets, without values, for a simulation."""
     for weight in module.quantised.values():
         if weight is not None:
-            count = math.prod(weight.whole) // BLOCK
+            count = math.prod(weight.whole_shape) // BLOCK
             largest = torch.empty(-(-count // nf4.GROUP), device=weight.codes.device)
             weight.groups = ScaleGroups(largest, largest.new_empty(()))
 
@@ -199,7 +199,7 @@ def _dequantised_shard(weight: QuantisedWeight, spec: AnyShardSpec | None, dtype
     assert groups is not None
     values = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
     for box, slices in _shard_boxes(weight.codes, spec):
-        index = WeightPiece(box.start, box.size, box.start).scale_index(weight.whole, codes.device)
+        index = WeightPiece(box.start, box.size, box.start).scale_index(weight.whole_shape, codes.device)
         of_box = nf4.dequantise_scales(scales[_last(slices, BLOCK)], groups, index)
         values[slices] = nf4.dequantise(codes[_last(slices, 2)], of_box, dtype)
     stored = weight.codes

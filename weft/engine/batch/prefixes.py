@@ -54,8 +54,8 @@ def image_column(tokens_T: NDArray[np.int64], placeholders: Sequence[int], image
 
 def images_end(column_T: NDArray[Any]) -> int:
     """Tokens up to the last placeholder, and with it; 0 without one. column_T: as image_column returns it."""
-    places = np.flatnonzero(column_T)
-    return int(places[-1]) + 1 if len(places) else 0
+    indices = np.flatnonzero(column_T)
+    return int(indices[-1]) + 1 if len(indices) else 0
 
 
 def shared_paths(
@@ -77,8 +77,8 @@ def shared_paths(
             tokens = keys(index)
             if tokens is not None:
                 by_width[tokens.shape[1]][index] = np.ascontiguousarray(tokens[: read[index]])
-        for width, alike in by_width.items():
-            paths |= _paths(alike, repr((group, width)).encode())
+        for width, members in by_width.items():
+            paths |= _paths(members, repr((group, width)).encode())
     return paths
 
 
@@ -87,8 +87,8 @@ def _paths(keys: dict[int, TokenKeys], salt: bytes) -> dict[int, Path]:
     order = sorted(texts, key=lambda index: texts[index])  # neighbours have the longest beginnings in common
     common = [_common(keys[a], keys[b]) for a, b in pairwise(order)]
     paths = {}
-    for place, index in enumerate(order):
-        ends = {*_falling(common[place:]), *_falling(common[:place][::-1])}
+    for position, index in enumerate(order):
+        ends = {*_falling(common[position:]), *_falling(common[:position][::-1])}
         if ends:
             tokens = keys[index]
             paths[index] = _nodes(texts[index], sorted(ends | {len(tokens)}), tokens.shape[1] * tokens.itemsize, salt)

@@ -159,7 +159,7 @@ def build_row(
     """
     chosen = [documents[index] for index in indices]
     used = sum(read if segments is None else segments.lengths)
-    places = _TokenIndex.of_documents(document_offsets(read, length, layout), read)
+    token_index = _TokenIndex.of_documents(document_offsets(read, length, layout), read)
     if layout == "packed":
         tail = length - used
         assert tail >= 0, f"documents of {used} tokens in a row of {length}"
@@ -167,34 +167,36 @@ def build_row(
         shape, bounds = (1, length), Bounds.packed(lengths, torch.device("cpu"))
         if segments is not None:
             bounds.segments = segments if not tail else segments.padded(tail)
-            places = replace(places, row_K=segments.document_places(torch.device("cpu")))
+            token_index = replace(token_index, row_K=segments.document_tokens(torch.device("cpu")))
     else:
         shape = (max(1, len(chosen)), length)
         bounds = Bounds((length,) * shape[0], padded=True)
     if vision is not None and vision.both_ways and any(document.media for document in chosen):
-        bounds.last_seen = _last_seen(chosen, vision, places, read, length)
+        bounds.last_seen = _last_seen(chosen, vision, token_index, read, length)
     ids = torch.full((shape[0] * length,), PADDING)
     tokens_K = _joined([d.tokens[:count] for d, count in zip(chosen, read, strict=True)], torch.int64)
-    ids[places.row_K] = tokens_K
-    assert segments is None or torch.equal(ids[places.row_K], tokens_K), "documents share tokens that are not equal"
+    ids[token_index.row_K] = tokens_K
+    assert segments is None or torch.equal(ids[token_index.row_K], tokens_K), (
+        "documents share tokens that are not equal"
+    )
     owner_M = torch.full((ids.numel(),), -1)
-    owner_M[places.row_K] = places.document_K
+    owner_M[token_index.row_K] = token_index.document_K
     media: dict[str, Any] = {}
     if images and vision is not None:  # a row without images runs the tower on the smallest possible one
-        inputs = _image_inputs(chosen, vision, places, read, shared=segments is not None)
+        inputs = _image_inputs(chosen, vision, token_index, read, shared=segments is not None)
         media = {"media": joined(inputs or [dict(vision.smallest)]), "placeholder": not inputs}
     return Row(
         documents=tuple(indices),
         input_ids_BT=ids.view(shape),
-        position_ids_BT=build_positions(chosen, places, read, shape, layout),
+        position_ids_BT=build_positions(chosen, token_index, read, shape, layout),
         bounds=bounds,
         owner_M=owner_M if owners else None,
-        routes=_routes(chosen, places, read, ids.numel()),
+        routes=_routes(chosen, token_index, read, ids.numel()),
         real_tokens=used,
-        real_K=None if layout == "packed" else places.row_K,
-        **({} if noise is None else _noise(indices, chosen, places, shape, noise)),
+        real_K=None if layout == "packed" else token_index.row_K,
+        **({} if noise is None else _noise(indices, chosen, token_index, shape, noise)),
         **media,
-        **shift_labels(chosen, places, read, every_token, repeated=segments is not None),
+        **shift_labels(chosen, token_index, read, every_token, repeated=segments is not None),
     )
 
 
@@ -220,48 +222,52 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _noise(
-    indices: Sequence[int], documents: Sequence[Document], places: _TokenIndex, shape: tuple[int, int], noise: StepNoise
+    indices: Sequence[int],
+    documents: Sequence[Document],
+    token_index: _TokenIndex,
+    shape: tuple[int, int],
+    noise: StepNoise,
 ) -> dict[str, Tensor]:
     """The noise of a row's tokens, by the lengths of whole documents, whatever else is in the row."""
     keys, sizes = torch.zeros(shape).long().flatten(), torch.zeros(shape).flatten()
     if documents:
         lengths = torch.tensor([len(document) for document in documents], dtype=torch.float32)
-        keys[places.row_K] = noise.keys(torch.tensor(indices)[places.document_K], places.token_K)
-        sizes[places.row_K] = (noise.alpha / lengths.sqrt())[places.document_K]
+        keys[token_index.row_K] = noise.keys(torch.tensor(indices)[token_index.document_K], token_index.token_K)
+        sizes[token_index.row_K] = (noise.alpha / lengths.sqrt())[token_index.document_K]
     return {"noise_keys_BT": keys.view(shape), "noise_sizes_BT": sizes.view(shape)}
 
 
 def _last_seen(
-    documents: Sequence[Document], vision: Vision, places: _TokenIndex, read: Sequence[int], length: int
+    documents: Sequence[Document], vision: Vision, token_index: _TokenIndex, read: Sequence[int], length: int
 ) -> Tensor:
     """Bounds.last_seen of a packed row."""
     last = torch.arange(length, dtype=torch.int32)
-    for document, row_T in zip(documents, places.row_K.split(list(read)), strict=True):
+    for document, row_T in zip(documents, token_index.row_K.split(list(read)), strict=True):
         if document.media is not None:
             last[row_T] = row_T[vision.last_seen(document.tokens[: len(row_T)]).long()].int()
     return last
 
 
 def _image_inputs(
-    documents: Sequence[Document], vision: Vision, places: _TokenIndex, read: Sequence[int], *, shared: bool
+    documents: Sequence[Document], vision: Vision, token_index: _TokenIndex, read: Sequence[int], *, shared: bool
 ) -> list[Mapping[str, Tensor]]:
     """The inputs of documents with images, in the order of their placeholders in the row; once for those that share
     their images. shared: whether documents share tokens."""
-    by_place: dict[int, Mapping[str, Tensor]] = {}
-    for document, row_T in zip(documents, places.row_K.split(list(read)), strict=True):
+    by_position: dict[int, Mapping[str, Tensor]] = {}
+    for document, row_T in zip(documents, token_index.row_K.split(list(read)), strict=True):
         if document.media is not None:
             shown = vision.token_types(document.tokens[: len(row_T)]).nonzero().flatten() if shared else row_T[:0]
-            place = int(row_T[shown[0]]) if len(shown) else len(places.row_K) + len(by_place)
-            by_place.setdefault(place, document.media.inputs)
-    return [by_place[place] for place in sorted(by_place)]
+            position = int(row_T[shown[0]]) if len(shown) else len(token_index.row_K) + len(by_position)
+            by_position.setdefault(position, document.media.inputs)
+    return [by_position[position] for position in sorted(by_position)]
 
 
-def _routes(documents: Sequence[Document], places: _TokenIndex, read: Sequence[int], tokens: int) -> Tensor | None:
+def _routes(documents: Sequence[Document], token_index: _TokenIndex, read: Sequence[int], tokens: int) -> Tensor | None:
     shapes = [document.routes.shape[1:] for document in documents if document.routes is not None]
     if not shapes:
         return None
     routes = torch.full((tokens, *shapes[0]), -1, dtype=torch.int16)
-    for row_T, document in zip(places.row_K.split(list(read)), documents, strict=True):
+    for row_T, document in zip(token_index.row_K.split(list(read)), documents, strict=True):
         if document.routes is not None:
             routes[row_T] = document.routes[: len(row_T)].to(torch.int16)
     return routes
@@ -276,7 +282,7 @@ def document_offsets(read: Sequence[int], length: int, layout: Layout) -> list[i
 
 def build_positions(
     documents: Sequence[Document],
-    places: _TokenIndex,
+    token_index: _TokenIndex,
     read: Sequence[int],
     shape: tuple[int, int],
     layout: Layout,
@@ -286,23 +292,23 @@ def build_positions(
         positions = torch.arange(shape[1]).repeat(shape[0])
     else:
         # Padding gets no position beyond those of documents: some rotary tables depend on the row's largest position.
-        highest, used = max([2, *read]), int(places.row_K.max()) + 1 if len(places.row_K) else 0
+        highest, used = max([2, *read]), int(token_index.row_K.max()) + 1 if len(token_index.row_K) else 0
         positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
-    positions[places.row_K] = places.token_K
+    positions[token_index.row_K] = token_index.token_K
     if any(document.positions is not None and document.positions.ndim == 2 for document in documents):
         positions = positions.repeat(3, 1)  # in time, height and width; equal for text
-    for row_T, document in zip(places.row_K.split(list(read)), documents, strict=True):
+    for row_T, document in zip(token_index.row_K.split(list(read)), documents, strict=True):
         if document.positions is not None:
             positions[..., row_T] = document.positions[..., : len(row_T)]
     return positions.view(*positions.shape[:-1], *shape)
 
 
 def shift_labels(
-    documents: Sequence[Document], places: _TokenIndex, read: Sequence[int], every_token: bool, *, repeated: bool
+    documents: Sequence[Document], token_index: _TokenIndex, read: Sequence[int], every_token: bool, *, repeated: bool
 ) -> dict[str, Any]:
     """Shift labels within each document: position t predicts token t + 1, and the last position predicts nothing.
 
-    places: of the tokens that a forward reads. repeated: whether documents share tokens.
+    token_index: of the tokens that a forward reads. repeated: whether documents share tokens.
     """
     counts = [len(document) for document in documents]
     targets = _TokenIndex.of_documents([0] * len(counts), counts)
@@ -313,7 +319,7 @@ def shift_labels(
     names = documents[0].arrays if documents else ()
     arrays = {name: torch.cat([d.arrays[name] for d in documents])[chosen] for name in names}
     document_N, token_N = targets.document_K[chosen], targets.token_K[chosen]
-    selected_N = places.row_K[first_D[document_N] + token_N - 1]
+    selected_N = token_index.row_K[first_D[document_N] + token_N - 1]
     targets_N = _joined([d.tokens for d in documents], torch.int64)[chosen]
     return {
         "selected_N": selected_N,
@@ -346,9 +352,9 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis)
         for intervals, offset in zip(cut, accumulate(reads, initial=0), strict=False)
         for start, stop in intervals
     ]
-    whole = torch.arange(sum(reads[: len(cut)]), row.real_tokens)
+    uncut = torch.arange(sum(reads[: len(cut)]), row.real_tokens)
     # [M]: for each of this rank's tokens, in the order of its row, the index in the row of whole documents.
-    indices_M = torch.cat([*ranges_of_row, whole])
+    indices_M = torch.cat([*ranges_of_row, uncut])
     length = plan.row_length(micro_batch, rank)
     padding = length - len(indices_M)
     chosen_N, selected_N = local_predictions(row.selected_N, indices_M, row.real_tokens)
@@ -540,8 +546,8 @@ class RowBuilder:
         documents = {index: self._placed(documents[index]) for index in indices}
         read = [plan.documents[index].read for index in indices]
         segments = plan.segments(micro_batch, self.rank)
-        whole = sum(read if segments is None else segments.lengths)
-        length = whole if plan.pieces else plan.row_length(micro_batch, self.rank)
+        tokens = sum(read if segments is None else segments.lengths)
+        length = tokens if plan.pieces else plan.row_length(micro_batch, self.rank)
         row = build_row(
             indices, documents, read=read, length=length, layout=self.layout, every_token=every_token,
             owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),

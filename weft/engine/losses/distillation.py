@@ -124,8 +124,8 @@ def _with_tail(log_p: Tensor, log_q: Tensor, is_used: Tensor) -> Tensor:
     """[N] KL(q || p) over the used tokens [N, K] and one bin for all others."""
     smallest = torch.finfo(log_p.dtype).eps
     q = torch.where(is_used, log_q.exp(), 0.0)
-    listed = torch.where(is_used, q * (log_q - log_p), 0.0).sum(1)
+    of_listed = torch.where(is_used, q * (log_q - log_p), 0.0).sum(1)
     p_tail = (1 - torch.where(is_used, log_p.exp(), 0.0).sum(1)).clamp(min=smallest)
     q_tail = (1 - q.sum(1)).clamp(min=0.0)
     tail = torch.where(q_tail > smallest, q_tail * (q_tail.clamp(min=smallest).log() - p_tail.log()), 0.0)
-    return listed + tail
+    return of_listed + tail

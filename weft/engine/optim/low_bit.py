@@ -60,7 +60,7 @@ class BlockGrid:
     offset: int
 
     @classmethod
-    def of(cls, box: Box, width: int, offset: int) -> BlockGrid:
+    def of_box(cls, box: Box, width: int, offset: int) -> BlockGrid:
         """width: of the whole tensor's rows."""
         start, end = box.start[-1], box.end[-1]
         first, last = start // BLOCK, -(-end // BLOCK)
@@ -156,7 +156,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype, self.rounding, self.seed, self.placements = state_dtype, rounding, seed, placements
         self._parameters = {
-            parameter: self.prepare(placements.of(names[parameter], parameter, number), parameter)
+            parameter: self.prepare(placements.placement_of(names[parameter], parameter, number), parameter)
             for number, parameter in enumerate(p for group in self.param_groups for p in group["params"])
         }
         self._cut = self._cut_blocks()
@@ -165,7 +165,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         coded = self.state_dtype == torch.int8 and has_codes(placement.name, placement.shape)
         grids, offset = list[BlockGrid | None](), 0
         for rank_box in placement.boxes:
-            grid = BlockGrid.of(rank_box.box, placement.shape[-1], offset) if coded else None
+            grid = BlockGrid.of_box(rank_box.box, placement.shape[-1], offset) if coded else None
             grids.append(grid)
             offset += 0 if grid is None else grid.count * math.prod(rank_box.box.size[:-1])
         parts = rows_of(placement, _TILE.get(device_kind(parameter.device), 1 << 23))
@@ -182,14 +182,14 @@ class LowBitAdamW(torch.optim.Optimizer):
             for block in tile.grid.cut
         }
         if self.state_dtype == torch.int8:
-            for other in self.placements.gather(cut):
-                assert isinstance(other, dict)
-                cut |= other
-        places, first = {}, 0
+            for cut_there in self.placements.gather(cut):
+                assert isinstance(cut_there, dict)
+                cut |= cut_there
+        ranges, first = {}, 0
         for key in sorted(cut):
-            places[key] = (first, cut[key])
+            ranges[key] = (first, cut[key])
             first += cut[key]
-        return places
+        return ranges
 
     # ------------------------------------------------------------ the step
 
@@ -216,8 +216,8 @@ class LowBitAdamW(torch.optim.Optimizer):
     def keys_of(self, parameter: nn.Parameter) -> list[str]:
         """Names of a parameter's state tensors."""
         scales = ["exp_avg_scale", "exp_avg_sq_scale"] if self._parameters[parameter].coded else []
-        kept = ["compensation"] if self.rounding == "kahan" and parameter.dtype == torch.bfloat16 else []
-        return ["exp_avg", "exp_avg_sq", *scales, *kept]
+        compensation = ["compensation"] if self.rounding == "kahan" and parameter.dtype == torch.bfloat16 else []
+        return ["exp_avg", "exp_avg_sq", *scales, *compensation]
 
     def empty_state(self, parameter: nn.Parameter, key: str) -> Tensor:
         """This rank's part of a state tensor before the first step."""
@@ -269,19 +269,19 @@ class LowBitAdamW(torch.optim.Optimizer):
             first, second = moments_of(tile, state, gradient, group["betas"])
             root = second.sqrt()
             words = random_words(tile.rows, width, key, shard.device) if random else None
-            masters = tile.rows.of(shard)
+            masters = tile.rows.matrix_in(shard)
             new = masters.float() if masters.dtype != torch.float32 else masters
-            kept = tile.rows.of(local_shard(state["compensation"])) if "compensation" in state else None
-            if kept is not None:
-                new = new + kept.float()
+            compensation = tile.rows.matrix_in(local_shard(state["compensation"])) if "compensation" in state else None
+            if compensation is not None:
+                new = new + compensation.float()
             change = first.div(root.div(correction).add_(group["eps"])).mul_(size)
             new = new.mul(1 - group["lr"] * group["weight_decay"]).sub_(change)
             _store(masters, new, words if self.rounding == "stochastic" else None)
-            if kept is not None:
-                kept.copy_(new.sub_(masters.float()))
+            if compensation is not None:
+                compensation.copy_(new.sub_(masters.float()))
             if tile.grid is None:
-                tile.rows.of(local_shard(state["exp_avg"])).copy_(first)
-                tile.rows.of(local_shard(state["exp_avg_sq"])).copy_(second)
+                tile.rows.matrix_in(local_shard(state["exp_avg"])).copy_(first)
+                tile.rows.matrix_in(local_shard(state["exp_avg_sq"])).copy_(second)
                 continue
             assert words is not None
             agreed = {}
@@ -322,9 +322,9 @@ def moments_of(
 ) -> tuple[Tensor, Tensor]:
     """Both new moments of a tile, or of some of its columns: fp32 [rows, columns]."""
     beta1, beta2 = betas
-    g = tile.rows.of(gradient)[:, columns].float()
-    first = tile.rows.of(local_shard(state["exp_avg"])).to(torch.float32, copy=True)
-    second = tile.rows.of(local_shard(state["exp_avg_sq"])).to(torch.float32, copy=True)
+    g = tile.rows.matrix_in(gradient)[:, columns].float()
+    first = tile.rows.matrix_in(local_shard(state["exp_avg"])).to(torch.float32, copy=True)
+    second = tile.rows.matrix_in(local_shard(state["exp_avg_sq"])).to(torch.float32, copy=True)
     if tile.grid is not None:
         first.mul_(first.abs())
         second.mul_(second)
@@ -345,17 +345,19 @@ def _encode(
     `root` and `words`."""
     grid, tiny = tile.grid, torch.finfo(torch.float32).tiny
     assert grid is not None
-    size, least = first.abs(), (root > 0).to(torch.float32)
+    size, smallest = first.abs(), (root > 0).to(torch.float32)
     for moment, (key, x) in enumerate((("exp_avg", size), ("exp_avg_sq", root))):
         scales = grid.maxima(x)
         for block, of_block in agreed.items():
             scales[:, block] = of_block[moment]
         state[f"{key}_scale"][tile.scales].view(scales.shape).copy_(scales)
         grid.scale_(x, scales.clamp_(min=tiny), by=Tensor.div_).sqrt_()
-    tile.rows.of(local_shard(state["exp_avg"])).copy_(size.mul_(_SIGNED).round_().copysign_(first))
+    tile.rows.matrix_in(local_shard(state["exp_avg"])).copy_(size.mul_(_SIGNED).round_().copysign_(first))
     random = words.bitwise_and_(_BITS).to(torch.float32).mul_(1 / (_BITS + 1))
     codes = root.mul_(_POSITIVE).add_(random).floor_()
-    tile.rows.of(local_shard(state["exp_avg_sq"])).copy_(torch.maximum(codes, least, out=codes).clamp_(max=_POSITIVE))
+    tile.rows.matrix_in(local_shard(state["exp_avg_sq"])).copy_(
+        torch.maximum(codes, smallest, out=codes).clamp_(max=_POSITIVE)
+    )
 
 
 def _store(masters: Tensor, new: Tensor, words: Tensor | None) -> None:

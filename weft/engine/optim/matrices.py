@@ -31,14 +31,14 @@ def find_matrices(module: TrainModule, config: PretrainedConfig, optimizer: Opti
         specs, reason = find_tp_plan(module, config, 1).specs, ""
     except UserError as error:
         specs, reason = {}, str(error)
-    apart = (f"{module.facts.head}.", f"{module.facts.embedding}.")
+    excluded = (f"{module.facts.head}.", f"{module.facts.embedding}.")
     boxes: dict[str, tuple[Box, ...]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = module.get_submodule(name.rpartition(".")[0])
-        several = parameter.ndim == 3 and (hf.is_fused_experts(owner) or isinstance(owner, LowRank))
-        if name.startswith(apart) or isinstance(owner, nn.Embedding) or not decays(name, parameter.ndim):
+        stacked = parameter.ndim == 3 and (hf.is_fused_experts(owner) or isinstance(owner, LowRank))
+        if name.startswith(excluded) or isinstance(owner, nn.Embedding) or not decays(name, parameter.ndim):
             continue
-        if parameter.ndim != 2 and not several:
+        if parameter.ndim != 2 and not stacked:
             continue
         leaves = set(name.split(".")[-3:])
         if reason and leaves & {*FUSED, *FUSED_GATE_UP}:

@@ -152,7 +152,7 @@ class Muon(torch.optim.Optimizer):
         for number, parameter in enumerate(stepped):
             name = parameters.names[parameter]
             self._parameters[name] = parameter
-            self._placement_of[name] = self.placements.of(name, parameter, number)
+            self._placement_of[name] = self.placements.placement_of(name, parameter, number)
         local_boxes = {
             name: [(box.box, box.is_writer(placement.number)) for box in placement.boxes]
             for name, placement in self._placement_of.items()

@@ -43,7 +43,7 @@ class Placements:
     among: tuple[int, int] = (0, 1)
     ranks: dist.ProcessGroup | None = None
 
-    def of(self, name: str, parameter: nn.Parameter, number: int) -> ParameterPlacement:
+    def placement_of(self, name: str, parameter: nn.Parameter, number: int) -> ParameterPlacement:
         """The placement of a parameter."""
         cut = self.cuts.get(name)
         shape = tuple(parameter.shape) if cut is None else cut.shape
@@ -80,7 +80,7 @@ class Rows:
     row: int
     column: int
 
-    def of(self, shard: Tensor) -> Tensor:
+    def matrix_in(self, shard: Tensor) -> Tensor:
         """The rows as a matrix, a view of the shard."""
         return shard[self.local].view(self.count, self.columns)
 

@@ -309,8 +309,8 @@ class _Dealing:
         little. A tree in one row leaves the least tokens, but may leave other ranks waiting."""
         trees = Counter(document.path[0].digest for document in self.documents if document.path)
         best, parts = self.plan(1), 2
-        least = math.fsum(cost for micro_batch in best.costs for cost in micro_batch) / self.ranks
-        while best.time > _EVEN * least and parts < 2 * max(trees.values()):
+        shortest = math.fsum(cost for micro_batch in best.costs for cost in micro_batch) / self.ranks
+        while best.time > _EVEN * shortest and parts < 2 * max(trees.values()):
             finer = self.plan(parts)
             if finer.time < best.time:
                 best = finer
@@ -318,8 +318,8 @@ class _Dealing:
         reads = sum(document.read for document in self.documents)
         if best.tokens_forwarded <= (1.0 - _LEAST_SAVING) * reads:
             return best
-        apart = tuple(replace(document, path=()) for document in self.documents)
-        return replace(self, documents=apart).plan(1)
+        unshared = tuple(replace(document, path=()) for document in self.documents)
+        return replace(self, documents=unshared).plan(1)
 
     def plan(self, parts: int) -> StepPlan:
         """The plan with every tree in at least so many parts, as far as its documents allow."""

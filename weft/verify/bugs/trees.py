@@ -118,7 +118,7 @@ def gradient_of_one_sibling(plant: Plant, original: Original, run: Callable[[Cal
     parts = zip(is_first, segments.before, segments.lengths, strict=True)
     lost = [torch.tensor([not first] * before + [False] * length, dtype=torch.bool) for first, before, length in parts]
     lost_S = torch.cat(lost).to(device)[:, None]
-    tensors = (x.index_select(2, segments.key_places(device)) for x in (call.key_BKTD, call.value_BKTE))
+    tensors = (x.index_select(2, segments.key_tokens(device)) for x in (call.key_BKTD, call.value_BKTE))
     key, value = (torch.where(lost_S, x.detach(), x) for x in tensors)
     return run(replace(call, key_BKTD=key, value_BKTE=value, bounds=call.bounds.by_paths(device)))
 

@@ -1,6 +1,6 @@
 """The objective of `weft dpo`: any mix of losses of preferences, on every cut of a step.
 
-D documents of the step, by their places in it; P pairs or E answers one by one (answers.py). A pair whose answers lie
+D documents of the step, by their indices in it; P pairs or E answers one by one (answers.py). A pair whose answers lie
 in one row on one rank is differentiated there. For other pairs, and for losses of the whole step, the logprob sums are
 read first, without gradients (engine/document_sums.py); what is trained is then the linear form of answers.py.
 """
@@ -33,10 +33,10 @@ LossFunction = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class StepAnswers:
-    """What is known of a step before its gradient; fp64 on the host. chosen, rejected: [P] places; of answers one by
-    one `chosen` has all places, and `rejected` is empty. reference, tokens: [D] logprob sums of the reference, trained
-    tokens. margin: [P]. desired: [E], of answers one by one. kl: as in Singles. policy: [D] logprob sums, NaN where
-    they were not read first."""
+    """What is known of a step before its gradient; fp64 on the host. chosen, rejected: [P] documents; of answers one by
+    one `chosen` has all, and `rejected` is empty. reference, tokens: [D] logprob sums of the reference, trained tokens.
+    margin: [P]. desired: [E], of answers one by one. kl: as in Singles. policy: [D] logprob sums, NaN where they were
+    not read first."""
 
     chosen: Tensor
     rejected: Tensor
@@ -107,24 +107,24 @@ class PreferenceLoss:
         """Takes what is known of the next step, and differentiates the losses of answers that were read first."""
         self._step = step
         columns = [step.chosen, step.rejected] if len(step.rejected) else [step.chosen]
-        places = torch.stack(columns)
+        documents = torch.stack(columns)
         self._example = [0] * len(step.tokens)
-        for column in places.tolist():
-            for example, place in enumerate(column):
-                self._example[place] = example
-        read = step.policy[places].isfinite().all(0)
+        for column in documents.tolist():
+            for example, document in enumerate(column):
+                self._example[document] = example
+        read = step.policy[documents].isfinite().all(0)
         self._read = read.tolist()
         examples = read.nonzero()[:, 0]
         self._factors, self._metrics = torch.zeros_like(step.tokens), {}
-        if self.whole_step and len(examples) < places.shape[1]:
+        if self.whole_step and len(examples) < documents.shape[1]:
             raise RuntimeError("a loss of the whole step needs the logprobs of all of its answers")
-        policy = step.policy[places[:, examples]].requires_grad_()
+        policy = step.policy[documents[:, examples]].requires_grad_()
         metrics = self._measure(policy, examples)
         if len(examples):
             (gradient,) = torch.autograd.grad(metrics["loss"].sum(), policy)
-            self._factors[places[:, examples]] = gradient
+            self._factors[documents[:, examples]] = gradient
         for name, values in metrics.items():
-            self._metrics[name] = torch.zeros(places.shape[1], dtype=torch.float64)
+            self._metrics[name] = torch.zeros(documents.shape[1], dtype=torch.float64)
             self._metrics[name][examples] = values.detach().double()
 
     def normaliser(self, plan: StepPlan) -> float:
@@ -140,20 +140,22 @@ class PreferenceLoss:
 
     def __call__(self, batch: Batch) -> LossOutput:
         sums_D = batch.document_sum((batch.weights_N * batch.readouts["logprob"]).double())
-        places = batch.counted_documents
-        index_of = {place: index for index, place in enumerate(places)}
+        documents = batch.counted_documents
+        index_of = {document: index for index, document in enumerate(documents)}
         chosen, rejected = self._known.chosen, self._known.rejected
-        first = [place for place in places if self._read[self._example[place]]]
+        first = [document for document in documents if self._read[self._example[document]]]
         loss_sum = sums_D.sum() * 0.0
         if first:
-            indices, factors = [index_of[place] for place in first], self._factors[first]
+            indices, factors = [index_of[document] for document in first], self._factors[first]
             loss_sum = loss_sum + (factors.to(sums_D.device) * sums_D[indices]).sum()
-        direct = [e for place in places if not self._read[e := self._example[place]] and int(chosen[e]) == place]
+        direct = [
+            e for document in documents if not self._read[e := self._example[document]] and int(chosen[e]) == document
+        ]
         columns = [chosen[direct].tolist()] + ([rejected[direct].tolist()] if len(rejected) else [])
-        policy = torch.stack([sums_D[[index_of[place] for place in column]] for column in columns])
+        policy = torch.stack([sums_D[[index_of[document] for document in column]] for column in columns])
         metrics = self._measure(policy, torch.tensor(direct, dtype=torch.int64))
         loss_sum = loss_sum + metrics["loss"].sum()
-        counted = [self._example[place] for place in first if int(chosen[self._example[place]]) == place]
+        counted = [self._example[document] for document in first if int(chosen[self._example[document]]) == document]
         ones = torch.ones(len(direct) + len(counted), dtype=torch.float64)
         weights = dict.fromkeys(metrics, ones)
         if not len(rejected):
@@ -162,9 +164,9 @@ class PreferenceLoss:
         sums: dict[str, tuple[Tensor, Tensor | float]] = {}
         for name, values in metrics.items():
             known = self._metrics[name][counted].to(values)
-            together = torch.cat([values.detach(), known])
-            weight = weights[name].to(together)
-            sums[name] = (together * weight).sum(), weight.sum()
+            combined = torch.cat([values.detach(), known])
+            weight = weights[name].to(combined)
+            sums[name] = (combined * weight).sum(), weight.sum()
         if not len(rejected):
             sums["kl"] = ones.sum() * self._known.kl, ones.sum()
         return LossOutput(loss_sum, sums)
