@@ -7,7 +7,7 @@ children. Padding is a segment of no document. T tokens of the row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -96,45 +96,40 @@ class Segments:
 
     def key_tokens(self, device: torch.device) -> Tensor:
         """[sum of key_lengths] index in the row of the keys of each segment, segment by segment."""
-        return self._cached("keys", range(len(self.lengths)), device)
+        return self._cached("keys", device, lambda: self._paths_tokens(range(len(self.lengths))))
 
     def document_tokens(self, device: torch.device) -> Tensor:
         """[sum of document_lengths] index in the row of each document's tokens, document by document."""
-        return self._cached("documents", self.last_segments, device)
+        return self._cached("documents", device, lambda: self._paths_tokens(self.last_segments))
 
     def multiplicity_T(self, device: torch.device) -> Tensor:
         """[T] int64: the number of documents that hold each token; 0 for padding."""
-        if ("multiplicity", device) not in self.cache:
-            counts = torch.tensor(self.multiplicities).repeat_interleave(torch.tensor(self.lengths))
-            self.cache["multiplicity", device] = on_device(counts, device)
-        return self.cache["multiplicity", device]
+        return self._cached("multiplicity", device, lambda: self._repeated(torch.tensor(self.multiplicities)))
 
     def holders_DS(self, device: torch.device) -> Tensor:
         """[documents, segments] fp32: 1 where a document holds a segment."""
-        if ("holders", device) not in self.cache:
+
+        def make() -> Tensor:
             holders_DS = torch.zeros(len(self.last_segments), len(self.lengths))
             for document, segment in enumerate(self.last_segments):
                 holders_DS[document, [*self.path(segment), segment]] = 1.0
-            self.cache["holders", device] = on_device(holders_DS, device)
-        return self.cache["holders", device]
+            return holders_DS
+
+        return self._cached("holders", device, make)
 
     def segment_T(self, device: torch.device) -> Tensor:
         """[T] int64: index of each token's segment."""
-        if ("segment", device) not in self.cache:
-            segments = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
-            self.cache["segment", device] = on_device(segments, device)
-        return self.cache["segment", device]
+        return self._cached("segment", device, lambda: self._repeated(torch.arange(len(self.lengths))))
 
     def key_shift_T(self, device: torch.device) -> Tensor:
         """[T] int32: how much further back each token lies in key_tokens, among the keys of its own segment."""
-        if ("shift", device) not in self.cache:
+
+        def make() -> Tensor:
             firsts = accumulate(self.key_lengths, initial=0)
             shifts = [a + before - b for a, before, b in zip(firsts, self.before, self.starts, strict=False)]
-            counts = torch.tensor(self.lengths)
-            self.cache["shift", device] = on_device(
-                torch.tensor(shifts, dtype=torch.int32).repeat_interleave(counts), device
-            )
-        return self.cache["shift", device]
+            return self._repeated(torch.tensor(shifts, dtype=torch.int32))
+
+        return self._cached("shift", device, make)
 
     def after(self, first: int) -> Segments:
         """The segments from `first` on, as a row of their own; no path may begin before."""
@@ -161,12 +156,18 @@ class Segments:
         parents += [ROOT if parent == ROOT else parent + first for parent in self.parents]
         return Segments(tuple(lengths), tuple(parents), (*documents, *(last + first for last in self.last_segments)))
 
-    def _cached(self, name: str, segments: range | tuple[int, ...], device: torch.device) -> Tensor:
+    def _cached(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
         if (name, device) not in self.cache:
-            parts = [self.path_tokens(segment) for segment in segments]
-            tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
-            self.cache[name, device] = on_device(tokens, device)
+            self.cache[name, device] = on_device(make(), device)
         return self.cache[name, device]
+
+    def _repeated(self, values: Tensor) -> Tensor:
+        """[T] from one value of each segment."""
+        return values.repeat_interleave(torch.tensor(self.lengths))
+
+    def _paths_tokens(self, segments: Sequence[int]) -> Tensor:
+        parts = [self.path_tokens(segment) for segment in segments]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
