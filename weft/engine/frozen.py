@@ -103,9 +103,8 @@ def beside_trained(trained: EngineConfig, section: ModelSection) -> EngineConfig
     )
     if section.cpu_offload is not None:
         fsdp = replace(fsdp, cpu_offload=section.cpu_offload)
-    factor = (
-        1 if section.ranks is None else trained.mesh.cp
-    )  # separate ranks have no cp: a row holds cp times the tokens
+    # Separate ranks have no cp: a row holds cp times the tokens.
+    factor = 1 if section.ranks is None else trained.mesh.cp
     budget = section.max_tokens_per_device or trained.step.max_tokens_per_device * factor
     step = replace(trained.step, max_tokens_per_device=budget)
     return replace(trained, model=model, lora=LoraConfig(), mesh=mesh, fsdp=fsdp, step=step)

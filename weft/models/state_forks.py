@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.models.mixer_kernels import TOLERANCES
 
-_CACHES = ("cache_params", "past_key_values")
+CACHES = ("cache_params", "past_key_values")
 _STATES = frozenset(("initial_state", "initial_states"))
 # (Class of mixers, dtype) -> whether a trial agreed with the paths unfolded.
 _TRIED: dict[tuple[type[nn.Module], torch.dtype], bool] = {}
@@ -99,7 +99,7 @@ def can_fork(mixer: nn.Module) -> bool:
 
 def _cache_argument(mixer: nn.Module) -> str | None:
     parameters = inspect.signature(type(mixer).forward).parameters
-    return next((name for name in _CACHES if name in parameters), None)
+    return next((name for name in CACHES if name in parameters), None)
 
 
 def run_from_state(mixer: nn.Module, before: States | None, *args: Any, **kwargs: Any) -> tuple[Any, States]:

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from weft.models.families import carries_state
 from weft.models.mixer_kernels import by_torch, dispatch_by_device, find_kernels, has_fused, trial_result, try_kernels
 from weft.models.mixer_shards import MixerShard, shard_for_documents, view
-from weft.models.state_forks import can_fork, joined_states, run_from_state, try_forks
+from weft.models.state_forks import CACHES, can_fork, joined_states, run_from_state, try_forks
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, ContextRow
 from weft.ops.by_document import by_document, is_of_tokens
 from weft.ops.by_path import by_forks, forked_row, unfolded_row
 from weft.ops.context import gather_documents, sum_to_tokens
-
-_CACHES = ("cache_params", "past_key_values")
 
 
 class PerDocumentMixer:
@@ -57,7 +55,7 @@ class PerDocumentMixer:
         kwargs.pop(BOUNDS_ARGUMENT, None)  # some mixers pass all arguments on to kernels
         if bounds is None or bounds.padded:
             return forward(*args, **kwargs)
-        if any(kwargs.get(name) is not None for name in _CACHES):
+        if any(kwargs.get(name) is not None for name in CACHES):
             raise RuntimeError(f"{type(self.mixer).__name__}: a packed row cannot be continued from a cache")
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None

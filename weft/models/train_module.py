@@ -121,14 +121,13 @@ class Head(nn.Module):
         names = ["logprob", "divergence", *(["agreement"] if "agreement" in readouts else [])]
         parts: list[tuple[Tensor, ...]] = []
         for comparison in comparisons:
-            chosen = comparison.chosen
-            known = known_grad
-            if known is not None and chosen is not None:
-                known = KnownGrad(known.values_N.view(2, -1)[:, chosen].flatten(), known.wrong)
+            chosen = slice(None) if comparison.chosen is None else comparison.chosen
+            grad = known_grad
+            if grad is not None:
+                grad = KnownGrad(grad.values_N.view(2, -1)[:, chosen].flatten(), grad.wrong)
             out = divergences(
-                hidden_NH if chosen is None else hidden_NH[chosen], weight, self.bias,
-                targets_N if chosen is None else targets_N[chosen], self.transform, comparison,
-                temperature=self.temperature, known_grad=known, agreement="agreement" in readouts, shard=self.shard,
+                hidden_NH[chosen], weight, self.bias, targets_N[chosen], self.transform, comparison,
+                temperature=self.temperature, known_grad=grad, agreement="agreement" in readouts, shard=self.shard,
             )  # fmt: skip
             parts.append(tuple(values for values in out if values is not None))
         joined = dict(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
