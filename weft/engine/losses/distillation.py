@@ -70,14 +70,7 @@ class DistillationLoss:
         return out
 
     def __call__(self, batch: Batch) -> LossOutput:
-        weights_N, readouts = batch.weights_N, batch.readouts
-        ce_sum, divergence_sum = -(weights_N * readouts["logprob"]).sum(), (weights_N * readouts["divergence"]).sum()
-        loss_sum = self.alpha * ce_sum + (1 - self.alpha) * self.scale * divergence_sum
-        total = weights_N.sum()
-        metrics = {"loss": loss_sum, "divergence": divergence_sum, "ce": ce_sum}
-        if "agreement" in readouts:
-            metrics["agreement"] = (weights_N * readouts["agreement"]).sum()
-        return LossOutput(loss_sum, {name: (value.detach(), total) for name, value in metrics.items()})
+        return _mixed(batch, batch.readouts["divergence"], self.alpha, self.scale)
 
 
 class TopKDistillationLoss:
@@ -106,18 +99,27 @@ class TopKDistillationLoss:
         return ids.clamp(min=0).to(targets_N.dtype) if ids.ndim == 2 else targets_N.new_zeros(len(targets_N), 0)
 
     def __call__(self, batch: Batch) -> LossOutput:
-        weights_N, readouts = batch.weights_N, batch.readouts
+        readouts = batch.readouts
         log_p = readouts["chosen_logits"] - readouts["logsumexp"][:, None]
-        if len(weights_N):
+        if len(batch.weights_N):
             is_used, log_q = batch.arrays[TOP_IDS] >= 0, batch.arrays[TOP_LOGPROBS].to(log_p.dtype)
             divergence = _with_tail(log_p, log_q, is_used)
         else:
             divergence = log_p.sum(1)
-        ce_sum, divergence_sum = -(weights_N * readouts["logprob"]).sum(), (weights_N * divergence).sum()
-        loss_sum = self.alpha * ce_sum + (1 - self.alpha) * divergence_sum
-        total = weights_N.sum()
-        metrics = {"loss": loss_sum, "divergence": divergence_sum, "ce": ce_sum}
-        return LossOutput(loss_sum, {name: (value.detach(), total) for name, value in metrics.items()})
+        return _mixed(batch, divergence, self.alpha)
+
+
+def _mixed(batch: Batch, divergence_N: Tensor, alpha: float, scale: float = 1.0) -> LossOutput:
+    """alpha x cross entropy + (1 - alpha) x scale x divergence, with both, and the agreement if it was read, as
+    metrics."""
+    weights_N, readouts = batch.weights_N, batch.readouts
+    ce_sum, divergence_sum = -(weights_N * readouts["logprob"]).sum(), (weights_N * divergence_N).sum()
+    loss_sum = alpha * ce_sum + (1 - alpha) * scale * divergence_sum
+    metrics = {"loss": loss_sum, "divergence": divergence_sum, "ce": ce_sum}
+    if "agreement" in readouts:
+        metrics["agreement"] = (weights_N * readouts["agreement"]).sum()
+    total = weights_N.sum()
+    return LossOutput(loss_sum, {name: (value.detach(), total) for name, value in metrics.items()})
 
 
 def _with_tail(log_p: Tensor, log_q: Tensor, is_used: Tensor) -> Tensor:
