@@ -16,7 +16,7 @@ from weft.config.schema import DataConfig
 from weft.data.encode import Encoding, has_template
 from weft.data.image_files import opening_pool
 from weft.data.images import Images
-from weft.data.limits import Limits, LongDocuments, TableSelection
+from weft.data.limits import Limits, LongDocuments, TableSelection, joined_example_ends
 from weft.data.limits import bad_rows as bad_rows_of
 from weft.data.order import SourceShare, permutation
 from weft.data.records import ALL_KINDS, NEEDED, ROLES, ParseOptions, template_use
@@ -88,11 +88,7 @@ class Documents(MeasuredDocuments):
         """tail: the loss weight of an answer's tokens beyond the length of the shorter answer of its pair."""
         self._selections, self.shares, self.loaded, self.tail = selections, shares, loaded, tail
         self._ends = np.cumsum([len(selection.indices) for selection in selections])
-        begins = self._ends - [len(selection.indices) for selection in selections]
-        # [examples], as in TableSelection
-        self.example_ends: Array = np.concatenate(
-            [begin + selection.example_ends for begin, selection in zip(begins, selections, strict=True)]
-        )
+        self.example_ends = joined_example_ends(selections)
         sizes = np.diff(self.example_ends, prepend=0)
         grouped = len(sizes) < len(self)
         self._groups: Sequence[int | None] = (
@@ -217,6 +213,13 @@ def lengths_of(documents: Sequence[Document]) -> list[int]:
         lengths: list[int] = documents.measures().length.tolist()
         return lengths
     return [len(document) for document in documents]
+
+
+def require_pairs(documents: Documents, told: str) -> None:
+    """Raises UserError if a document is an answer with a label, which is of no pair. told: what then follows."""
+    labelled = np.flatnonzero(documents.roles >= ROLES.index("desired"))
+    if len(labelled):
+        raise UserError(f"{documents.source(int(labelled[0]))}: is one answer with a label, and {told}")
 
 
 def example_ends_of(documents: Sequence[Document]) -> NDArray[np.int64] | None:

@@ -148,6 +148,15 @@ class Limits:
             )
 
 
+def joined_example_ends(selections: Sequence[TableSelection]) -> Array:
+    """[examples of all] as TableSelection.example_ends, counted through the documents of all selections."""
+    begins = np.cumsum([0, *(len(selection.indices) for selection in selections)])[:-1]
+    ends: Array = np.concatenate(
+        [begin + selection.example_ends for begin, selection in zip(begins, selections, strict=True)]
+    )
+    return ends
+
+
 def example_ends(table: TokenTable, indices: Array) -> Array:
     """[examples] the number of these documents up to the end of each example: documents of one row of preferences."""
     if not table.roles.any():

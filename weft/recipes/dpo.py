@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from weft.config.dpo_schema import DpoConfig, own_reference
-from weft.data.documents import Documents
+from weft.data.documents import Documents, require_pairs
 from weft.data.limits import length_limit
 from weft.data.mismatched import mismatched
 from weft.data.records import ROLES
@@ -136,12 +136,9 @@ class Dpo(Recipe[DpoConfig]):
 def check_roles(documents: Sequence[Document], config: DpoConfig) -> None:
     """Raises UserError if rows are not of the kind that the losses compare."""
     assert isinstance(documents, Documents)
-    names = config.preference.losses
-    if not config.preference.is_paired:
-        return
-    single = np.flatnonzero(documents.roles >= ROLES.index("desired"))
-    if len(single):
-        raise UserError(
-            f"{documents.source(int(single[0]))}: is one answer with a label, and preference.loss={names[0]} compares "
-            "the two answers of a pair: set preference.loss=kto, or give rows `chosen` and `rejected`."
+    if config.preference.is_paired:
+        require_pairs(
+            documents,
+            f"preference.loss={config.preference.losses[0]} compares the two answers of a pair: set "
+            "preference.loss=kto, or give rows `chosen` and `rejected`.",
         )

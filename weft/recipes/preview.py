@@ -155,6 +155,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
     import numpy as np
 
     from weft.data.documents import unit_of
+    from weft.data.limits import joined_example_ends
     from weft.data.order import SourceShare, StepSampler
     from weft.engine.batch.document import DocumentMeta, omitted_tokens
     from weft.engine.step_plan.plan import plan_step
@@ -188,7 +189,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
             for p, sample in zip(pieces, read, strict=True)
             if len(p.indices)
         ],
-        example_ends=_example_ends(pieces) if config.reads_preferences else None,
+        example_ends=joined_example_ends(pieces).tolist() if config.reads_preferences else None,
     )
     budget, shapes = config.step.max_tokens_per_device, config.step.padding
     plans = [
@@ -197,16 +198,6 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
     ]
     unit = unit_of([piece.table.roles[piece.indices] for piece in pieces])
     return Planned(plans, _steps_in_epoch(config, read, pieces, len(steps)), world, unit)
-
-
-def _example_ends(pieces: Sequence[Any]) -> list[int]:
-    """Documents up to the end of each example of all pieces."""
-    ends: list[int] = []
-    begin = 0
-    for piece in pieces:
-        ends += [begin + int(end) for end in piece.example_ends]
-        begin += len(piece.indices)
-    return ends
 
 
 def _steps_in_epoch(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any], counted: int) -> int:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from weft.config.reward_schema import RewardConfig
-from weft.data.documents import Documents
-from weft.data.records import ROLES
+from weft.data.documents import Documents, require_pairs
 from weft.data.scored_documents import ScoredDocuments, StepDocuments
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.engine.losses.reward import BradleyTerryLoss, ScoreClassificationLoss, ScoreRegressionLoss
 from weft.engine.scores import parts_pairs, step_scores
 from weft.engine.step_plan.plan import StepPlan
-from weft.errors import UserError
 from weft.launch.options import TrainOptions
 from weft.models import hf
 from weft.observe.hooks import NO_HOOKS, Hooks
@@ -49,10 +45,11 @@ class RewardRecipe(Recipe[RewardConfig]):
 
     def _scored(self, documents: Sequence[Document]) -> Documents:
         assert isinstance(documents, Documents)
-        if self.pairs is not None and len(single := np.flatnonzero(documents.roles >= ROLES.index("desired"))):
-            raise UserError(
-                f"{documents.source(int(single[0]))}: is one answer with a label, and reward.loss=bradley_terry "
-                "compares the two of a pair: set reward.loss=classification, or give rows `chosen` and `rejected`."
+        if self.pairs is not None:
+            require_pairs(
+                documents,
+                "reward.loss=bradley_terry compares the two of a pair: set reward.loss=classification, or give rows "
+                "`chosen` and `rejected`.",
             )
         if self.config.reward.loss == "process":
             return StepDocuments(documents)
