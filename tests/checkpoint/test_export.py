@@ -480,3 +480,69 @@ def test_a_killed_save_leaves_no_checkpoint(where: str, tmp_path: Path) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one", "two"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+
+
+# ---------------------------------------------------------------- draft layers
+
+
+def with_drafts(prefix: str) -> Callable[[Tensors], Tensors]:
+    """The same tensors and a layer for multi-token prediction, partly in fp32, that transformers' class lacks."""
+
+    def add(tensors: Tensors) -> Tensors:
+        generator = torch.Generator().manual_seed(1)
+        drafts = {
+            f"{prefix}{name.removeprefix('model.layers.1.')}": torch.randn(t.shape, generator=generator).to(t.dtype)
+            for name, t in tensors.items()
+            if name.startswith("model.layers.1.")
+        }
+        return tensors | drafts | {f"{prefix}eh_proj.weight": torch.randn(64, 128, generator=generator)}
+
+    return add
+
+
+def source_with_drafts(family: str, dtype: str, prefix: str) -> Path:
+    path = variant(f"{family}-drafts", family, dtype, with_drafts(prefix))
+    config = read_json(path / "config.json") | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "mesh"),
+    [("qwen3_next", "mtp.layers.0.", "2"), ("deepseek_v3", "model.layers.3.", "pp2"), ("llama", "mtp.layers.0.", "1")],
+)
+def test_draft_layers_are_copied_byte_for_byte(family: str, prefix: str, mesh: str, tmp_path: Path) -> None:
+    """transformers' class does not have them; without them an engine cannot speculate with the export."""
+    path = source_with_drafts(family, "bf16", prefix)
+    run(world_of(mesh), train_and_save, str(path), mesh, str(tmp_path))
+    saved, before = tensors_of(tmp_path / "saved"), tensors_of(path)
+    assert saved.keys() == before.keys()
+    drafts = [name for name in before if name.startswith(prefix)]
+    assert len(drafts) > 5
+    for name in drafts:
+        assert saved[name].dtype == before[name].dtype and torch.equal(saved[name], before[name]), name
+    assert read_json(tmp_path / "saved" / "config.json") == read_json(path / "config.json")
+    # The export is a source like any other: nothing of it is refused, and its own export is the same.
+    (tmp_path / "again").mkdir()
+    run(1, train_and_save, str(tmp_path / "saved"), "1", str(tmp_path / "again"))
+    again = tensors_of(tmp_path / "again" / "saved")
+    assert_same_tensors({name: again[name] for name in drafts}, {name: before[name] for name in drafts})
+
+
+def test_a_layer_that_the_config_forgets_is_no_draft_layer() -> None:
+    """It would be left out of training."""
+
+    def layer(tensors: Tensors) -> Tensors:
+        more = with_drafts("model.layers.3.")(tensors)
+        return {name: tensor for name, tensor in more.items() if "eh_proj" not in name}
+
+    path = variant("forgotten-layer", "deepseek_v3", "bf16", layer)
+    assert "DeepseekV3ForCausalLM does not have" in run(1, refusal, str(path))[0]
+
+
+def refusal(path: str) -> str:
+    try:
+        open_engine(path, "1")
+    except UserError as error:
+        return str(error)
+    return ""

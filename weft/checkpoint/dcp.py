@@ -99,6 +99,8 @@ def write_dcp(
     folder.mkdir(parents=True, exist_ok=True)
     write_companion_files(plan, folder)
     with DcpWriter(folder) as writer:
+        for name, draft in plan.drafts.items():
+            writer.add((name,), draft.read(draft.box).to(plan.manifest[name].dtype))
         for mapping in plan.mappings:
             for key, tensors in ((None, weights), *moments.items()):
                 if mapping.runtime not in tensors:

@@ -35,7 +35,7 @@ from weft.parallel.shards.digests import BoxDigest, write_digests
 from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.ranges import RangeWriter, join_seams
 from weft.parallel.shards.safetensors_files import FileLayout, create, lay_out
-from weft.parallel.shards.source import INDEX
+from weft.parallel.shards.source import INDEX, TensorSource
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
 _COMPANIONS = (
@@ -55,10 +55,29 @@ class HasModel(Protocol):
 
 
 @dataclass(frozen=True)
+class CopiedTensor:
+    """A tensor of the source's files that the model lacks; a ReadableShard. writes: whether this rank writes it."""
+
+    source: TensorSource
+    name: str
+    writes: bool
+
+    @property
+    def box(self) -> Box:
+        return Box.from_shape(self.source.shape(self.name))
+
+    def read(self, box: Box) -> Tensor:
+        return self.source.read(self.name, box)
+
+    def is_writer(self, number: int) -> bool:
+        return self.writes
+
+
+@dataclass(frozen=True)
 class ExportPlan:
     """What a save writes. mappings: how parameters map to tensors in files. manifest: every tensor on meta. files: file
     name -> names of its tensors. source: folder with the tokenizer. config_name: file name of `config`. texts: further
-    files, which replace the source's."""
+    files, which replace the source's. drafts: tensors that are copied from the source's files, by their names."""
 
     mappings: list[TensorMapping]
     manifest: dict[str, Tensor]
@@ -68,6 +87,7 @@ class ExportPlan:
     source: Path | None
     config_name: str = "config.json"
     texts: Mapping[str, str] = field(default_factory=dict)
+    drafts: Mapping[str, CopiedTensor] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -94,14 +114,29 @@ def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_byt
     """Names, shapes, dtypes and files of a save; tied tensors once, under their owner's name.
 
     dtype: of every floating-point parameter; None for the dtypes of the source's files. Persistent buffers (router
-    biases) keep theirs. shard_bytes: size of the largest weight file; a larger tensor gets a file of its own.
+    biases) keep theirs, and so do draft layers, which are copied from the source. shard_bytes: size of the largest
+    weight file; a larger tensor gets a file of its own.
     """
-    manifest = manifest_of(engine, dtype)
+    drafts, manifest = _drafts(engine), manifest_of(engine, dtype)
+    usual = _most_common_dtype(manifest)
+    for name, tensor in drafts.items():
+        target_dtype = tensor.source.dtypes.get(name, usual)  # quantised tensors are written as others are
+        manifest[name] = torch.empty(tensor.box.size, dtype=target_dtype, device="meta")
     split = split_torch_state_dict_into_shards(manifest, max_shard_size=shard_bytes)
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
     files = {file: list(names) for file, names in split.filename_to_tensors.items()}
     built = engine.built
-    return ExportPlan(built.mappings, manifest, files, index, _config(engine, manifest), built.source)
+    mappings = [*built.mappings, *(TensorMapping.identity(name, name, t.box.size) for name, t in drafts.items())]
+    return ExportPlan(mappings, manifest, files, index, _config(engine, manifest), built.source, drafts=drafts)
+
+
+def _drafts(engine: HasModel) -> dict[str, CopiedTensor]:
+    """The source's draft layers, shared out over the engine's ranks, if there are any."""
+    load = engine.built.load
+    if load is None:
+        return {}
+    rank, world = (engine.ranks.rank, engine.ranks.world) if isinstance(engine, Engine) else (0, 1)
+    return {name: CopiedTensor(load.source, name, i % world == rank) for i, name in enumerate(load.drafts)}
 
 
 def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -230,9 +265,10 @@ def _own_slices(
     file's dtype)."""
     numbers = {name: number for number, name in enumerate(shards)}
     for mapping in plan.mappings:
-        for shard in shards.get(mapping.runtime, ()):
+        draft = plan.drafts.get(mapping.runtime)
+        for shard in shards.get(mapping.runtime, ()) if draft is None else (draft,):
             part = overlap(mapping.box, shard.box)
-            if part is None or not shard.is_writer(numbers[mapping.runtime]):
+            if part is None or not shard.is_writer(numbers.get(mapping.runtime, 0)):
                 continue
             for box in slabs(part, _SLICE_ELEMENTS):
                 values = mapping.to_disk(shard.read(box))

@@ -482,7 +482,7 @@ def fill_weights(
         report = load_weights(module, plan, cuts, progress) if fill or lora is not None else None
         if module.quantised_shapes:
             fill_quantised(module, plan, cuts, spec.precision.frozen, spec.ranks.device, spec.mesh.world_group)
-        plan.source.close()
+        plan.source.close(keep=plan.drafts)  # checkpoints copy them
     rebuild_buffers(module)
     move_buffers(module, spec.ranks.device)
     if config.score is not None:

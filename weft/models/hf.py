@@ -480,8 +480,31 @@ def run_rules_backwards(model: PreTrainedModel, tensors: Mapping[str, Any]) -> d
 
 
 def unused_patterns(model: PreTrainedModel) -> list[str]:
-    """Patterns of tensor names that the family's checkpoints hold and its class lacks (draft layers, old tables)."""
+    """Patterns of tensor names that the family's checkpoints hold and its class lacks (old tables, other towers)."""
     return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+
+
+_MTP = re.compile(r"(^|\.)mtp(_layers)?(\.|$)")
+_LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
+
+
+def draft_layers(config: PretrainedConfig) -> int:
+    """The number of layers for multi-token prediction that config.json promises, 0 for none."""
+    text = config.get_text_config()
+    counts = [getattr(text, key, None) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
+    return max(count if isinstance(count, int) else 0 for count in counts)
+
+
+def draft_names(unused: Sequence[str], config: PretrainedConfig) -> list[str]:
+    """Names of tensors of layers for multi-token prediction, from which engines draft.
+
+    unused: tensors in the files that the model's class lacks. Qwen, Nemotron and MiMo name these layers `mtp`. DeepSeek
+    and GLM number them on from the last layer; their eh_proj tells them from layers that the config forgets.
+    """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    numbers = {name: int(match[1]) for name in unused if (match := _LAYER.match(name))}
+    drafts = {number for name, number in numbers.items() if number >= layers and ".eh_proj." in name}
+    return [name for name in unused if numbers.get(name) in drafts or _MTP.search(name)]
 
 
 def untie(model: PreTrainedModel, name: str) -> None:

@@ -111,6 +111,10 @@ def print_opening(
             text += f" in {loaded.seconds:.1f} s ({speed:.2f} GB/s)"
         if loaded.left_out:
             text += f"; left out, not part of this model: {len(loaded.left_out)} ({loaded.left_out[0]}, ...)"
+        if loaded.drafts:
+            text += f"; {counted(len(loaded.drafts), 'tensor')} of draft layers are copied into exports, untrained"
+        elif layers := hf.draft_layers(engine.built.config):
+            text += f"; config.json promises {counted(layers, 'draft layer')}, but the files hold none"
         model = replace(model, lines=[text, *model.lines])
     show_opening([*lines, *notes], model, folder, detail)
 

@@ -146,11 +146,11 @@ def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
     the dtypes, too, if options.dtype is auto."""
     built, average = _built(ModelConfig(path=str(state.checkpoint))), options.ema
     plan = plan_export(TensorShapes(built), DTYPES[options.weights_dtype])
-    if built.load is not None:
-        built.load.source.close()
     stored, owners = names_to_export(state.content["tensors"], average=average), tied_names(built.module)
     names = {name: stored[owners.get(name, name)] for name in built.module.state_dict()}
     with _weights(state, names) as weights, ExitStack() as stack:
+        if built.load is not None:
+            stack.callback(built.load.source.close)
         if options.format == "hf":
             export_alone(plan, weights, folder)
             return

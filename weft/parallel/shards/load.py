@@ -40,22 +40,25 @@ _COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
 @dataclass(frozen=True)
 class LoadPlan:
     """How a model is filled. fills: tensor of the model -> its mappings, each with its name in the files. left_out:
-    names in the files that are not used. fresh: tensors that the files lack and that are initialised elsewhere."""
+    names in the files that are not used. fresh: tensors that the files lack and that are initialised elsewhere. drafts:
+    names of layers for multi-token prediction, which are not trained, and which exports copy."""
 
     source: TensorSource
     fills: dict[str, list[tuple[TensorMapping, str]]]
     left_out: tuple[str, ...] = ()
     fresh: frozenset[str] = frozenset()
+    drafts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of a load. bytes_read: requested from the disk by this rank."""
+    """The result of a load. bytes_read: requested from the disk by this rank. left_out, drafts: as in LoadPlan."""
 
     tensors: int
     bytes_read: int
     seconds: float
     left_out: tuple[str, ...]
+    drafts: tuple[str, ...]
 
 
 def plan_load(
@@ -105,6 +108,8 @@ def plan_load(
     _raise_for(key, "the files do not fit config.json", wrong)
     tied = hf.tied_parameters(model)
     unused = sorted(set(names) - set(in_files.values()) - set(tied))
+    drafts = hf.draft_names(unused, model.config)
+    unused = sorted(set(unused) - set(drafts))
     patterns = [re.compile(pattern) for pattern in hf.unused_patterns(model)]
     ignored = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
     _raise_for(
@@ -116,7 +121,7 @@ def plan_load(
     fills: dict[str, list[tuple[TensorMapping, str]]] = {}
     for mapping in filled:
         fills.setdefault(mapping.runtime, []).append((mapping, in_files[mapping.disk]))
-    return mappings, LoadPlan(source, fills, tuple(ignored), fresh)
+    return mappings, LoadPlan(source, fills, tuple(ignored), fresh, tuple(drafts))
 
 
 def _names_in_files(model: PreTrainedModel, mappings: list[TensorMapping], names: list[str]) -> dict[str, str]:
@@ -175,7 +180,8 @@ def load_weights(
     empty = [name for name, tensor in state if id(tensor) not in filled and name not in filled_elsewhere]
     assert not empty, f"nothing fills {empty[:3]}"
     fill_tensors(targets, plan.fills, plan.source, specs, progress)
-    return LoadReport(len(targets), plan.source.bytes_read - before, time.perf_counter() - started, plan.left_out)
+    seconds = time.perf_counter() - started
+    return LoadReport(len(targets), plan.source.bytes_read - before, seconds, plan.left_out, plan.drafts)
 
 
 def fill_tensors(

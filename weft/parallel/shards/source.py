@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,9 +85,11 @@ class TensorSource:
         box = box or Box.from_shape(self.shape(name))
         return self.decoders[name].read(self, box) if name in self.decoders else self.raw(name, box)
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in set(self.files.values()):
+    def close(self, keep: Collection[str] = ()) -> None:
+        """Close the files, except those with tensors of `keep`, which can still be read."""
+        stored = {name: name.removesuffix(_SCALE).removesuffix(_BLOCKS).removesuffix(_SCALES) for name in self.files}
+        kept = {file for name, file in self.files.items() if stored[name] in keep} if keep else set()
+        for file in {*self.files.values()} - kept:
             file.close()
 
 
