@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import inspect
 import json
 import random
 import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from tests.support import plain_dpo
 from tests.support.cases import MESHES, byte_tokenizer, pairs, saved_model, world_of
 from tests.support.plain_dpo import Answer
 from tests.support.pool import run
+from tests.support.vision_zoo import encoded, picture, question, saved_vision_model, vision_folder
+from weft.checkpoint.export import save_adapter
 from weft.config.dpo_schema import DpoConfig
 from weft.config.load import load_config
 from weft.config.preference_losses import LOSSES
@@ -28,9 +33,12 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.launch.process import join
 from weft.recipes.dpo import Dpo
+from weft.recipes.run_data import RunData
 from weft.recipes.training import prepare_step
+from weft.verify.adapter import as_in_files, randomize_adapters
 from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verify.observed import Tensors
+from weft.verify.peft_reference import PeftReference
 from weft.verify.plants import planted
 
 KEYS = {"preference.beta": plain_dpo.BETA, "preference.gamma": 0.5}
@@ -90,13 +98,18 @@ def ours(configs: Sequence[DpoConfig]) -> list[tuple[dict[str, float | None], Te
         recipe = Dpo(config)
         data = recipe.read_data()
         recipe.open_models(engine, data)
-        indices = list(range(len(data.documents)))
-        step = prepare_step(engine, data.documents, recipe.objective, SampledStep(1, 1, indices))
-        step = recipe.before_step(step)
-        metrics = engine.accumulate(step.plan, step.rows, recipe.objective)
-        out.append((metrics, {name: grad for name, grad in engine.gradients() if grad is not None}))
+        out.append(accumulated(engine, recipe, data, list(range(len(data.documents)))))
         engine.drop_gradients()
     return out
+
+
+def accumulated(engine: Engine, recipe: Dpo, data: RunData, indices: list[int]) -> tuple[dict[str, Any], Tensors]:
+    """(Metrics, gradients) of a step of these documents."""
+    step = prepare_step(engine, data.documents, recipe.objective, SampledStep(1, 1, indices))
+    step = recipe.before_step(step)
+    metrics = engine.accumulate(step.plan, step.rows, recipe.objective)
+    gradients = {name: grad.clone() for name, grad in engine.gradients() if grad is not None}
+    return dict(metrics) | {"rows": step.plan.micro_batches, "cut": bool(step.plan.pieces)}, gradients
 
 
 def plain_model(path: str) -> Any:
@@ -262,3 +275,173 @@ def steps_are_the_plain_ones(plant: str | None) -> bool:
         and all(figure.value <= GRADIENT for figure in compare_gradients(actual, gradients, {}))
         for (metrics, actual), (loss, gradients) in zip(found, expected, strict=True)
     )
+
+
+# ---------------------------------------------------------------- several steps
+
+# Pairs of uneven lengths, one pair, so that ranks have no rows, and pairs again.
+STEPS = [list(range(10)), [4, 5], list(range(6, 14))]
+LR = 0.05
+SEVERAL = [("llama", "1"), ("qwen3", "2xtp2"), ("gemma3_text", "2"), ("qwen3_moe", "ep2"), ("llama", "cp2")]
+TABLE = [
+    ("llama", "2x2"), ("llama", "tp2"), ("llama", "pp2"), ("llama", "pp2xcp2"), ("qwen3", "1"), ("qwen3", "2"),
+    ("qwen3", "cp2"), ("qwen3", "pp2"), ("gemma3_text", "2x2"), ("gemma3_text", "tp2"), ("gemma3_text", "cp2"),
+    ("gemma3_text", "pp2"), ("qwen3_moe", "2"), ("qwen3_moe", "tp2"), ("qwen3_moe", "pp2xep2"),
+    ("qwen3_moe", "ep2xcp2"), ("lfm2", "2"), ("qwen3_5_text", "2"), ("qwen3_5_text", "tp2"), ("qwen3_5_text", "pp2"),
+]  # fmt: skip
+
+
+def ours_of_steps(config: DpoConfig, adapter: str = "") -> list[tuple[dict[str, Any], Tensors]]:
+    """(Metrics, gradients) of each of STEPS, with an update after each. adapter: the folder for first adapters."""
+    engine, recipe, results = Engine(EngineConfig.from_config(config), join("cpu")), Dpo(config), []
+    if adapter:
+        randomize_adapters(engine)
+        save_adapter(engine, adapter)
+    data = recipe.read_data()
+    recipe.open_models(engine, data)
+    for indices in STEPS:
+        metrics, gradients = accumulated(engine, recipe, data, indices)
+        results.append((metrics, as_in_files(engine, gradients)))
+        engine.apply(LR)
+    return results
+
+
+def plain_steps(
+    model: Any, named: Sequence[tuple[str, torch.nn.Parameter]], answers: list[Answer]
+) -> list[tuple[float, Tensors]]:
+    """(Loss, gradients) of each of STEPS of DPO; SGD with clipping."""
+    trained = [parameter for _, parameter in named]
+    results, optimizer = [], torch.optim.SGD(trained, lr=LR)
+    for indices in STEPS:
+        of_step = [answers[index] for index in indices]
+        optimizer.zero_grad(set_to_none=True)
+        loss = plain_dpo.step_loss(["sigmoid"], [1.0], [plain_dpo.logprob_sum(model, a) for a in of_step], of_step)
+        loss.backward()
+        results.append((loss.item(), {name: p.grad.clone() for name, p in named if p.grad is not None}))
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    return results
+
+
+def check_steps(
+    found: list[tuple[dict[str, Any], Tensors]],
+    expected: list[tuple[float, Tensors]],
+    in_fp64: Callable[[], list[tuple[float, Tensors]]],
+) -> None:
+    """in_fp64: `expected` in fp64, from which the noise of fp32 is known; called where fp32 alone fails."""
+    exact = list[tuple[float, Tensors]]()
+    for number, ((metrics, actual), (loss, gradients)) in enumerate(zip(found, expected, strict=True)):
+        assert metrics["loss"] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), number
+        if all(figure.passed for figure in compare_gradients(actual, gradients, {})):
+            continue
+        exact = exact or in_fp64()
+        noise = {figure.name: figure.value for figure in compare_gradients(gradients, exact[number][1], {})}
+        bad = [figure for figure in compare_gradients(actual, gradients, noise) if not figure.passed]
+        assert not bad, (number, bad)
+
+
+SGD = {"optimizer.name": "sgd", "optimizer.weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(("family", "mesh"), pairs(SEVERAL, TABLE))
+def test_several_steps(family: str, mesh: str) -> None:
+    """In micro-batches, with updates between; with cp, rows are so short that answers are cut."""
+    config = config_of(family, mesh, 24 if "cp" in mesh else 64, "pairs", **SGD)
+    found = run(world_of(mesh), ours_of_steps, config)[0]
+    assert found[0][0]["rows"] * world_of(mesh) > 1 and found[0][0]["cut"] == ("cp" in mesh)
+    answers, _ = answers_of(family, "pairs")
+
+    def expected(dtype: torch.dtype) -> list[tuple[float, Tensors]]:
+        model = plain_model(models(family)[0]).to(dtype)
+        return plain_steps(model, list(model.named_parameters()), answers)
+
+    check_steps(found, expected(torch.float32), partial(expected, torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), pairs([("llama", "2")], [("qwen3", "tp2"), ("llama", "pp2"), ("llama", "1")])
+)
+def test_adapters_whose_base_is_the_reference(family: str, mesh: str, tmp_path: Path) -> None:
+    adapter, path = str(tmp_path / "adapter"), models(family)[0]
+    config = config_of(family, mesh, 64, "pairs", **SGD, **{"lora.rank": 4, "reference.path": None})
+    found = run(world_of(mesh), ours_of_steps, config, adapter)[0]
+    answers = deepcopy(answers_of(family, "pairs")[0])
+
+    def expected(dtype: torch.dtype) -> list[tuple[float, Tensors]]:
+        plain = PeftReference(path, adapter)
+        plain.model.to(dtype)
+        with torch.no_grad(), plain.model.disable_adapter():
+            for answer in answers:
+                answer.reference = float(plain_dpo.logprob_sum(plain.model, answer))
+        named = [(name, parameter) for name, parameter in plain.named() if parameter.requires_grad]
+        return plain_steps(plain.model, named, answers)
+
+    check_steps(found, expected(torch.float32), partial(expected, torch.float64))
+
+
+# ---------------------------------------------------------------- images
+
+
+@cache
+def picture_models(family: str) -> tuple[str, str]:
+    """The model that is trained and the reference, with processors; and pictures.jsonl beside the first."""
+    home = Path(tempfile.mkdtemp(prefix="weft-dpo-images-"))
+    for name in ("trained", "reference"):
+        vision_folder(home / name, family)
+        model = transformers.AutoModelForImageTextToText.from_pretrained(saved_vision_model(family))
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters() if name == "reference" else ():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        model.save_pretrained(home / name)
+    rows = []
+    for number in range(7):
+        images = ["data:image/png;base64," + base64.b64encode(encoded(picture(16, 24, seed))).decode()
+                  for seed in range(number % 3)]  # fmt: skip
+        row = question("what is it" + "?" * number, "x" * (3 + 5 * number), images)
+        rejected = [{"role": "assistant", "content": "y" * (20 - 2 * number)}]
+        rows.append({"prompt": row["messages"][:1], "chosen": row["messages"][1:], "rejected": rejected})
+    (home / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(home / "trained"), str(home / "reference")
+
+
+def picture_answers(model: Any, documents: Any) -> list[Answer]:
+    """Each with the arguments of its images, as the family's processor gives them."""
+    named, out = inspect.signature(model.forward).parameters, []
+    for index in range(len(documents)):
+        document = documents[index]
+        inputs = {} if document.media is None else dict(document.media.inputs)
+        if inputs:
+            types = (document.tokens == model.config.image_token_id).int()[None]
+            inputs |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in named}
+        trained = (document.weights != 0).int().tolist()
+        out.append(Answer(document.tokens.tolist(), trained, ROLES[int(documents.roles[index])], inputs=inputs))
+    return out
+
+
+@pytest.mark.parametrize(("family", "mesh"), pairs(
+    [("qwen2_5_vl", "2")],
+    [("gemma3", "1"), ("gemma3", "tp2"), ("qwen2_5_vl", "2x2"), ("gemma3", "cp2"), ("qwen2_5_vl", "pp2")],
+))  # fmt: skip
+def test_several_steps_with_images(family: str, mesh: str) -> None:
+    path, reference = picture_models(family)
+    data = str(Path(path).parent / "pictures.jsonl")
+    config = config_of("llama", mesh, 256, "pairs", **SGD, **{
+        "model.path": path, "reference.path": reference, "data.path": data,
+    })  # fmt: skip
+    found = run(world_of(mesh), ours_of_steps, config)[0]
+    documents = Dpo(config).read_data().documents
+
+    def expected(dtype: torch.dtype) -> list[tuple[float, Tensors]]:
+        model, frozen = (
+            transformers.AutoModelForImageTextToText.from_pretrained(p, dtype=dtype, attn_implementation="eager").eval()
+            for p in (path, reference)
+        )
+        answers = picture_answers(model, documents)
+        assert sum(bool(answer.inputs) for answer in answers) == 8
+        with torch.no_grad():
+            for answer in answers:
+                answer.reference = float(plain_dpo.logprob_sum(frozen, answer))
+        return plain_steps(model, list(model.named_parameters()), answers)
+
+    check_steps(found, expected(torch.float32), partial(expected, torch.float64))

@@ -1,10 +1,9 @@
-"""`weft distill`: its run on meshes, teachers that are the student itself, resuming, and what it refuses."""
+"""`weft distill`: its run on meshes, teachers that are the student itself, and what it refuses."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +17,12 @@ from safetensors.torch import load_file
 from tests.support import plain_distill
 from tests.support.cases import saved_model
 from tests.support.pool import run
-from tests.support.resuming import Killed
 from tests.support.toy_tokenizers import byte_tokenizer, chat, metaspace_tokenizer, write_jsonl
 from weft import cli
 from weft.config.distill_schema import DistillConfig
 from weft.config.load import load_config
 from weft.data.documents import Documents
 from weft.engine.batch.rows import StepRows
-from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.launch.options import TrainOptions, VerifyOptions
 from weft.ops.divergence import differentiated, terms_of
@@ -63,18 +60,9 @@ def config_of(folder: Path, *words: str) -> DistillConfig:
     return load_config([], [*paths, *WORDS, *words], DistillConfig)
 
 
-def attempt(config: DistillConfig, resume: str | None = None, steps: int | None = None) -> None:
-    """A run on one rank; it ends in the step after `steps`, before the update."""
-    applied, original = [0], Engine.apply
-
-    def apply(engine: Engine, lr: float) -> Any:
-        if applied[0] == steps:
-            raise Killed
-        applied[0] += 1
-        return original(engine, lr)
-
-    with mock.patch.object(Engine, "apply", apply), suppress(Killed):
-        distill.run(config, TrainOptions(device="cpu", resume=resume))
+def attempt(config: DistillConfig) -> None:
+    """A run on one rank."""
+    distill.run(config, TrainOptions(device="cpu"))
 
 
 def attempt_without_rows_ahead(config: DistillConfig) -> None:
@@ -165,20 +153,6 @@ def test_a_base_under_adapters_equals_a_copy_of_it(tmp_path: Path) -> None:
         run(1, attempt, config_of(folder, f"distill.teacher={teacher}", "lora.rank=4", "distill.alpha=0.5"))
         losses.append([line["loss"] for line in lines(folder)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
-    words = [f"distill.teacher={home()}/other", "eval.share=0.2", "eval.every=1"]
-    whole, broken = config_of(tmp_path / "whole", *words), config_of(tmp_path / "broken", *words)
-    run(2, attempt, whole)
-    run(2, attempt, broken, None, 2)
-    run(2, attempt, broken, str(tmp_path / "broken"))
-    for name, weight in weights(tmp_path / "whole").items():
-        assert torch.equal(weight, weights(tmp_path / "broken")[name]), name
-    figures = [[line[k] for k in ("loss", "eval/loss", "eval/agreement")] for line in lines(tmp_path / "whole")]
-    assert figures == [
-        [line[k] for k in ("loss", "eval/loss", "eval/agreement")] for line in lines(tmp_path / "broken")
-    ]
 
 
 @pytest.mark.covers("distill.cache", "distill.cache_dir")

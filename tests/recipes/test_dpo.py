@@ -1,4 +1,4 @@
-"""`weft dpo` as a whole: data, cache, adapters, evaluation, resume, refusals."""
+"""`weft dpo` as a whole: data, cache, adapters, evaluation, refusals."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(world: int, path: Path, keys: dict[str, Any], resume: bool = False) -> list[int]:
+def start(world: int, path: Path, keys: dict[str, Any]) -> list[int]:
     """Runs `weft dpo`; how many documents each reading of a reference had."""
-    reads: list[int] = run(world, trained, config_of(path, **keys), resume)[0]
+    reads: list[int] = run(world, trained, config_of(path, **keys))[0]
     return reads
 
 
-def trained(config: DpoConfig, resume: bool) -> list[int]:
+def trained(config: DpoConfig) -> list[int]:
     reads, read = list[int](), reference_sums.read_sums
 
     def counting(engine: Any, documents: Any) -> Any:
@@ -57,7 +57,7 @@ def trained(config: DpoConfig, resume: bool) -> list[int]:
         return read(engine, documents)
 
     with mock.patch.object(reference_sums, "read_sums", counting):
-        dpo.run(config, TrainOptions(device="cpu", quiet=True, resume=config.run.dir if resume else None))
+        dpo.run(config, TrainOptions(device="cpu", quiet=True))
     return reads
 
 
@@ -96,7 +96,7 @@ def trained_on_own_disks(config: DpoConfig) -> list[int]:
     """`trained`, where data.cache is a disk of each rank, and only the first rank's has rows."""
     read = reference_sums._read
     with mock.patch.object(reference_sums, "_read", lambda folder: read(folder) if dist.get_rank() == 0 else {}):
-        return trained(config, False)
+        return trained(config)
 
 
 def test_ranks_with_disks_of_their_own_share_what_the_first_has(tmp_path: Path) -> None:
@@ -131,18 +131,6 @@ def test_another_adapter_is_another_cached_reference(tmp_path: Path) -> None:
         keys = {"lora.path": adapter, "data.cache": str(tmp_path / "cache"), "preference.cache": "disk"}
         assert start(1, tmp_path / f"{name} on", keys) == [14]
         assert abs(lines(tmp_path / f"{name} on")[0]["rewards/margin"]) <= 1e-6
-
-
-def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
-    """Six steps on two ranks, and three on two and three on one: the same losses."""
-    keys = {"mesh.dp_shard": -1, "schedule.name": "constant", "preference.loss": ["aot", "sft"]}
-    start(2, tmp_path / "whole", keys)
-    start(2, tmp_path / "parts", {**keys, "train.epochs": 1})
-    start(1, tmp_path / "parts", keys, True)
-    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
-    assert len(whole) == len(parts) == 6
-    for ours, theirs in zip(parts, whole, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 def measured(words: list[str], path: str) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,18 @@ import transformers
 from torch import Tensor
 
 Documents = Sequence[tuple[list[int], list[float]]]  # token ids, the loss weight of each token
+Inputs = Callable[[list[int]], dict[str, Any]]  # token ids -> further arguments of the models, of images
 
 
-def plain_model(path: str) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+def plain_model(path: str, dtype: torch.dtype = torch.float32) -> Any:
+    config = transformers.AutoConfig.from_pretrained(path)
+    kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
+    auto_class = getattr(transformers, f"AutoModelFor{kind}")
+    return auto_class.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+
+
+def no_images(ids: list[int]) -> dict[str, Any]:
+    return {}
 
 
 def divergence(name: str, student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -31,7 +37,12 @@ def divergence(name: str, student: Tensor, teacher: Tensor, beta: float) -> Tens
 
 
 def step_loss(
-    student: Any, teachers: Sequence[Any], documents: Documents, chosen: Sequence[int], settings: dict[str, Any]
+    student: Any,
+    teachers: Sequence[Any],
+    documents: Documents,
+    chosen: Sequence[int],
+    settings: dict[str, Any],
+    inputs: Inputs,
 ) -> tuple[float, dict[str, Tensor]]:
     """(Loss of a step, its gradients): sum w (alpha ce + (1 - alpha) T^2 divergence) / sum w. settings: loss, beta,
     temperature, squared, alpha."""
@@ -39,9 +50,10 @@ def step_loss(
     total, loss_sum = sum(sum(mask[1:]) for _, mask in documents), 0.0
     for (ids, mask), teacher in zip(documents, chosen, strict=True):
         tensor, weights = torch.tensor([ids]), torch.tensor(mask[1:])
-        z = student(input_ids=tensor, use_cache=False).logits[0, :-1].float()
+        z = student(input_ids=tensor, use_cache=False, **inputs(ids)).logits[0, :-1]
         with torch.no_grad():
-            z_q = teachers[teacher](input_ids=tensor, use_cache=False).logits[0, :-1].float()
+            logits = teachers[teacher](input_ids=tensor, use_cache=False, **inputs(ids)).logits
+            z_q = logits[0, :-1]
         common, temperature = min(z.shape[1], z_q.shape[1]), settings["temperature"]
         values = divergence(
             settings["loss"], z[:, :common] / temperature, z_q[:, :common] / temperature, settings["beta"]
@@ -56,18 +68,17 @@ def step_loss(
 
 def train(
     path: str, teachers: Sequence[str], steps: Sequence[Documents], chosen: Sequence[Sequence[int]],
-    settings: dict[str, Any], lr: float,
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-    """SGD without clipping from the model at `path`: (loss of each step, gradients of the first, weights at the
-    end)."""
-    student, models = plain_model(path), [plain_model(teacher) for teacher in teachers]
-    losses, first = [], dict[str, Tensor]()
-    for number, (documents, of_step) in enumerate(zip(steps, chosen, strict=True)):
-        loss, gradients = step_loss(student, models, documents, of_step, settings)
+    settings: dict[str, Any], lr: float, inputs: Inputs = no_images, dtype: torch.dtype = torch.float32,
+) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:  # fmt: skip
+    """SGD without clipping from the model at `path`: (loss and gradients of each step, weights at the end)."""
+    student, models = plain_model(path, dtype), [plain_model(teacher, dtype) for teacher in teachers]
+    losses, gradients = [], []
+    for documents, of_step in zip(steps, chosen, strict=True):
+        loss, of_parameters = step_loss(student, models, documents, of_step, settings, inputs)
         losses.append(loss)
-        first = gradients if number == 0 else first
+        gradients.append(of_parameters)
         with torch.no_grad():
             for name, parameter in student.named_parameters():
-                if name in gradients:
-                    parameter -= lr * gradients[name]
-    return losses, first, {n: p.detach().clone() for n, p in student.named_parameters()}
+                if name in of_parameters:
+                    parameter -= lr * of_parameters[name]
+    return losses, gradients, {n: p.detach().clone() for n, p in student.named_parameters()}

@@ -17,7 +17,8 @@ BETA, SMOOTHING = 0.05, 0.1  # so small that no sigmoid is saturated
 
 @dataclass
 class Answer:
-    """ids: the document. trained: 1 for each token of the answer. tail: factor on tokens from `shorter` on."""
+    """ids: the document. trained: 1 for each token of the answer. tail: factor on tokens from `shorter` on. inputs:
+    further arguments of the model, of images."""
 
     ids: list[int]
     trained: list[int]
@@ -26,6 +27,7 @@ class Answer:
     shorter: int = 10**9
     tail: float = 1.0
     reference: float = field(default=0.0)
+    inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -34,7 +36,8 @@ class Answer:
 
 def logprob_sum(model: Any, answer: Answer) -> Tensor:
     """Sum over the answer's tokens of their logprobs, those beyond `shorter` times `tail`."""
-    logits = model(input_ids=torch.tensor([answer.ids]), use_cache=False).logits[0, :-1].float()
+    ids = torch.tensor([answer.ids])
+    logits = model(input_ids=ids, use_cache=False, **answer.inputs).logits[0, :-1]
     logprobs = logits.log_softmax(-1).gather(1, torch.tensor(answer.ids[1:])[:, None])[:, 0]
     mask = torch.tensor(answer.trained[1:], dtype=torch.float32)
     return (logprobs * mask * torch.where(mask.cumsum(0) > answer.shorter, answer.tail, 1.0)).sum()

@@ -105,7 +105,7 @@ ENGINE: dict[str, Any] = {
 RUN: dict[str, Any] = {
     "steps": int, "updates": int, "bad_in_a_row": int, "config": dict[str, dict[str, Any]],
     "config.schedule": ScheduleConfig, "config.optimizer.lr": float, "data": _DataSchema, "model": _ModelSchema,
-    "seconds": dict[str, float], **_summary(), "evaluation?": _BestSchema,
+    "seconds": dict[str, float], **_summary(), "evaluation?": _BestSchema, "read?": dict[str, str],
 }  # fmt: skip
 RL_RUN: dict[str, Any] = {**RUN, "rollout": int, "taken": int, "empty_in_a_row": int, "replayed": bool}
 

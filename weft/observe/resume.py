@@ -47,6 +47,8 @@ from weft.observe.folder import SAMPLES, cut_lines, dropped_of, write_config
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.source import open_model_weights
 
+# Of a model that is only read: where and in what pieces it computes.
+HOW_IT_COMPUTES = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
 # Keys that change how a run computes, not what it trains; changes of other keys are refused. Data and model are
 # compared by content.
 MAY_CHANGE = (
@@ -56,7 +58,8 @@ MAY_CHANGE = (
     "data.workers", "data.cache", "data.check_images", "data.max_image_pixels", "data.fetch_images",
     "data.chat_template", "model.path", "model.imports", "model.dcp_weights", "model.attention", "model.recompute",
     "model.compile", "step.max_tokens_per_device", "step.padding", "train.timeout", "train.log_every",
-    "train.max_nonfinite", "train.deterministic", "optimizer.load_state",
+    "train.max_nonfinite", "train.deterministic", "optimizer.load_state", "preference.cache", "distill.cache",
+    "distill.cache_dir", *(f"{section}.{leaf}" for section in ("reference", "teacher") for leaf in HOW_IT_COMPUTES),
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
 _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # may change if past updates keep their rates: rates_changed
@@ -64,8 +67,9 @@ _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # may change if past u
 
 @dataclass(frozen=True)
 class Start:
-    """The state in which a run begins. step, updates: earlier steps, and those that were not skipped. state: None for a
-    new run. notes: for the opening. The other fields have the checkpoint's values."""
+    """The state in which a run begins. step, updates: earlier steps, and those that were not skipped. read: of the
+    recipe (Recipe.state). state: None for a new run. notes: for the opening. The other fields have the checkpoint's
+    values."""
 
     step: int = 0
     updates: int = 0
@@ -73,6 +77,7 @@ class Start:
     summary: Mapping[str, Any] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
+    read: Mapping[str, str] = field(default_factory=dict)
     state: TrainerState | None = None
     notes: tuple[str, ...] = ()
 
@@ -103,6 +108,7 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
         summary=content["summary"],
         seconds=content["seconds"],
         evaluation=content.get("evaluation", {}),
+        read=content.get("read", {}),
         state=state,
         notes=tuple(notes),
     )

@@ -31,6 +31,7 @@ from weft.observe.folder import lock_folder
 from weft.observe.progress import loading, number
 from weft.observe.tables import new_table, show
 from weft.recipes import rl as reinforcement
+from weft.recipes.answers import require_compared
 from weft.recipes.dpo import Dpo
 from weft.recipes.evaluate import PREFIX, Evaluator, HeldOut
 from weft.recipes.recipe import Recipe
@@ -83,6 +84,8 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
         images = read_images(config.model.path, tokenizer, config.data)
         with loading(ranks.is_first and not options.json, "tokenising") as shown:
             documents, report = read_data(config, config.data, tokenizer, images, shown)
+        if isinstance(config, DpoConfig):
+            require_compared(documents, config.preference)
         require_agreement({"documents": report.digest}, ranks.group)
         held_out = HeldOut({"": documents}, {"": report})
         flight.enter("load")

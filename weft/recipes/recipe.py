@@ -80,6 +80,14 @@ class Recipe(Generic[Config]):
         self.engine = engine
         return []
 
+    def state(self) -> dict[str, str]:
+        """What was read of frozen models in earlier steps and is read again in later ones, for a checkpoint; `restore`
+        takes it. The first rank's is saved."""
+        return {}
+
+    def restore(self, state: Mapping[str, str]) -> None:
+        """Takes the `state` of the checkpoint that is resumed, {} of a new run. Called after open_models."""
+
     def dry_run_lines(self) -> list[str]:
         """What a dry run says of the loss, and of what it is measured against. The table of engines has the memory."""
         return []

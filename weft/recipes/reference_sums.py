@@ -3,10 +3,14 @@
 On disk a cache is data.cache/reference/KEY, with a digest of the reference's files, those of its adapter, its dtype and
 weft's version. Each row has the digest of its document's tokens and loss weights, so that a row serves any mesh, order
 or selection, and never another document. A row that is missing or foreign after reading is an error.
+
+In memory the sums of training data are part of checkpoints: read again in a row with other documents, they would differ
+in their last bits, and a resumed run from the unbroken one.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -19,18 +23,25 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.config.dpo_schema import DpoConfig
+from weft.config.dpo_schema import DpoConfig, own_reference
 from weft.engine.batch.document import Document, choose
 from weft.engine.config import EngineConfig
 from weft.engine.document_sums import read_sums
 from weft.engine.engine import Engine
+from weft.engine.frozen import open_frozen
+from weft.errors import UserError
 from weft.launch import flight
 from weft.launch.consistency import run_on_first_rank
 from weft.parallel.shards import adapter_files
+from weft.parallel.shards.load import Progress
 from weft.parallel.shards.source import fetch_model, open_model_weights
 from weft.recipes.evaluate import split_by_tokens
+from weft.recipes.frozen_models import closes_reference, preference_reference
 from weft.version import __version__
 
+TRAINED = "training data"
+_NO_REFERENCE = "against  no reference: preference.loss reads none"
+_UNDER_ADAPTERS = "against  the base under the adapters"
 _ROWS = 16  # rows of a rank in one plan, as in an evaluation
 _FILE = "sums.npz"
 
@@ -67,6 +78,25 @@ class ReferenceSums:
             raise RuntimeError("logprobs of the reference are missing in the cache, and the reference is closed")
         with self.engine.without_adapter() if self.adapters_off else nullcontext():
             return read_sums(self.engine, documents)
+
+    def state(self) -> dict[str, str]:
+        """The sums of training data that are in memory only, base64 of their bytes (fp64)."""
+        if self.config.preference.cache != "memory":
+            return {}
+        return {TRAINED: base64.b64encode(self.sums[TRAINED].numpy().astype("<f8").tobytes()).decode()}
+
+    def restore(self, state: Mapping[str, str]) -> None:
+        """Takes the `state` of a checkpoint, of the same data and reference. Raises UserError if it is damaged."""
+        if TRAINED not in state or self.config.preference.cache != "memory":
+            return
+        known = self.sums[TRAINED]
+        values = np.frombuffer(base64.b64decode(state[TRAINED]), "<f8")
+        if len(values) != len(known):
+            raise UserError(
+                f"the checkpoint has logprobs of the reference for {len(values)} answers, and the data {len(known)}: "
+                "resume from an earlier checkpoint, or set preference.cache=off."
+            )
+        known.copy_(torch.from_numpy(values.copy()))
 
     def fill(self) -> list[str]:
         """Reads what data.cache lacks of all documents, and keeps it there. Returns lines for the opening.
@@ -113,6 +143,36 @@ class ReferenceSums:
             shared = [(folder, _read(folder))]
         dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
         return shared[0]
+
+
+def open_reference(
+    config: DpoConfig, engine: Engine, documents: Mapping[str, Sequence[Document]], progress: Progress | None = None
+) -> tuple[ReferenceSums | None, list[str]]:
+    """(The reference of preferences, None where no loss reads one; lines for the opening). engine: the trained model.
+    documents: as in ReferenceSums. Collective."""
+    if not config.preference.has_reference:
+        return None, [_NO_REFERENCE]
+    frozen = preference_reference(config, engine.config)
+    if frozen is None:
+        reference, lines = ReferenceSums(config, engine, documents, adapters_off=True), [_UNDER_ADAPTERS]
+    else:
+        model = open_frozen("reference", frozen, engine.ranks, shares_with=engine, progress=progress)
+        reference = ReferenceSums(config, model, documents, adapters_off=False)
+        lines = [f"against  {frozen.model.path}, a reference of its own: {model.memory}"]
+    if config.preference.cache == "disk":
+        lines += reference.fill()
+        if frozen is not None and closes_reference(config):
+            reference.engine = None
+    return reference, lines
+
+
+def reference_line(config: DpoConfig) -> str:
+    """What a dry run says of the reference."""
+    if not config.preference.has_reference:
+        return _NO_REFERENCE
+    if not own_reference(config):
+        return _UNDER_ADAPTERS
+    return f"against  {config.reference.path or config.model.path}, a reference of its own"
 
 
 def _weight_files(config: EngineConfig) -> list[Path]:

@@ -102,6 +102,7 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
                 notes = restore(config, engine, start, folder)
                 with loading(ranks.is_first) as progress:
                     notes = [*recipe.open_models(engine, data, progress), *notes]
+                recipe.restore(start.read)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             template = f"template {data.report.template_use(config.data, data.template)}"
@@ -172,7 +173,7 @@ def train(
             if done or overdue or evaluator.is_to_keep or saver.is_due(step.number, len(steps)):
                 flight.enter("save")
                 with phases("save"):
-                    state = recorder.progress(step, updates, phases) | evaluator.state()
+                    state = recorder.progress(step, updates, phases) | evaluator.state() | {"read": recipe.state()}
                     saver.save(step.number, state, best=evaluator.is_to_keep)
             progress.notes([*saver.pop_messages(), *uploads.pop_messages()])
             if done:

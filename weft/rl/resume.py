@@ -31,14 +31,13 @@ from weft.rl.prompts import Prompts
 from weft.rl.reference_critic import CRITIC, steps_of_all
 from weft.rl.state import RlPlan, RlRun, RlStart
 
-_HOW_IT_COMPUTES = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
 # Keys that a resumed run may change: they affect how it computes or generates, not what it learns.
 MAY_CHANGE = (
     "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout",
     *(f"rollout.{leaf}" for leaf in ("engine", "num_engines", "tp", "gpu_memory_utilization", "python", "engine_kwargs",
         "timeout")),
     *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "kv_cache_tokens")),
-    *(f"{section}.{leaf}" for section in ("reference", "critic", "reward_model") for leaf in _HOW_IT_COMPUTES),
+    *(f"{section}.{leaf}" for section in ("critic", "reward_model") for leaf in resume.HOW_IT_COMPUTES),
 )  # fmt: skip
 
 

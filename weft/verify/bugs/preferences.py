@@ -17,13 +17,15 @@ COMPARED = "tests/parity/test_dpo_parity.py: steps of preferences are those of p
 
 
 @bug(
-    "B34", "weft.recipes.dpo:Dpo.mismatched_kl",
+    "B34", "weft.recipes.answers:mismatched_kl",
     "KTO's z is the mean of one micro-batch, not of the step",
     caught_by=COMPARED, issue="huggingface/trl#2153", needs="preference.loss=kto",
 )  # fmt: skip
-def kl_of_a_micro_batch(plant: Plant, original: Original, self: Any, data: Any, indices: Sequence[int]) -> float:
+def kl_of_a_micro_batch(
+    plant: Plant, original: Original, config: Any, engine: Any, reference: Any, data: Any, indices: Sequence[int]
+) -> float:
     plant.hit()
-    return float(original(self, data, indices[: len(indices) // 2]))
+    return float(original(config, engine, reference, data, indices[: len(indices) // 2]))
 
 
 @bug(

@@ -1,0 +1,83 @@
+"""What is known of the answers of a step of `weft dpo` before its gradient (StepAnswers)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.config.dpo_schema import DpoConfig, PreferenceConfig
+from weft.data.documents import Documents, require_pairs
+from weft.data.limits import length_limit
+from weft.data.mismatched import mismatched
+from weft.data.records import ROLES
+from weft.engine.batch.document import Document, choose
+from weft.engine.document_sums import read_sums
+from weft.engine.engine import Engine
+from weft.engine.losses.preference.objective import StepAnswers, split_examples
+from weft.engine.step_plan.plan import StepPlan
+from weft.recipes.reference_sums import ReferenceSums
+
+
+def require_compared(documents: Sequence[Document], preference: PreferenceConfig) -> None:
+    """Raises UserError if the losses compare pairs, and a row is of one answer."""
+    assert isinstance(documents, Documents)
+    if preference.is_paired:
+        require_pairs(
+            documents,
+            f"preference.loss={preference.losses[0]} compares the two answers of a pair: set preference.loss=kto, or "
+            "give rows `chosen` and `rejected`.",
+        )
+
+
+def read_answers(
+    config: DpoConfig,
+    engine: Engine,
+    reference: ReferenceSums | None,
+    sums: Tensor | None,
+    data: Sequence[Document],
+    indices: Sequence[int],
+    documents: Sequence[Document],
+    plan: StepPlan,
+) -> StepAnswers:
+    """Pairs the answers of a step, and reads with `engine`, the trained model, the logprobs that the loss needs before
+    its gradient: of the whole step, or of pairs that the plan parts. Collective.
+
+    sums: [indices], the reference's logprob sums; None without a reference. data: the data set, of which the step has
+    `documents`, at `indices`.
+    """
+    assert isinstance(data, Documents)
+    preference, rows = config.preference, np.array(indices, np.int64)
+    roles, paired = np.array(ROLES)[data.roles[rows]], config.preference.is_paired
+    chosen = np.flatnonzero(roles == "chosen") if paired else np.arange(len(rows))
+    rejected = np.flatnonzero(roles == "rejected") if paired else np.zeros(0, np.int64)
+    policy = torch.full((len(rows),), torch.nan, dtype=torch.float64)
+    columns = [chosen.tolist(), rejected.tolist()] if paired else [chosen.tolist()]
+    whole_step = any(facts.whole_step for facts in preference.facts)
+    examples = range(len(chosen)) if whole_step else split_examples(columns, plan)
+    positions = sorted(column[example] for column in columns for example in examples)
+    if positions:
+        policy[positions] = read_sums(engine, choose(documents, positions))
+    return StepAnswers(
+        torch.from_numpy(chosen),
+        torch.from_numpy(rejected),
+        torch.zeros_like(policy) if sums is None else sums,
+        torch.from_numpy(data.trained[rows].astype(np.float64)),
+        torch.from_numpy(data.margins[rows[chosen]].astype(np.float64)),
+        torch.from_numpy(np.isin(roles, ("chosen", "desired")).astype(np.float64)),
+        mismatched_kl(config, engine, reference, data, indices) if "kto" in preference.losses else 0.0,
+        policy,
+    )
+
+
+def mismatched_kl(
+    config: DpoConfig, engine: Engine, reference: ReferenceSums | None, data: Documents, indices: Sequence[int]
+) -> float:
+    """z of KTO, over the whole step: the mean log ratio of prompts with other prompts' answers, at least 0.
+    Collective."""
+    assert reference is not None
+    limit, _ = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
+    documents = [mismatched(data, index, limit) for index in indices]
+    return max(0.0, float((read_sums(engine, documents) - reference.read(documents)).mean()))
