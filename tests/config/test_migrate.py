@@ -36,7 +36,7 @@ REINFORCED = ("roll_vision.yaml",)
 def command(file: str) -> str:
     """weft's command for a file, of which the name's last word tells."""
     last = Path(file).stem.rpartition("_")[2]
-    commands = dict.fromkeys(("dpo", "kto", "simpo"), "dpo") | {"reward": "reward", "distill": "distill"}
+    commands = dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "dpo") | {"reward": "reward", "distill": "distill"}
     return "rl" if file in REINFORCED else commands.get(last, "sft")
 
 
@@ -631,6 +631,10 @@ PREFERENCES: dict[str, dict[str, Any]] = {
     "llama_factory_dpo.yaml": {"loss": ["hinge", "sft"], "weights": [1.0, 0.3], "beta": 0.2},
     "axolotl_dpo.yaml": {"loss": ["sigmoid", "sft"], "weights": [1.0, 1.0], "beta": 0.3, "label_smoothing": 0.1},
     "roll_dpo.yaml": {"loss": "ipo", "beta": 0.2},
+    "ms_swift_dpo.sh": {"loss": ["sigmoid", "sft"], "weights": [1.0, 0.1]},
+    "ms_swift_kto.sh": {"loss": "kto", "beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.25},
+    "ms_swift_orpo.sh": {"loss": "orpo", "beta": 0.2},
+    "ms_swift_simpo.sh": {"loss": ["simpo", "sft"], "weights": [1.0, 1.0], "beta": 2.0, "gamma": 1.0},
 }  # fmt: skip
 
 
@@ -652,6 +656,8 @@ DISTILLED: dict[str, dict[str, Any]] = {
         "distill": {"teacher": "org/instruct-14b", "loss": "reverse_kl", "alpha": 0.15},
         "teacher": {"param_dtype": "bf16", "tp": 4},
     },
+    "ms_swift_reward.sh": {"reward": {"center_rewards_coefficient": 0.01}},
+    "ms_swift_distill.sh": {"distill": {"teacher": "org/instruct-14b", "loss": "jsd", "beta": 0.7}},
 }  # fmt: skip
 
 
@@ -717,6 +723,13 @@ ROWS: dict[str, dict[str, Any]] = {
         ("llama_factory_dpo.yaml", "pairs"),
         ("llama_factory_reward.yaml", "pairs"),
         ("trl_distill.yaml", "sums"),
+        ("ms_swift.sh", "sums"),
+        ("ms_swift_dpo.sh", "pairs"),
+        ("ms_swift_kto.sh", "labels"),
+        ("ms_swift_orpo.sh", "pairs"),
+        ("ms_swift_simpo.sh", "pairs"),
+        ("ms_swift_reward.sh", "pairs"),
+        ("ms_swift_distill.sh", "sums"),
     ],
 )
 def test_a_draft_passes_a_dry_run(
@@ -726,10 +739,24 @@ def test_a_draft_passes_a_dry_run(
     write_folder(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps(ROWS[rows]) + "\n" for _ in range(8)))
     Path("mine.yaml").write_text(migrate([str(FOREIGN / file)]))
-    overrides = ["model.path=tiny", "data.path=rows.jsonl", "data.split=null"]
+    overrides = ["model.path=tiny", "data.path=rows.jsonl", "data.split=null", "data.sources=null"]
     overrides += ["distill.teacher=tiny"] if command(file) == "distill" else []
     overrides += ["reference.path=tiny"] if file == "llama_factory_dpo.yaml" else []
     assert cli.main([command(file), "mine.yaml", *overrides, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_batches_and_data_sets_of_ms_swift(tmp_path: Path) -> None:
+    """Numbers of GPUs come from the script, and arithmetic of it is done; accumulation fills a step of 16."""
+    steps = {file: values(f"ms_swift_{file}.sh")["step.documents"] for file in ("dpo", "kto", "orpo", "simpo")}
+    assert steps == {"dpo": 4 * 2 * 4, "kto": 2 * 8 * 2, "orpo": 16, "simpo": 1 * 8 * 2}
+    assert values("ms_swift_orpo.sh", ranks=5)["step.documents"] == 1 * 4 * 5
+    assert values("ms_swift_orpo.sh")["optimizer.lr"] == 1e-4  # with adapters
+    assert values("ms_swift_simpo.sh")["optimizer.weight_decay"] == 0.05
+    assert values("ms_swift.sh")["data.sources"][1] == {"path": "org/alpaca-en", "split": "train[:500]"}
+    (tmp_path / "a.yaml").write_text("rlhf_type: dpo\nmodel: m\ntrain_type: full\ndataset: a.jsonl:en#20\n")
+    draft = yaml.safe_load(migrate([str(tmp_path / "a.yaml")]))
+    assert draft["data"] | {"path": "a.jsonl", "subset": "en", "split": "[:20]"} == draft["data"]
+    assert float(draft["optimizer"]["lr"]) == 1e-5
 
 
 def test_what_goes_with_preferences() -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from weft.config import SftConfig, load_config
+from weft.config.commands import schema_of
 from weft.config.keys import get
 from weft.config.migrate.migrate import migrate
 from weft.config.rl_schema import RlConfig
@@ -271,3 +273,66 @@ def test_ulysses_of_rolls_guide(tmp_path: Path) -> None:
         "minibatches: 1",
     ):
         assert re.search(rf"^  {line}( |$)", draft, re.MULTILINE), line
+
+
+# ---------------------------------------------------------------- preferences, reward models, distillation
+
+COMMON = "--model_name_or_path org/m --dataset_name org/d --per_device_train_batch_size 4 --output_dir out"
+AXOLOTL_BASE = "base_model: org/m\nsequence_len: 2048\nmicro_batch_size: 2\nnum_epochs: 1\n"
+FACTORY_BASE = (
+    "model_name_or_path: org/m\ndo_train: true\nfinetuning_type: lora\nlora_target: all\ntemplate: llama3\n"
+    "dataset: pairs_en\ncutoff_len: 2048\nper_device_train_batch_size: 1\nnum_train_epochs: 3.0\n"
+)
+PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # name: (file, its text, section: keys of the draft); the program alone says what most of TRL's scripts train
+    "trl dpo": ("a.sh", f"trl dpo {COMMON} --learning_rate 5.0e-7 --no_remove_unused_columns",
+                {"preference": {"loss": "sigmoid"}}),
+    "trl dpo_vlm": ("a.sh", f"accelerate launch --config_file z.yaml examples/scripts/dpo_vlm.py {COMMON} --use_peft "
+                    "--loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1.0",
+                    {"preference": {"loss": ["sigmoid", "bco_pair", "sft"], "weights": [0.8, 0.2, 1.0]}}),
+    "trl kto": ("a.sh", f"python trl/scripts/kto.py {COMMON} --warmup_steps 0.1 --report_to wandb",
+                {"preference": {"loss": "kto"}}),
+    "trl orpo": ("a.sh", f"python examples/scripts/orpo.py {COMMON} --use_peft --lora_r=16 --bf16",
+                 {"preference": {"loss": "orpo"}}),
+    "trl cpo": ("a.sh", f"python examples/scripts/cpo.py {COMMON} --loss_type simpo --cpo_alpha 0.5 --simpo_gamma 0.7",
+                {"preference": {"loss": ["simpo", "sft"], "weights": [1.0, 0.5], "gamma": 0.7}}),
+    "trl reward": ("a.sh", f"python trl/scripts/reward.py {COMMON} --use_peft --lora_task_type SEQ_CLS",
+                   {"reward": {"loss": "bradley_terry"}}),
+    "trl prm": ("a.sh", f"python examples/scripts/prm.py {COMMON}", {"reward": {"loss": "process"}}),
+    "trl gkd": ("a.sh", f"python examples/scripts/gkd.py {COMMON} --teacher_model_name_or_path org/t --lmbda 0",
+                {"distill": {"teacher": "org/t", "loss": "jsd"}}),
+    "axolotl kto": ("a.yaml", AXOLOTL_BASE + "rl: kto\nrl_beta: 0.5\nkto_desirable_weight: 0.2\nadapter: lora\n"
+                    "datasets: [{path: org/kto, type: llama3.ultra, split: train}]\nremove_unused_columns: false\n",
+                    {"preference": {"loss": "kto", "beta": 0.5, "desirable_weight": 0.2}}),
+    "axolotl orpo": ("a.yaml", AXOLOTL_BASE + "rl: orpo\norpo_alpha: 0.1\nmax_prompt_len: 512\n"
+                     "datasets: [{path: org/p, type: chat_template.argilla}]\n",
+                     {"preference": {"loss": "orpo", "beta": 0.1}}),
+    "axolotl prm": ("a.yaml", AXOLOTL_BASE + "process_reward_model: true\nnum_labels: 2\ndatasets:\n- {path: org/s, "
+                    'type: stepwise_supervised, step_separator: "\\n\\n", train_on_last_step_only: false}\n',
+                    {"reward": {"loss": "process", "step_separator": "\n\n", "train_on_last_step_only": False}}),
+    "factory kto": ("a.yaml", FACTORY_BASE + "stage: kto\npref_beta: 0.1\neval_strategy: steps\n",
+                    {"preference": {"loss": "kto", "beta": 0.1}}),
+    "factory simpo": ("a.yaml", FACTORY_BASE + "stage: dpo\npref_loss: simpo\nsimpo_gamma: 0.6\npref_ftx: 0.2\n",
+                      {"preference": {"loss": ["simpo", "sft"], "weights": [1.0, 0.2], "gamma": 0.6}}),
+    "factory rm": ("a.sh", "llamafactory-cli train --stage rm --model_name_or_path org/m --finetuning_type lora "
+                   "--dataset p --template llama3 --cutoff_len 99", {"reward": {"loss": "bradley_terry"}}),
+    "roll dpo": ("a.yaml", "pretrain: org/m\npg_algorithm: dpo\nipo: false\nbeta: 0.2\nsequence_length: 4096\n"
+                 "prompt_length: 2048\nchosen_key: better\nrejected_key: worse\nnum_gpus_per_node: 8\n"
+                 "actor_train: {training_args: {learning_rate: 1.0e-6}, device_mapping: 'list(range(0,8))'}\n",
+                 {"preference": {"beta": 0.2}, "data": {"columns": {"chosen": "better", "rejected": "worse"}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_preferences_reward_models_and_distillation(name: str, tmp_path: Path) -> None:
+    """No name is unknown, and the draft is a config of its command."""
+    file, text, expected = PUBLISHED[name]
+    (tmp_path / file).write_text(text)
+    draft = migrate([str(tmp_path / file)])
+    assert "weft does not know it" not in draft and "has no such key" not in draft, draft
+    sections = yaml.safe_load(draft)
+    for section, keys in expected.items():
+        assert {key: sections[section].get(key) for key in keys} == keys, draft
+    (tmp_path / "mine.yaml").write_text(draft)
+    words = ["data.path=org/d"] if sections["data"].get("path") is None else []
+    load_config([str(tmp_path / "mine.yaml")], words, schema_of(sections))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys, sections
+from weft.config.migrate.scripts import PROGRAM
 from weft.config.migrate.tables import TableError
 from weft.config.migrate.trainer import NOTE, Tables, Trainer
 from weft.config.rl_schema import RlConfig
@@ -106,7 +107,7 @@ def _of_jobs(trainer: Trainer, tables: Tables) -> Iterator[str]:
                 yield f"{location}: {key} is no key of `weft {command}`."
         yield from _of_sentences(f"{location}: names", job.names, _known_names(SCHEMAS[command]))
         for name in (*job.moves, *job.means, *job.methods, *job.columns, *job.complements, *job.unsaid):
-            if name not in job.names and name not in tables.names:
+            if name not in job.names and name not in tables.names and name != PROGRAM:
                 yield f"{location}: {name} stands neither under its `names` nor under `names` of any table."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from weft.config.migrate.draft import Draft
@@ -57,6 +58,25 @@ def take_sources(draft: Draft, name: str, entries: Any) -> None:
             draft.take(f"{section}.{leaf}", value, name)
 
 
+def take_datasets(draft: Draft, section: str, value: Any, name: str) -> None:
+    """Set data.path or data.sources, or the same keys of eval, from ms-swift's data sets: PATH, PATH:SUBSET,
+    PATH#ROWS. section: data or eval."""
+    sources = []
+    for text in value if isinstance(value, list) else [value]:
+        path, _, rows = str(text).partition("#")
+        path, _, subset = path.removeprefix("hf::").removeprefix("HF::").partition(":")
+        source = {"path": path} | ({"subset": subset} if subset else {})
+        if rows:
+            split = "" if Path(path).suffix else "train"
+            source["split"] = f"{split}[:{rows}]"
+            draft.notes[f"{name} {text}"] = f"these were {rows} rows drawn at random; the draft takes the first."
+        sources.append(source)
+    if len(sources) > 1:
+        draft.take(f"{section}.sources", sources, name)
+    for leaf, taken in sources[0].items() if len(sources) == 1 else ():
+        draft.take(f"{section}.{leaf}", taken, name)
+
+
 def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """One entry of the list as a source of weft. Its other keys are noted in draft.notes."""
     table = TABLES.shared.sources
@@ -85,7 +105,12 @@ def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]
         draft.take("data.message_keys", {**draft.value("data.message_keys", {}), **keys}, f"{name}.{_MAPPINGS}")
     if unknown := [leaf for leaf in mapped if leaf not in MESSAGE_KEYS]:
         draft.notes[f"{name}.{_MAPPINGS}"] = f"weft has no key of a message {unknown[0]}: data.message_keys."
+    for key in ("step_separator", "train_on_last_step_only"):  # of process rewards
+        if entry.get(key) is not None and f"reward.{key}" in draft.keys:
+            draft.take(f"reward.{key}", entry[key], f"{name}.{key}")
     handled = {
+        "step_separator",
+        "train_on_last_step_only",
         *table.keys,
         *table.columns,
         "roles",

@@ -15,14 +15,14 @@ from typing import Any, get_args
 from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys
 from weft.config.load import build, fill_presets, read_config_file
-from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_sources
+from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_datasets, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
-from weft.config.migrate.preferences import drop_refused, settle_preferences
+from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.migrate.roll import ALGORITHM, settle_algorithm
 from weft.config.migrate.rollouts import settle_roles, settle_rollouts, take_rewards, take_rl_columns
-from weft.config.migrate.scripts import read_script
+from weft.config.migrate.scripts import PROGRAM, read_script
 from weft.config.migrate.trainer import ITSELF, TABLES, Trainer
 from weft.config.migrate.vision import add_vision, config_has
 from weft.config.presets import ADAPTER_DEFAULTS
@@ -59,6 +59,9 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     settings = {name: value for path in files for name, value in _opened(_read(path))}
     settings = {name: _filled(value, settings) for name, value in settings.items()}
     trainer, signs, schema = _trainer_of(settings, files)
+    former = trainer.table.former
+    settings = {former.get(name.lower(), name): value for name, value in settings.items()}
+    settings = dict(_without_no(name, value) for name, value in settings.items())
     draft = Draft(trainer, schema)
     _take_names(draft, settings)
     _add_defaults(draft, settings)
@@ -96,6 +99,12 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     return text, [quantity.name for quantity in draft.differs]
 
 
+def _without_no(name: str, value: Any) -> tuple[str, Any]:
+    """`--no_NAME`, an option of transformers' argument parser, as NAME: False."""
+    plain = name.removeprefix("no_")
+    return (plain, False) if value is True and plain != name and entry_of(name) is None else (name, value)
+
+
 def _trainer_of(settings: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
     """(Trainer of these files, the names that are its signs, schema of weft's command for them). Raises UserError for
     files of no known trainer, and for kinds of training without drafts."""
@@ -122,6 +131,9 @@ def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
     settled = {*TABLES.shared.column_switches, *_per_device(draft.trainer)}  # together with other names
     for name, value in settings.items():
         entry = draft.entry(name)
+        if name == PROGRAM:
+            draft.take_meaning(draft.meaning(name, value) or {}, value, name)
+            continue
         if name in draft.keys:
             draft.take(name, value, name)
         elif value is None:
@@ -132,6 +144,8 @@ def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
             draft.take_meaning(meaning, value, name)
         elif isinstance(value, str) and entry in {**TABLES.columns, **(draft.job.columns if draft.job else {})}:
             columns[name] = value
+        elif entry in draft.trainer.table.datasets:
+            take_datasets(draft, draft.trainer.table.datasets[entry], value, name)
         elif entry in TABLES.shared.sources.lists and isinstance(value, list):
             take_sources(draft, entry, value)
         elif not _take_value(draft, entry, value, name):
@@ -208,6 +222,10 @@ def _take_batch(draft: Draft, settings: Mapping[str, Any], ranks: int | None) ->
         if value is not None
     }
     factors: dict[str, Any] = {**trainer.table.per_device, **batch_factors}
+    least = trainer.table.smallest_step
+    fills = bool(least) and "gradient_accumulation_steps" not in batch_factors and None not in factors.values()
+    if fills:
+        factors["gradient_accumulation_steps"] = -(-least // (math.prod(factors.values()) * (ranks or 1)))
     if "step.documents" in draft.values or "step.documents" in draft.unfit or not factors:
         draft.notes |= dict.fromkeys(batch_settings, advice)
         return
@@ -221,6 +239,8 @@ def _take_batch(draft: Draft, settings: Mapping[str, Any], ranks: int | None) ->
     if ranks:
         gpus = f"{ranks} data rank(s), each of several GPUs" if shared_by(settings) > 1 else f"{ranks} GPUs"
     origin = f"{' x '.join(str(value) for value in factors.values())} x {gpus}"
+    if fills:
+        origin = f"{trainer.short} accumulates up to {least} documents or more"
     name = next(iter(batch_settings), "step.documents")
     draft.take("step.tokens" if filled else "step.documents", math.prod(factors.values()) * (ranks or 1), name, origin)
 
@@ -353,7 +373,9 @@ def _add_defaults(draft: Draft, settings: Mapping[str, Any]) -> None:
     former = older is not None and any(entry_of(name) in older.names for name in settings)
     defaults = older.defaults if older is not None and former else trainer.table.defaults
     if draft.job is not None:
-        defaults = {**defaults, **draft.job.defaults}
+        defaults = {**defaults, **draft.job.defaults, **draft.job.by_method.get(method_of(draft, settings)[0], {})}
+    if trainer.table.adapter_lr is not None and _has_adapters(trainer, settings):
+        defaults = {**defaults, "optimizer.lr": trainer.table.adapter_lr}
     adapters = draft.value("lora.rank") or ("lora.rank" in defaults and _has_adapters(trainer, settings))
     if draft.rl is not None or adapters:
         # A table leaves out what is weft's default for whole weights, too. Other defaults apply here.

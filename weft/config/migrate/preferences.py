@@ -44,7 +44,7 @@ _TRAINERS = (
 def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Set preference.loss and preference.weights from the trainer's method, its losses and their factors; drop what
     `weft dpo` refuses. settings: all names of the config with their values."""
-    method, origin = _method(draft, settings)
+    method, origin = method_of(draft, settings)
     named, loss_origin, name = draft.values.pop(_LOSS, (None, origin, _LOSS))
     losses = [named] if isinstance(named, str) else list(named or [_LOSSES_OF[method]])
     if named is not None:
@@ -71,11 +71,11 @@ def settle_preferences(draft: Draft, settings: Mapping[str, Any]) -> None:
     drop_refused(draft)
 
 
-def _method(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str]:
+def method_of(draft: Draft, settings: Mapping[str, Any]) -> tuple[str, str]:
     """(The trainer's method, a key of _LOSSES_OF; the name that says so)."""
     methods = draft.job.methods if draft.job is not None else {}
     for name, value in settings.items():
-        entry = draft.entry(name)
+        entry = name if name in methods else draft.entry(name)
         for pattern, method in methods.get(entry, {}).items():
             if value is not None and (pattern == ANY or fnmatchcase(str(value).lower(), pattern)):
                 return method, f"{entry}: {value}"

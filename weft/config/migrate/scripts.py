@@ -19,7 +19,11 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
 _MAX_WORD = 100_000  # characters of a word: variables that hold variables can grow exponentially
 # A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
-_COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|\S+\.py)")
+_COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|swift|llamafactory-cli|\S+\.py)")
+_SUBCOMMANDS = ("trl", "swift", "llamafactory-cli")  # programs whose first argument says what they do
+PROGRAM = "(program)"  # name of the script that runs, without .py, or of the subcommand
+_LAUNCHED = ("NPROC_PER_NODE", "NNODES")  # variables that say how many ranks a command starts
+_SUM = re.compile(r"\$\(\s*expr\s+(\S+)\s+\\?([-+*/])\s+(\S+)\s*\)|\$\(\(\s*(\S+)\s*([-+*/])\s*(\S+)\s*\)\)")
 
 
 def read_script(path: str) -> Node:
@@ -41,8 +45,30 @@ def _read_words(text: str) -> dict[str, list[str]]:
     variables, branches = {"HOME": os.path.expanduser("~")}, _Branches()
     words_by_name: dict[str, list[str]] = {}
     for words in _lines(text):
+        words = _computed(words, variables)
         words_by_name |= _values(_arguments(branches.command_in_branch(words, variables), variables))
-    return words_by_name
+    ranks = {name.lower(): [variables[name]] for name in _LAUNCHED if variables.get(name, "").isdigit()}
+    return ranks | words_by_name if words_by_name else {}
+
+
+def _computed(words: Sequence[str], variables: dict[str, str]) -> list[str]:
+    """The words with the results of `$(expr 16 / $N)` and `$((16 / N))`, where both numbers are known."""
+
+    def result(match: re.Match[str]) -> str:
+        first, operator, second = match.group(1, 2, 3) if match[1] else match.group(4, 5, 6)
+        numbers = [variables.get(word, word) for word in (_expanded(first, variables), _expanded(second, variables))]
+        if not all(number.isdigit() for number in numbers) or (operator == "/" and not int(numbers[1])):
+            return match[0]
+        a, b = map(int, numbers)
+        return str({"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}[operator])
+
+    out = list[str]()
+    for word in words:
+        if out and "$(" in out[-1] and out[-1].count("(") > out[-1].count(")"):
+            out[-1] += f" {word}"
+        else:
+            out.append(word)
+    return [_SUM.sub(result, word) for word in out]
 
 
 class _Branches:
@@ -171,8 +197,11 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
 
 def _values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(name, values) of `--name value ...`, `--name=value`, `name.name=value` and `+name=value`."""
-    name, arguments = "", list[str]()
+    name, arguments, before = "", list[str](), ""
     for word in words:
+        if word.endswith(".py") or (before.rpartition("/")[2] in _SUBCOMMANDS and not word.startswith("-")):
+            yield PROGRAM, [word.rpartition("/")[2].removesuffix(".py")]
+        before = word
         if word.startswith("--"):
             if name:
                 yield name, arguments

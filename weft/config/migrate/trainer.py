@@ -65,9 +65,10 @@ class JobDraft:
     """A trainer's configs of preference tuning, reward models or distillation, for `weft migrate`. names, moves, means,
     silent, defaults: as in Table, with precedence over it.
 
-    methods: name -> value, or `*` -> the trainer's method, as in preferences.py. columns: column of weft -> names of
-    keys that give the file's name of the column. complements: key of weft -> names whose value is 1 - the key's.
-    unsaid: name -> SENTENCE, the answer where the config does not have the name.
+    methods: name -> value, or `*` -> the trainer's method, as in preferences.py. by_method: method -> key of weft ->
+    the default with it. columns: column of weft -> names of keys that give the file's name of the column. complements:
+    key of weft -> names whose value is 1 - the key's. unsaid: name -> SENTENCE, the answer where the config does not
+    have the name.
     """
 
     names: Groups
@@ -76,6 +77,7 @@ class JobDraft:
     silent: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     methods: dict[str, dict[str, str]] = field(default_factory=dict)
+    by_method: dict[str, dict[str, Any]] = field(default_factory=dict)
     columns: Groups = field(default_factory=dict)
     complements: Groups = field(default_factory=dict)
     unsaid: dict[str, str] = field(default_factory=dict)
@@ -97,7 +99,10 @@ class Table:
     recognised. tasks: kind of training other than supervised fine-tuning -> name -> the values that ask for it; null:
     any. moves: key of weft -> names whose value it takes as it is, beside those of all trainers (shared.yaml). means:
     name -> value in lower case, `on`, `off` or `*` -> key of weft -> value. silent: name -> values that have no effect.
-    per_device: names whose product is the batch of one device -> default. packing: names that, if true, make the batch
+    per_device: names whose product is the batch of one device -> default. smallest_step: documents that a step has at
+    least, if the file does not say how many micro-batches are accumulated. former: name of another version -> name.
+    adapter_lr: default learning rate with adapters, if it is another one. datasets: names whose values are data sets as
+    in PATH:SUBSET#ROWS -> section of weft. packing: names that, if true, make the batch
     a number of rows of the greatest length. lora: the name that says whether there are adapters -> the values with
     which there are; the value "" stands for an unset name. balancing: default factor of the auxiliary loss of a mixture
     of experts. companion: whether the trainer's file accompanies that of another. vision: name -> default for models
@@ -116,6 +121,10 @@ class Table:
     means: Meanings = field(default_factory=dict)
     silent: dict[str, Any] = field(default_factory=dict)
     per_device: dict[str, int] = field(default_factory=dict)
+    smallest_step: int = 0
+    former: dict[str, str] = field(default_factory=dict)
+    adapter_lr: float | None = None
+    datasets: dict[str, str] = field(default_factory=dict)
     packing: tuple[str, ...] = ()
     lora: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     balancing: float | None = None
@@ -180,8 +189,8 @@ class Sentences:
 @dataclass(frozen=True)
 class JobNames:
     """What a trainer's table says of one command of weft beside `weft sft`. names: name -> advice. moves: name -> key.
-    columns: name -> column. complements: name -> key. unsaid: name -> advice. means, defaults, methods: as in
-    JobDraft."""
+    columns: name -> column. complements: name -> key. unsaid: name -> advice. means, defaults, methods, by_method: as
+    in JobDraft."""
 
     names: dict[str, str]
     moves: dict[str, str]
@@ -189,6 +198,7 @@ class JobNames:
     defaults: dict[str, Any]
     columns: dict[str, str]
     methods: dict[str, dict[str, str]] = field(default_factory=dict)
+    by_method: dict[str, dict[str, Any]] = field(default_factory=dict)
     complements: dict[str, str] = field(default_factory=dict)
     unsaid: dict[str, str] = field(default_factory=dict)
 
@@ -353,6 +363,7 @@ def _job(job: JobDraft, say: Sentences, location: str) -> JobNames:
         job.defaults,
         inverse(job.columns, f"{location} columns:"),
         job.methods,
+        job.by_method,
         inverse(job.complements, f"{location} complements:"),
         {name: _sentence(key, sentences, f"{location} unsaid:") for name, key in job.unsaid.items()},
     )
