@@ -22,6 +22,7 @@ os.environ.pop("COLUMNS", None)
 
 SECONDS = Path(__file__).parent / "seconds.json"  # of each file, in the last whole run that recorded them
 _SHOWN = 10  # files
+_REPLACING = {"mock", "patch", "planted"}  # names that a module of tests imports
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,8 +49,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _checks_run_again() -> None:
-    """Many tests replace what checks of an architecture call."""
+def _checks_run_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Results of checks of an architecture are shared by the tests of a file, except by tests that may replace code
+    which the checks run: those that use monkeypatch, and all of a file that imports a way to replace code."""
+    replaces = "monkeypatch" in request.fixturenames or not _REPLACING.isdisjoint(vars(request.module))
+    if replaces:
+        _forget_checks()
+    yield
+    if replaces:
+        _forget_checks()
+
+
+def _forget_checks() -> None:
     startup = sys.modules.get("weft.engine.selfcheck.architecture")
     if startup is not None:
         startup.forget_checks()
@@ -59,6 +70,7 @@ def _checks_run_again() -> None:
 def _no_group_outlives_its_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """A process group that an engine in the tests' own process has made would be in the way of pretended ones. The
     files of tests/cuda come last and share one, because NCCL takes seconds."""
+    _forget_checks()
     yield
     process = sys.modules.get("weft.launch.process")
     if process is not None and request.path.parent.name != "cuda":

@@ -133,21 +133,27 @@ def read_keys(reached: Reached, schema: type) -> set[str]:
     for key in schema_keys(schema):
         section, _, leaf = key.partition(".")
         names[section][attribute(leaf)] = key
+    kinds = {section: tuple(k.__name__ for k in sections(schema)[section].__mro__[:-1]) for section in names}
+    by_attribute: dict[str, list[tuple[str, str]]] = {}
+    for section, keys in names.items():
+        for name, key in keys.items():
+            by_attribute.setdefault(name, []).append((section, key))
     read = set()
     for module, node in reached.nodes:
-        text = _text(module)
         for child in ast.walk(node):
-            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
+            if isinstance(child, ast.Attribute) and child.attr in by_attribute and isinstance(child.ctx, ast.Load):
                 value = child.value
                 before = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", None)
-                for section, keys in names.items():
-                    elsewhere = before not in names and (
-                        any(kind.__name__ in text for kind in sections(schema)[section].__mro__[:-1])
-                        or f".{section}" in text
-                    )
-                    if child.attr in keys and (before == section or elsewhere):
-                        read.add(keys[child.attr])
+                for section, key in by_attribute[child.attr]:
+                    if before == section or (before not in names and _mentions(module, section, kinds[section])):
+                        read.add(key)
     return read
+
+
+@cache
+def _mentions(module: str, section: str, kinds: tuple[str, ...]) -> bool:
+    """Whether the module's code names the section or one of its classes."""
+    return any(kind in _text(module) for kind in kinds) or f".{section}" in _text(module)
 
 
 @cache

@@ -1,6 +1,6 @@
 """The batch scripts of the docs, run as they stand: only paths, and programs of the cluster, are stood in for.
 
-srun and torchrun of the stand-ins start two ranks, as the real ones would on each of several machines.
+srun and torchrun of the stand-ins start two ranks, as the real ones would on each of several machines. They fork them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ if words[0] == "--cpus-per-task":
     del words[:2]
 count = 1 if words[0] == "torchrun" else int(os.environ["TASKS"])
 step = {"SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_TASKS_PER_NODE": str(count), "SLURM_STEP_NODELIST": "here"}
+start = subprocess.Popen
+if count > 1 and words[0] == "weft":
+    import tests.support.preload
+    from tests.support.forked import _Fork as start
+    words[:1] = [sys.executable, "-m", "weft"]
 tasks = [
-    subprocess.Popen(words, env={**os.environ, **step, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)})
-    for n in range(count)
+    start(words, env={**os.environ, **step, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}) for n in range(count)
 ]
 def signalled(number, frame):
     for process in psutil.Process().children(recursive=True):
@@ -68,8 +72,11 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 # torchrun of the other machines is not there.
 TORCHRUN = """
 import re, sys
-from torch.distributed.elastic.multiprocessing import PContext
+import tests.support.preload
+from torch.distributed.elastic.multiprocessing import PContext, subprocess_handler
 from torch.distributed.run import main
+from tests.support.forked import _Fork
+subprocess_handler.Popen = _Fork
 close = PContext.close
 def closing(self, death_sig=None, timeout=30):
     print(f"torchrun waits {timeout} seconds", flush=True)

@@ -113,28 +113,23 @@ def test_a_failed_verdict_is_no_crash(start: Start) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_their_launcher(number: signal.Signals) -> None:
+def test_ranks_end_with_their_launcher(number: signal.Signals, tmp_path: Path) -> None:
     if number == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux ends the ranks of a killed launcher")
-    code = "import sys; from weft.launch.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
-    command = [sys.executable, "-c", code, sys.executable, SCRIPT, "sleep"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        try:
-            shown = ""
-            while shown.count("pid ") < 2 and (line := launcher.stdout.readline()):
-                shown += line
-            pids = [int(pid) for pid in re.findall(r"pid (\d+)", shown)]
-            launcher.send_signal(number)
-            _, err = launcher.communicate(timeout=20)
-        finally:
-            launcher.kill()
+    launcher = forked.Run(partial(launched, "sleep"), tmp_path)
+    try:
+        launcher.wait_for(r"(?s)pid \d+\n.*pid \d+\n")
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", launcher.output())]
+        os.kill(launcher.pid, number)
+        launcher.wait(20)
+    finally:
+        launcher.process.kill()
     assert len(pids) == 2
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     if number == signal.SIGTERM:
-        assert err == "stopped by SIGTERM\n"
-        assert launcher.returncode == 128 + signal.SIGTERM
+        assert launcher.errors() == "stopped by SIGTERM\n"
+        assert launcher.status == 128 + signal.SIGTERM
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -232,13 +227,14 @@ def test_a_variable_of_no_rank_ends_the_program_with_a_sentence() -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: the environment has RANK='x'")
 
 
-def test_under_torchrun_it_joins() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, SCRIPT, "fine"], capture_output=True, text=True, timeout=60)
+def test_under_torchrun_it_joins(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [sys.executable, *torchrun, SCRIPT, "fine"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60 * business())
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2, local 0, sum 2" in done.stdout
     assert "rank 1 of 2, local 1, sum 2" in done.stdout
-    done = subprocess.run([*torchrun, SCRIPT, "raise"], capture_output=True, text=True, timeout=60)
+    done = forked.run(partial(forked.script, [*torchrun, SCRIPT, "raise"]), tmp_path)
     assert done.returncode != 0
     assert "rank 1 failed: RuntimeError: boom" in done.stderr
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import weft
+from tests.support import forked
 from tests.support.cases import write_small_job
 from weft import cli
 from weft.config.rl_schema import RlConfig
@@ -55,7 +54,7 @@ def test_the_figures_are_those_of_the_run(
 
 def test_two_ranks_measure_alike(here: Path) -> None:
     words = ["eval", "whole", "chat.jsonl", "--device", "cpu", "--nproc", "2", "mesh.tp=2", "--json"]
-    done = subprocess.run([sys.executable, "-m", "weft", *words], cwd=here, capture_output=True, text=True, timeout=240)
+    done = forked.run(words, here)
     assert done.returncode == 0, done.stderr
     last = weft.Run(here / "whole").metrics[-1]
     assert json.loads(done.stdout)["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)

@@ -242,21 +242,10 @@ def test_tasks_of_srun_join(one: tuple[Path, str], folder: Path) -> None:
     """With the variables that Slurm gives each of them, and none of torchrun's."""
     words = ["sft", "c.yaml", "mesh.dp_replicate=2", "run.dir=tasks", "train.steps=2", "train.epochs=null"]
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "here"}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "weft", *words],
-            cwd=folder,
-            env=forked.environment() | step | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for n in range(2)
-    ]
-    outs = [task.communicate(timeout=120) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outs
+    tasks = [forked.Run(words, folder, **step, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)) for n in range(2)]
+    assert [task.wait().status for task in tasks] == [0, 0], [task.errors() for task in tasks]
     assert losses(folder / "tasks") == pytest.approx(losses(one[0])[:2], rel=1e-4)
-    assert [out.count("step 2/2  loss") for out, _ in outs] == [1, 0]
+    assert [task.output().count("step 2/2  loss") for task in tasks] == [1, 0]
 
 
 # ---------------------------------------------------------------- how long, and what is not trained

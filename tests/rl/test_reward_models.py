@@ -183,7 +183,7 @@ def test_a_judge_behind_a_url_grades(monkeypatch: pytest.MonkeyPatch) -> None:
             """It says nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
         monkeypatch.setenv("JUDGE_MODEL", "judge")
         monkeypatch.setenv("JUDGE_KEY", "secret")

@@ -30,14 +30,6 @@ from weft.rl.rollouts import rollout_group
 FAMILY = "qwen2_5_vl"
 
 
-def wide(images: list[list[Any]], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A reward that sees the images: PIL images, one list for each sample."""
-    sizes = [[image.size for image in shown] for shown in images]
-    assert all(image.mode == "RGB" for shown in images for image in shown)
-    assert sizes == [[tuple(pair) for pair in size] for size in columns["size"]], (sizes, columns["size"])
-    return [float(sum(ids) % 3) for ids in completion_ids]
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts of one image, of two, and of none; paths beside the file."""
@@ -58,10 +50,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(data: Path, run: Path, *keys: str, family: str = FAMILY) -> RlConfig:
     words = [
         f"model.path={folder(family)}", f"data.path={data}/prompts.jsonl", f"run.dir={run}", "rl.chat=true",
-        "rl.prompts_per_step=4", "rl.group_size=3", "rl.reward=[tests.rl.test_rl_images:wide]", "rl.reward_workers=1",
-        "rollout.max_prompt_tokens=120", "rollout.max_new_tokens=5", "step.max_tokens_per_device=256",
-        "optimizer.lr=1e-2", "schedule.name=constant", "schedule.warmup_steps=0", "checkpoint.async=false",
-        "train.steps=2", "rl.on_policy=measured",
+        "rl.prompts_per_step=4", "rl.group_size=3", "rl.reward=[tests.support.reward_functions:wide]",
+        "rl.reward_workers=1", "rollout.max_prompt_tokens=120", "rollout.max_new_tokens=5",
+        "step.max_tokens_per_device=256", "optimizer.lr=1e-2", "schedule.name=constant", "schedule.warmup_steps=0",
+        "checkpoint.async=false", "train.steps=2", "rl.on_policy=measured",
     ]  # fmt: skip
     return load_config([], [*words, *keys], RlConfig)
 

@@ -1,10 +1,11 @@
-"""`weft rl` as a user runs it: a controller, trainer ranks and engines on Ray, on additions. Runs that are killed are
-programs on a Ray of their own; the others are forks, and share one."""
+"""`weft rl` as a user runs it: a controller, trainer ranks and engines on Ray, on additions. Runs that are killed have
+a Ray of their own, and one of them is a program; the others are forks, and share a Ray."""
 
 from __future__ import annotations
 
 import atexit
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,23 +27,13 @@ from safetensors.torch import load_file
 from tests.support import forked
 from tests.support.local_rl import lines_of, shrink
 from tests.support.machine import business
+from tests.support.ray_forks import start_server, use_server
 from weft.inference.records import FOLDER, read_rollouts, rollout_files
 
 ROOT = Path(__file__).parents[2]
 WEFT = [sys.executable, "-m", "weft"]
 # A Ray that a program starts asks others of the same user for the token that it keeps.
 VARIABLES = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
-CLUSTER = """
-import sys, tempfile, ray
-from tests.support.ray_forks import start_server, use_server
-folder = tempfile.TemporaryDirectory()
-start_server(folder.name)
-use_server()
-ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-print(ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.read()
-"""
-PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 KEYS = [
     "model.init=random", "rl.prompts_per_step=4", "rl.group_size=4", "rl.minibatches=2", "rollout.max_prompt_tokens=6",
     "rollout.max_new_tokens=4", "step.max_tokens_per_device=256", "optimizer.lr=1e-3", "schedule.name=constant",
@@ -56,9 +47,29 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @cache
 def cluster() -> str:
     """The address of a Ray for all runs of these tests that do not ask for one of their own."""
-    process = subprocess.Popen([sys.executable, "-c", CLUSTER], env=forked.environment(**VARIABLES), **PIPES)
-    atexit.register(process.communicate)  # what it reads ends, and it too
-    return str(process.stdout.readline().strip())
+    folder = tempfile.TemporaryDirectory()
+    run = forked.Run(serve_cluster, Path(folder.name), **VARIABLES)
+    run.wait_for("\\n", 60 * business())
+    atexit.register(folder.cleanup)
+    atexit.register(run.wait)
+    atexit.register(run.process.terminate)
+    return run.output().strip()
+
+
+def serve_cluster() -> int:
+    """In a process of its own: a Ray that lasts until SIGTERM. Prints its address."""
+    start_server(os.getcwd())
+    use_server()
+
+    import ray  # not in the fork server: Ray reads variables of each worker when it is imported
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    with suppress(KeyboardInterrupt):
+        signal.pause()
+    ray.shutdown()
+    return 0
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +156,13 @@ def test_a_run_whose_controller_is_killed_goes_on_as_the_unbroken_one(task: Path
     run = task / "broken"
     keys = ["checkpoint.every=2", f"eval.path={task}/held-out.jsonl", "eval.at_start=true", "eval.every=2"]
     words = command(task, run, *keys, "train.steps=6", "--nproc", "2")
-    with begun(words, run) as process:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        controller = forked.Run(words[len(WEFT) :], Path(folder), partial(start_server, folder), **VARIABLES)
+        try:
+            until_checkpoint(run, controller.process.is_alive)
+            children = psutil.Process(controller.pid).children(recursive=True)
+        finally:
+            controller.process.kill()
         assert still_there(children) == []
     words = [*WEFT, "rl", "--resume", str(run), "--nproc", "2"]
     assert "the learning rate of update 1 was 0.001" in weft([*words, "schedule.name=linear"], status=2)
@@ -234,18 +249,22 @@ def test_a_trainer_rank_that_is_killed_is_named(task: Path) -> None:
 
 @contextmanager
 def begun(words: Sequence[str], run: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run of the command line, from its first checkpoint on. What is left of it is killed."""
+    """A program, from its first checkpoint on. What is left of it is killed."""
     both: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     env = forked.environment(**VARIABLES)
     with subprocess.Popen(words, text=True, env=env, start_new_session=True, **both) as process:
         try:
-            end = time.monotonic() + 120 * business()
-            while not (run / "checkpoints/latest").exists():
-                assert process.poll() is None and time.monotonic() < end
-                time.sleep(0.01)
+            until_checkpoint(run, lambda: process.poll() is None)
             yield process
         finally:
             process.kill()
+
+
+def until_checkpoint(run: Path, is_alive: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120 * business()
+    while not (run / "checkpoints/latest").exists():
+        assert is_alive() and time.monotonic() < end
+        time.sleep(0.01)
 
 
 def still_there(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
@@ -298,14 +317,7 @@ def test_samples_may_be_trained_more_than_once_and_from_python(task: Path) -> No
     keys = [word.replace("=", ": ", 1) for word in [*KEYS, *shared]]
     (task / "keys.yaml").write_text("\n".join(["model.path: adder", f"cluster.address: {cluster()}", *keys]) + "\n")
     (task / "cell.py").write_text(CELL)
-    done = subprocess.run(
-        [sys.executable, "cell.py"],
-        capture_output=True,
-        text=True,
-        cwd=task,
-        env=forked.environment(**VARIABLES),
-        timeout=240 * business(),
-    )
+    done = forked.run(partial(forked.script, ["cell.py"]), task, **VARIABLES)
     assert done.returncode == 0, done.stdout + done.stderr
     samples = [sample for group in read_rollouts(rollout_files(run / FOLDER)[1]) for sample in group.samples]
     assert {sample.rewards["digits"] for sample in samples} <= {0.0, 0.5}

@@ -158,6 +158,6 @@ class _Fork(subprocess.Popen[bytes]):
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            is_weft = list(args[1:3]) == ["-m", "weft"]
-            body = partial(_weft, args[3:]) if is_weft else partial(script, args[1:])
+            words = [word for word in args[1:] if word != "-u"]  # which torchrun adds
+            body = partial(_weft, words[2:]) if words[:2] == ["-m", "weft"] else partial(script, words)
             end_with(body, environment)

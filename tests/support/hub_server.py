@@ -69,7 +69,7 @@ def hub(**fields: Any) -> Iterator[Hub]:
     found.hold.set()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(found))
     found.url = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield found
     finally:

@@ -12,19 +12,20 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 _SOCKET = "WEFT_TEST_RAY_FORKS"  # a variable: where the fork server listens
 _OPTIONS = ("--serialized-runtime-env-context", "--language")  # of the script; the other words are the worker's
 
 
 def start_server(folder: str) -> None:
-    """Start the fork server, which ends with this process, and make a Ray that weft starts here use it."""
+    """Start the fork server, a fork of this process that ends with it, and make a Ray that weft starts here use it."""
+    import tests.support.preload  # noqa: F401
     from weft.launch import ray_actors
+    from weft.launch.machine import end_with_parent
 
     def import_and_use(*names: str) -> Any:
         ray = import_extra(*names)
@@ -33,9 +34,15 @@ def start_server(folder: str) -> None:
 
     import_extra, ray_actors.import_extra = ray_actors.import_extra, import_and_use
     os.environ[_SOCKET] = os.path.join(folder, "forks")
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen([sys.executable, "-m", "tests.support.ray_forks"], **pipes)
-    assert server.stdout is not None and server.stdout.readline() == b"listening\n"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.environ[_SOCKET])
+    listener.listen(64)
+    if os.fork() == 0:
+        end_with_parent(signal.SIGKILL)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        _serve(listener)
+    listener.close()
 
 
 def use_server() -> None:
@@ -56,26 +63,14 @@ def _ask() -> None:
         connection.recv(1)  # until the fork has ended
 
 
-def _serve() -> None:
-    import tests.support.preload  # noqa: F401
-
+def _serve(listener: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.environ[_SOCKET])
-        listener.listen(64)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        print("listening", flush=True)
-        while True:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                _become_worker(connection)
-            connection.close()
-
-
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _become_worker(connection)
+        connection.close()
 
 
 def _become_worker(connection: socket.socket) -> None:
@@ -95,6 +90,7 @@ def _become_worker(connection: socket.socket) -> None:
     own = dict(word.split("=", 1) for word in words if word.startswith(_OPTIONS))
     os.chdir(folder)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tempfile.tempdir = None
     torch.set_num_threads(1)
     threading.Thread(target=_end_after, args=[connection], daemon=True).start()
@@ -108,4 +104,4 @@ def _end_after(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _serve() if len(sys.argv) == 1 else _ask()
+    _ask()

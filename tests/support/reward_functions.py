@@ -136,3 +136,11 @@ def hold_the_lock(completions: list[str], **_: Any) -> list[float]:
 def told(completions: list[str], hint: str = "four", **columns: Any) -> list[float]:
     """1 for each letter of `hint`, which is its default here, and 1 where `more` is null."""
     return [float(len(hint)) + (more is None) for more in columns["more"]]
+
+
+def wide(images: list[list[Any]], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A reward that sees the images: PIL images, one list for each sample."""
+    sizes = [[image.size for image in shown] for shown in images]
+    assert all(image.mode == "RGB" for shown in images for image in shown)
+    assert sizes == [[tuple(pair) for pair in size] for size in columns["size"]], (sizes, columns["size"])
+    return [float(sum(ids) % 3) for ids in completion_ids]
