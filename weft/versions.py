@@ -35,6 +35,7 @@ def untested_versions() -> list[str]:
     return found
 
 
+@cache  # importlib.metadata parses the package's whole description each time
 def installed_version(package: str) -> str:
     """The version in a package's metadata; "" if the package is not installed."""
     try:

@@ -52,9 +52,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def weft(bare: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`weft words` by a Python that sees those packages only."""
+    return python(bare, folder, "from weft.cli import entry; entry()", *words)
+
+
+def python(bare: Path, folder: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     paths = os.pathsep.join([str(ROOT), str(bare)])
-    start = f"import sys; sys.path[:0] = {paths.split(os.pathsep)!r}; from weft.cli import entry; entry()"
+    start = f"import sys; sys.path[:0] = {paths.split(os.pathsep)!r}; {program}"
     return subprocess.run(
         [sys.executable, "-S", "-c", start, *words],
         cwd=folder, env={**kept, "PYTHONPATH": paths, "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"},
@@ -82,22 +86,32 @@ def test_sft_of_jsonl(bare: Path, here: Path) -> None:
     assert len((here / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "package", "extra"),
-    [
-        ((*WORDS, "data.path=rows.parquet"), "pyarrow", "data"),
-        ((*WORDS, "data.path=someone/rows"), "datasets", "data"),
-        ((*WORDS, "track.report_to=[tensorboard]"), "tensorboard", "track"),
-        (("rl", "model.path=model", "data.path=chat.jsonl", "rl.reward=[exact_match]"), "ray", "rl"),
-    ],
-)
-def test_what_is_missing_is_named_with_its_extra(
-    bare: Path, here: Path, words: tuple[str, ...], package: str, extra: str
-) -> None:
+MISSING = [
+    ((*WORDS, "data.path=rows.parquet"), "pyarrow", "data"),
+    ((*WORDS, "data.path=someone/rows"), "datasets", "data"),
+    ((*WORDS, "track.report_to=[tensorboard]"), "tensorboard", "track"),
+    (("rl", "model.path=model", "data.path=chat.jsonl", "rl.reward=[exact_match]"), "ray", "rl"),
+]
+
+
+@pytest.fixture(scope="module")
+def refused(bare: Path, here: Path) -> list[str]:
+    """What each command of MISSING prints to standard error, one after another in one process."""
     (here / "rows.parquet").write_bytes(b"PAR1")
-    done = weft(bare, here, *words)
-    assert done.returncode == 2, done.stderr + done.stdout
-    assert how_to_install(package, extra) in done.stderr and "Traceback" not in done.stderr
+    program = (
+        f"from weft.cli import main\nfor words in {[words for words, _, _ in MISSING]!r}:\n"
+        "    print(f'status {main(list(words))}', file=sys.stderr)\n"
+    )
+    done = python(bare, here, program)
+    assert done.stderr.count("status ") == done.stderr.count("status 2\n"), done.stderr + done.stdout
+    return done.stderr.split("status 2\n")[:-1]
+
+
+@pytest.mark.parametrize("number", range(len(MISSING)), ids=[package for _, package, _ in MISSING])
+def test_what_is_missing_is_named_with_its_extra(number: int, refused: list[str]) -> None:
+    assert len(refused) == len(MISSING)
+    _, package, extra = MISSING[number]
+    assert how_to_install(package, extra) in refused[number] and "Traceback" not in refused[number]
 
 
 def texts() -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,11 +229,10 @@ def test_two_ranks_train_alike(one: tuple[Path, str], weft: Weft, folder: Path) 
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_join(one: tuple[Path, str], weft: Weft, folder: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "weft")
-    done = weft(
-        "sft", "c.yaml", "mesh.dp_replicate=2", "run.dir=joined", "train.steps=2", "train.epochs=null", starter=torchrun
-    )
+def test_ranks_of_torchrun_join(one: tuple[Path, str], folder: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "weft"]
+    words = ["sft", "c.yaml", "mesh.dp_replicate=2", "run.dir=joined", "train.steps=2", "train.epochs=null"]
+    done = forked.run(partial(forked.script, [*torchrun, *words]), folder)
     assert done.returncode == 0, done.stderr
     assert losses(folder / "joined") == pytest.approx(losses(one[0])[:2], rel=1e-4)
     assert done.stdout.count("step 2/2  loss") == 1

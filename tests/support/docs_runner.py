@@ -17,9 +17,11 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+from tests.support import forked
 from weft import cli
 
 _FENCE = re.compile(r"^```(\w*)[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -64,7 +66,8 @@ def commands(block: Block) -> list[str]:
 
 
 def _command(command: str) -> None:
-    """`weft ...`, also behind a pipe or into a file, in this process, which has imported torch; others in a shell."""
+    """`weft ...`, also behind a pipe or into a file, in this process, which has imported torch; `python ...` in a fork
+    of one that has; others in a shell."""
     before, _, last = command.rpartition(" | ")
     last, _, output = last.partition(" > ")
     words = shlex.split(last)
@@ -72,6 +75,10 @@ def _command(command: str) -> None:
         status, out = _weft(words[1:], _shell(before, stdout=subprocess.PIPE).stdout if before else "")
         if output:
             Path(output).write_text(out, encoding="utf-8")
+    elif words[0] == "python" and not before and not output:
+        done = forked.run(partial(forked.script, words[1:]), Path.cwd())
+        print(done.stdout, done.stderr, sep="", end="")
+        status = done.returncode
     else:
         status = _shell(command).returncode
     assert status == 0, f"`{command}` ended with {status}"

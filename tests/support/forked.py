@@ -111,7 +111,9 @@ def _main(what: What, folder: str, environment: Mapping[str, str], out: str, err
 
 def _weft(words: Sequence[str]) -> int:
     from weft import cli
+    from weft.launch.launchers import join_launcher
 
+    join_launcher()
     return cli.main(words)
 
 
@@ -122,6 +124,7 @@ def script(words: Sequence[str]) -> int:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return 0
     sys.argv = list(words)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
     runpy.run_path(words[0], run_name="__main__")
     return 0
 

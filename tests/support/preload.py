@@ -3,12 +3,14 @@
 import contextlib
 import gc
 import importlib
+import sys
 import warnings
 
 warnings.simplefilter("ignore")
 MODULES = (
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.launcher.api", "transformers",
-    "weft.engine.engine", "weft.recipes.training", "weft.cli", "weft.recipes.rl",
+    "weft.engine.engine", "weft.recipes.training", "weft.cli", "weft.recipes.rl", "weft.recipes.sft",
+    "weft.models.hf_processor", "weft.models.hf_video", "weft.launch.consistency", "weft.launch.summary",
 )  # fmt: skip
 for name in MODULES:
     with contextlib.suppress(ImportError):
@@ -17,4 +19,6 @@ for name in MODULES:
 import transformers  # noqa: E402
 
 transformers.logging.set_verbosity_error()
+for name in ("weft.launch.consistency", "weft.launch.summary"):
+    sys.modules[name].versions()  # kept, so that forks need not read the code and the packages' descriptions
 gc.freeze()  # else the first collection in each fork copies all that it shares with the server

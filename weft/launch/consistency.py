@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -97,8 +98,9 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
+@cache
 def code_digest() -> str:
-    """Digest of weft's source files, 16 hexadecimal digits: checkouts of one version may differ."""
+    """Digest of weft's source files at the first call, 16 hexadecimal digits: checkouts of one version may differ."""
     digest = hashlib.blake2b(digest_size=8)
     root = PACKAGE
     for path in sorted(root.rglob("*.py")):
