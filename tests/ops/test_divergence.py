@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ from weft.ops.divergence import (
     Comparison,
     Divergences,
     TeacherHead,
+    TeacherLogits,
     Terms,
+    TopTokens,
     differentiated,
     divergences,
     forward_kl,
@@ -100,7 +104,7 @@ def head_of(given: Problem) -> TeacherHead:
 
 
 def chunked(given: Problem, name: str, of_divergence: float, **options: Any) -> Divergences:
-    comparison = Comparison(DIVERGENCES[name], given.hidden_q, head_of(given), of_divergence)
+    comparison = Comparison(DIVERGENCES[name], TeacherLogits(given.hidden_q, head_of(given)), of_divergence)
     return divergences(given.hidden, given.weight, given.bias, given.targets, STUDENT, comparison, **options)
 
 
@@ -147,29 +151,26 @@ def test_a_wrong_direction_is_flagged() -> None:
     assert any(known.wrong)
 
 
-@pytest.mark.parametrize("rows", [(37, 37), (44, 37), (37, 44)], ids=["", "student padded", "teacher padded"])
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd 0.1", "skewed"])
-def test_a_divided_vocabulary(name: str, ranks: int, rows: tuple[int, int]) -> None:
-    """Shards are uneven, the teacher's head is whole or divided like the student's."""
-    given = problem(*rows)
-    upstream = torch.randn(2, 11, dtype=torch.float64)
-    inputs = [given.hidden, given.weight, given.bias]
-    *values, agreement = full(given, name, 2.0)
-    expected = torch.autograd.grad(values, inputs, list(upstream))
-    group, bounds = ThreadGroup(ranks), torch.linspace(0, rows[0], ranks + 1).long().tolist()
+def parts_of(given: Problem, ranks: int) -> list[slice]:
+    """The rows of the student's head of each rank."""
+    bounds = torch.linspace(0, len(given.weight), ranks + 1).long().tolist()
+    return [slice(*pair) for pair in itertools.pairwise(bounds)]
+
+
+def of_shards(
+    given: Problem, ranks: int, comparisons: Sequence[Comparison], upstream: Tensor
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Of each rank of a divided vocabulary: (logprob, divergence and agreement; gradients of hidden states, weight and
+    bias). comparisons: of each rank."""
+    group, parts = ThreadGroup(ranks), parts_of(given, ranks)
 
     def of_rank(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         try:
-            part = slice(bounds[rank], bounds[rank + 1])
+            part = parts[rank]
             shards = (given.hidden, given.weight[part], given.bias[part])
             local = [x.detach().clone().requires_grad_() for x in shards]
-            head = head_of(given)
-            if rank:
-                head = head.rows(part.start, part.stop - part.start)
-            comparison = Comparison(DIVERGENCES[name], given.hidden_q, head, 2.0)
             shard = VocabularyShard(part.start, ThreadCommunicator(group, rank))
-            arguments = (*local, given.targets, STUDENT, comparison)
+            arguments = (*local, given.targets, STUDENT, comparisons[rank])
             known = KnownGrad(upstream.flatten())
             out = divergences(*arguments, rows_per_tile=4, shard=shard, known_grad=known)
             grads = torch.autograd.grad([out.logprob, out.divergence], local, list(upstream))
@@ -182,7 +183,26 @@ def test_a_divided_vocabulary(name: str, ranks: int, rows: tuple[int, int]) -> N
             raise
 
     with ThreadPoolExecutor(ranks) as threads:
-        results = list(threads.map(of_rank, range(ranks)))
+        return list(threads.map(of_rank, range(ranks)))
+
+
+@pytest.mark.parametrize("rows", [(37, 37), (44, 37), (37, 44)], ids=["", "student padded", "teacher padded"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd 0.1", "skewed"])
+def test_a_divided_vocabulary(name: str, ranks: int, rows: tuple[int, int]) -> None:
+    """Shards are uneven, the teacher's head is whole or divided like the student's."""
+    given = problem(*rows)
+    upstream = torch.randn(2, 11, dtype=torch.float64)
+    inputs = [given.hidden, given.weight, given.bias]
+    *values, agreement = full(given, name, 2.0)
+    expected = torch.autograd.grad(values, inputs, list(upstream))
+    comparisons = []
+    for rank, part in enumerate(parts_of(given, ranks)):
+        head = head_of(given)
+        if rank:
+            head = head.rows(part.start, part.stop - part.start)
+        comparisons.append(Comparison(DIVERGENCES[name], TeacherLogits(given.hidden_q, head), 2.0))
+    results = of_shards(given, ranks, comparisons, upstream)
     for read, _ in results:
         for one, other in zip(read, [*values, agreement], strict=True):
             near(one, other)
@@ -207,9 +227,8 @@ def test_certain_distributions_stay_finite(name: str) -> None:
     sharp = given._replace(
         weight=(given.weight * 60).detach().requires_grad_(), weight_q=given.weight_q * 60, bias=given.bias
     )
-    comparison = Comparison(
-        DIVERGENCES[name], sharp.hidden_q, TeacherHead(sharp.weight_q, sharp.bias_q, LogitTransform(), 37)
-    )
+    head = TeacherHead(sharp.weight_q, sharp.bias_q, LogitTransform(), 37)
+    comparison = Comparison(DIVERGENCES[name], TeacherLogits(sharp.hidden_q, head))
     out = divergences(sharp.hidden, sharp.weight, sharp.bias, sharp.targets, LogitTransform(), comparison)
     grad = torch.autograd.grad(out.divergence.sum(), sharp.weight)[0]
     assert out.divergence.isfinite().all() and grad.isfinite().all()
@@ -221,7 +240,8 @@ def test_a_teacher_that_is_the_student_gets_no_gradient() -> None:
     given = problem()
     apart = given._replace(hidden_q=2 * given.hidden.detach(), weight_q=given.weight.detach())
     expected = torch.autograd.grad(full(apart, "reverse_kl", 1.0)[1].sum(), given.weight)
-    comparison = Comparison(reverse_kl, 2 * given.hidden, TeacherHead(given.weight, given.bias_q, TEACHER, 37))
+    head = TeacherHead(given.weight, given.bias_q, TEACHER, 37)
+    comparison = Comparison(reverse_kl, TeacherLogits(2 * given.hidden, head))
     out = divergences(given.hidden, given.weight, given.bias, given.targets, STUDENT, comparison)
     near(torch.autograd.grad(out.divergence.sum(), given.weight)[0], expected[0])
 
@@ -238,9 +258,92 @@ def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="temperature must be above 0"):
         chunked(given, "forward_kl", 0.0)
     summed = differentiated(lambda log_p, log_q: (log_p - log_q).sum(1), "mine.py:kl")
-    comparison = Comparison(summed, given.hidden_q, head_of(given))
+    comparison = Comparison(summed, TeacherLogits(given.hidden_q, head_of(given)))
     with pytest.raises(ValueError, match=r"mine.py:kl gives \(11,\); it must give a term for each token"):
         divergences(given.hidden, given.weight, given.bias, given.targets, STUDENT, comparison)
+
+
+# ---------------------------------------------------------------- a teacher's likeliest tokens and a tail
+
+
+def listed(given: Problem, count: int, temperature: float) -> TopTokens:
+    """The teacher's `count` likeliest tokens, in two more entries of which none is used, shuffled."""
+    z_q = TEACHER(given.hidden_q @ given.weight_q.T + given.bias_q)
+    log_q, ids = (z_q / temperature).log_softmax(1).topk(count, 1)
+    unused = torch.full((len(ids), 2), -1)
+    order = torch.randperm(count + 2, generator=torch.Generator().manual_seed(1))
+    return TopTokens(torch.cat([ids, unused], 1)[:, order], torch.cat([log_q, unused.double()], 1)[:, order])
+
+
+def in_bins(log_p: Tensor, teacher: TopTokens) -> Tensor:
+    """Log-probabilities [N, K + 1] of the listed tokens and of all others together; without others, [N, K]."""
+    rows = [ids[ids >= 0] for ids in teacher.ids_NK]
+    chosen = torch.stack([of_row[ids] for of_row, ids in zip(log_p, rows, strict=True)])
+    if chosen.shape[1] == log_p.shape[1]:
+        return chosen
+    tails = [
+        torch.cat([of_row[token : token + 1] for token in range(len(of_row)) if token not in ids.tolist()])
+        for of_row, ids in zip(log_p, rows, strict=True)
+    ]
+    return torch.cat([chosen, torch.stack(tails).logsumexp(1, keepdim=True)], 1)
+
+
+def full_of_list(given: Problem, name: str, teacher: TopTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprob, divergence, agreement) from all logits of both."""
+    z = STUDENT(given.hidden @ given.weight.T + given.bias)
+    z_q = TEACHER(given.hidden_q @ given.weight_q.T + given.bias_q)
+    log_p, log_q = (in_bins((x / temperature).log_softmax(1), teacher) for x in (z, z_q))
+    logprob = z.log_softmax(1).gather(1, given.targets[:, None])[:, 0]
+    return logprob, full_divergence(name, log_p, log_q), (z.argmax(1) == z_q.argmax(1)).double()
+
+
+@pytest.mark.parametrize("count", [1, 5, 36, 37])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_list_and_a_tail_equal_bins_of_full_logits(name: str, ranks: int, count: int) -> None:
+    """With all 37 tokens listed there is no tail, and the divergence is that of the whole vocabulary."""
+    given, temperature = problem(), 2.0
+    teacher = listed(given, count, temperature)
+    *values, agreement = full_of_list(given, name, teacher, temperature)
+    if count == 37:
+        near(values[1], full(given, name, temperature)[1])
+    inputs, upstream = [given.hidden, given.weight, given.bias], torch.randn(2, 11, dtype=torch.float64)
+    expected = torch.autograd.grad(values, inputs, list(upstream))
+    comparison = Comparison(DIVERGENCES[name], teacher, temperature)
+    results = of_shards(given, ranks, [comparison] * ranks, upstream)
+    for read, _ in results:
+        for one, other in zip(read, [*values, agreement], strict=True):
+            near(one, other)
+    grads = [grads for _, grads in results]
+    near(torch.stack([grad[0] for grad in grads]).sum(0), expected[0])
+    near(torch.cat([grad[1] for grad in grads]), expected[1])
+    near(torch.cat([grad[2] for grad in grads]), expected[2])
+
+
+def test_the_minimum_of_a_list_is_the_teacher() -> None:
+    """Without the tail, a student with all its mass on the listed tokens would do better than the teacher itself."""
+    given = problem()._replace(hidden_q=torch.eye(11, 10, dtype=torch.float64))
+    student = TEACHER(given.hidden_q @ given.weight_q.T + given.bias_q)
+    identity, hidden = torch.eye(37, dtype=torch.float64), student.clone().requires_grad_()
+    for name in DIVERGENCES:
+        comparison = Comparison(DIVERGENCES[name], listed(given, 3, 1.0))
+        out = divergences(hidden, identity, None, given.targets, LogitTransform(), comparison)
+        near(out.divergence, torch.zeros(11, dtype=torch.float64))
+        near(torch.autograd.grad(out.divergence.sum(), hidden)[0], torch.zeros_like(hidden))
+
+
+def test_a_tail_below_the_rounding_of_one_keeps_its_digits() -> None:
+    """fp32: 1 minus the student's listed probabilities would be 0 here, and its gradient noise."""
+    logits = torch.tensor([[20.0, 0.0, -1.0, -2.0]])
+    teacher = TopTokens(torch.tensor([[0]]), torch.tensor([[0.6]]).log())
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        z = logits.to(dtype).requires_grad_()
+        comparison = Comparison(forward_kl, TopTokens(teacher.ids_NK, teacher.logprobs_NK.to(dtype)))
+        out = divergences(z, torch.eye(4, dtype=dtype), None, torch.tensor([1]), LogitTransform(), comparison)
+        results.append((out.divergence.double(), torch.autograd.grad(out.divergence.sum(), z)[0].double()))
+    for single, double in zip(*results, strict=True):
+        torch.testing.assert_close(single, double, rtol=1e-6, atol=1e-7)
 
 
 class _Largest(TorchDispatchMode):

@@ -14,9 +14,10 @@ from tests.support.pool import run
 from tests.support.vision_zoo import saved_vision_model
 from weft.engine.engine import Engine
 from weft.engine.losses.distillation import DistillationLoss
-from weft.engine.teachers import Teacher, teacher_head, with_teachers
+from weft.engine.teachers import Teacher, TeacherSource, with_teachers
 from weft.models import hf
 from weft.ops import divergence
+from weft.verify.distill_harness import DrawnLists
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import SCALAR, SGD, compare_gradients
 from weft.verify.image_documents import shown
@@ -24,6 +25,7 @@ from weft.verify.image_reference import ImageReference, Images
 from weft.verify.observed import Tensors, short_budget, to_documents
 from weft.verify.plants import planted
 
+LISTS = "lists"  # in place of a path: drawn lists of likely tokens
 LR = 0.2  # the rounding of weights stays far below what a step moves them by
 SETTINGS = {"loss": "forward_kl", "beta": 0.3, "temperature": 1.0, "squared": False, "alpha": 0.0}
 
@@ -43,16 +45,14 @@ def distill(
     if sight:
         base = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0).model
         steps, images, _ = shown(engine, steps, base)
-    engines = [
-        Engine(
-            replace(engine_config(p, m, step={"max_tokens_per_device": 256}), purpose="inference"),
-            engine.ranks,
-            shares_with=engine,
-        )
-        for p, m in teachers
-    ]
-    roles = [Teacher(e) for e in engines]
-    heads = [head for e in engines if (head := teacher_head(e, engine)) is not None]
+    roles: list[TeacherSource] = []
+    for p, m in teachers:
+        if p == LISTS:
+            roles.append(DrawnLists(128))
+        else:
+            config = replace(engine_config(p, m, step={"max_tokens_per_device": 256}), purpose="inference")
+            roles.append(Teacher(Engine(config, engine.ranks, shares_with=engine)))
+    heads = [head for role in roles if (head := role.head(engine)) is not None]
     scale = settings["temperature"] ** 2 if settings["squared"] else 1.0
     losses, results = list[float](), list[Tensors]()
     with planted(plant):
@@ -91,7 +91,7 @@ def check(student: str, mesh: str, teachers: list[tuple[str, str]], plant: str |
 
     def train(dtype: torch.dtype) -> tuple[list[float], list[Tensors], Tensors]:
         return plain_distill.train(
-            student, [path for path, _ in teachers], steps, chosen, settings, LR, lambda ids: reference.images([ids]),
+            student, [DrawnLists(128).lists if p == LISTS else p for p, _ in teachers], steps, chosen, settings, LR, lambda ids: reference.images([ids]),
             dtype,
         )  # fmt: skip
 
@@ -125,6 +125,7 @@ CASES = [
     ("qwen3_moe", "ep2", ("llama", "2"), {"loss": "forward_kl"}),
     ("lfm2", "2", ("llama", "2"), {"loss": "jsd"}),
     ("llama", "cp2xtp2", ("gemma2", "2xtp2"), {"loss": "reverse_kl", "temperature": 0.7}),
+    ("gemma3_text", "tp2", (LISTS, ""), {"loss": "jsd", "temperature": 2.0, "squared": True, "alpha": 0.3}),
 ]  # fmt: skip
 
 
@@ -138,6 +139,14 @@ TABLE = [
     }.items()
     for mesh in meshes
 ]  # fmt: skip
+TABLE += [
+    ("llama", "1", (LISTS, ""), {"loss": "forward_kl"}),
+    ("qwen3", "2x2", (LISTS, ""), {"loss": "reverse_kl"}),
+    ("llama", "cp2", (LISTS, ""), {"loss": "forward_kl", "alpha": 0.5}),
+    ("llama", "pp2", (LISTS, ""), {"loss": "jsd"}),
+    ("qwen3_moe", "ep2", (LISTS, ""), {"loss": "reverse_kl", "temperature": 0.7}),
+    ("lfm2", "2", (LISTS, ""), {"loss": "forward_kl"}),
+]
 
 
 @pytest.mark.parametrize(("student", "mesh", "teacher", "settings"), pairs(CASES, TABLE))
@@ -145,7 +154,8 @@ def test_a_step_equals_full_logits(student: str, mesh: str, teacher: tuple[str, 
     changes = {"tie_word_embeddings": True} if student == "qwen3" else {}
     family, of_teacher = teacher
     wide = WIDE if family == "llama" else {}
-    check(saved_model(student, **changes), mesh, [(saved_model(family, **wide), of_teacher)], **settings)
+    path = family if family == LISTS else saved_model(family, **wide)
+    check(saved_model(student, **changes), mesh, [(path, of_teacher)], **settings)
 
 
 @pytest.mark.parametrize(("family", "mesh"), pairs(
@@ -167,5 +177,5 @@ def step_is_the_plain_one(plant: str | None) -> bool:
 
 
 def test_several_teachers_of_other_widths() -> None:
-    teachers = [(saved_model("llama", **WIDE), "2"), (saved_model("qwen3"), "2")]
+    teachers = [(saved_model("llama", **WIDE), "2"), (saved_model("qwen3"), "2"), (LISTS, "")]
     check(saved_model("llama"), "2", teachers, alpha=0.1)

@@ -24,9 +24,24 @@ def no_images(ids: list[int]) -> dict[str, Any]:
     return {}
 
 
-def divergence(name: str, student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """[N] from logits [N, V] each."""
-    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+Lists = Callable[[list[int]], tuple[Tensor, Tensor]]  # of token ids: ids and log-probabilities, [T, K]; id -1: none
+
+
+def in_bins(student: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """(log p, log q) of a teacher's lists, row by row: [N, K + 1], the tail last, from the student's logits [N, V]."""
+    if not len(student):
+        return student, student
+    p, rows = student.softmax(-1), []
+    for of_token, listed, q in zip(p, ids, logprobs.to(p.dtype).exp(), strict=True):
+        used = listed >= 0
+        pair = [torch.cat([x, 1 - x.sum(0, keepdim=True)]) for x in (of_token[listed[used]], q[used])]
+        rows.append([torch.nn.functional.pad(x.log(), (int((~used).sum()), 0), value=-50.0) for x in pair])
+    log_p, log_q = (torch.stack(column) for column in zip(*rows, strict=True))
+    return log_p, log_q
+
+
+def divergence(name: str, log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """[N] from log-probabilities [N, V] each."""
     if name == "forward_kl":
         return (log_q.exp() * (log_q - log_p)).sum(-1)
     if name == "reverse_kl":
@@ -51,13 +66,15 @@ def step_loss(
     for (ids, mask), teacher in zip(documents, chosen, strict=True):
         tensor, weights = torch.tensor([ids]), torch.tensor(mask[1:])
         z = student(input_ids=tensor, use_cache=False, **inputs(ids)).logits[0, :-1]
-        with torch.no_grad():
-            logits = teachers[teacher](input_ids=tensor, use_cache=False, **inputs(ids)).logits
-            z_q = logits[0, :-1]
-        common, temperature = min(z.shape[1], z_q.shape[1]), settings["temperature"]
-        values = divergence(
-            settings["loss"], z[:, :common] / temperature, z_q[:, :common] / temperature, settings["beta"]
-        )
+        model, temperature = teachers[teacher], settings["temperature"]
+        if isinstance(model, torch.nn.Module):
+            with torch.no_grad():
+                z_q = model(input_ids=tensor, use_cache=False, **inputs(ids)).logits[0, :-1]
+            common = min(z.shape[1], z_q.shape[1])
+            log_p, log_q = ((x[:, :common] / temperature).log_softmax(-1) for x in (z, z_q))
+        else:
+            log_p, log_q = in_bins(z / temperature, *(x[1:] for x in model(ids)))
+        values = divergence(settings["loss"], log_p, log_q, settings["beta"])
         ce = -z.log_softmax(-1).gather(1, tensor[0, 1:, None])[:, 0]
         scale = temperature**2 if settings["squared"] else 1.0
         loss = (weights * (settings["alpha"] * ce + (1 - settings["alpha"]) * scale * values)).sum() / total
@@ -67,11 +84,13 @@ def step_loss(
 
 
 def train(
-    path: str, teachers: Sequence[str], steps: Sequence[Documents], chosen: Sequence[Sequence[int]],
+    path: str, teachers: Sequence[str | Lists], steps: Sequence[Documents], chosen: Sequence[Sequence[int]],
     settings: dict[str, Any], lr: float, inputs: Inputs = no_images, dtype: torch.dtype = torch.float32,
 ) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:  # fmt: skip
-    """SGD without clipping from the model at `path`: (loss and gradients of each step, weights at the end)."""
-    student, models = plain_model(path, dtype), [plain_model(teacher, dtype) for teacher in teachers]
+    """SGD without clipping from the model at `path`, by models at other paths or by lists: (loss and gradients of each
+    step, weights at the end)."""
+    student = plain_model(path, dtype)
+    models = [plain_model(teacher, dtype) if isinstance(teacher, str) else teacher for teacher in teachers]
     losses, gradients = [], []
     for documents, of_step in zip(steps, chosen, strict=True):
         loss, of_parameters = step_loss(student, models, documents, of_step, settings, inputs)

@@ -100,7 +100,9 @@ def training_combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"train.loss is {objective}, which is no import path: write package.module:Name, as in "
             "my_losses:Focal for the class Focal in my_losses.py.",
         )
-    yield from common_combinations(config, any(config.row_options.get(name) for name in ("preferences", "label")))
+    yield from common_combinations(
+        config, any(config.row_options.get(name) for name in ("preferences", "label", "teachers", "listed"))
+    )
     yield from _eval_combinations(config.eval)
 
 

@@ -14,7 +14,7 @@ from weft.config.checks import (
     pipeline_combinations,
     training_combinations,
 )
-from weft.config.distill_schema import AVERAGE, BASE, DIVERGENCES, DistillConfig
+from weft.config.distill_schema import AVERAGE, BASE, DATA, DIVERGENCES, DistillConfig
 from weft.config.sources import source_name
 
 
@@ -40,7 +40,7 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
         yield (
             "distill.teacher",
             f"of distill.teacher and distill.teachers {state} set: set distill.teacher to a model, or "
-            "distill.teachers to one for each of data.sources.",
+            "distill.teachers to several by name.",
         )
     if distill.teacher == BASE and not config.lora.on:
         yield (
@@ -65,14 +65,30 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
             "distill.cache",
             "distill.cache is disk, but distill.teacher=average changes with every step: set distill.cache=off.",
         )
+    if distill.served and distill.temperature != 1:
+        yield (
+            "distill.temperature",
+            f"distill.temperature is {distill.temperature:g}, but a served teacher's log-probabilities are of "
+            "temperature 1: set distill.temperature=1, or name a model.",
+        )
+    if distill.cache == "disk" and set(distill.named) == {DATA}:
+        yield "distill.cache", "distill.cache is disk, but distill.teacher=data reads nothing: set distill.cache=off."
     if distill.teachers is None:
+        return
+    if paths := [path for path in distill.teachers.values() if path in (BASE, AVERAGE)]:
+        yield (
+            "distill.teachers",
+            f"distill.teachers names {paths[0]}, which is the student itself: name models, or set distill.teacher.",
+        )
+    if distill.teacher_column is not None:
         return
     names = [source_name(source) for source in (*(config.data.sources or ()), *(config.eval.sources or ()))]
     if not config.data.sources:
         yield (
             "distill.teachers",
-            "distill.teachers gives each source of the data a teacher, but data.sources is not set: set it, or name "
-            "one model in distill.teacher.",
+            "distill.teachers gives each source of the data a teacher, but data.sources is not set: set it, name the "
+            "column of the rows that has the teacher's name in distill.teacher_column, or one model in "
+            "distill.teacher.",
         )
     elif missing := [name for name in dict.fromkeys(names) if name not in distill.teachers]:
         yield (
@@ -93,11 +109,6 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
         yield (
             "eval.share",
             "eval.share has no name by which distill.teachers could give it a teacher: set eval.sources.",
-        )
-    if paths := [path for path in distill.teachers.values() if path in (BASE, AVERAGE)]:
-        yield (
-            "distill.teachers",
-            f"distill.teachers names {paths[0]}, which is the student itself: name models, or set distill.teacher.",
         )
 
 

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from weft.config.conditions import Unread
 from weft.config.keys import key
-from weft.config.ranges import INSIDE_0_1, POSITIVE, Range
+from weft.config.ranges import AT_LEAST_1, INSIDE_0_1, POSITIVE, Range
 from weft.config.schema import SftConfig, TeacherConfig
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 BASE, AVERAGE = "base", "average"  # teachers that are the student itself
+DATA = "data"  # a teacher that is known by lists of its likeliest tokens, in columns of the rows
+TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"  # these columns
+
+
+def is_served(teacher: str) -> bool:
+    """Whether a teacher is the URL of a server."""
+    return teacher.startswith(("http://", "https://"))
+
+
+def is_opened(teacher: str) -> bool:
+    """Whether a teacher is a model that is opened beside the student."""
+    return teacher not in (BASE, AVERAGE, DATA) and not is_served(teacher)
+
 
 _NO_JSD = Unread(lambda c: c.distill.loss != "jsd", "only distill.loss=jsd reads it")
 _AT_1 = Unread(lambda c: c.distill.temperature == 1.0, "distill.temperature is 1")
 _STUDENT_ENGINE = Unread(
     lambda c: c.distill.teacher in (BASE, AVERAGE), "the teacher is the student itself, in the student's engine"
 )
+_NO_SERVER = Unread(lambda c: not c.distill.served, "no teacher is the URL of a server")
 _NO_CACHE = Unread(lambda c: c.distill.cache == "off", "distill.cache is off")
 
 
@@ -28,13 +42,29 @@ class DistillSection:
     teacher: str | None = key(
         "Teacher: a HuggingFace model directory or hub id with the same tokenizer, of any family, width and depth; "
         "`base`: the model under the student's adapters (lora.rank); `average`: the average of the student's weights "
-        "(optimizer.ema_decay).",
+        "(optimizer.ema_decay); `data`: lists of its likeliest tokens in the rows' columns teacher_top_ids and "
+        "teacher_top_logprobs; the URL of a vLLM server, as in http://host:8000/v1, which is asked for such lists.",
         None,
     )
     teachers: dict[str, str] | None = key(  # noqa: RUF009 - key() is dataclasses.field()
-        "In place of distill.teacher: a teacher for each of data.sources, by the source's name, as in "
-        "{math: org/math-7b, code: org/code-7b}.",
+        "In place of distill.teacher: several by name, as in {math: org/math-7b, code: org/code-7b}. A row has the "
+        "teacher with the name of its source (data.sources), or that in its column distill.teacher_column.",
         None,
+    )
+    teacher_column: str | None = key(
+        "Column of the rows that names their teacher in distill.teachers. null: each source has a teacher.",
+        None,
+        unread=(Unread(lambda c: c.distill.teachers is None, "distill.teachers is not set"),),
+    )
+    top_k: int = key(
+        "With a served teacher: how many of its likeliest tokens it is asked for (vLLM's --max-logprobs must be as "
+        "large). All others are one bin.",
+        20,
+        within=AT_LEAST_1,
+        unread=(_NO_SERVER,),
+    )
+    served_model: str | None = key(
+        "Name of the model on the server. null: the first that it has.", None, unread=(_NO_SERVER,)
     )
     loss: str = key(
         "Divergence of a token's distributions over the whole vocabulary: `forward_kl` KL(teacher || student), "
@@ -75,6 +105,18 @@ class DistillSection:
         unread=(_NO_CACHE,),
     )
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """All teachers, in order."""
+        if self.teachers is not None:
+            return tuple(self.teachers.values())
+        return () if self.teacher is None else (self.teacher,)
+
+    @property
+    def served(self) -> bool:
+        """Whether a teacher is a server."""
+        return any(map(is_served, self.named))
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(SftConfig):
@@ -84,3 +126,15 @@ class DistillConfig(SftConfig):
 
     distill: DistillSection = field(default_factory=DistillSection)
     teacher: TeacherConfig = field(default_factory=TeacherConfig, metadata={"unread": (_STUDENT_ENGINE,)})
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        distill, by_column = self.distill, self.distill.teacher_column is not None
+        names = tuple(distill.teachers or ())
+        listed = tuple(name for name, teacher in (distill.teachers or {}).items() if teacher == DATA)
+        return {
+            **super().row_options,
+            "teachers": names if by_column else (),
+            "teacher_column": distill.teacher_column or "",
+            "listed": "all" if distill.teacher == DATA else listed,
+        }

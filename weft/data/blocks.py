@@ -20,6 +20,7 @@ from typing import Any, AnyStr, Generic, Protocol, TypeVar
 from weft.data.labels import parse_labelled
 from weft.data.preferences import parse_answers
 from weft.data.records import ParseOptions, Record, json_row, parse_row
+from weft.data.taught import parse_taught
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 from weft.strict_json import JsonError, check_unicode, parse
@@ -128,6 +129,8 @@ class _BlockBase(ABC, Generic[_Item]):
                     records = parse_answers(row.location, row.cleaned(), options, folder)
                 elif options.label:
                     records = [parse_labelled(row.location, row.cleaned(), options, folder)]
+                elif options.taught:
+                    records = [parse_taught(row.location, row.cleaned(), options, folder)]
                 else:
                     records = [parse_row(row.location, row.cleaned(), options, folder)]
                 for record in records if row.escaped else ():

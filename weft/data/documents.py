@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from weft.config.distill_schema import TOP_IDS, TOP_LOGPROBS
 from weft.config.schema import DataConfig
 from weft.data.encode import Encoding, has_template
 from weft.data.image_files import opening_pool
@@ -97,6 +98,9 @@ class Documents(MeasuredDocuments):
         # [documents], as in Chunk
         self.roles: Array = np.concatenate([selection.table.roles[selection.indices] for selection in selections])
         self.margins: Array = np.concatenate([selection.table.margins[selection.indices] for selection in selections])
+        # [documents] index of each one's teacher in distill.teachers
+        self.teachers: Array = np.concatenate([selection.table.teachers[selection.indices] for selection in selections])
+        self.widths: Array = np.concatenate([selection.table.widths[selection.indices] for selection in selections])
         lengths = np.concatenate([selection.lengths for selection in selections]).astype(np.int64)
         losses: Array = np.concatenate([selection.losses for selection in selections])
         self.trained: Array = losses  # [documents] trained tokens without the first, which nothing predicts
@@ -149,6 +153,7 @@ class Documents(MeasuredDocuments):
             source=selection.table.row_name(index_in_table),
             dataset=selection.source,
             media=_media(selection.table, index_in_table),
+            arrays=_lists(selection.table, index_in_table, len(ids)),
         )
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
@@ -185,6 +190,16 @@ class Documents(MeasuredDocuments):
         number = int(np.searchsorted(self._ends, index, side="right"))
         selection = self._selections[number]
         return selection, index - int(self._ends[number]) + len(selection.indices)
+
+
+def _lists(table: TokenTable, index: int, length: int) -> dict[str, torch.Tensor]:
+    """What a teacher predicts of a document, as its arrays; empty if its row has no lists."""
+    if not table.widths[index]:
+        return {}
+    return {
+        name: torch.from_numpy(x.copy())
+        for name, x in zip((TOP_IDS, TOP_LOGPROBS), table.lists(index, length), strict=True)
+    }
 
 
 def _media(table: TokenTable, index: int) -> Media | None:

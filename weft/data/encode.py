@@ -30,7 +30,7 @@ from weft.data.image_files import MediaInfo, MediaLocation
 from weft.data.images import ExpandedText, Images, read_images, text_model_error, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.messages import CALL_KEYS, FUNCTION_KEYS, is_harmless, is_plain, leave_out_key, unread_keys
-from weft.data.records import Record
+from weft.data.records import Record, TopLists
 from weft.data.template_bounds import RenderLimitError
 from weft.data.text_checks import TextChecks
 from weft.errors import BadRowError, UserError, first_line, is_panic, runs_own_code
@@ -58,7 +58,8 @@ class Encoding:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A tokenised document. trained: 1 for each token that is trained as a target, else 0. places, patches, pairs: of
-    its images, as in ExpandedText. reach: tokens up to the end of the last image; 0 without images."""
+    its images, as in ExpandedText. reach: tokens up to the end of the last image; 0 without images. lists: what a
+    teacher predicts, an entry for each token."""
 
     ids: list[int]
     trained: list[int]
@@ -66,6 +67,7 @@ class Encoded:
     patches: int = 0
     pairs: int = 0
     reach: int = 0
+    lists: TopLists | None = None
 
 
 class Encoder:

@@ -58,6 +58,9 @@ class TableSelection:
         digest = Digest()
         for index, length in zip(self.indices, self.lengths, strict=True):
             digest.update(*self.table.tokens(int(index), int(length)), np.array([length]))
+            one = slice(int(index), int(index) + 1)
+            top_ids, top_logprobs = (values.ravel() for values in self.table.lists(int(index), int(length)))
+            digest.update_taught(self.table.teachers[one], self.table.widths[one], top_ids, top_logprobs)
             digest.update_images(*self.table.media_of(int(index)))
         digest.update_answers(self.table.roles[self.indices], self.table.margins[self.indices])
         return digest.hexdigest()
@@ -187,7 +190,16 @@ def _longest(table: TokenTable) -> int:
 
 
 def _check_ids(table: TokenTable, vocab_size: int | None) -> None:
-    if vocab_size is None or table.largest < vocab_size:
+    if vocab_size is None:
+        return
+    if table.widths.any() and (listed := int(table.top_ids.max(initial=0))) >= vocab_size:
+        lists = (table.lists(index, int(table.lengths[index]))[0] for index in range(len(table)))
+        index = next(index for index, ids in enumerate(lists) if ids.max(initial=0) >= vocab_size)
+        raise UserError(
+            f"{table.row_name(index)}: `teacher_top_ids` has id {listed}, but the model's vocabulary has {vocab_size} "
+            f"(ids 0 to {vocab_size - 1}): the teacher's tokenizer is another one."
+        )
+    if table.largest < vocab_size:
         return
     index = table.first_with(vocab_size)
     token = int(table.tokens(index, int(table.lengths[index]))[0].max())

@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weft.config.schema import DataConfig, LabelKind
 from weft.config.sources import FORMATS, is_pattern, matching_files
 from weft.config.yaml12 import override
@@ -65,6 +68,15 @@ ANSWERS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLists:
+    """A teacher's likeliest tokens (weft/data/taught.py). ids: [entries, K] int32, -1 where an entry has fewer.
+    logprobs: [entries, K] fp32."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One checked document.
@@ -75,6 +87,7 @@ class Record:
     `input_ids` and `trained` (1 for each trained token, else 0). images: the images and videos of a chat, in the order
     of the content parts that stand for them. position: of the row, for reading it again; None if the row cannot be read
     by itself. role, margin: of an answer of preferences; margin: also the label of a row that has one.
+    teacher: index of the row's teacher in distill.teachers. lists: what its teacher predicts.
     """
 
     location: str
@@ -84,6 +97,8 @@ class Record:
     position: int | None = None
     role: Role = ""
     margin: float = 0.0
+    teacher: int = 0
+    lists: TopLists | None = None
 
     @property
     def kind(self) -> Kind:
@@ -96,7 +111,8 @@ class ParseOptions:
     """How rows are parsed. columns: as data.columns. rules: how messages are read. chat: whether an instruction becomes
     a chat, or else plain text. preferences: whether rows are of preferences, with one or two documents each. label,
     num_labels: what label rows have, and of how many classes. step_separator, last_step_only: as reward.step_separator
-    and reward.train_on_last_step_only."""
+    and reward.train_on_last_step_only. teachers, teacher_column: the names of distill.teachers, and the column that has
+    one of them. listed: the names of teachers whose rows have lists; `all` without names; empty if none has."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     rules: MessageRules = AS_THEY_STAND
@@ -106,6 +122,14 @@ class ParseOptions:
     num_labels: int = 0
     step_separator: str = "\n"
     last_step_only: bool = False
+    teachers: tuple[str, ...] = ()
+    teacher_column: str = ""
+    listed: tuple[str, ...] | Literal["all"] = ()
+
+    @property
+    def taught(self) -> bool:
+        """Whether rows say more of their teacher than their source does."""
+        return bool(self.teachers or self.listed)
 
 
 def template_use(counts: Mapping[str, int], data: DataConfig, template: bool, *, has_roles: bool = False) -> str:

@@ -635,7 +635,10 @@ class DataSource:
     def parse_options(self, chat: bool, rows: ParseOptions | None = None) -> ParseOptions:
         """How the rows of the source are parsed. chat: whether there is a chat template. rows: whose fields about
         preferences and labels are taken."""
-        return replace(rows or ParseOptions(), columns=self.columns, rules=self.rules, chat=chat)
+        options = replace(rows or ParseOptions(), columns=self.columns, rules=self.rules, chat=chat)
+        if options.listed == "all" or options.teachers:
+            return options
+        return replace(options, listed="all" if self.name in options.listed else ())
 
 
 def message_rules(data: DataConfig) -> MessageRules:

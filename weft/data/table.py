@@ -27,15 +27,17 @@ BadRow = tuple[int, str]  # (number of the row, error message, which begins with
 
 # One value for each token, or for each document.
 _TOKENS = {"ids": np.int32, "trained": np.uint8}
+# K values for each token, or none, by the document's `widths`.
+_LISTS = {"top_ids": np.int32, "top_logprobs": np.float32}
 _DOCUMENTS = {
     "lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8,
     "patches": np.int64, "pairs": np.int64, "reaches": np.int32, "images": np.int32, "videos": np.int32,
-    "roles": np.uint8, "margins": np.float32,
+    "roles": np.uint8, "margins": np.float32, "teachers": np.uint16, "widths": np.int32,
 }  # fmt: skip
 # The packed places of the images of all documents, concatenated, and the size of each in bytes.
 _PLACES = {"places": np.uint8}
 _IMAGES = {"sizes": np.int64}
-_ALL = _TOKENS | _DOCUMENTS | _PLACES | _IMAGES
+_ALL = _TOKENS | _LISTS | _DOCUMENTS | _PLACES | _IMAGES
 _META = "table.json"
 
 
@@ -46,9 +48,9 @@ class Chunk:
     ids, trained: one value a token. One value a document: lengths, its tokens; losses, its trained tokens without the
     first, which nothing predicts; numbers, its line or row; formats, indices into ALL_KINDS; patches, pairs, reaches,
     as in Encoded; images, the number of its images and videos; videos, the number of its videos; roles, indices into
-    ROLES; margins, as in Record. places: the packed
-    Places of all images and videos, concatenated. sizes: bytes of each packed MediaLocation. bad: the rows that were
-    left out.
+    ROLES; margins and teachers, as in Record; widths, K of its lists, 0 without lists. top_ids, top_logprobs: K values
+    a token, as in TopLists. places: the packed Places of all images and videos, concatenated. sizes: bytes of each
+    packed MediaLocation. bad: the rows that were left out.
     """
 
     ids: Array
@@ -64,6 +66,10 @@ class Chunk:
     videos: Array
     roles: Array
     margins: Array
+    teachers: Array
+    widths: Array
+    top_ids: Array
+    top_logprobs: Array
     places: Array
     sizes: Array
     bad: Sequence[BadRow] = ()
@@ -79,6 +85,7 @@ class Chunk:
         """The chunk of these records. numbers: their lines or rows. encoded: what an Encoder made of them."""
         total = sum(len(item.ids) for item in encoded)
         packed = [location.packed() for item in encoded for location in item.places]
+        listed = [item.lists for item in encoded if item.lists is not None]
         return cls(
             ids=np.fromiter(chain.from_iterable(item.ids for item in encoded), np.int32, total),
             trained=np.fromiter(chain.from_iterable(item.trained for item in encoded), np.uint8, total),
@@ -95,6 +102,10 @@ class Chunk:
             ),
             roles=np.array([ROLES.index(record.role) for record in records], np.uint8),
             margins=np.array([record.margin for record in records], np.float32),
+            teachers=np.array([record.teacher for record in records], np.uint16),
+            widths=np.array([0 if item.lists is None else item.lists.ids.shape[1] for item in encoded], np.int32),
+            top_ids=np.concatenate([np.empty(0, np.int32), *(lists.ids.ravel() for lists in listed)]),
+            top_logprobs=np.concatenate([np.empty(0, np.float32), *(lists.logprobs.ravel() for lists in listed)]),
             places=np.frombuffer(b"".join(packed), np.uint8),
             sizes=np.array([len(location) for location in packed], np.int64),
             bad=bad,
@@ -107,9 +118,10 @@ class Digest:
 
     def __init__(self) -> None:
         self._parts = [hashlib.blake2b(digest_size=16) for _ in range(3)]
-        # None until a document has images, or a role, so that the digest of texts has no part for them
+        # None until a document has images, a role, or a teacher, so that the digest of texts has no part for them
         self._images: Any = None
         self._answers: Any = None
+        self._taught: Any = None
 
     def update(self, ids: Array, trained: Array, lengths: Array) -> None:
         for part, values, dtype in zip(
@@ -133,8 +145,17 @@ class Digest:
             self._answers = self._answers or hashlib.blake2b(digest_size=16)
             self._answers.update(np.rec.fromarrays([roles, margins.astype("<f4")]).tobytes())
 
+    def update_taught(self, teachers: Array, widths: Array, top_ids: Array, top_logprobs: Array) -> None:
+        """Of documents with a teacher of several, or with lists."""
+        if teachers.any() or len(top_ids):
+            self._taught = self._taught or [hashlib.blake2b(digest_size=16) for _ in range(3)]
+            self._taught[0].update(np.rec.fromarrays([teachers, widths]).tobytes())
+            for part, values in zip(self._taught[1:], (top_ids, top_logprobs), strict=True):
+                part.update(np.ascontiguousarray(values).data)
+
     def hexdigest(self) -> str:
-        parts = [*self._parts, *(part for part in (self._images, self._answers) if part is not None)]
+        further = (self._images, self._answers, *(self._taught or ()))
+        parts = [*self._parts, *(part for part in further if part is not None)]
         return hashlib.blake2b(b"".join(part.digest() for part in parts), digest_size=8).hexdigest()
 
 
@@ -160,6 +181,8 @@ class TokenTable:
         self.patches, self.pairs = arrays["patches"], arrays["pairs"]
         self.reaches, self.images, self.videos = arrays["reaches"], arrays["images"], arrays["videos"]
         self.roles, self.margins = arrays["roles"], arrays["margins"]
+        self.teachers, self.widths = arrays["teachers"], arrays["widths"]
+        self.top_ids, self.top_logprobs = arrays["top_ids"], arrays["top_logprobs"]
         self._places, self._sizes = arrays["places"], arrays["sizes"]
         self.ends: Array = np.cumsum(self.lengths, dtype=np.int64)
         self.inputs: Callable[[str, Sequence[MediaLocation]], tuple[dict[str, Any], int]] | None = None
@@ -181,6 +204,18 @@ class TokenTable:
         """(ids, trained) of the first `length` tokens of a document."""
         begin = int(self.ends[index]) - int(self.lengths[index])
         return self.ids[begin : begin + length], self.trained[begin : begin + length]
+
+    @cached_property
+    def _list_ends(self) -> Array:
+        """[documents] entries of top_ids up to the end of each."""
+        return np.cumsum(self.lengths.astype(np.int64) * self.widths)
+
+    def lists(self, index: int, length: int) -> tuple[Array, Array]:
+        """(top_ids, top_logprobs), [length, K] each, of the first `length` tokens of a document."""
+        width = int(self.widths[index])
+        begin = int(self._list_ends[index]) - int(self.lengths[index]) * width
+        entries = slice(begin, begin + length * width)
+        return self.top_ids[entries].reshape(length, width), self.top_logprobs[entries].reshape(length, width)
 
     @cached_property
     def _image_ends(self) -> tuple[Array, Array]:
@@ -226,6 +261,7 @@ def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> TokenTable
         digest.update(chunk.ids, chunk.trained, chunk.lengths)
         digest.update_images(chunk.images, chunk.places, chunk.sizes)
         digest.update_answers(chunk.roles, chunk.margins)
+        digest.update_taught(chunk.teachers, chunk.widths, chunk.top_ids, chunk.top_logprobs)
     arrays = {
         name: np.concatenate([np.empty(0, dtype), *(getattr(chunk, name) for chunk in all_chunks)])
         for name, dtype in _ALL.items()
@@ -244,6 +280,7 @@ def write(folder: Path, chunks: Iterable[Chunk]) -> None:
             digest.update(chunk.ids, chunk.trained, chunk.lengths)
             digest.update_images(chunk.images, chunk.places, chunk.sizes)
             digest.update_answers(chunk.roles, chunk.margins)
+            digest.update_taught(chunk.teachers, chunk.widths, chunk.top_ids, chunk.top_logprobs)
             places_digest.update(np.ascontiguousarray(chunk.places).data)
             largest = max(largest, int(chunk.ids.max()) if len(chunk.ids) else 0)
             documents += len(chunk.lengths)
@@ -269,16 +306,19 @@ def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         small_arrays = _DOCUMENTS | _IMAGES
         arrays: dict[str, Array] = {name: np.fromfile(folder / name, dtype) for name, dtype in small_arrays.items()}
-        arrays |= {name: _mapped(folder / name, dtype) for name, dtype in (_TOKENS | _PLACES).items()}
+        arrays |= {name: _mapped(folder / name, dtype) for name, dtype in (_TOKENS | _LISTS | _PLACES).items()}
     except (FileNotFoundError, ValueError) as error:
         raise DamagedTableError(str(error)) from error
     digest, tokens = Digest(), int(arrays["lengths"].sum(dtype=np.int64))
     digest.update(arrays["ids"], arrays["trained"], arrays["lengths"])
     digest.update_images(arrays["images"], arrays["places"], arrays["sizes"])
     digest.update_answers(arrays["roles"], arrays["margins"])
+    digest.update_taught(*(arrays[name] for name in ("teachers", "widths", "top_ids", "top_logprobs")))
     places_digest = hashlib.blake2b(np.ascontiguousarray(arrays["places"]).data, digest_size=16).hexdigest()
+    listed = int((arrays["lengths"].astype(np.int64) * arrays["widths"]).sum())
     counts = [
         *(len(arrays[name]) - tokens for name in _TOKENS),
+        *(len(arrays[name]) - listed for name in _LISTS),
         *(len(arrays[n]) - meta["documents"] for n in _DOCUMENTS),
         int(arrays["images"].sum()) - len(arrays["sizes"]),
         int(arrays["sizes"].sum()) - len(arrays["places"]),

@@ -32,6 +32,7 @@ from weft.data.preference_tokens import separate_answers
 from weft.data.records import ParseOptions, Record
 from weft.data.sources import SourcePart
 from weft.data.table import BadRow, Chunk, DamagedTableError, TokenTable
+from weft.data.taught import with_lists
 from weft.data.workers import WorkerPool
 from weft.errors import BadRowError, StorageError, UserError, first_line
 from weft.launch import flight
@@ -93,7 +94,9 @@ class TokeniseTask:
 
         def encode_all(records: list[Record]) -> list[Encoded]:
             encoded = encoder.encode(records)
-            return separate_answers(records, encoded) if self.parsing.preferences else encoded
+            if self.parsing.preferences:
+                return separate_answers(records, encoded)
+            return with_lists(records, encoded) if self.parsing.listed else encoded
 
         try:
             encoded = encode_all([record for _, record in numbered])

@@ -1,4 +1,6 @@
-"""A teacher's last hidden states on disk, by the content of documents; later epochs, runs and other meshes read them.
+"""What a teacher reads, on disk by the content of documents; later epochs, runs and other meshes read it from there.
+
+That is its last hidden states, rows of H numbers, or lists of its likeliest tokens, rows of 2 K numbers (pack_lists).
 
 A folder belongs to one teacher in one dtype. It has the teacher's head, and for each process that wrote there a pair of
 files: PART.bin, rows of [trained tokens, H], and PART.idx, an entry for each document: a digest of its tokens and of
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.teachers import Teacher, exchange, head_for, read_hidden, with_hidden
+from weft.engine.losses.distillation import Listed
+from weft.engine.teachers import Teacher, TeacherSource, exchange, head_for, read_hidden, with_readings
 from weft.errors import UserError
 from weft.launch.timing import waiting
 from weft.ops.divergence import TeacherHead
@@ -134,31 +137,36 @@ def _trained(document: Document) -> Tensor:
 
 
 class CachedTeacher:
-    """A teacher that is opened when a document has no entry. open: opens it; collective."""
+    """A teacher that is opened when a document has no entry. open: opens it; collective. transform: of its head's
+    logits; None for a teacher that is known by lists."""
 
-    def __init__(self, cache: HiddenCache, open: Callable[[], Teacher], transform: LogitTransform) -> None:
+    def __init__(self, cache: HiddenCache, open: Callable[[], TeacherSource], transform: LogitTransform | None) -> None:
         self.cache, self._open, self._transform = cache, open, transform
-        self._teacher: Teacher | None = None
+        self._teacher: TeacherSource | None = None
 
     @property
-    def teacher(self) -> Teacher:
+    def teacher(self) -> TeacherSource:
         """Collective at the first use."""
         if self._teacher is None:
             self._teacher = self._open()
         return self._teacher
 
     def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
-        """As Teacher.read. Collective."""
+        """As TeacherSource.read. Collective."""
         return self.teacher.read(documents)
 
-    def head(self, student: Engine) -> TeacherHead | None:
-        """As Teacher.head, from the folder if it is there. Collective."""
+    def head(self, student: Engine) -> TeacherHead | Listed | None:
+        """As TeacherSource.head, from the folder if it is there. Collective."""
+        if self._transform is None:
+            return Listed()
         group, rank = student.mesh.world_group, dist.get_rank(student.mesh.world_group)
         rows = int(student.built.config.get_text_config().vocab_size)
         has = [self.cache.head(self._transform, rows) is not None]
         dist.broadcast_object_list(has, src=0, group=group)
         if not has[0]:
-            weight, bias = self.teacher.engine.head_weights()
+            teacher = self.teacher
+            assert isinstance(teacher, Teacher)
+            weight, bias = teacher.engine.head_weights()
             if rank == 0:
                 self.cache.keep_head(weight, bias)
             dist.barrier(group)
@@ -169,33 +177,33 @@ class CachedTeacher:
 
 
 def with_cached_teachers(
-    teachers: Sequence[CachedTeacher],
+    teachers: Sequence[TeacherSource],
     chosen: Sequence[int] | None,
     documents: Sequence[Document],
     local: Mapping[int, Document],
     student: Engine,
 ) -> dict[int, Document]:
-    """teachers.with_teachers, from the folders; what has no entry is read by its teacher, and kept. Collective."""
-
-    def teacher_of(index: int) -> CachedTeacher:
-        return teachers[0 if chosen is None else chosen[index]]
-
-    for teacher in teachers:
+    """teachers.with_teachers, from the folders; what has no entry is read by its teacher, and kept. Teachers that are
+    not cached (RowLists) read nothing. Collective."""
+    cached = {number: teacher for number, teacher in enumerate(teachers) if isinstance(teacher, CachedTeacher)}
+    teacher_of = {index: cached.get(0 if chosen is None else chosen[index]) for index in range(len(documents))}
+    for teacher in cached.values():
         teacher.cache.refresh()
-    entries = {index: teacher_of(index).cache.get(document) for index, document in local.items()}
+    to_read = {index: (document, of) for index, document in local.items() if (of := teacher_of[index]) is not None}
+    entries = {index: teacher.cache.get(document) for index, (document, teacher) in to_read.items()}
     hidden = {index: values for index, values in entries.items() if values is not None}
     group, rank = student.mesh.world_group, dist.get_rank(student.mesh.world_group)
     missing: list[list[int]] = [[] for _ in range(dist.get_world_size(group))]
     with waiting():
-        dist.all_gather_object(missing, sorted(local.keys() - hidden.keys()), group=group)
+        dist.all_gather_object(missing, sorted(to_read.keys() - hidden.keys()), group=group)
     writer = {index: number for number, indices in reversed(list(enumerate(missing))) for index in indices}
     if writer:
         read = read_hidden([teacher.read for teacher in teachers], chosen, documents, sorted(writer))
         needed = {index: local[index] for index in missing[rank]}
         read = exchange(read, needed, group, student.device)
-        for teacher in teachers:
-            written = {i: d for i, d in needed.items() if teacher_of(i) is teacher and writer[i] == rank}
+        for teacher in cached.values():
+            written = {i: d for i, d in needed.items() if teacher_of[i] is teacher and writer[i] == rank}
             if written:
                 teacher.cache.put(written, read)
         hidden |= read
-    return with_hidden(local, hidden, chosen)
+    return with_readings(local, hidden, chosen)

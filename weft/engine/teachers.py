@@ -1,7 +1,7 @@
 """Teachers of distillation: engines that only read, their heads, and their hidden states where the student needs them.
 
 H is a teacher's hidden width. What travels is its last hidden states, not its logits, which are vocabulary / H times
-as large.
+as large; or, of teachers that are known by lists of their likeliest tokens (Listed), these lists: K tokens each.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.config.distill_schema import TOP_IDS, TOP_LOGPROBS
 from weft.config.schema import TeacherConfig
 from weft.engine.batch.document import Document, choose
 from weft.engine.engine import Engine
-from weft.engine.losses.distillation import HIDDEN, TEACHER
+from weft.engine.losses.distillation import HIDDEN, TEACHER, Listed
 from weft.launch.timing import waiting
 from weft.ops.communicator import GroupCommunicator
 from weft.ops.divergence import TeacherHead
@@ -41,6 +42,33 @@ class TeacherSection:
     @classmethod
     def from_config(cls, path: str, section: TeacherConfig) -> TeacherSection:
         return cls(path, **vars(section))
+
+
+class TeacherSource(Protocol):
+    """What reads a teacher's distributions. head: of a student's ranks; None on ranks that compute no loss. Both are
+    collective."""
+
+    def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
+        """Index -> hidden states [T, H], or lists packed by pack_lists, of some of the documents; each document is
+        read by some rank."""
+        ...
+
+    def head(self, student: Engine) -> TeacherHead | Listed | None: ...
+
+
+class RowLists:
+    """A teacher whose lists are in the rows of the data, and so in the arrays of documents."""
+
+    def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
+        return {}
+
+    def head(self, student: Engine) -> Listed:
+        return Listed()
+
+
+def pack_lists(ids_TK: Tensor, logprobs_TK: Tensor) -> Tensor:
+    """[T, 2 K] int32 of ids and the bits of fp32 log-probabilities, which travel as one tensor."""
+    return torch.cat([ids_TK.to(torch.int32), logprobs_TK.float().view(torch.int32)], 1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +119,7 @@ def head_for(head_of_teacher: TeacherHead, student: Engine) -> TeacherHead | Non
 
 
 def with_teachers(
-    teachers: Sequence[Teacher],
+    teachers: Sequence[TeacherSource],
     chosen: Sequence[int] | None,
     documents: Sequence[Document],
     local: Mapping[int, Document],
@@ -103,8 +131,9 @@ def with_teachers(
     rank's, by their index in the step.
     """
     read = read_hidden([teacher.read for teacher in teachers], chosen, documents, range(len(documents)))
-    hidden = exchange(read, local, student.mesh.world_group, student.device)
-    return with_hidden(local, hidden, chosen)
+    is_read = [not isinstance(teacher, RowLists) for teacher in teachers]
+    needed = {index: d for index, d in local.items() if is_read[0 if chosen is None else chosen[index]]}
+    return with_readings(local, exchange(read, needed, student.mesh.world_group, student.device), chosen)
 
 
 def read_hidden(
@@ -113,8 +142,8 @@ def read_hidden(
     documents: Sequence[Document],
     indices: Sequence[int],
 ) -> dict[int, Tensor]:
-    """Index -> hidden states of the documents that this rank reads. readers: Teacher.read of each teacher. chosen,
-    documents: as in with_teachers. indices: of the documents to read, ascending. Collective."""
+    """Index -> what this rank reads of the documents. readers: TeacherSource.read of each teacher. chosen, documents:
+    as in with_teachers. indices: of the documents to read, ascending. Collective."""
     hidden: dict[int, Tensor] = {}
     for teacher, read in enumerate(readers):
         taught = [index for index in indices if chosen is None or chosen[index] == teacher]
@@ -124,19 +153,39 @@ def read_hidden(
     return hidden
 
 
-def with_hidden(
-    local: Mapping[int, Document], hidden: Mapping[int, Tensor], chosen: Sequence[int] | None
+def with_readings(
+    local: Mapping[int, Document], read: Mapping[int, Tensor], chosen: Sequence[int] | None
 ) -> dict[int, Document]:
-    """The documents with their teachers' hidden states. Narrower ones are padded, because a row has one array."""
-    width = max((values.shape[1] for values in hidden.values()), default=0)
+    """The documents with what their teachers read, of TeacherSource.read. All get arrays of the same names and widths,
+    because a row has one of each: narrower ones are padded."""
+    arrays = {index: _arrays(read[index]) if index in read else _row_lists(d) for index, d in local.items()}
+    widths: dict[str, int] = {}
+    for of_document in arrays.values():
+        for name, values in of_document.items():
+            widths[name] = max(widths.get(name, 0), values.shape[1])
+    dtypes = {name: values.dtype for of_document in arrays.values() for name, values in of_document.items()}
     out = {}
     for index, document in local.items():
-        values = torch.nn.functional.pad(hidden[index], (0, width - hidden[index].shape[1]))
-        arrays = {**document.arrays, HIDDEN: values}
+        padded = dict(document.arrays)
+        for name, width in widths.items():
+            values = arrays[index].get(name, torch.zeros(len(document), 0, dtype=dtypes[name]))
+            missing = width - values.shape[1]
+            padded[name] = torch.nn.functional.pad(values, (0, missing), value=-1 if name == TOP_IDS else 0)
         if chosen is not None:
-            arrays[TEACHER] = torch.full((len(document),), chosen[index])
-        out[index] = replace(document, arrays=arrays)
+            padded[TEACHER] = torch.full((len(document),), chosen[index])
+        out[index] = replace(document, arrays=padded)
     return out
+
+
+def _arrays(values: Tensor) -> dict[str, Tensor]:
+    if values.dtype != torch.int32:
+        return {HIDDEN: values}
+    ids, bits = values.chunk(2, 1)
+    return {TOP_IDS: ids, TOP_LOGPROBS: bits.contiguous().view(torch.float32)}
+
+
+def _row_lists(document: Document) -> dict[str, Tensor]:
+    return {name: document.arrays[name] for name in (TOP_IDS, TOP_LOGPROBS)}
 
 
 def exchange(

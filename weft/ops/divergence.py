@@ -1,8 +1,9 @@
-"""Divergences between a student's and a teacher's distribution over the whole vocabulary, without holding all logits.
+"""Divergences between a student's and a teacher's distribution over the vocabulary, without holding all logits.
 
-N predictions, H hidden width of the student, V rows of its head, C tokens that both heads have, t tokens of a tile.
-Both models' logits are computed from hidden states, some tokens at a time with the whole vocabulary, so that the
-largest tensors are two tiles [t, V]. With p = softmax(z / T) of the student, q of the teacher and KL(a || b) =
+N predictions, H hidden width of the student, V rows of its head, C tokens that both heads have, t tokens of a tile, K
+tokens of a list. A teacher's distribution comes from its hidden states, or from a list of its likeliest tokens
+(TopTokens). Logits are computed from hidden states, some tokens at a time with the whole vocabulary, so that the
+largest tensors are a few tiles [t, V]. With p = softmax(z / T) of the student, q of the teacher and KL(a || b) =
 sum a (log a - log b), a divergence is a sum over the vocabulary of terms(log p, log q). With s = d terms / d log p, its
 gradient with respect to z / T is s - p sum(s); the teacher's logits get none. So a divergence is one function of two
 tiles, and what it needs of other ranks of a divided vocabulary are sums.
@@ -11,6 +12,7 @@ tiles, and what it needs of other ranks of a divided vocabulary are sums.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -121,14 +123,30 @@ class TeacherHead:
         return replace(self, weight=self.weight[part], bias=bias, first=self.first + start)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A teacher of the readout `divergence`. hidden_NH: its last hidden states, in the dtype of its head, at the
-    positions of its predictions. temperature: T. chosen: indices of these predictions; None for all."""
+class TeacherLogits(NamedTuple):
+    """A teacher's distributions from its last hidden states, in the dtype of its head, at its predictions."""
 
-    terms: Terms
     hidden_NH: Tensor
     head: TeacherHead
+
+
+class TopTokens(NamedTuple):
+    """A teacher's likeliest tokens. ids_NK: different tokens, or -1 at entries that are not used. logprobs_NK: of
+    logits / T. All other tokens of the vocabulary are one bin of both models: the tail. So a divergence is one between
+    distributions over at most K + 1 bins, and cannot be negative (without the tail it can, and its minimum is not the
+    teacher: 2601.19897, section 3). A tail of less than 2^-24, the rounding of fp32, counts as 2^-24."""
+
+    ids_NK: Tensor
+    logprobs_NK: Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A teacher of the readout `divergence`. teacher: its distributions at its predictions. temperature: T. chosen:
+    indices of these predictions; None for all."""
+
+    terms: Terms
+    teacher: TeacherLogits | TopTokens
     temperature: float = 1.0
     chosen: Tensor | None = None
 
@@ -167,7 +185,7 @@ def divergences(
     known: logits are then computed once. agreement: without gradients only. rows_per_tile: tokens of a tile, by default
     chosen by bytes. Tokens that one of the heads lacks have no part in the divergence; logprob is over all V.
     """
-    assert comparison.hidden_NH.shape[0] == hidden.shape[0], (comparison.hidden_NH.shape, hidden.shape)
+    assert len(comparison.teacher[0]) == len(hidden), (comparison.teacher[0].shape, hidden.shape)
     assert not (agreement and torch.is_grad_enabled() and hidden.requires_grad), "agreement has no gradient"
     if not may_anticipate(weight.dtype):
         known_grad = None
@@ -198,7 +216,7 @@ class _Divergences(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         needs = NeededGradients(*ctx.needs_input_grad[:3])
-        pair = _LogitPair(hidden, weight, bias, targets, comparison, settings)
+        pair = _reader(hidden, weight, bias, targets, comparison, settings)
         ctx.anticipated = None
         if known_grad is not None and any(needs):
             ctx.anticipated = Anticipated(known_grad, pair.read(known_grad.values_N.view(2, -1), needs))
@@ -221,13 +239,22 @@ class _Divergences(torch.autograd.Function):
         if anticipated is not None:
             gradients = anticipated.scaled_to(upstream.flatten())
         else:
-            pair = _LogitPair(hidden, weight, bias, targets, ctx.comparison, ctx.settings)
+            pair = _reader(hidden, weight, bias, targets, ctx.comparison, ctx.settings)
             gradients = pair.read(upstream, NeededGradients(*ctx.needs_input_grad[:3]))
         return *gradients.rounded_like(hidden, weight, bias), *(None,) * 4
 
 
-class _LogitPair:
-    """Both models' logits, tile by tile, and what is read from them, [N] each."""
+def _reader(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, comparison: Comparison, settings: _Settings
+) -> _Reader:
+    teacher = comparison.teacher
+    if isinstance(teacher, TopTokens):
+        return _ListReader(hidden, weight, bias, targets, comparison, settings, teacher)
+    return _PairReader(hidden, weight, bias, targets, comparison, settings, teacher)
+
+
+class _Reader(ABC):
+    """The student's logits, tile by tile, and what is read from them, [N] each."""
 
     def __init__(
         self,
@@ -239,16 +266,10 @@ class _LogitPair:
         settings: _Settings,
     ) -> None:
         self.settings, self.shard, self.terms = settings, settings.shard, comparison.terms
-        first = 0 if settings.shard is None else settings.shard.first
-        self.first, self.targets = first, targets - first
-        teacher = comparison.head.rows(first, len(weight))
+        self.first = 0 if settings.shard is None else settings.shard.first
+        self.targets = targets - self.first
         self.student = Logits(hidden.to(weight.dtype), weight, bias, settings.scaling)
-        # Detached: a teacher that is the student itself, or shares its head, gets no gradient.
-        hidden_q, weight_q = comparison.hidden_NH.detach(), teacher.weight.detach()
-        bias_q = None if teacher.bias is None else teacher.bias.detach()
-        scaling_q = Scaling.from_transform(teacher.transform, comparison.temperature)
-        self.teacher = Logits(hidden_q.to(weight_q.dtype), weight_q, bias_q, scaling_q)
-        self.wide, self.common = self.student.wide, len(weight_q)
+        self.wide = self.student.wide
         self.ratio = settings.temperature / comparison.temperature  # from logits of logprob to those of the divergence
         self.logprob = torch.zeros(len(targets), dtype=self.wide, device=weight.device)
         self.divergence = torch.zeros_like(self.logprob)
@@ -263,17 +284,27 @@ class _LogitPair:
         out = Gradients.start(self.student, needs, weight.dtype if one_tile else self.wide)
         for rows in slices(len(self.targets), height):
             x = self.student.tile(rows, slice(0, len(weight)))
-            y = self.teacher.tile(rows, slice(0, self.common))
+            y = self._teacher_tile(rows)
             # Ranks of a divided vocabulary agree once a tile; else a block at a time stays in the cache.
             block_rows = max(1, block_bytes(device_kind(x.device)) // (4 * len(weight)))
             for block in slices(len(x), len(x) if self.shard is not None else block_rows):
                 here = slice(rows.start + block.start, rows.start + block.stop)
-                self._read_block(x[block], y[block], here, None if upstream is None else upstream[:, here, None])
+                of_teacher = None if y is None else y[block]
+                self._read_block(x[block], of_teacher, here, None if upstream is None else upstream[:, here, None])
             if upstream is not None:
                 add_input_gradients(x, self.student, rows, slice(0, len(weight)), out)
                 if out.weight is not None:
                     add_product(out.weight, x.T, self.student.hidden[rows])
         return out
+
+    def _teacher_tile(self, rows: slice) -> Tensor | None:
+        """The teacher's logits of these predictions, if it has any."""
+        return None
+
+    @abstractmethod
+    def _read_block(self, x: Tensor, y: Tensor | None, rows: slice, upstream: Tensor | None) -> None:
+        """Read a block of the student's logits x and the teacher's y; if there is an upstream gradient [2, b, 1],
+        overwrite x with the gradient of its logits."""
 
     def _rows_per_tile(self) -> int:
         """Equal on all ranks of a divided vocabulary, whose shards may differ by a row."""
@@ -286,53 +317,30 @@ class _LogitPair:
             height = -int(negated)
         return height
 
-    def _read_block(self, x: Tensor, y: Tensor, rows: slice, upstream: Tensor | None) -> None:
-        """Read a block; if there is an upstream gradient [2, b, 1], overwrite x with the gradient of its logits."""
-        (inner, outer), targets = self.student.scaling, self.targets[rows]
-        z, slope = x.to(self.wide), None
+    def _transformed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(Logits of a block of products of hidden states and weights, the slope of their transform)."""
+        (inner, outer), z, slope = self.student.scaling, x.to(self.wide), None
         if outer is not None:
             slope = tanh_slope_(z).mul_(outer * inner)
             z.mul_(outer)
-        log_p, log_q = z[:, : self.common] * self.ratio, y.to(self.wide)
-        if self.teacher.scaling.outer is not None:
-            log_q.tanh_().mul_(self.teacher.scaling.outer)
-        if self.agreement is not None:
-            self.agreement[rows] = (self._likeliest(log_p) == self._likeliest(log_q)).to(self.wide)
-        one_softmax = self._one_softmax()
-        lse = self._log_sum_exp([log_p, log_q] if one_softmax else [log_p, log_q, z])
-        log_p.sub_(lse[0, :, None])
-        log_q.sub_(lse[1, :, None])
-        terms, s = self.terms(log_p, log_q)
-        is_inside, local = local_columns(targets, slice(0, z.shape[1]))
-        picked = torch.where(is_inside, z.gather(1, local[:, None])[:, 0], 0.0)
-        sums = torch.stack([terms.sum(1), s.sum(1), picked, is_inside.to(self.wide)])
-        if self.shard is not None:
-            self.shard.ranks.sum_(sums)
-        self.divergence[rows] = sums[0]
-        # A target that no rank has is not silent.
-        self.logprob[rows] = torch.where(sums[3] > 0, sums[2] - lse[-1 if not one_softmax else 0], float("nan"))
-        if upstream is None:
-            return
-        g_logprob, g_divergence = upstream[0], upstream[1] * self.ratio
-        p = log_p.exp_()
-        if one_softmax:
-            z.copy_(s).mul_(g_divergence).addcmul_(p, g_divergence * sums[1, :, None] + g_logprob, value=-1.0)
-        else:
-            z.sub_(lse[2, :, None]).exp_().mul_(-g_logprob)
-            z[:, : self.common].addcmul_(s, g_divergence).addcmul_(p, g_divergence * sums[1, :, None], value=-1.0)
+        return z, slope
+
+    def _finish_gradient(
+        self, x: Tensor, z: Tensor, slope: Tensor | None, at_target: tuple[Tensor, Tensor], g_logprob: Tensor
+    ) -> None:
+        """Overwrites x with z, the gradient of logits without that of the target's logit. at_target: as of
+        local_columns."""
+        is_inside, local = at_target
         z.scatter_add_(1, local[:, None], g_logprob * is_inside[:, None])
-        through_transform_(z, slope, inner)
+        through_transform_(z, slope, self.student.scaling.inner)
         if z.dtype != x.dtype:
             x.copy_(z)
 
-    def _one_softmax(self) -> bool:
-        """Whether logprob and the divergence are of the same softmax. Equal on all ranks of a divided vocabulary."""
-        return self.ratio == 1.0 and self.shard is None and self.common == len(self.student.weight)
-
     def _log_sum_exp(self, parts: list[Tensor]) -> Tensor:
-        """[parts, b], over the whole vocabulary."""
-        lowest = float("-inf")
+        """[parts, b], over the whole vocabulary; -inf of parts that are all -inf."""
+        lowest = torch.finfo(self.wide).min
         top = torch.stack([z.amax(1) if z.shape[1] else z.new_full((len(z),), lowest) for z in parts])
+        top.clamp_(min=lowest)
         if self.shard is not None:
             self.shard.ranks.max_(top)
         mass = torch.stack([(z - largest[:, None]).exp_().sum(1) for z, largest in zip(parts, top, strict=True)])
@@ -351,3 +359,136 @@ class _LogitPair:
         values = torch.stack(self.shard.ranks.all_gather(value))
         tokens = torch.stack(self.shard.ranks.all_gather(token + self.first))
         return tokens.gather(0, values.argmax(0, keepdim=True))[0]
+
+
+class _PairReader(_Reader):
+    """Beside the student's logits the teacher's, over the tokens that both heads have."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        comparison: Comparison,
+        settings: _Settings,
+        teacher: TeacherLogits,
+    ) -> None:
+        super().__init__(hidden, weight, bias, targets, comparison, settings)
+        head = teacher.head.rows(self.first, len(weight))
+        # Detached: a teacher that is the student itself, or shares its head, gets no gradient.
+        hidden_q, weight_q = teacher.hidden_NH.detach(), head.weight.detach()
+        bias_q = None if head.bias is None else head.bias.detach()
+        scaling_q = Scaling.from_transform(head.transform, comparison.temperature)
+        self.teacher = Logits(hidden_q.to(weight_q.dtype), weight_q, bias_q, scaling_q)
+        self.common = len(weight_q)
+
+    def _teacher_tile(self, rows: slice) -> Tensor | None:
+        return self.teacher.tile(rows, slice(0, self.common))
+
+    def _read_block(self, x: Tensor, y: Tensor | None, rows: slice, upstream: Tensor | None) -> None:
+        assert y is not None
+        z, slope = self._transformed(x)
+        log_p, log_q = z[:, : self.common] * self.ratio, y.to(self.wide)
+        if self.teacher.scaling.outer is not None:
+            log_q.tanh_().mul_(self.teacher.scaling.outer)
+        if self.agreement is not None:
+            self.agreement[rows] = (self._likeliest(log_p) == self._likeliest(log_q)).to(self.wide)
+        one_softmax = self._one_softmax()
+        lse = self._log_sum_exp([log_p, log_q] if one_softmax else [log_p, log_q, z])
+        log_p.sub_(lse[0, :, None])
+        log_q.sub_(lse[1, :, None])
+        terms, s = self.terms(log_p, log_q)
+        is_inside, local = local_columns(self.targets[rows], slice(0, z.shape[1]))
+        picked = torch.where(is_inside, z.gather(1, local[:, None])[:, 0], 0.0)
+        sums = torch.stack([terms.sum(1), s.sum(1), picked, is_inside.to(self.wide)])
+        if self.shard is not None:
+            self.shard.ranks.sum_(sums)
+        self.divergence[rows] = sums[0]
+        # A target that no rank has is not silent.
+        self.logprob[rows] = torch.where(sums[3] > 0, sums[2] - lse[-1 if not one_softmax else 0], float("nan"))
+        if upstream is None:
+            return
+        g_logprob, g_divergence = upstream[0], upstream[1] * self.ratio
+        p = log_p.exp_()
+        if one_softmax:
+            z.copy_(s).mul_(g_divergence).addcmul_(p, g_divergence * sums[1, :, None] + g_logprob, value=-1.0)
+        else:
+            z.sub_(lse[2, :, None]).exp_().mul_(-g_logprob)
+            z[:, : self.common].addcmul_(s, g_divergence).addcmul_(p, g_divergence * sums[1, :, None], value=-1.0)
+        self._finish_gradient(x, z, slope, (is_inside, local), g_logprob)
+
+    def _one_softmax(self) -> bool:
+        """Whether logprob and the divergence are of the same softmax. Equal on all ranks of a divided vocabulary."""
+        return self.ratio == 1.0 and self.shard is None and self.common == len(self.student.weight)
+
+
+class _ListReader(_Reader):
+    """The student's logits in the bins of a teacher's list: its tokens, and the tail.
+
+    The tail's logit is the log-sum-exp of the logits that are not listed, never 1 minus a sum: a student that is sure
+    of the listed tokens has a tail far below the rounding of that. With g the gradient by a bin's log-probability
+    through the softmax, that by the logit of a token of the tail is g of the tail x its share of the tail.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        comparison: Comparison,
+        settings: _Settings,
+        teacher: TopTokens,
+    ) -> None:
+        super().__init__(hidden, weight, bias, targets, comparison, settings)
+        self.ids = teacher.ids_NK.to(targets)
+        self.logprobs = teacher.logprobs_NK.detach().to(weight.device)
+
+    def _read_block(self, x: Tensor, y: Tensor | None, rows: slice, upstream: Tensor | None) -> None:
+        z, slope = self._transformed(x)
+        ids, width = self.ids[rows], z.shape[1]
+        is_used = ids >= 0
+        is_here, columns = local_columns(ids - self.first, slice(0, width))
+        is_here &= is_used
+        is_listed = torch.zeros(len(z), width + 1, dtype=torch.bool, device=z.device)
+        is_listed.scatter_(1, torch.where(is_here, columns, width), True)  # the last column is of none
+        rest = (z * self.ratio).masked_fill_(is_listed[:, :width], float("-inf"))
+        is_inside, local = local_columns(self.targets[rows], slice(0, width))
+        picked = torch.where(is_inside, z.gather(1, local[:, None])[:, 0], 0.0)
+        listed = torch.where(is_here, z.gather(1, columns) * self.ratio, 0.0)
+        sums = torch.cat([listed, torch.stack([picked, is_inside.to(self.wide)], 1)], 1)
+        if self.shard is not None:
+            self.shard.ranks.sum_(sums)
+        lse = self._log_sum_exp([rest, z])
+        self.logprob[rows] = torch.where(sums[:, -1] > 0, sums[:, -2] - lse[1], float("nan"))
+        log_p, log_q, has_tail = self._bins(sums[:, :-2], lse[0], is_used, self.logprobs[rows])
+        if self.agreement is not None:
+            likeliest = ids.gather(1, log_q[:, :-1].argmax(1, keepdim=True))[:, 0]
+            self.agreement[rows] = (self._likeliest(z) == likeliest).to(self.wide)
+        terms, s = self.terms(log_p, log_q)
+        self.divergence[rows] = terms.sum(1)
+        if upstream is None:
+            return
+        g_logprob, g_divergence = upstream[0], upstream[1] * self.ratio
+        g_bins = g_divergence * (s - log_p.exp() * s.sum(1, keepdim=True))
+        z.sub_(lse[1, :, None]).exp_().mul_(-g_logprob)
+        share = rest.sub_(torch.where(has_tail, lse[0], 0.0)[:, None]).exp_()
+        z.addcmul_(share, g_bins[:, -1:])
+        z.scatter_add_(1, columns, g_bins[:, :-1] * is_here)
+        self._finish_gradient(x, z, slope, (is_inside, local), g_logprob)
+
+    def _bins(self, listed: Tensor, tail: Tensor, is_used: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(log p, log q of the bins [b, K + 1], whether there is a tail [b]). listed, tail: the student's logits [b, K]
+        and [b]. Bins that are not used have both models' probability 0."""
+        absent = torch.tensor(_ABSENT, dtype=self.wide, device=listed.device)
+        has_tail = tail > float("-inf")
+        is_bin = torch.cat([is_used, has_tail[:, None]], 1)
+        logits = torch.cat([listed, tail[:, None]], 1).masked_fill(~is_bin, float("-inf"))
+        log_p = torch.where(is_bin, logits - logits.logsumexp(1, keepdim=True), absent)
+        log_q = torch.where(is_used, logprobs.to(self.wide), absent)
+        tail_q = (1 - log_q.exp().sum(1, keepdim=True)).clamp(min=2.0**-24).log()
+        return log_p, torch.cat([log_q, torch.where(has_tail[:, None], tail_q, absent)], 1), has_tail
+
+
+_ABSENT = -1e4  # a log-probability whose exponential is 0, and whose difference from itself is 0

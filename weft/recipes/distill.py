@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from weft.config.distill_schema import AVERAGE, BASE, DIVERGENCES, DistillConfig, DistillSection
+from weft.config.distill_schema import (
+    AVERAGE,
+    BASE,
+    DATA,
+    DIVERGENCES,
+    DistillConfig,
+    DistillSection,
+    is_served,
+)
+from weft.data.documents import Documents
 from weft.data.same_tokenizer import check_same_tokenizer
 from weft.engine.batch.document import Document, choose, datasets_of
 from weft.engine.engine import Engine
@@ -18,9 +29,10 @@ from weft.engine.frozen import open_frozen
 from weft.engine.losses.distillation import DistillationLoss
 from weft.engine.step_plan.plan import StepPlan
 from weft.engine.teacher_cache import CachedTeacher, HiddenCache, with_cached_teachers
-from weft.engine.teachers import Teacher, with_teachers
+from weft.engine.teachers import RowLists, Teacher, TeacherSource, with_teachers
 from weft.errors import UserError
 from weft.importing import import_named
+from weft.inference.served_teacher import ServedTeacher, open_served
 from weft.launch import flight
 from weft.launch.options import TrainOptions
 from weft.models import hf
@@ -37,8 +49,10 @@ from weft.recipes.run_data import RunData
 from weft.recipes.training import run as train
 from weft.terminal import byte_count
 
-# Teachers that are the student itself, as messages name them.
-_OF_STUDENT = {BASE: "the base under the adapters", AVERAGE: "the average of the student's weights"}
+# Teachers that are no models beside the student, as messages name them.
+_ELSEWHERE = {
+    BASE: "the base under the adapters", AVERAGE: "the average of the student's weights", DATA: "lists in the data",
+}  # fmt: skip
 
 
 def run(config: DistillConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -> None:
@@ -58,9 +72,8 @@ class Distillation(Recipe[DistillConfig]):
             check_same_tokenizer(config.model.path, path, key)
         self.objective: DistillationLoss = make_loss(config.distill)
         self._measured = make_loss(config.distill, measured=True)
-        self._teachers: list[Teacher] = []
-        self._cached: list[CachedTeacher] = []
-        self._held_out: Mapping[str, Sequence[Document]] = {}
+        self._teachers: list[TeacherSource] = []
+        self._data: dict[str | None, Sequence[Document]] = {}  # None: the training data
 
     @property
     def held_out_objective(self) -> DistillationLoss:
@@ -68,65 +81,102 @@ class Distillation(Recipe[DistillConfig]):
 
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
         super().open_models(engine, data, progress)
-        self._held_out = data.held_out.documents
-        if self.config.distill.cache == "disk":
-            self._cached = open_caches(self.config, engine, progress)
-            self._set_heads()
-            return [line for teacher in self._cached for line in cache_lines(teacher.cache, data)]
-        self._teachers = open_teachers(self.config, engine, progress)
+        self._data = {None: data.documents} | dict(data.held_out.documents)
+        is_cached = self.config.distill.cache == "disk"
+        if is_cached:
+            check_cache(self.config, engine)
+        self._teachers = open_teachers(self.config, engine, progress, cached=is_cached)
         self._set_heads()
-        return [line for teacher in self._teachers for line in teacher_lines(teacher)]
+        return [
+            cache_line(teacher.cache, data) if isinstance(teacher, CachedTeacher) else teacher_line(teacher, data)
+            for teacher in self._teachers
+        ]
 
     def dry_run_lines(self) -> list[str]:
         distill = self.config.distill
-        teachers = ", ".join(teacher_paths(self.config)) or _OF_STUDENT[str(distill.teacher)]
+        teachers = ", ".join(_ELSEWHERE.get(teacher, teacher) for teacher in distill.named)
         return [
             f"loss     {distill.loss} at temperature {distill.temperature:g}, {distill.alpha:g} x cross entropy",
             f"teacher  {teachers}",
         ]
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
-        local = self._taught(step.documents, step.local)
+        local = self._taught(None, step.indices, step.documents, step.local)
         return replace(step, local=local, rows=self.engine.rows(step.plan, local, self.objective, step.number))
 
     def before_evaluation(
         self, name: str, indices: Sequence[int], plan: StepPlan, local: Mapping[int, Document]
     ) -> Mapping[int, Document]:
-        return self._taught(choose(self._held_out[name], indices), local)
+        return self._taught(name, indices, choose(self._data[name], indices), local)
 
-    def _taught(self, documents: Sequence[Document], local: Mapping[int, Document]) -> dict[int, Document]:
-        """This rank's documents with what their teachers read."""
+    def _taught(
+        self, name: str | None, indices: Sequence[int], documents: Sequence[Document], local: Mapping[int, Document]
+    ) -> dict[int, Document]:
+        """This rank's documents with what their teachers read. indices: of the step's documents in the data set
+        `name`."""
         flight.enter("teacher")
-        if self.config.distill.teacher == AVERAGE:
+        distill = self.config.distill
+        if distill.teacher == AVERAGE:
             self._set_heads()
-        names = self.config.distill.teachers
-        order = list(names or ())
-        chosen = None if names is None else [order.index(dataset) for dataset in datasets_of(documents)]
-        if self._cached:
-            return with_cached_teachers(self._cached, chosen, documents, local, self.engine)
-        return with_teachers(self._teachers, chosen, documents, local, self.engine)
+        chosen: list[int] | None = None
+        if distill.teachers is not None:
+            data = self._data[name]
+            if distill.teacher_column is None:
+                order = list(distill.teachers)
+                chosen = [order.index(dataset) for dataset in datasets_of(choose(data, indices))]
+            else:
+                assert isinstance(data, Documents)
+                chosen = data.teachers[np.array(indices, np.int64)].tolist()
+        read = with_cached_teachers if distill.cache == "disk" else with_teachers
+        return read(self._teachers, chosen, documents, local, self.engine)
 
     def _set_heads(self) -> None:
-        teachers: tuple[Teacher | CachedTeacher, ...] = (*self._teachers, *self._cached)
-        heads = [head for teacher in teachers if (head := teacher.head(self.engine)) is not None]
+        heads = [head for teacher in self._teachers if (head := teacher.head(self.engine)) is not None]
         self.objective.heads = self._measured.heads = heads
 
 
-def open_teachers(config: DistillConfig, engine: Engine, progress: Progress | None = None) -> list[Teacher]:
-    """The teachers of a student's engine. Collective."""
-    if config.distill.teacher in (BASE, AVERAGE):
-        return [Teacher(engine, "base" if config.distill.teacher == BASE else "average")]
-    return [open_teacher(config, path, engine, progress) for path in teacher_paths(config)]
+def open_teachers(
+    config: DistillConfig, engine: Engine, progress: Progress | None = None, *, cached: bool = False
+) -> list[TeacherSource]:
+    """The teachers of a student's engine, in order. cached: whether what they read is kept in distill.cache_dir; a
+    teacher is opened when it is needed then. Collective."""
+    distill = config.distill
+
+    def kept(name: str) -> TeacherSource:
+        if name == DATA:
+            return RowLists()
+        open = partial(open_teacher, config, name, engine, progress)
+        if is_served(name):
+            identity = {"server": name, "model": str(distill.served_model), "top_k": str(distill.top_k)}
+            digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+            folder = Path(distill.cache_dir) / digest
+            return CachedTeacher(HiddenCache(folder, 2 * distill.top_k, torch.int32, identity), open, None)
+        dtype = Precision.from_config(teacher_beside(config, "", engine.config).fsdp, engine.ranks.device).compute
+        shape, content = hf.read_config(name), hashlib.sha256(str(dtype).encode())
+        for row in sample_rows(name):
+            content.update(row.view(torch.uint8).numpy().tobytes())
+        folder, text = Path(distill.cache_dir) / content.hexdigest()[:16], shape.get_text_config()
+        cache = HiddenCache(folder, text.hidden_size, dtype, {"weights": content.hexdigest()})
+        return CachedTeacher(cache, open, logit_transform(text))
+
+    return [kept(name) if cached else open_teacher(config, name, engine, progress) for name in distill.named]
 
 
-def open_teacher(config: DistillConfig, path: str, engine: Engine, progress: Progress | None = None) -> Teacher:
-    """A teacher beside a student's engine. Collective."""
-    beside = teacher_beside(config, path, engine.config)
+def open_teacher(config: DistillConfig, name: str, engine: Engine, progress: Progress | None = None) -> TeacherSource:
+    """A teacher of a student's engine. name: as distill.teacher. Collective."""
+    if name in (BASE, AVERAGE):
+        return Teacher(engine, "base" if name == BASE else "average")
+    if name == DATA:
+        return RowLists()
+    if is_served(name):
+        distill = config.distill
+        return open_served(name, distill.served_model, distill.top_k, engine, float(config.train.timeout))
+    beside = teacher_beside(config, name, engine.config)
     return Teacher(open_frozen("teacher", beside, engine.ranks, shares_with=engine, progress=progress))
 
 
-def open_caches(config: DistillConfig, engine: Engine, progress: Progress | None = None) -> list[CachedTeacher]:
-    """The teachers' folders of hidden states, in distill.cache_dir. Collective."""
+def check_cache(config: DistillConfig, engine: Engine) -> None:
+    """Raises UserError if nothing can be kept on disk."""
     if engine.built.vision is not None:
         raise UserError(
             "distill.cache is disk, but the student takes images, whose hidden states are not kept: set "
@@ -137,24 +187,14 @@ def open_caches(config: DistillConfig, engine: Engine, progress: Progress | None
             "distill.cache is disk, but distill.teacher=base is in memory anyway: set distill.cache=off, or "
             "distill.teacher to model.path."
         )
-    dtype = Precision.from_config(teacher_beside(config, "", engine.config).fsdp, engine.ranks.device).compute
-    out = []
-    for path in teacher_paths(config):
-        shape, digest = hf.read_config(path), hashlib.sha256(str(dtype).encode())
-        for row in sample_rows(path):
-            digest.update(row.view(torch.uint8).numpy().tobytes())
-        folder, text = Path(config.distill.cache_dir) / digest.hexdigest()[:16], shape.get_text_config()
-        cache = HiddenCache(folder, text.hidden_size, dtype, {"weights": digest.hexdigest()})
-        out.append(CachedTeacher(cache, partial(open_teacher, config, path, engine, progress), logit_transform(text)))
-    return out
 
 
-def cache_lines(cache: HiddenCache, data: RunData) -> list[str]:
+def cache_line(cache: HiddenCache, data: RunData) -> str:
     """What the opening says of a folder of hidden states."""
     tokens = data.report.loss_tokens
     held_out = sum(report.loss_tokens for report in data.held_out.reports.values())
     size = byte_count((tokens + held_out) * cache.row_bytes)
-    return [f"cache    hidden states in {cache.folder}: {tokens + held_out:,} trained tokens would take {size}"]
+    return f"cache    what the teacher reads, in {cache.folder}: {tokens + held_out:,} trained tokens would take {size}"
 
 
 def make_loss(config: DistillSection, *, measured: bool = False) -> DistillationLoss:
@@ -178,12 +218,17 @@ def divergence_of(config: DistillSection) -> Terms:
     return divergence.differentiated(function, f"distill.loss: {config.loss}")
 
 
-def teacher_lines(teacher: Teacher) -> list[str]:
+def teacher_line(teacher: TeacherSource, data: RunData) -> str:
     """What the opening says of a teacher."""
+    if isinstance(teacher, ServedTeacher):
+        return f"teacher  {teacher.model} at {teacher.url}: its {teacher.top_k} likeliest tokens, and a tail"
+    if not isinstance(teacher, Teacher):
+        widths = data.documents.widths if isinstance(data.documents, Documents) else np.zeros(0, np.int32)
+        return f"teacher  lists in the data, of up to {widths.max(initial=0)} tokens, and a tail"
     if teacher.weights != "own":
-        return [f"teacher  {_OF_STUDENT[teacher.weights]}"]
+        return f"teacher  {_ELSEWHERE[teacher.weights]}"
     engine = teacher.engine
     dtype = str(engine.precision.compute).removeprefix("torch.")
     kind = engine.module.facts.model_type
     width = engine.built.config.get_text_config().hidden_size
-    return [f"teacher  {engine.config.model.path} ({kind}, width {width}, {dtype}): {engine.memory}"]
+    return f"teacher  {engine.config.model.path} ({kind}, width {width}, {dtype}): {engine.memory}"

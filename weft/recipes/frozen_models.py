@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.config.distill_schema import AVERAGE, BASE, DistillConfig
+from weft.config.distill_schema import DistillConfig, is_opened
 from weft.config.dpo_schema import DpoConfig, own_reference
 from weft.engine.config import EngineConfig
 from weft.engine.frozen import frozen_config
@@ -28,10 +28,7 @@ def closes_reference(config: DpoConfig) -> bool:
 
 def teacher_paths(config: DistillConfig) -> list[str]:
     """The models that are opened beside the student, in order."""
-    if config.distill.teachers is not None:
-        return list(config.distill.teachers.values())
-    teacher = config.distill.teacher
-    return [] if teacher is None or teacher in (BASE, AVERAGE) else [teacher]
+    return [teacher for teacher in config.distill.named if is_opened(teacher)]
 
 
 def teacher_beside(config: DistillConfig, path: str, student: EngineConfig) -> EngineConfig:

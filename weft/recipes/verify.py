@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from weft.config.distill_schema import DistillConfig
+from weft.config.distill_schema import AVERAGE, BASE, DATA, DistillConfig, is_served
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
@@ -29,12 +29,11 @@ from weft.launch.scratch import scratch_folder
 from weft.models import hf
 from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
-from weft.recipes.distill import Distillation, open_teachers
-from weft.recipes.frozen_models import teacher_paths
+from weft.recipes.distill import Distillation, open_teacher
 from weft.recipes.reward import RewardRecipe
 from weft.rl.trainer import TrainerRank
 from weft.terminal import counted
-from weft.verify.distill_harness import PlainTeachers, verify_distillation
+from weft.verify.distill_harness import DrawnLists, PlainTeachers, verify_distillation
 from weft.verify.documents import awkward_steps, forest_steps, special_ids
 from weft.verify.harness import Verdict, verify
 from weft.verify.image_documents import steps_for
@@ -158,14 +157,24 @@ def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, option
     engine = Engine(EngineConfig.from_config(exact), ranks)
     special, _ = special_ids(engine, subject.path)
     step = awkward_steps(hf.vocabulary_size(subject.path), special=special)[0]
-    paths, teachers = teacher_paths(exact), open_teachers(exact, engine)
-    plain = PlainTeachers(paths or [subject.path], [index % len(teachers) for index in range(len(step))])
+    drawn, distill = DrawnLists(hf.vocabulary_size(subject.path)), exact.distill
+    is_listed = [name == DATA or is_served(name) for name in distill.named]
+    named = [
+        drawn if lists else subject.path if name in (BASE, AVERAGE) else name
+        for name, lists in zip(distill.named, is_listed, strict=True)
+    ]
+    teachers = [
+        drawn if lists else open_teacher(exact, name, engine)
+        for name, lists in zip(distill.named, is_listed, strict=True)
+    ]
+    plain = PlainTeachers(named, [index % len(teachers) for index in range(len(step))])
     figures = verify_distillation(engine, subject.path, step, recipe.objective, teachers, plain, exact.distill)
     del engine, teachers
     verdict = check(config, subject, ranks, options)
     if verdict is None:
         return None
-    remark = f"distill  {exact.distill.loss} of {', '.join(paths) or 'the model itself'}, in fp32, on the first step"
+    words = ", ".join("drawn lists" if name is drawn else str(name) for name in named)
+    remark = f"distill  {distill.loss} of {words}, in fp32, on the first step"
     return replace(verdict, figures=[*figures, *verdict.figures], remarks=[*verdict.remarks, remark])
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from weft.config.distill_schema import AVERAGE, BASE, DistillConfig
+from weft.config.distill_schema import AVERAGE, BASE, DistillConfig, is_opened
 from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.reward_schema import RewardConfig
@@ -27,7 +27,7 @@ from weft.launch.machine import Accelerator
 from weft.launch.options import Device
 from weft.models.train_module import ScoreHead
 from weft.observe.tables import EngineRow, separate_engines
-from weft.recipes.frozen_models import closes_reference, preference_reference, teacher_beside, teacher_paths
+from weft.recipes.frozen_models import closes_reference, preference_reference, teacher_beside
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory, memory_by_stage
@@ -115,8 +115,8 @@ def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]
         of_student = {BASE: "the student without its adapters", AVERAGE: "the average of the student's weights"}
         note, path = of_student[distill.teacher], config.model.path
         return [ModelBeside("teacher", "teacher", path, None, note, 1.0, has_head=True)]
-    paths, cached = teacher_paths(config), distill.cache == "disk"
-    names = list(distill.teachers or ("",))
+    cached = distill.cache == "disk"
+    named = list((distill.teachers or {"": str(distill.teacher)}).items())
     return [
         ModelBeside(
             f"teacher {name}".strip(),
@@ -124,10 +124,11 @@ def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]
             path,
             None if cached else teacher_beside(config, path, trained),
             "opened for documents that distill.cache_dir lacks" if cached else "",
-            0.0 if cached else 1.0 / len(paths),
+            0.0 if cached else 1.0 / len(named),
             has_head=True,
         )
-        for name, path in zip(names, paths, strict=True)
+        for name, path in named
+        if is_opened(path)  # lists need no model here
     ]
 
 
