@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -28,6 +31,8 @@ from weft.launch.options import TrainOptions, VerifyOptions
 from weft.ops.divergence import differentiated, terms_of
 from weft.recipes import distill, verify
 from weft.recipes.run_data import read_run_data
+from weft.recipes.student_samples import StudentSampler, chosen_of_step
+from weft.verify.distill_harness import DrawnLists
 
 _home = TemporaryDirectory(prefix="weft-distill-")
 WORDS = [
@@ -191,6 +196,171 @@ def test_damaged_hidden_states_are_an_error(tmp_path: Path) -> None:
         run(1, attempt, config_of(tmp_path / "second", *kept))
 
 
+class Server:
+    """A server on this machine that answers as vLLM's completions API does, with a plain model's distributions."""
+
+    def __init__(self, path: str) -> None:
+        self.model, self.requests = plain_distill.plain_model(path), list[dict[str, Any]]()
+        server, outer = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer({"data": [{"id": "first"}, {"id": "second"}]} if self.path == "/v1/models" else {})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append(body)
+                if body["prompt_logprobs"] > 20:
+                    self.answer({"error": {"message": "Requested prompt logprobs of 21, max allowed: 20"}}, 400)
+                else:
+                    self.answer({"choices": [{"text": "x", "prompt_logprobs": outer.entries(**body)}]})
+
+            def answer(self, value: Any, status: int = 200) -> None:
+                content = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        server.RequestHandlerClass = Handler
+        self.url = f"http://127.0.0.1:{server.server_port}/v1"
+        Thread(target=server.serve_forever, daemon=True).start()
+
+    def lists(self, ids: list[int], count: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens in the place of each token; the first has none."""
+        with torch.no_grad():
+            logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        logprobs, tokens = logits.log_softmax(-1).topk(count, -1)
+        return torch.nn.functional.pad(tokens, (0, 0, 1, 0)), torch.nn.functional.pad(logprobs, (0, 0, 1, 0))
+
+    def entries(self, prompt: list[int], prompt_logprobs: int, **_: Any) -> list[dict[str, Any] | None]:
+        """As vLLM writes them: token id as text -> logprob and rank, with the prompt's token, whatever its rank."""
+        tokens, logprobs = self.lists(prompt, prompt_logprobs)
+        out: list[dict[str, Any] | None] = [None]
+        for own, of_token, values in zip(prompt[1:], tokens[1:].tolist(), logprobs[1:].tolist(), strict=True):
+            listed = enumerate(zip(of_token, values, strict=True), 1)
+            entry = {str(token): {"logprob": value, "rank": rank} for rank, (token, value) in listed}
+            out.append({str(own): {"logprob": -9.0, "rank": 99}} | entry)
+        return out
+
+
+@pytest.mark.covers("distill.top_k", "distill.served_model")
+def test_a_served_teacher_is_its_likeliest_tokens_and_a_tail(tmp_path: Path) -> None:
+    """Two ranks, which share the requests; then from the lists on disk, without a server."""
+    server = Server(f"{home()}/other")
+    words = [f"distill.teacher={server.url}", "distill.top_k=5", "distill.loss=reverse_kl", "distill.cache=disk",
+             f"distill.cache_dir={tmp_path}/cache", "distill.served_model=second"]  # fmt: skip
+    config = config_of(tmp_path / "run", *words)
+    run(2, attempt, config)
+    steps = documents(config)
+    assert {request["model"] for request in server.requests} == {"second"}
+    sent = [request["prompt"] for request in server.requests if request["prompt"] != [0, 1]]
+    assert sorted(sent) == sorted({str(ids): ids for step in steps for ids, _ in step}.values())
+    settings = {"loss": "reverse_kl", "beta": 0.5, "temperature": 1.0, "squared": False, "alpha": 0.0}
+    chosen = [[0] * len(step) for step in steps]
+    expected = plain_distill.train(f"{home()}/student", [server.lists], steps, chosen, settings, 0.2)
+    assert [line["loss"] for line in lines(tmp_path / "run")] == pytest.approx(expected[0], rel=1e-5)
+    server.requests.clear()
+    run(1, attempt, config_of(tmp_path / "again", *words))
+    assert not server.requests
+    assert [line["loss"] for line in lines(tmp_path / "again")] == pytest.approx(expected[0], rel=1e-5)
+    wide = [f"distill.teacher={server.url}", "distill.top_k=21"]
+    with pytest.raises(Exception, match="completions did not answer as vLLM's server does: status 400: .*allowed: 20"):
+        run(1, attempt, config_of(tmp_path / "wide", *wide))
+
+
+@pytest.mark.covers("distill.teachers", "distill.teacher_column")
+def test_rows_name_their_teacher_and_have_its_lists(tmp_path: Path) -> None:
+    """A model for some rows, lists in the row for others: of all tokens, or of the trained ones."""
+    drawn, rows = DrawnLists(264), list[dict[str, Any]]()
+    for i in range(12):
+        ids = [(7 * i + 3 * t) % 250 for t in range(5 + i)]
+        tops, logprobs = drawn.lists(ids)
+        used = [[int(token >= 0) for token in entry] for entry in tops.tolist()]
+        first = 0 if i % 4 == 1 else 3
+        columns = {
+            name: [list(compress(entry, use)) for entry, use in zip(values.tolist(), used, strict=True)][first:]
+            for name, values in (("top_ids", tops), ("teacher_top_logprobs", logprobs))
+        }
+        labels = [-100] * 3 + ids[3:]
+        rows.append({"input_ids": ids, "labels": labels, "subject": "math"} | (columns if i % 2 else {}))
+        rows[-1]["subject"] = "listed" if i % 2 else "math"
+    write_jsonl(tmp_path / "rows.jsonl", *rows)
+    words = [f"data.path={tmp_path}/rows.jsonl", f"distill.teachers={{math: {home()}/wide, listed: data}}",
+             "distill.teacher_column=subject", "distill.loss=jsd", "data.columns={teacher_top_ids: top_ids}",
+             "distill.alpha=0.25"]  # fmt: skip
+    config = config_of(tmp_path / "run", *words)
+    run(2, attempt, config)
+    steps = documents(config)
+    settings = {"loss": "jsd", "beta": 0.5, "temperature": 1.0, "squared": False, "alpha": 0.25}
+    by_length = [[(len(ids) - 5) % 2 for ids, _ in step] for step in steps]
+    teachers = [f"{home()}/wide", drawn.lists]
+    expected = plain_distill.train(f"{home()}/student", teachers, steps, by_length, settings, 0.2)
+    assert [line["loss"] for line in lines(tmp_path / "run")] == pytest.approx(expected[0], rel=1e-5)
+
+
+def attempt_recording(config: DistillConfig, resume: str | None = None, steps: int | None = None) -> None:
+    """As attempt; the documents of each step, with the sampled ones, go to a file next to the run's folder."""
+    original = StudentSampler.__call__
+
+    def recording(sampler: StudentSampler, step: int, documents: Any) -> Any:
+        out = original(sampler, step, documents)
+        if sampler.engine.ranks.is_first:
+            entries = [(d.tokens.tolist(), d.weights.tolist(), "(sampled)" in d.source) for d in out]
+            with Path(f"{config.run.dir}.jsonl").open("a") as file:
+                file.write(json.dumps(entries) + "\n")
+        return out
+
+    with mock.patch.object(StudentSampler, "__call__", recording):
+        attempt(config, resume, steps)
+
+
+@pytest.mark.covers("distill.on_policy", "distill.max_new_tokens", "distill.sampling_temperature")
+@pytest.mark.parametrize(
+    "mesh", ["mesh.tp=2", *(pytest.param(m, marks=pytest.mark.table) for m in ("", "mesh.cp=2", "mesh.pp=2"))]
+)
+def test_a_share_of_the_answers_is_the_students(tmp_path: Path, mesh: str) -> None:
+    """The losses are those of plain transformers on the same documents. At a temperature near 0 a sampled answer is
+    the likeliest continuation by the weights before its step. A resumed run samples the same."""
+    words = [f"distill.teacher={home()}/other", "distill.on_policy=0.5", "distill.max_new_tokens=6",
+             "distill.sampling_temperature=0.0001", *([mesh] if mesh else [])]  # fmt: skip
+    world = 2 if mesh else 1
+    run(world, attempt_recording, config_of(tmp_path / "whole", *words))
+    steps = [json.loads(line) for line in (tmp_path / "whole.jsonl").read_text().splitlines()]
+    settings = {"loss": "forward_kl", "beta": 0.5, "temperature": 1.0, "squared": False, "alpha": 0.0}
+    plain = [[(ids, mask) for ids, mask, _ in step] for step in steps]
+    chosen = [[0] * len(step) for step in steps]
+    expected = plain_distill.train(f"{home()}/student", [f"{home()}/other"], plain, chosen, settings, 0.2)
+    assert [line["loss"] for line in lines(tmp_path / "whole")] == pytest.approx(expected[0], rel=1e-5)
+    assert [sum(sampled for *_, sampled in step) for step in steps] == [3, 3, 3]
+    model = plain_distill.plain_model(str(tmp_path / "whole" / "checkpoints" / "step-000002"))
+    for ids, mask, sampled in steps[2]:
+        if sampled:
+            start = mask.index(1.0)
+            assert len(ids) - start == 6 or ids[-1] in {0, *byte_tokenizer().all_special_ids}
+            with torch.no_grad():
+                likeliest = model(input_ids=torch.tensor([ids])).logits[0].argmax(-1).tolist()
+            assert ids[start:] == likeliest[start - 1 : -1]
+    broken = config_of(tmp_path / "broken", *words)
+    run(world, attempt_recording, broken, None, 1)
+    run(world, attempt_recording, broken, str(tmp_path / "broken"))
+    again = [json.loads(line) for line in (tmp_path / "broken.jsonl").read_text().splitlines()]
+    assert [*again[:1], *again[2:]] == steps  # step 2 was begun twice
+    for name, weight in weights(tmp_path / "whole").items():
+        assert torch.equal(weight, weights(tmp_path / "broken")[name]), name
+
+
+def test_which_answers_are_sampled_is_a_function_of_seed_and_step() -> None:
+    counts = [len(chosen_of_step(0, step, 7, 0.3)) for step in range(200)]
+    assert set(counts) == {2, 3}
+    assert sum(counts) / len(counts) == pytest.approx(2.1, abs=0.1)
+    assert chosen_of_step(0, 5, 7, 0.3) == chosen_of_step(0, 5, 7, 0.3)
+    assert chosen_of_step(0, 5, 7, 1.0) == list(range(7))
+
+
 def half_skewed(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """Terms of a user: KL(q || p), half of it."""
     return 0.5 * log_q.exp() * (log_q - log_p)
@@ -236,7 +406,18 @@ def test_verify_compares_distillation_and_finds_a_planted_bug(tmp_path: Path) ->
         (["distill.teacher=t", "distill.temperature_squared=true"], "distill.temperature is 1"),
         (["distill.teacher=t", "distill.alpha=1"], "weft sft trains on cross entropy alone"),
         (["distill.teacher=t", "train.loss=a:b"], "train.loss would have no effect: distill.loss says"),
-        (["distill.teachers={a: t}"], "data.sources is not set"),
+        (["distill.teachers={a: t}"], "data.sources is not set: set it, name the column of the rows"),
+        (["distill.teacher=http://h/v1", "distill.temperature=2"], "a served teacher's log-probabilities are of temp"),
+        (["distill.teacher=data", "distill.cache=disk"], "distill.teacher=data reads nothing"),
+        (["distill.teacher=data", "distill.on_policy=1"], "lists are of the rows' own answers"),
+        (["distill.teacher=t", "distill.on_policy=1", "distill.cache=disk"], "no later epoch has the answers"),
+        (
+            ["distill.teacher=t", "distill.on_policy=1", "distill.alpha=0.5"],
+            "on the student's own samples teaches noth",
+        ),
+        (["distill.teacher=t", "distill.max_new_tokens=5"], "distill.on_policy is 0"),
+        (["distill.teacher=t", "distill.top_k=5"], "no teacher is the URL of a server"),
+        (["distill.teacher=t", "distill.teacher_column=a"], "distill.teachers is not set"),
         (["distill.teacher=base", "lora.rank=4", "teacher.tp=2"], "the teacher is the student itself"),
     ],
 )

@@ -28,6 +28,7 @@ def _combinations(config: DistillConfig) -> Iterator[tuple[str, str]]:
             "in my_losses:skewed for the function skewed in my_losses.py.",
         )
     yield from _teachers(config)
+    yield from _samples(config)
     stages = config.teacher.pp or config.mesh.pp
     if stages > 1 and config.mesh.pp == 1:
         yield from pipeline_combinations(config, "teacher.pp", stages)
@@ -109,6 +110,30 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
         yield (
             "eval.share",
             "eval.share has no name by which distill.teachers could give it a teacher: set eval.sources.",
+        )
+
+
+def _samples(config: DistillConfig) -> Iterator[tuple[str, str]]:
+    distill = config.distill
+    if not distill.on_policy:
+        return
+    if DATA in distill.named:
+        yield (
+            "distill.on_policy",
+            f"distill.on_policy is {distill.on_policy:g}, but a teacher is data, whose lists are of the rows' own "
+            "answers: name a model or a server, or set distill.on_policy=0.",
+        )
+    if distill.cache == "disk":
+        yield (
+            "distill.cache",
+            "distill.cache is disk, but no later epoch has the answers that the student samples: set "
+            "distill.cache=off, or distill.on_policy=0.",
+        )
+    if distill.alpha:
+        yield (
+            "distill.alpha",
+            f"distill.alpha is {distill.alpha:g}, but cross entropy on the student's own samples teaches nothing: set "
+            "distill.alpha=0, or distill.on_policy=0.",
         )
 
 

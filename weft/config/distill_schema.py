@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from weft.config.conditions import Unread
 from weft.config.keys import key
-from weft.config.ranges import AT_LEAST_1, INSIDE_0_1, POSITIVE, Range
+from weft.config.ranges import AT_LEAST_1, INSIDE_0_1, POSITIVE, SHARE, Range
 from weft.config.schema import SftConfig, TeacherConfig
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -32,6 +32,7 @@ _STUDENT_ENGINE = Unread(
     lambda c: c.distill.teacher in (BASE, AVERAGE), "the teacher is the student itself, in the student's engine"
 )
 _NO_SERVER = Unread(lambda c: not c.distill.served, "no teacher is the URL of a server")
+_NO_SAMPLES = Unread(lambda c: c.distill.on_policy == 0, "distill.on_policy is 0")
 _NO_CACHE = Unread(lambda c: c.distill.cache == "off", "distill.cache is off")
 
 
@@ -92,6 +93,20 @@ class DistillSection:
         "Share of cross entropy in the loss: alpha x cross entropy + (1 - alpha) x divergence.",
         0.0,
         within=Range(lambda v: 0 <= v < 1, "from 0 to below 1 (weft sft trains on cross entropy alone)"),
+    )
+    on_policy: float = key(
+        "Share of each step's documents whose last answer the student samples, and the teacher then reads, in place of "
+        "the data's (GKD's lambda; arXiv:2306.13649). The rest of a run is as without: `weft rl` with rl.teacher adds "
+        "rewards, and engines in processes.",
+        0.0,
+        within=SHARE,
+    )
+    max_new_tokens: int = key("With on_policy: longest sampled answer.", 256, within=AT_LEAST_1, unread=(_NO_SAMPLES,))
+    sampling_temperature: float = key(
+        "With on_policy: temperature at which the student samples; the divergence has distill.temperature.",
+        1.0,
+        within=POSITIVE,
+        unread=(_NO_SAMPLES,),
     )
     cache: Literal["off", "disk"] = key(
         "`disk`: write the teacher's last hidden states to distill.cache_dir, trained tokens x width x bytes of its "

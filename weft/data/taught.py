@@ -34,15 +34,17 @@ def parse_taught(location: str, row: Mapping[str, Any], reading: ParseOptions, f
     """The document of a row, with its teacher and its lists. Arguments as of parse_row. Raises UserError."""
     names = [IDS, LOGPROBS, *([reading.teacher_column] if reading.teachers else [])]
     columns = {name: path for name, path in reading.columns.items() if name in names}
-    named = add_named_columns(location, row, columns)
+    lists = {name: columns.pop(name) for name in (IDS, LOGPROBS) if name in columns}
     teacher, is_listed = 0, reading.listed == "all"
     if reading.teachers:
-        teacher = _teacher(location, named, reading)
+        teacher = _teacher(location, add_named_columns(location, row, columns), reading)
         is_listed = reading.teachers[teacher] in reading.listed
     document = {name: value for name, value in row.items() if name not in names}
     rest = {name: path for name, path in reading.columns.items() if name not in names}
     record = parse_row(location, document, replace(reading, columns=rest), folder)
-    return replace(record, teacher=teacher, lists=_lists(location, named) if is_listed else None)
+    return replace(
+        record, teacher=teacher, lists=_lists(location, add_named_columns(location, row, lists)) if is_listed else None
+    )
 
 
 def _teacher(location: str, row: Mapping[str, Any], reading: ParseOptions) -> int:

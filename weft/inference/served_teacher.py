@@ -54,28 +54,39 @@ class ServedTeacher:
         """Index -> its lists, packed (pack_lists), of this rank's share of the documents."""
         group = self.student.mesh.world_group
         chosen = take(documents, range(dist.get_rank(group), len(documents), dist.get_world_size(group)))
+        if images := [document.source for document in chosen.values() if document.media is not None]:
+            raise UserError(f"{images[0]}: has images, which a served teacher is not sent. Name a model instead.")
         with ThreadPoolExecutor(_THREADS) as threads:
-            futures = {index: threads.submit(self._lists, document) for index, document in chosen.items()}
+            futures = {
+                index: threads.submit(self.lists, document.source, document.tokens.tolist())
+                for index, document in chosen.items()
+            }
             try:
-                return {index: future.result() for index, future in futures.items()}
+                read = {}
+                for index, future in futures.items():
+                    read[index] = future.result()
+                    flight.beat()
+                return read
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
 
-    def _lists(self, document: Document) -> Tensor:
-        if document.media is not None:
-            raise UserError(f"{document.source}: has images, which a served teacher is not sent. Name a model instead.")
-        tokens = document.tokens.tolist()
+    def lists(self, source: str, tokens: Sequence[int]) -> Tensor:
+        """The packed lists of a document. source: its name, for messages."""
         body = {
-            "model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.top_k,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": list(tokens),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": self.top_k,
+        }
         answer = call(f"{self.url}/completions", body, self.timeout)
         try:
             entries = answer["choices"][0]["prompt_logprobs"]
             return pack_lists(*_read_entries(entries, self.top_k, len(tokens)))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
-                f"distill.teacher: {self.url} gave no prompt_logprobs of {document.source} ({type(error).__name__}: "
+                f"distill.teacher: {self.url} gave no prompt_logprobs of {source} ({type(error).__name__}: "
                 f"{first_line(error)}): it must be vLLM's OpenAI-compatible server. It answered: "
                 f"{json.dumps(answer)[:_SHOWN]}"
             ) from error
@@ -94,7 +105,9 @@ def open_served(url: str, model: str | None, top_k: int, student: Engine, timeou
                 f"distill.teacher: {url}/models names no model: name it in distill.served_model. It answered: "
                 f"{json.dumps(answer)[:_SHOWN]}"
             ) from error
-    return ServedTeacher(url, model, top_k, student, timeout)
+    teacher = ServedTeacher(url, model, top_k, student, timeout)
+    teacher.lists("a request of two tokens", [0, 1])
+    return teacher
 
 
 def call(url: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
@@ -108,7 +121,6 @@ def call(url: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE * 2 ** (attempt - 1))
-        flight.beat()
         try:
             with urlopen(request, timeout=timeout) as response:
                 return parse(response.read())

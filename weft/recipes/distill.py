@@ -46,6 +46,7 @@ from weft.parallel.shards.load import Progress
 from weft.recipes.frozen_models import teacher_beside, teacher_paths
 from weft.recipes.recipe import PreparedStep, Recipe
 from weft.recipes.run_data import RunData
+from weft.recipes.student_samples import StudentSampler
 from weft.recipes.training import run as train
 from weft.terminal import byte_count
 
@@ -73,6 +74,7 @@ class Distillation(Recipe[DistillConfig]):
         self.objective: DistillationLoss = make_loss(config.distill)
         self._measured = make_loss(config.distill, measured=True)
         self._teachers: list[TeacherSource] = []
+        self._sampler: StudentSampler | None = None
         self._data: dict[str | None, Sequence[Document]] = {}  # None: the training data
 
     @property
@@ -87,6 +89,8 @@ class Distillation(Recipe[DistillConfig]):
             check_cache(self.config, engine)
         self._teachers = open_teachers(self.config, engine, progress, cached=is_cached)
         self._set_heads()
+        if self.config.distill.on_policy:
+            self._sampler = StudentSampler(self.config, engine, data.ends.ids)
         return [
             cache_line(teacher.cache, data) if isinstance(teacher, CachedTeacher) else teacher_line(teacher, data)
             for teacher in self._teachers
@@ -98,11 +102,17 @@ class Distillation(Recipe[DistillConfig]):
         return [
             f"loss     {distill.loss} at temperature {distill.temperature:g}, {distill.alpha:g} x cross entropy",
             f"teacher  {teachers}",
+            *([f"samples  {distill.on_policy:.0%} of the answers, from the student"] if distill.on_policy else []),
         ]
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
-        local = self._taught(None, step.indices, step.documents, step.local)
-        return replace(step, local=local, rows=self.engine.rows(step.plan, local, self.objective, step.number))
+        documents, plan, local = step.documents, step.plan, step.local
+        if self._sampler is not None:
+            documents = self._sampler(step.number, documents)
+            plan, local = self.engine.plan_step(documents)
+        local = self._taught(None, step.indices, documents, local)
+        rows = self.engine.rows(plan, local, self.objective, step.number)
+        return replace(step, documents=documents, plan=plan, local=local, rows=rows)
 
     def before_evaluation(
         self, name: str, indices: Sequence[int], plan: StepPlan, local: Mapping[int, Document]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from weft.checkpoint.export import manifest_of
 from weft.config.distill_schema import AVERAGE, BASE, DistillConfig, is_opened
 from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, resolve_mesh
@@ -171,6 +172,12 @@ class Beside:
             if model.has_head:
                 head = self._head_bytes(model, None if built is None else built[0], mesh.tp)
                 rows.append(EngineRow(f"head of {model.name}", head, note="a copy on the student's ranks"))
+        if isinstance(self.config, DistillConfig) and self.config.distill.on_policy:
+            trained = self.trained
+            copy = sum(tensor.nbytes for tensor in manifest_of(trained, trained.setup.precision.compute).values())
+            rows.append(
+                EngineRow("copy that samples", copy, note="before each step (distill.on_policy), with a KV cache")
+            )
         if isinstance(self.config, RlConfig):
             rows += separate_engines(own_ranks(self.config).items())
         return rows
