@@ -650,14 +650,18 @@ DISTILLED: dict[str, dict[str, Any]] = {
     "llama_factory_reward.yaml": {"reward": {"loss": "bradley_terry"}},
     "axolotl_reward.yaml": {"reward": {"center_rewards_coefficient": 0.02}},
     "trl_distill.yaml": {
-        "distill": {"teacher": "org/instruct-7b", "loss": "jsd", "beta": 0.7}, "teacher": {"param_dtype": "bf16"},
+        "distill": {
+            "teacher": "org/instruct-7b", "loss": "jsd", "beta": 0.7, "on_policy": 0.5, "max_new_tokens": 128,
+            "sampling_temperature": 0.9,
+        },
+        "teacher": {"param_dtype": "bf16"},
     },
     "roll_distill.yaml": {
         "distill": {"teacher": "org/instruct-14b", "loss": "reverse_kl", "alpha": 0.15},
         "teacher": {"param_dtype": "bf16", "tp": 4},
     },
     "ms_swift_reward.sh": {"reward": {"center_rewards_coefficient": 0.01}},
-    "ms_swift_distill.sh": {"distill": {"teacher": "org/instruct-14b", "loss": "jsd", "beta": 0.7}},
+    "ms_swift_distill.sh": {"distill": {"teacher": "org/instruct-14b", "loss": "jsd", "beta": 0.7, "on_policy": 0}},
 }  # fmt: skip
 
 
@@ -681,15 +685,26 @@ def test_what_goes_with_reward_models_and_distillation() -> None:
     )
 
 
+sampled = {"max_new_tokens": 128, "sampling_temperature": 0.9}  # TRL's defaults
+
+
 @pytest.mark.parametrize(
     ("text", "expected", "note"),
     [
-        ("model_name_or_path: m\nbeta: 0.0\nlmbda: 0.0\n", {"teacher": None, "loss": "forward_kl"}, ""),
-        ("model_name_or_path: m\nbeta: 1\nlmbda: 1.0\n", {"teacher": None, "loss": "reverse_kl"}, "lmbda: this share"),
+        (
+            "model_name_or_path: m\nbeta: 0.0\nlmbda: 0.0\ntemperature: 0.9\n",
+            {"teacher": None, "loss": "forward_kl", "on_policy": 0.0},
+            "temperature: distill.sampling_temperature would have no effect",
+        ),
+        (
+            "model_name_or_path: m\nbeta: 1\nlmbda: 1.0\n",
+            {"teacher": None, "loss": "reverse_kl", "on_policy": 1.0, **sampled},
+            "",
+        ),
         (
             "model_name_or_path: m\nteacher_model_name_or_path: t\n",
-            {"teacher": "t", "loss": "jsd"},
-            "lmbda: this share of steps was on the student's samples",
+            {"teacher": "t", "loss": "jsd", "on_policy": 0.5, **sampled},
+            "",
         ),
         ("pretrain: m\nteacher_pretrain: t\n", {"teacher": "t", "alpha": 0.5}, ""),
         (

@@ -91,8 +91,8 @@ def check(student: str, mesh: str, teachers: list[tuple[str, str]], plant: str |
 
     def train(dtype: torch.dtype) -> tuple[list[float], list[Tensors], Tensors]:
         return plain_distill.train(
-            student, [DrawnLists(128).lists if p == LISTS else p for p, _ in teachers], steps, chosen, settings, LR, lambda ids: reference.images([ids]),
-            dtype,
+            student, [DrawnLists(128).lists if p == LISTS else p for p, _ in teachers], steps, chosen, settings, LR,
+            lambda ids: reference.images([ids]), dtype,
         )  # fmt: skip
 
     expected = train(torch.float32)
