@@ -26,11 +26,8 @@ from weft.config.yaml12 import Loader, Node, read_file
 from weft.errors import UserError
 
 FOREIGN = Path(__file__).parents[1] / "foreign"
-WITHOUT_DRAFT = "verl_vision.yaml"  # reinforcement learning of a trainer whose table has names of it alone
-FILES = sorted(
-    path.name for path in FOREIGN.iterdir() if path.suffix in (".yaml", ".sh") and path.name != WITHOUT_DRAFT
-)
-REINFORCED = ("roll_vision.yaml",)
+FILES = sorted(path.name for path in FOREIGN.iterdir() if path.suffix in (".yaml", ".sh"))
+REINFORCED = ("roll_vision.yaml", "verl_vision.yaml", "verl_grpo.sh", "trl_grpo.yaml")
 
 
 def command(file: str) -> str:
@@ -267,7 +264,7 @@ def test_images_and_rewards_of_roll() -> None:
     assert "reference.device_mapping" not in below and "weft does not know it" not in below
 
 
-@pytest.mark.parametrize("file", REINFORCED)
+@pytest.mark.parametrize("file", REINFORCED[:1])
 def test_nothing_of_rollouts_is_lost_without_a_word(file: str) -> None:
     """Every value is taken, or named below the draft, but for those that say what weft does anyway."""
     text = migrate([str(FOREIGN / file)])
@@ -534,23 +531,9 @@ def test_accelerate_alone() -> None:
     ("text", "words"),
     [
         ("base_model: m\nsequence_len: 2048\nrl: grpo\n", "it is a GRPO config of axolotl (rl: grpo). `weft migrate`"),
-        (
-            "model_name_or_path: m\nnum_generations: 8\nbeta: 0.1\n",
-            "a GRPO config of TRL and the HuggingFace Trainer (num",
-        ),
+        ("model_name_or_path: m\nrloo_k: 2\n", "a RLOO config of TRL and the HuggingFace Trainer (rloo_k"),
+        ("model_name_or_path: m\nreward_model_path: r\n", "a PPO config of TRL and the HuggingFace Trainer (reward"),
         ("base_model: m\nsequence_len: 9\nkd_trainer: true\n", "it is a distillation config of axolotl (kd_trainer"),
-        *(  # max_prompt_length is a name of both
-            (
-                f"model_name_or_path: m\ndataset_name: d\nmax_prompt_length: 512\nbeta: 0.1\n{name}\n",
-                "it is a GRPO config",
-            )
-            for name in ("num_generations: 8", "use_vllm: true", "reward_funcs: [accuracy]", "max_completion_length: 9")
-        ),
-        (
-            "algorithm: {adv_estimator: grpo}\ndata: {train_files: d}\n",
-            "it is a GRPO config of verl (algorithm.adv_est",
-        ),
-        ("algorithm: {adv_estimator: gae}\ndata: {train_files: d}\n", "it is a PPO config of verl (algorithm.adv_est"),
         (
             "hf_checkpoint: m\nprompt_data: d\nadvantage_estimator: gspo\n",
             "it is a GSPO config of Miles (advantage_est",
@@ -579,11 +562,12 @@ def test_a_draft_is_a_config_of_weft(file: str, tmp_path: Path, monkeypatch: pyt
     """With a model and data that are there, it loads as it stands: nothing unknown, nothing without effect."""
     monkeypatch.chdir(tmp_path)
     Path("d.jsonl").write_text("")
-    Path("mine.yaml").write_text(migrate([str(FOREIGN / file)]))
+    Path("mine.yaml").write_text(migrate([str(FOREIGN / file)], 16 if file in REINFORCED else None))
     overrides = ["model.path=org/m", "data.path=d.jsonl", "data.sources=null", "eval.path=d.jsonl", "eval.share=null"]
     overrides = overrides[:-1] if file in REINFORCED else overrides
-    if file in REINFORCED:
-        overrides += ["rl.algorithm=grpo", "rl.reward=[math]", "rl.reward_column=null"]  # to be confirmed, and written
+    if file in REINFORCED:  # to be confirmed, and written
+        reward = "regex" if file == "verl_grpo.sh" else "math"
+        overrides += ["rl.algorithm=grpo", f"rl.reward=[{reward}]", "rl.reward_column=null"]
     load_config(["mine.yaml"], overrides, SCHEMAS[command(file)])
 
 
@@ -995,10 +979,10 @@ def test_a_draft_holds_no_anchors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "drafted"),
     [
-        ("model_name_or_path: m\ndataset_name: d\nnum_generations: 8\nlearning_rate: 1.0e-6\nseed: 1\n", False),
+        ("model_name_or_path: m\ndataset_name: d\nnum_generations: 8\nlearning_rate: 1.0e-6\nseed: 1\n", True),
         ("base_model: m\nsequence_len: 9\nrl: grpo\nmicro_batch_size: 1\nnum_epochs: 1\n", False),
         ("hf_checkpoint: m\nprompt_data: d\nadvantage_estimator: grpo\nlr: 1.0e-6\neps_clip: 0.2\n", False),
-        ((FOREIGN / WITHOUT_DRAFT).read_text(), False),
+        ((FOREIGN / "verl_vision.yaml").read_text(), True),
         ((FOREIGN / "roll_vision.yaml").read_text(), True),
     ],
     ids=["TRL", "axolotl", "Miles", "verl", "ROLL"],
@@ -1034,6 +1018,17 @@ def test_a_preference_config_is_one_line(
             "error: dpo.yaml: this is a DPO config of TRL and the HuggingFace Trainer (beta: 0.1): `weft dpo` trains "
             "on preferences, and docs/how-to/dpo.md has its keys. `weft migrate FILE` makes a draft of it.\n"
         )
+
+
+@pytest.mark.parametrize(
+    "name", ["num_generations: 8", "use_vllm: true", "reward_funcs: [accuracy]", "max_completion_length: 9"]
+)
+def test_names_of_samples_tell_reinforcement_learning_from_preferences(tmp_path: Path, name: str) -> None:
+    """max_prompt_length and beta are names of both."""
+    (tmp_path / "a.yaml").write_text(
+        f"model_name_or_path: m\ndataset_name: d\nmax_prompt_length: 512\nbeta: 0.1\n{name}\n"
+    )
+    assert "`weft rl THIS --dry-run`" in migrate([str(tmp_path / "a.yaml")])
 
 
 @pytest.mark.parametrize("name", ["train.py", "train.ipynb"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,14 @@ class Draft:
         if self.rl is None and self.job is not None and (entry := entry_of(name, self.job.names)):
             return self.job.names[entry]
         return advice_for(name, reinforcement=self.rl is not None)
+
+    def count_updates(self, keys: Iterable[str], updates: int) -> None:
+        """Multiply keys that count optimizer steps, of which the trainer makes `updates` in one of its steps."""
+        for key in keys:
+            count = self.value(key)
+            if isinstance(count, int) and count > 0 and updates > 1:
+                origin, name = self.values[key][1:]
+                self.take(key, count * updates, name, f"{origin}: {count} rollout steps of {updates} updates")
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value that was taken for a key."""

@@ -10,18 +10,19 @@ import os
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, get_args
 
 from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys
 from weft.config.load import build, fill_presets, read_config_file
+from weft.config.migrate import roll, trl, verl
 from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_datasets, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
 from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
-from weft.config.migrate.roll import ALGORITHM, settle_algorithm
-from weft.config.migrate.rollouts import settle_roles, settle_rollouts, take_rewards, take_rl_columns
+from weft.config.migrate.rollouts import settle_roles, take_rewards, take_rl_columns
 from weft.config.migrate.scripts import PROGRAM, read_script
 from weft.config.migrate.trainer import ITSELF, TABLES, Trainer
 from weft.config.migrate.vision import add_vision, config_has
@@ -38,6 +39,7 @@ _HEAD = """\
 """
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
 _REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # beside model and data
+_ALGORITHMS = {"roll": roll, "trl": trl, "verl": verl}  # trainer -> what reads its algorithms
 _SIGNS = 4  # how many of the names by which a trainer was recognised are shown
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds
@@ -76,7 +78,7 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     if draft.rl is None:
         _take_batch(draft, settings, data_ranks)
     else:
-        settle_algorithm(draft, settings, settle_rollouts(draft, draft.rl, settings, gpus, data_ranks))
+        _ALGORITHMS[trainer.name].settle(draft, settings, gpus, data_ranks)
     settle_mesh(draft, settings, gpus)
     if draft.rl is not None:
         settle_roles(draft, settings, gpus)
@@ -138,7 +140,7 @@ def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
             draft.take(name, value, name)
         elif value is None:
             _take_null(draft, name)
-        elif entry in settled or (draft.rl is not None and name in ALGORITHM):
+        elif entry in settled or (draft.rl is not None and _ALGORITHMS[draft.trainer.name].handles(name)):
             continue
         elif (meaning := draft.meaning(entry, value)) is not None:
             draft.take_meaning(meaning, value, name)
@@ -283,9 +285,20 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
     if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
         is_several = len(value) > 1
         key = key.replace("path", "sources") if is_several else key
-        value = [{"path": path} for path in value] if is_several else "".join(map(str, value))
+        value = _sources(value) if is_several else "".join(map(str, value))
     never = key in ("checkpoint.every", "eval.every") and amount is not None and amount < 0  # only the last step
     draft.take(key, 0 if never else value, name)
+
+
+def _sources(paths: Sequence[Any]) -> list[dict[str, str]]:
+    """data.sources of several files. Files of one name, as in gsm8k/train.parquet and math/train.parquet, are called by
+    their folders, too."""
+    files = [PurePosixPath(str(path)) for path in paths]
+    stems = [file.stem for file in files]
+    return [
+        {"name": f"{file.parent.name}-{file.stem}", "path": str(path)} if stems.count(file.stem) > 1 else {"path": path}
+        for file, path in zip(files, paths, strict=True)
+    ]
 
 
 def _take_part(draft: Draft, limit: Any, name: str) -> None:

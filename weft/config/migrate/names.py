@@ -87,7 +87,10 @@ class Task:
     @property
     def is_drafted(self) -> bool:
         """Whether `weft migrate` makes a draft of it."""
-        return self.command in self.trainer.jobs
+        rl = self.trainer.table.rl_draft
+        return self.command in self.trainer.jobs and (
+            self.command != "rl" or self.algorithm in (rl.algorithms if rl else ())
+        )
 
     def __str__(self) -> str:
         """What the config is, and what weft can do with it, as the end of a sentence on the file."""

@@ -17,7 +17,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from weft.config.conditions import KEEPS_ALL, SERVERS
+from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.draft import Draft, numbers_of
+from weft.config.migrate.rollouts import settle_rollouts
 from weft.config.yaml12 import show
 
 # Name -> ROLL's default, of everything that is read here.
@@ -107,17 +109,24 @@ _WITHIN_1 = ("math",)  # weft's rewards that are ROLL's, between 0 and 1
 _SCALES = {None: "none", "group": "group", "batch": "batch"}
 
 
-def settle_algorithm(draft: Draft, settings: Mapping[str, Any], samples: int | None) -> None:
+def handles(name: str) -> bool:
+    """Whether `settle` says what becomes of a name."""
+    return name in ALGORITHM
+
+
+def settle(draft: Draft, settings: Mapping[str, Any], gpus: int | None, data_ranks: int | None) -> None:
     """Set every key that defines the algorithm, and note each quantity in draft.quantities. settings: all names of the
-    config with their values. samples: of an optimizer step; None if that is not known."""
-    _Algorithm(draft, settings, samples).settle()
+    config with their values. gpus, data_ranks: of the old run, if known."""
+    assert draft.rl is not None
+    _Algorithm(draft, settings, settle_rollouts(draft, draft.rl, settings, gpus, data_ranks)).settle()
 
 
-class _Algorithm:
-    """One config's algorithm. nearest: value of rl.algorithm that is like it, or most like it."""
+class _Algorithm(Algorithm):
+    """One config's algorithm. samples: of an optimizer step; None if that is not known."""
 
     def __init__(self, draft: Draft, settings: Mapping[str, Any], samples: int | None) -> None:
-        self.draft, self.settings, self.samples = draft, settings, samples
+        super().__init__(draft, settings, DEFAULTS)
+        self.samples = samples
         self.group = int(self.number("num_return_sequences_in_group"))
 
     def settle(self) -> None:
@@ -146,37 +155,6 @@ class _Algorithm:
         self.sampling()
         self.evaluation()
         self.steps()
-
-    # ------------------------------------------------------------ reading and writing
-
-    def value(self, name: str) -> Any:
-        """The value of a name; ROLL's default if the config does not have it."""
-        return self.settings.get(name, DEFAULTS[name])
-
-    def number(self, name: str) -> float:
-        """The value of a name as a number; 0 for null and for what is no number."""
-        value = self.value(name)
-        return next(numbers_of(value), 0) if value is not None else 0
-
-    def on(self, name: str) -> bool:
-        value = self.value(name)
-        return value.lower() == "true" if isinstance(value, str) else bool(value)
-
-    def origin(self, name: str) -> str:
-        return name if name in self.settings else f"ROLL's default of {name}"
-
-    def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
-        """Write a key. name: the name that decides it, unless `origin` says more."""
-        if value is None or key not in self.draft.keys:
-            self.draft.values[key] = (value, origin or self.origin(name), name)
-        else:
-            self.draft.take(key, value, name, origin or self.origin(name))
-
-    def same(self, name: str, original: str, drafted: str) -> None:
-        self.draft.compare(name, original, drafted)
-
-    def differs(self, name: str, original: str, drafted: str) -> None:
-        self.draft.compare(name, original, drafted, same=False)
 
     # ------------------------------------------------------------ rewards and advantages
 
@@ -338,24 +316,7 @@ class _Algorithm:
             text = "clipped ratio of " + ("whole samples" if equivalent == "gspo" else "each token")
             constant = equivalent == "ppo" or (self.number("gamma") == 1 and self.algorithm != "ppo")
             (self.same if constant else self.differs)("policy loss", text, f"{equivalent}: {text}")
-        mode = str(self.value("loss_agg_mode"))
-        equivalent = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}.get(mode, "sequence_sum")
-        self.take("rl.loss_aggregation", equivalent, "loss_agg_mode")
-        longest = self.draft.value("rollout.max_new_tokens")
-        norm = self.value("max_grad_norm")
-        if equivalent != "sequence_sum":
-            self.same("aggregation of the loss", mode, equivalent)
-        elif mode == "seq-mean-token-sum" and isinstance(longest, int):
-            # weft's loss is theirs / the longest completion. AdamW does not see a factor once eps and the norm have it.
-            self.same("aggregation of the loss", mode, f"sequence_sum: the same / {longest}, as max_grad_norm and eps")
-            self.take("optimizer.eps", 1e-8 / longest, "loss_agg_mode", f"1e-8 / {longest}, as the loss")
-            norm = None if norm is None else self.number("max_grad_norm") / longest
-        else:
-            self.differs(
-                "aggregation of the loss", mode, "sequence_sum: the mean over samples of sums / max_new_tokens"
-            )
-        origin = self.origin("max_grad_norm") + (f", / {longest}" if norm != self.value("max_grad_norm") else "")
-        self.take("optimizer.max_grad_norm", norm, "max_grad_norm", origin)
+        self.aggregation(str(self.value("loss_agg_mode")), "loss_agg_mode", "max_grad_norm")
         entropy = self.number("entropy_loss_coef")
         self.take("rl.entropy_coef", entropy, "entropy_loss_coef")
         self.same("entropy", show(entropy), show(entropy))
@@ -568,20 +529,12 @@ class _Algorithm:
     def steps(self) -> None:
         """Note prompts, samples, updates, lengths and learning rate."""
         draft = self.draft
-        for quantity, key in (
-            ("prompts of a rollout step", "rl.prompts_per_step"),
-            ("samples of a prompt", "rl.group_size"),
-            ("epochs", "rl.epochs"),
-            ("longest prompt", "rollout.max_prompt_tokens"),
-            ("longest completion", "rollout.max_new_tokens"),
-            ("learning rate", "optimizer.lr"),
-            (
-                "warm-up",
-                "schedule.warmup_steps" if "schedule.warmup_steps" in draft.values else "schedule.warmup_ratio",
-            ),
-        ):
-            if key in draft.values:
-                self.same(quantity, show(draft.value(key)), show(draft.value(key)))
+        warmup = "schedule.warmup_steps" if "schedule.warmup_steps" in draft.values else "schedule.warmup_ratio"
+        self.compare_values({
+            "prompts of a rollout step": "rl.prompts_per_step", "samples of a prompt": "rl.group_size",
+            "epochs": "rl.epochs", "longest prompt": "rollout.max_prompt_tokens",
+            "longest completion": "rollout.max_new_tokens", "learning rate": "optimizer.lr", "warm-up": warmup,
+        })  # fmt: skip
         samples = draft.value("rl.prompts_per_step", 0) * self.group
         if "rl.minibatches" in draft.values:
             text = f"{draft.value('rl.minibatches')} x {self.samples} samples"

@@ -51,15 +51,15 @@ def settle_rollouts(
     _settle_lengths(draft, rl, settings)
     _settle_devices(draft, rl, settings, gpus)
     samples = _settle_updates(draft, settings, data_ranks)
-    per_rollout = draft.value("rl.minibatches", 1) * int(next(numbers_of(settings.get("ppo_epochs", 1)), 1))
+    if samples is not None:
+        updates = draft.value("rl.minibatches", 1) * int(next(numbers_of(settings.get("ppo_epochs", 1)), 1))
+        draft.count_updates(rl.per_rollout, updates)
+        return samples
     for key in rl.per_rollout:
         count = draft.value(key)
         if isinstance(count, int) and count > 0:
-            origin, name = draft.values[key][1:]
-            if samples is None:
-                draft.values[key] = (None, f"set it: {count} rollout steps x rl.minibatches x rl.epochs", name)
-            elif per_rollout > 1:
-                draft.take(key, count * per_rollout, name, f"{origin}: {count} rollout steps of {per_rollout} updates")
+            name = draft.values[key][2]
+            draft.values[key] = (None, f"set it: {count} rollout steps x rl.minibatches x rl.epochs", name)
     return samples
 
 

@@ -39,7 +39,7 @@ class Older:
 @dataclass(frozen=True)
 class RlDraft:
     """A trainer's configs of reinforcement learning, for `weft migrate`. moves, means, silent, defaults: as in Table,
-    with precedence over it.
+    with precedence over it. algorithms: as `weft migrate` calls them, in capitals.
 
     columns: column of weft -> names of keys that give the file's name of the column. longest: names of the longest
     sample and of the longest prompt; their difference is the longest completion, if the former is given. engines: name
@@ -48,16 +48,17 @@ class RlDraft:
     trainer counts rollout steps.
     """
 
+    algorithms: tuple[str, ...]
     moves: Groups
     means: Meanings
     silent: dict[str, Any]
     defaults: dict[str, Any]
-    columns: Groups
-    longest: tuple[str, ...]
-    engines: str
-    reward: str
-    rewards: dict[str, str]
-    per_rollout: tuple[str, ...]
+    columns: Groups = field(default_factory=dict)
+    longest: tuple[str, ...] = ()
+    engines: str = ""
+    reward: str = ""
+    rewards: dict[str, str] = field(default_factory=dict)
+    per_rollout: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,258 @@
+"""weft migrate of verl's and TRL's reinforcement learning: the draft computes what they compute, or says where not.
+
+The right values were read off their sources: verl/trainer/config/*.yaml, verl/trainer/ppo/core_algos.py,
+trl/trainer/grpo_config.py, trl/trainer/grpo_trainer.py. test_migrate_roll.py does the same for ROLL.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weft.config import load_config
+from weft.config.migrate import trl, verl
+from weft.config.migrate.migrate import migrate
+from weft.config.migrate.scripts import read_script
+from weft.config.rl_schema import RlConfig
+from weft.config.yaml12 import Loader, leaves_of
+
+FOREIGN = Path(__file__).parents[1] / "foreign"
+
+
+def drafted(file: Path, ranks: int | None = None) -> tuple[dict[str, Any], dict[str, str], str]:
+    """(section.key -> value of the draft, quantities that differ: name -> "theirs -> yours", the text)."""
+    text = migrate([str(file)], ranks)
+    top = re.sub(r"\n#     ", " ", text.partition("\nmodel:")[0])
+    sections = yaml.load(text, Loader)
+    values = {f"{section}.{leaf}": value for section, keys in sections.items() for leaf, value in keys.items()}
+    return values, dict(re.findall(r"^#   ([^:]+): (.* -> .*)$", top, re.MULTILINE)), text
+
+
+def verl_draft(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, str], str]:
+    """Of the script in tests/foreign with more overrides, of which the last counts."""
+    script = (FOREIGN / "verl_grpo.sh").read_text().replace("$@", " ".join(overrides))
+    (tmp_path / "run.sh").write_text(script)
+    return drafted(tmp_path / "run.sh")
+
+
+def trl_draft(tmp_path: Path, text: str, ranks: int | None = 4) -> tuple[dict[str, Any], dict[str, str], str]:
+    base = yaml.safe_load((FOREIGN / "trl_grpo.yaml").read_text()) | yaml.safe_load(text)
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(base))
+    return drafted(tmp_path / "grpo.yaml", ranks)
+
+
+VERL = {
+    "rl.advantage": "grpo", "rl.advantage_norm": "group", "rl.policy_loss": "ppo", "rl.clip": [0.2, 0.28],
+    "rl.dual_clip": 3, "rl.loss_aggregation": "token_mean", "rl.kl_coef": 0.002, "rl.kl_in": "loss",
+    "rl.kl_estimator": "k3", "rl.kl_clamp": 10.0, "rl.kl_unbiased": False, "rl.entropy_coef": 0,
+    "rl.old_logprobs": "recompute", "rl.correction": "none", "rl.dynamic_sampling": 0, "rl.mask_truncated": False,
+    "rl.prompts_per_step": 512, "rl.group_size": 5, "rl.minibatches": 4, "rl.epochs": 1, "rl.chat": False,
+    "rollout.engine": "vllm", "rollout.tp": 2, "rollout.num_engines": 8, "rollout.gpu_memory_utilization": 0.6,
+    "rollout.max_prompt_tokens": 512, "rollout.max_new_tokens": 1024, "rollout.temperature": 1, "rollout.top_p": 1,
+    "rollout.top_k": 0, "cluster.trainer_ranks": 16, "cluster.placement": "colocated",
+    "cluster.offload_during_rollout": ["optimizer"], "reference.cpu_offload": True,
+    "data.columns": {"answer": "reward_model.ground_truth"}, "data.long_documents": "drop",
+    "optimizer.lr": 2e-6, "optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8,
+    "optimizer.max_grad_norm": 1.0, "schedule.name": "constant",
+    # verl counts rollout steps, of four updates each
+    "schedule.warmup_steps": 20, "checkpoint.every": 80, "eval.every": 5, "eval.at_start": True, "eval.samples": 0,
+    "train.epochs": 15,
+}  # fmt: skip
+TRL = {
+    "rl.reward": ["math"], "rl.algorithm": "grpo", "rl.advantage": "grpo", "rl.advantage_norm": "none",
+    "rl.policy_loss": "ppo", "rl.clip": [0.2, 0.28], "rl.dual_clip": None, "rl.loss_aggregation": "sequence_sum",
+    "rl.kl_coef": 0.01, "rl.kl_in": "loss", "rl.kl_estimator": "k3", "rl.kl_clamp": None, "rl.kl_unbiased": True,
+    "rl.correction": "mis", "rl.correction_level": "sequence", "rl.correction_limits": [0, 3],
+    "rl.mask_truncated": True, "rl.count_masked": True,
+    # 8 a device x 8 steps of generation x 4 devices = 256 samples; an update takes 8 x 4 x 4 = 128
+    "rl.prompts_per_step": 32, "rl.group_size": 8, "rl.minibatches": 2, "rl.epochs": 2,
+    "rollout.engine": "vllm", "rollout.num_engines": 4, "rollout.gpu_memory_utilization": 0.4,
+    "rollout.max_new_tokens": 1024, "cluster.placement": "colocated", "cluster.trainer_ranks": 4,
+    "data.columns": {"answer": "solution"}, "optimizer.lr": 1e-5, "optimizer.weight_decay": 0.0,
+    "schedule.name": "linear", "schedule.warmup_ratio": 0.0, "schedule.min_lr_ratio": 0.0,
+    "train.steps": 400, "checkpoint.every": 50, "lora.rank": 32,
+}  # fmt: skip
+
+
+def test_grpo_of_verl(tmp_path: Path) -> None:
+    values, differs, _ = verl_draft(tmp_path)
+    assert {key: values.get(key) for key in VERL} == VERL
+    assert set(differs) == {"reward", "schedule of the learning rate"}  # its warm-up is the same within four updates
+    assert values["rl.algorithm"] is None  # to be confirmed
+
+
+def test_grpo_of_trl(tmp_path: Path) -> None:
+    values, differs, _ = trl_draft(tmp_path, "{}")
+    assert {key: values.get(key) for key in TRL} == TRL
+    assert not differs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected", "differing"),
+    [
+        (["algorithm.adv_estimator=rloo"], {"rl.advantage": "rloo"}, set()),
+        (["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
+         {"rl.advantage": "reinforce++", "rl.gamma": 0.9}, set()),
+        (["algorithm.adv_estimator=remax"], {"rl.advantage": "grpo"}, {"advantage"}),
+        (["algorithm.norm_adv_by_std_in_grpo=False"], {"rl.advantage_norm": "none"}, set()),
+        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"],
+         {"rl.loss_aggregation": "sequence_sum", "optimizer.eps": 1e-8 / 1024, "optimizer.max_grad_norm": 1 / 1024},
+         set()),
+        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"],
+         {"rl.loss_aggregation": "sequence_sum"}, {"aggregation of the loss"}),
+        # gspo reads no loss_agg_mode
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+         {"rl.policy_loss": "gspo", "rl.loss_aggregation": "sequence_mean"}, set()),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"], {"rl.policy_loss": "ppo"}, {"policy loss"}),
+        # no ratio is below 0
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "actor_rollout_ref.actor.clip_ratio_low=10"],
+         {"rl.policy_loss": "cispo", "rl.clip": [1, 0.28]}, set()),
+        # clip_ratio alone changes nothing: the two others have a default
+        (["actor_rollout_ref.actor.clip_ratio=0.1"], {"rl.clip": [0.2, 0.28]}, set()),
+        (["actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_low=null"],
+         {"rl.clip": [0.1, 0.28]}, set()),
+        (["algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=False"],
+         {"rl.kl_in": "reward", "rl.kl_coef": 0.001, "rl.kl_estimator": "k1", "rl.kl_clamp": None}, set()),
+        (["algorithm.use_kl_in_reward=True"], {"rl.kl_in": "loss"}, {"KL"}),
+        (["actor_rollout_ref.actor.kl_loss_type=k3+"], {"rl.kl_estimator": "k3"}, {"KL"}),
+        (["algorithm.rollout_correction.rollout_is=sequence"],
+         {"rl.correction": "tis", "rl.correction_level": "sequence", "rl.correction_limits": [0.0, 2.0]}, set()),
+        (["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2"],
+         {"rl.correction": "none"}, {"samples that are left out"}),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=5"], {"rl.correction_limits": [0.0, 5.0]}, set()),
+        (["algorithm.rollout_correction.bypass_mode=True"], {"rl.old_logprobs": "rollout"}, set()),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], {"rl.epochs": 2, "checkpoint.every": 160}, set()),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=100"], {"rl.minibatches": None}, set()),
+        (["actor_rollout_ref.rollout.top_p=0.9"], {"rollout.allow_truncated": True, "rollout.top_p": 0.9}, set()),
+        (["actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.n=4",
+          "actor_rollout_ref.rollout.val_kwargs.temperature=0.6"],
+         {"eval.samples": 4, "eval.temperature": 0.6}, set()),
+        (["custom_reward_function.path=rewards/mine.py"], {"rl.reward": ["rewards.mine:compute_score"]}, set()),
+        (["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=256"],
+         {"rl.overlong_buffer": 256, "rl.overlong_penalty": 1.0}, set()),
+        (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=10"],
+         {"rl.dynamic_sampling": 10}, set()),
+        (["algorithm.adv_estimator=gae", "critic.optim.lr=1e-5", "critic.optim.weight_decay=0.1"],
+         {"rl.advantage": "gae", "rl.advantage_norm": "batch", "rl.gae_lambda": 1.0, "critic.lr": 1e-5,
+          "critic.clip": 0.5, "optimizer.lr": 2e-6}, {"critic's head at the start", "critic.optim.weight_decay"}),
+        (["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"], {"schedule.name": "cosine"}, set()),
+        (["data.train_files=\"['a/train.parquet','b/train.parquet']\""],
+         {"data.sources": [
+             {"name": f"{name}-train", "path": f"{name}/train.parquet",
+              "columns": {"answer": "reward_model.ground_truth"}}
+             for name in "ab"
+          ], "rl.reward": None}, set()),
+    ],
+)  # fmt: skip
+def test_what_settings_of_verl_mean(
+    tmp_path: Path, overrides: list[str], expected: dict[str, Any], differing: set[str]
+) -> None:
+    values, differs, _ = verl_draft(tmp_path, *overrides)
+    assert {key: values.get(key) for key in expected} == expected
+    assert set(differs) - {"reward", "schedule of the learning rate"} == differing
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "differing"),
+    [
+        ("loss_type: grpo", {"rl.loss_aggregation": "sequence_mean"}, set()),
+        # the tokens of a rollout step's updates are counted together
+        ("loss_type: dapo", {"rl.loss_aggregation": "token_mean"}, {"aggregation of the loss"}),
+        ("{loss_type: dapo, steps_per_generation: 4}", {"rl.minibatches": 1}, set()),
+        ("loss_type: bnpo", {"rl.loss_aggregation": "token_mean"}, {"policy loss", "aggregation of the loss"}),
+        # epsilon_high is the bound itself there, and there is no lower one
+        ("{loss_type: cispo, epsilon_high: 5.0, steps_per_generation: 4}",
+         {"rl.policy_loss": "cispo", "rl.clip": [1.0, 4.0]}, set()),
+        ("{importance_sampling_level: sequence, loss_type: grpo}", {"rl.policy_loss": "gspo"}, set()),
+        ("delta: 4.0", {"rl.dual_clip": 4}, set()),
+        ("scale_rewards: batch", {"rl.advantage_norm": "batch"}, set()),
+        ("scale_rewards: true", {"rl.advantage_norm": "group"}, set()),
+        ("beta: 0.0", {"rl.kl_coef": 0.0}, set()),
+        ("use_bias_correction_kl: false", {"rl.kl_unbiased": False}, set()),
+        ("use_vllm: false", {"rollout.engine": "embedded", "rl.correction": "none"}, set()),
+        ("vllm_mode: server", {"cluster.placement": "disaggregated"}, set()),
+        ("{vllm_importance_sampling_mode: token_truncate, vllm_importance_sampling_cap: 2.0}",
+         {"rl.correction": "tis", "rl.correction_level": "token", "rl.correction_limits": [0, 2]}, set()),
+        ("{vllm_importance_sampling_mode: token_mask, vllm_importance_sampling_clip_min: 0.5}",
+         {"rl.correction": "icepop", "rl.correction_limits": [0.5, 3]}, set()),
+        ("vllm_importance_sampling_correction: false", {"rl.correction": "none"}, set()),
+        ("generation_batch_size: 512", {"rl.prompts_per_step": 64, "rl.minibatches": 4}, set()),
+        ("reward_funcs: [think_format_reward, accuracy_reward]", {"rl.reward": ["format", "math"]}, {"reward"}),
+        ("reward_funcs: [my.rewards.length]", {"rl.reward": ["my.rewards:length"]}, set()),
+        ("reward_funcs: org/reward-model", {"rl.reward": ["model:org/reward-model"]}, set()),
+        ("max_prompt_length: 256", {"rollout.max_prompt_tokens": 256}, {"prompts that are too long"}),
+        ("repetition_penalty: 1.1", {}, {"repetition_penalty"}),
+        ("sync_ref_model: true", {}, {"reference"}),
+        ("{top_p: 0.9, min_p: 0.05}", {"rollout.allow_truncated": True, "rollout.min_p": 0.05}, set()),
+    ],
+)  # fmt: skip
+def test_what_settings_of_trl_mean(tmp_path: Path, text: str, expected: dict[str, Any], differing: set[str]) -> None:
+    values, differs, _ = trl_draft(tmp_path, text)
+    assert {key: values.get(key) for key in expected} == expected
+    assert set(differs) == differing
+
+
+def test_what_the_number_of_gpus_decides_is_left_open(tmp_path: Path) -> None:
+    values, _, text = trl_draft(tmp_path, "{}", ranks=None)
+    assert values["rl.prompts_per_step"] is None and "give --nproc" in text
+
+
+def test_nothing_of_verl_is_lost_without_a_word(tmp_path: Path) -> None:
+    """Every name of a script, with many of a critic and a reward model, is taken, read or named below the draft."""
+    more = [
+        "algorithm.adv_estimator=gae", "critic.model.path=org/critic", "critic.ppo_micro_batch_size_per_gpu=8",
+        "critic.model.override_config.dropout=0", "critic.whatever=1", "reward_model.model.path=org/rm",
+        "actor_rollout_ref.rollout.unheard_of=3", "data.sampler.class_name=Mine", "algorithm.unheard_of=4",
+    ]  # fmt: skip
+    _, _, text = verl_draft(tmp_path, *more)
+    taken, _, below = text.partition("# Not taken over:")
+    below = below.replace("\n#    ", "")
+    for name in (
+        "critic.whatever", "critic.model.override_config.dropout", "reward_model.model.path", "algorithm.unheard_of",
+        "actor_rollout_ref.rollout.unheard_of", "data.sampler.class_name",
+    ):  # fmt: skip
+        assert name in below, name
+    for name, _ in leaves_of(read_script(str(FOREIGN / "verl_grpo.sh"))):
+        leaf = name.rpartition(".")[2]
+        read = verl.handles(name) or leaf in taken or name in below
+        assert read or leaf in ("nnodes", "n_gpus_per_node"), name
+
+
+def test_every_default_is_read() -> None:
+    """A name that is listed and not used would be dropped in silence."""
+    for module in (verl, trl):
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_text()
+        body = source.partition("\n}  # fmt: skip\n" if module is verl else "\n}\n")[2]
+        for name in module.DEFAULTS:
+            leaf = name.rpartition(".")[2]
+            assert leaf in body or leaf in ("horizon", "target_kl"), name
+
+
+@pytest.mark.parametrize("algorithm", ["gae", "grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_drafts_of_verl_load(tmp_path: Path, algorithm: str) -> None:
+    _, _, text = verl_draft(tmp_path, f"algorithm.adv_estimator={algorithm}", "data.val_files=null",
+                            f"data.train_files={tmp_path}/gsm8k.jsonl")  # fmt: skip
+    (tmp_path / "gsm8k.jsonl").write_text('{"prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}}\n')
+    text = re.sub(r"algorithm: null  # CONFIRM: write ([\w+]+),", r"algorithm: \1  #", text)
+    (tmp_path / "draft.yaml").write_text(text)
+    config = load_config([str(tmp_path / "draft.yaml")], ["rollout.python=/usr/bin/python3"], RlConfig)
+    assert config.rl.minibatches == 4
+
+
+def test_drafts_of_trl_load(tmp_path: Path) -> None:
+    _, _, text = trl_draft(tmp_path, "{}")
+    (tmp_path / "draft.yaml").write_text(text)
+    config = load_config([str(tmp_path / "draft.yaml")], ["rollout.python=/usr/bin/python3"], RlConfig)
+    assert config.rl.prompts_per_step == 32 and config.rl.loss_aggregation == "sequence_sum"
+
+
+@pytest.mark.parametrize("text", ["rloo_k: 2", "reward_model_path: org/rm"])
+def test_other_algorithms_of_trl_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"model_name_or_path: m\ndataset_name: d\n{text}\n")
+    with pytest.raises(Exception, match="PPO|RLOO"):
+        migrate([str(tmp_path / "a.yaml")])
