@@ -252,6 +252,25 @@ def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 def _recompute_combinations(config: Any) -> Iterator[tuple[str, str]]:
     policy = policy_of(config.model.recompute)
+    if policy is None and config.model.offload_activations != "off":
+        yield (
+            "model.offload_activations",
+            f"model.offload_activations={config.model.offload_activations} moves what recomputation keeps, and "
+            "model.recompute=none keeps nothing: set model.recompute=full, or model.offload_activations=off.",
+        )
+    if isinstance(config.model.tiled_mlp, int):
+        if config.model.compile is True:
+            yield (
+                "model.compile",
+                "model.tiled_mlp runs MLPs outside of compiled layers, which would be cut into pieces: set "
+                "model.compile=false, or model.tiled_mlp=off.",
+            )
+        if config.lora.dropout:
+            yield (
+                "model.tiled_mlp",
+                "model.tiled_mlp runs MLPs again in backward, where lora.dropout would draw other numbers: set "
+                "lora.dropout=0, or model.tiled_mlp=off.",
+            )
     if config.model.compile is True and policy is not None and policy.keeps_operations:
         yield (
             "model.compile",

@@ -42,6 +42,7 @@ SHARD_GROUPS = Range(
 RECOMPUTED = Range(
     lambda v: isinstance(v, str) or v.every >= 1, "none, full, selective, or a mapping whose `every` is 1 or more"
 )
+TILE = Range(lambda v: isinstance(v, str) or v >= 1, "auto, off, or a number of tokens from 1")
 UNITS_AHEAD = Range(
     lambda v: all(depth >= 1 for depth in (v if isinstance(v, tuple) else (v,))), "1 or more, or two such numbers"
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["attention", "collectives", "matmuls"]
 KINDS: tuple[Kind, ...] = ("attention", "collectives", "matmuls")
@@ -48,6 +48,42 @@ class RecomputePolicy:
 FULL = RecomputePolicy()
 SELECTIVE = RecomputePolicy(KINDS)
 RecomputeSetting = Literal["none", "full", "selective"] | RecomputePolicy
+Offload = Literal["off", "inputs", "kept"]
+TileSetting = Literal["auto", "off"] | int
+AUTO_TILE = 16_384  # tokens of a tile under model.tiled_mlp=auto, for rows that have at least _AUTO_TILES
+_AUTO_TILES = 4
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a run stores for backward, and where. tile: tokens for which an MLP runs at a time; None for all."""
+
+    recompute: RecomputePolicy | None
+    offload: Offload = "off"
+    tile: int | None = None
+
+    @staticmethod
+    def of(config: Any) -> Activations:
+        """As the sections `model`, `lora` and `step` of a config say."""
+        model, policy = config.model, policy_of(config.model.recompute)
+        tile = None if isinstance(model.tiled_mlp, str) else model.tiled_mlp
+        if (
+            model.tiled_mlp == "auto"
+            and policy is not None
+            and config.step.max_tokens_per_device >= _AUTO_TILES * AUTO_TILE
+            and model.compile is not True
+            and not config.lora.dropout
+        ):
+            tile = AUTO_TILE
+        return Activations(policy, model.offload_activations, tile)
+
+    @property
+    def hosted_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of results that go to the host, beside layers' inputs."""
+        return self.recompute.keep if self.offload == "kept" and self.recompute is not None else ()
+
+
+STORE_ALL = Activations(None)
 
 
 def policy_of(setting: RecomputeSetting) -> RecomputePolicy | None:

@@ -26,13 +26,14 @@ from weft.config.ranges import (
     SHARD_GROUPS,
     SHARE,
     TEMPLATE_KWARGS,
+    TILE,
     TWO_TOKENS,
     UNITS_AHEAD,
     VIDEO_LIMITS,
     Range,
     up_to,
 )
-from weft.config.recompute import RecomputeSetting
+from weft.config.recompute import Offload, RecomputeSetting, TileSetting
 from weft.config.run_schema import ProfileConfig, RunConfig, TrackConfig
 from weft.config.sources import HUB_NAME, is_hub_name
 
@@ -83,6 +84,20 @@ class ModelConfig:
         "everything of the others, as in {keep: [attention], every: 2} (docs/how-to/out-of-memory.md).",
         "none",
         within=RECOMPUTED,
+    )
+    offload_activations: Offload = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "What recomputation keeps for backward goes to the host, and comes back one layer before it is needed; copies "
+        "run beside the computation. `inputs`: the layers' inputs. `kept`: also the results that model.recompute "
+        "keeps. Gradients do not change. The host's memory is pinned; its size is said at the start.",
+        "off",
+    )
+    tiled_mlp: TileSetting = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Run the decoder's dense MLPs and shared experts over so many tokens at a time, in forward and in backward, so "
+        "that their intermediate results exist for one tile only; backward runs each tile again. Weights are gathered, "
+        "and their gradients reduced, once. `auto`: 16384 for rows of 65,536 tokens and more (model.recompute other "
+        "than none, no model.compile, no lora.dropout); `off`: never (docs/how-to/out-of-memory.md).",
+        "auto",
+        within=TILE,
     )
     router_aux_loss: Literal["none", "document", "step"] = key(
         "Load balancing of a mixture of experts, by transformers' own auxiliary loss: `document` computes it for each "

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.mesh import resolve_mesh
-from weft.config.recompute import policy_of
+from weft.config.recompute import Activations, policy_of
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.engine.config import EngineConfig
 from weft.engine.experts import check_biases
@@ -44,6 +44,7 @@ from weft.models.readouts import ReadoutSpec, check_readouts
 from weft.models.train_module import TrainModule
 from weft.models.transforms import TRANSFORMS
 from weft.ops.communicator import CPAxis
+from weft.parallel.activations import RowSharing, Saved, saved_bytes
 from weft.parallel.fsdp import InputCasts
 from weft.parallel.memory import (
     MemoryNeeds,
@@ -56,9 +57,9 @@ from weft.parallel.memory import (
     memory_needs,
 )
 from weft.parallel.mesh import Mesh, build_mesh, cp_axis, stage_group
-from weft.parallel.parallelize import Precision, StagePlan, materialize, move_buffers, parallelize
+from weft.parallel.parallelize import Precision, StagePlan, layers_of, materialize, move_buffers, parallelize
 from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, without_placeholders
-from weft.parallel.pp.schedule import DELAYED, Placement, placement_of
+from weft.parallel.pp.schedule import DELAYED, Placement, Schedule, in_flight, placement_of
 from weft.parallel.quantise import empty_groups, fill_quantised
 from weft.parallel.shards.adapter_files import fill_adapters, to_json
 from weft.parallel.shards.cuts import full_shape
@@ -267,17 +268,62 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
         adapter_config = to_json(built.lora, built.path, module)
     units, divided, pipeline = parallelize(
         module, spec.mesh, built.config, config.model, config.fsdp, spec.precision, ranks.tensors_on,
-        sequence=sequence, stages=stages, fused_norms=fuses_norms(config, ranks.device), base=config.lora.base,
+        sequence=sequence, stages=stages, activations=Activations.of(config),
+        fused_norms=fuses_norms(config, ranks.device), base=config.lora.base,
     )  # fmt: skip
     if pipeline is not None:
         require_trained(spec, pipeline, module.facts.layers)
     state = TrainingState(state_bytes_of(spec, built), config.optimizer.ema_decay is not None) if spec.trained else None
     memory = memory_needs(module, units, spec.precision, state, config.fsdp.reshard_after_forward, divided.cuts)
     room = capacity(spec.storage, local_ranks(ranks.world), ranks.assumed)
+    open_offload(spec, built, stages, context, sequence=divided.sequence)
     return ShardedModel(
         units, divided, stages, pipeline, adapter_config, context, memory, room,
         InputCasts(module, config.fsdp.cast_forward_inputs, spec.precision.compute),
     )  # fmt: skip
+
+
+def open_offload(
+    spec: EngineSpec, built: BuiltModel, stages: StagePlan | None, context: CPAxis | None, *, sequence: bool
+) -> None:
+    """Bound the host memory of activations by the formula, if they go there. Raises UserError for a family for which
+    the formula cannot be computed."""
+    config, offload = spec.config, built.module.offload
+    if offload is None:
+        return
+    try:
+        saved = saved_of(config, built, spec.mesh, context, spec.precision, sequence=sequence)
+    except Exception as error:  # of any type: some families need real values, and only shapes are computed here
+        raise UserError(
+            f"model.offload_activations: how much memory layers of {built.config.model_type} store is not known before "
+            f"they run ({type(error).__name__}): set model.offload_activations=off."
+        ) from error
+    layers, rows = rows_of_place(config.mesh.pp_schedule, stages, 0 if spec.mesh.pp is None else spec.mesh.pp.rank)
+    all_rows = stages is not None and config.mesh.pp_schedule == "GPipe"  # as many as a step has
+    size = saved.on_host(config.step.max_tokens_per_device, Activations.of(config), layers, rows)
+    offload.open(spec.ranks.device, None if all_rows else size)
+
+
+def saved_of(
+    config: EngineConfig, built: BuiltModel, mesh: Mesh, context: CPAxis | None, precision: Precision, *, sequence: bool
+) -> Saved:
+    """What a rank of this mesh stores of a row for backward. Errors of families that cannot run on meta are passed
+    on."""
+    ring, ulysses = (1, 1) if context is None else (context.ring_size, context.ulysses_size)
+    sharing, tiled = RowSharing(mesh.tp_size, ring, ulysses, sequence), Activations.of(config).tile is not None
+    return saved_bytes(built.config, precision.compute, sharing, tiled=tiled)
+
+
+def rows_of_place(schedule: Schedule, stages: StagePlan | None, place: int) -> tuple[list[int] | None, float]:
+    """(layers of the rank at this place of mesh.pp, None for all; number of rows that it stores at once, at most). With
+    several stages per rank, a row counts by the share of them that store it; GPipe stores all rows of a step, of which
+    one counts."""
+    if stages is None:
+        return None, 1.0
+    placement = stages.placement
+    # More micro-batches than 4 a stage change nothing.
+    rows = placement.chunks if schedule == "GPipe" else in_flight(schedule, placement, place, 4 * placement.stages)
+    return layers_of(stages, place), rows / placement.chunks
 
 
 def state_bytes_of(spec: EngineSpec, built: BuiltModel) -> StateBytes:
@@ -310,6 +356,7 @@ def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) 
     layer_needed = config.exact or config.deterministic or spec.mesh.pp_size > 1 or built.vision is not None
     policy = policy_of(config.model.recompute)
     layer_needed = layer_needed or (policy is not None and policy.keeps_operations) or config.lora.base != "compute"
+    layer_needed = layer_needed or Activations.of(config).tile is not None
     read = bool(ReadoutSpec.parse(readouts).hidden)
     return spec.ranks.device.type == "cuda" and spec.trained and not (precise or layers or layer_needed or read)
 

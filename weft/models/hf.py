@@ -417,6 +417,11 @@ def enable_recompute(model: PreTrainedModel, run: Callable[..., Any]) -> None:
             module._gradient_checkpointing_func = run
 
 
+def run_by(layer: nn.Module, run: Callable[..., Any]) -> None:
+    """Let a layer, but not the layers in it, run as run(layer, *args) after `enable_recompute`."""
+    layer._gradient_checkpointing_func = run
+
+
 def store_everything(layer: nn.Module) -> None:
     """Let a layer, and the layers in it, store everything for backward after `enable_recompute`."""
     for module in layer.modules():
@@ -550,6 +555,12 @@ def accepts_by_name(module: nn.Module, argument: str) -> bool:
 def recomputes(module: nn.Module) -> bool:
     """Whether the module is a layer that transformers can recompute in backward."""
     return isinstance(module, GradientCheckpointingLayer)
+
+
+def takes_one_argument(module: nn.Module) -> bool:
+    """Whether the module's forward takes one argument that has no default, and no others by position."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.kind for p in parameters if p.default is p.empty] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def accepts(module: nn.Module, argument: str) -> bool:

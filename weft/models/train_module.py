@@ -27,6 +27,7 @@ from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.communicator import FeatureExchange
 from weft.ops.divergence import Comparison, divergences
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
+from weft.ops.offload import ActivationOffload
 from weft.ops.selected import selected_logits
 
 OF_ROUTERS = ("balance", "choices", "layers")  # outputs of TrainModule.forward that are not of single predictions
@@ -245,6 +246,7 @@ class TrainModule(nn.Module):
         # Shapes of the weights that are stored in 4 bits, of all pipeline stages, and what stands for this rank's.
         self.quantised_shapes: dict[str, tuple[int, ...]] = {}
         self.quantised: dict[str, Any] = {}
+        self.offload: ActivationOffload | None = None  # of what recomputation keeps
         self.stage_ios: list[StageIO] = []  # of this rank's pipeline stages; empty for a whole model
 
     hf_model: PreTrainedModel

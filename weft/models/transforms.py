@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.config.recompute import FULL, RecomputePolicy, policy_of
+from weft.config.recompute import AUTO_TILE, FULL, Activations, Offload, RecomputePolicy
 from weft.config.schema import ModelConfig
 from weft.errors import UserError
 from weft.models import hf
@@ -24,7 +24,9 @@ from weft.models.fused_norms import fuse_norms
 from weft.models.lora import is_read_only
 from weft.models.train_module import TrainModule
 from weft.ops import fp8
+from weft.ops.offload import ActivationOffload
 from weft.ops.recompute import run_layer
+from weft.ops.tiles import run_in_tiles
 from weft.terminal import counted
 
 _ROUTERS = ("gate", "router")  # parts of names; not gate_proj
@@ -77,12 +79,54 @@ def _fp8_forward(layer: Any, x: Tensor) -> Tensor:
     return fp8.linear(x, layer.weight.to(x.dtype), layer.bias)
 
 
-def recompute_layers(policy: RecomputePolicy, module: TrainModule) -> None:
-    """Let backward run decoder layers again, and all layers of a vision tower, as the policy says."""
+def recompute_layers(policy: RecomputePolicy, module: TrainModule, offload: Offload = "off") -> None:
+    """Let backward run decoder layers again, and all layers of a vision tower, as the policy says. offload: what
+    recomputation keeps of decoder layers goes to the host."""
     hf.enable_recompute(module.hf_model, partial(run_layer, policy))
     for number, (_, layer) in enumerate(module.layers):
         if not policy.covers(number):
             hf.store_everything(layer)
+    if offload == "off":
+        return
+    transfers = module.offload = ActivationOffload(kept=offload == "kept")
+    module.register_forward_pre_hook(lambda *_: transfers.begin_row())
+    for _, layer in module.layers:
+        hf.run_by(layer, partial(run_layer, policy, offload=transfers))
+
+
+_MLPS = ("feed_forward", "ffn", "mlp", "shared_expert", "shared_experts", "shared_mlp")
+
+
+def dense_mlps(module: TrainModule) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of the decoder layers' dense MLPs and shared experts: modules of a usual name that take hidden
+    states alone, with linear layers from this width and to it."""
+    width = int(module.get_submodule(module.facts.embedding).weight.shape[1])
+    for layer, root in module.layers:
+        for name, child in root.named_modules():
+            if name.rpartition(".")[2] not in _MLPS or hasattr(child, "experts") or not hf.takes_one_argument(child):
+                continue
+            widths = [hf.linear_widths(linear) for linear in child.children() if hf.is_plain_linear(linear)]
+            if {width} <= {first for first, _ in widths} and {width} <= {last for _, last in widths}:
+                yield f"{layer}.{name}", child
+
+
+def tile_mlps(tile: int, module: TrainModule, *, required: bool = True) -> None:
+    """Make dense MLPs and shared experts run over tiles of tokens. required: raise UserError if there are none."""
+    mlps = list(dense_mlps(module))
+    if required and not mlps:
+        raise UserError(
+            "model.tiled_mlp: the decoder layers of this model have no dense MLP or shared expert that weft knows: set "
+            "model.tiled_mlp=off."
+        )
+    for _, mlp in mlps:
+        mlp.forward = partial(run_in_tiles, mlp.forward, mlp, tile)
+
+
+def describe_tiles(tile: int, module: TrainModule) -> str:
+    """For the opening lines of a run."""
+    forwards = (getattr(child, "forward", None) for child in module.modules())
+    count = sum(isinstance(forward, partial) and forward.func is run_in_tiles for forward in forwards)
+    return f"{counted(count, 'MLP')} in tiles of {tile:,} tokens" if count else ""
 
 
 _KEPT = {
@@ -92,11 +136,13 @@ _KEPT = {
 }
 
 
-def describe_recompute(policy: RecomputePolicy, module: TrainModule) -> str:
+def describe_recompute(policy: RecomputePolicy, module: TrainModule, offload: Offload = "off") -> str:
     """For the opening lines of a run: which layers are run again, and which results they take from forward."""
     layers = "run again in backward" if policy.every == 1 else f"1 in {policy.every} run again in backward"
     results = ", ".join(_KEPT[kind] for kind in policy.keep)
-    return f"{layers} (recompute)" + (f", with forward's results {results}" if results else "")
+    text = f"{layers} (recompute)" + (f", with forward's results {results}" if results else "")
+    hosted = {"off": "", "inputs": "; inputs of layers wait on the host", "kept": "; both wait on the host"}
+    return text + hosted[offload]
 
 
 def compile_layers(module: TrainModule) -> None:
@@ -132,20 +178,28 @@ class Transform(NamedTuple):
 TRANSFORMS = {
     "fp8": Transform(use_fp8, describe_fp8, exact=False, check=fp8.check),
     "fused_norms": Transform(fuse_norms, lambda module: ""),
+    "tiled_mlp": Transform(partial(tile_mlps, AUTO_TILE), partial(describe_tiles, AUTO_TILE)),
     "recompute": Transform(partial(recompute_layers, FULL), partial(describe_recompute, FULL)),
     "compile": Transform(compile_layers, lambda module: "compiled"),
 }
 
 
-def chosen_transforms(config: ModelConfig, *, fused_norms: bool) -> list[Transform]:
+def chosen_transforms(config: ModelConfig, activations: Activations, *, fused_norms: bool) -> list[Transform]:
     """The transforms of a run, in order. fused_norms: whether model.fused_norms applies on the run's device."""
-    policy, available = policy_of(config.recompute), dict(TRANSFORMS)
+    policy, tile, available = activations.recompute, activations.tile, dict(TRANSFORMS)
     chosen = {
         *config.transforms,
         *(["fused_norms"] if fused_norms else []),
         *(["compile"] if config.compile is True else []),
     }
+    if tile is not None:
+        chosen.add("tiled_mlp")
+        required = config.tiled_mlp != "auto"
+        available["tiled_mlp"] = Transform(partial(tile_mlps, tile, required=required), partial(describe_tiles, tile))
     if policy is not None:
         chosen.add("recompute")
-        available["recompute"] = Transform(partial(recompute_layers, policy), partial(describe_recompute, policy))
+        available["recompute"] = Transform(
+            partial(recompute_layers, policy, offload=activations.offload),
+            partial(describe_recompute, policy, offload=activations.offload),
+        )
     return [transform for name, transform in available.items() if name in chosen]

@@ -16,11 +16,12 @@ from weft.config import to_dict, to_yaml
 from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.paths import holds_weights
 from weft.config.presets import default_of_command
-from weft.config.recompute import policy_of
+from weft.config.recompute import Activations
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.documents import DataReport
 from weft.data.order import StepSampler
+from weft.engine.builder import rows_of_place, saved_of
 from weft.engine.describe import (
     attention_kernels,
     axis_rows,
@@ -54,11 +55,8 @@ from weft.observe.tables import (
     unit_table,
 )
 from weft.ops.attention import EXACT
-from weft.parallel.activations import RowSharing, saved_bytes
 from weft.parallel.memory import HostNeeds, hint, host_bytes, host_shortage
-from weft.parallel.parallelize import layers_of
 from weft.parallel.pp.model import Pipeline
-from weft.parallel.pp.schedule import in_flight
 from weft.parallel.quantise import describe as describe_quantised
 from weft.strict_json import plain
 from weft.terminal import Console, byte_count, clean, count, counted, say, say_folded
@@ -201,35 +199,32 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
 def _activations(engine: Engine) -> str:
     """Describes the activations that the largest row keeps for backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
-    policy = policy_of(model.recompute)
+    activations = Activations.of(engine.config)
     bound = "at most " if engine.lora is not None or model.freeze else ""
     stages, cut = engine.stages, engine.context
-    ring, ulysses = (1, 1) if cut is None else (cut.ring_size, cut.ulysses_size)
-    sharing = RowSharing(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
     try:
-        saved = saved_bytes(engine.built.config, engine.precision.compute, sharing)
+        saved = saved_of(
+            engine.config, engine.built, engine.mesh, cut, engine.precision, sequence=engine.divided.sequence
+        )
     except Exception as error:  # of any type: some families need real values, and only shapes are computed here
         return (
             f"of {tokens:,} tokens: the memory that they keep for backward is not known before they run "
             f"({type(error).__name__})"
         )
-    layers, share, of_stage = None, 1.0, ""
+    of_stage = ""
+    layers, share = rows_of_place(engine.config.mesh.pp_schedule, stages, 0)
     if stages is not None:
-        layers, placement = layers_of(stages, 0), stages.placement
-        rows_text = "each row of a step, all"
+        placement, rows_text = stages.placement, "each row of a step, all"
         if engine.config.mesh.pp_schedule != "GPipe":
-            # More micro-batches than 4 a stage change nothing.
-            rows = in_flight(engine.config.mesh.pp_schedule, placement, 0, 4 * placement.stages)
-            share = rows / placement.chunks
-            rows_text = f"{rows} rows"
+            rows_text = f"{round(share * placement.chunks)} rows"
             if placement.chunks > 1:
                 rows_text += f" in one of its {placement.chunks} stages"
         of_stage = f" on the first rank of mesh.pp, of {rows_text} at once,"
-    size = saved.bytes(tokens, recompute=policy, layers=layers, rows=share)
+    size = saved.bytes(tokens, activations, layers, share)
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
         f"of {tokens:,} tokens{row} keep{of_stage} {bound}{byte_count(size)} for backward "
-        f"(model.recompute={'none' if policy is None else policy}), counted from shapes, without the head and masks"
+        f"(model.recompute={activations.recompute or 'none'}), counted from shapes, without the head and masks"
     )
 
 
@@ -319,9 +314,13 @@ def _model_lines(
     if engine.module.quantised_shapes:
         yield f"lora     {describe_quantised(engine.module.quantised_shapes, sum(elements.values()))}"
     model = engine.config.model
-    layers = [transform.describe(engine.module) for transform in chosen_transforms(model, fused_norms=False)]
+    transforms = chosen_transforms(model, Activations.of(engine.config), fused_norms=False)
+    layers = ", ".join(filter(None, (transform.describe(engine.module) for transform in transforms)))
     if layers:
-        yield f"layers   {', '.join(layers)}"
+        yield f"layers   {layers}"
+    if (offload := engine.module.offload) is not None:
+        bound = "" if offload.limit is None else f"up to {byte_count(offload.limit)}, "
+        yield f"offload  host memory for activations: {bound}by model.offload_activations={model.offload_activations}"
     yield f"fsdp     {fsdp_line(engine)}"
     yield from update_lines(config)
     if engine.config.neftune_noise_alpha is not None:

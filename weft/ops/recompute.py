@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from weft.config.recompute import FULL, Kind, RecomputePolicy
+from weft.ops.offload import ActivationOffload, HostedLayer, HostedTensor, alias_of
 
 T = TypeVar("T")
 _NUMBERS = "numbers"  # of rows for experts, which the host waits for: every policy keeps them
@@ -37,13 +38,15 @@ _NARROW = 8
 class LayerResults:
     """What one forward of a layer keeps for its recomputation, by kind, in the order of the computation."""
 
-    def __init__(self, policy: RecomputePolicy) -> None:
-        self.policy = policy
+    def __init__(self, policy: RecomputePolicy, hosted: HostedLayer | None = None) -> None:
+        """hosted: the layer's transfers, if results go to the host."""
+        self.policy, self._hosted = policy, hosted
         self._results: dict[str, list[Any]] = {kind: [] for kind in (*policy.keep, _NUMBERS)}
 
     def append(self, kind: str, result: Any) -> None:
         """Keep a result: a tensor, or a tuple or list with tensors."""
-        self._results[kind].append(tree_map(_Stored.of, result))
+        hosted = None if kind == _NUMBERS else self._hosted
+        self._results[kind].append(tree_map(partial(_stored, hosted), result))
 
     def iterators(self) -> dict[str, Iterator[Any]]:
         """The kept results of each kind. A graph that is retained recomputes its layers at each backward, so that each
@@ -54,7 +57,8 @@ class LayerResults:
         """All kept tensors of a kind."""
         tensors: list[Tensor] = []
         for items in self._results.get(kind, []):
-            tree_map(lambda item: tensors.append(_restored(item)) if type(item) is _Stored else None, items)
+            stored = (item for item in tree_leaves(items) if type(item) in (_Stored, HostedTensor))
+            tensors += map(_restored, stored)
         return tensors
 
 
@@ -65,17 +69,20 @@ class _Stored:
     alias: Tensor
     version: int
 
-    @staticmethod
-    def of(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        # In a dispatch mode an alias counts changes in place with its tensor only if this key is not excluded.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            alias = value.detach()
-        return _Stored(alias, alias._version)
+
+def _stored(hosted: HostedLayer | None, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    on_host = None if hosted is None else hosted.hosted(value)
+    if on_host is not None:
+        return on_host
+    alias = alias_of(value)
+    return _Stored(alias, alias._version)
 
 
 def _restored(value: Any) -> Any:
+    if type(value) is HostedTensor:
+        return value.restore()
     if type(value) is not _Stored:
         return value
     if value.alias._version != value.version:
@@ -163,7 +170,7 @@ class _KeepResults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, left = _kind_of(func)
-        if kind not in self.keep:
+        if kind not in self.keep or getattr(_thread, "phase", None) is not self.phase:
             return func(*args, **(kwargs or {}))
         compute = partial(func, *args, **(kwargs or {}))
         if kind == "attention":
@@ -182,12 +189,31 @@ def _kind_of(operation: Any) -> tuple[str, int]:
 
 
 @contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Inside, a layer's results are not kept: backward runs that part of the layer by itself."""
+    before = getattr(_thread, "phase", None)
+    _thread.phase = None
+    try:
+        yield
+    finally:
+        _thread.phase = before
+
+
+@contextmanager
 def compiled_kernel() -> Iterator[None]:
     """Inside, a layer calls a function that torch compiles, which it does not do in a dispatch mode."""
     with nullcontext() if getattr(_thread, "phase", None) is None else _disable_current_modes():
         yield
 
 
-def run_layer(policy: RecomputePolicy, layer: Callable[..., Any], *args: Any) -> Any:
-    """layer(*args), which backward runs again under this policy."""
-    return checkpoint(layer, *args, use_reentrant=False, context_fn=partial(contexts, policy))
+def run_layer(
+    policy: RecomputePolicy, layer: Callable[..., Any], *args: Any, offload: ActivationOffload | None = None
+) -> Any:
+    """layer(*args), which backward runs again under this policy. offload: what recomputation keeps is stored on the
+    host until then; the first argument is the layer's hidden states."""
+    if offload is None or not torch.is_grad_enabled():
+        return checkpoint(layer, *args, use_reentrant=False, context_fn=partial(contexts, policy))
+    hosted = offload.layer(args[0])
+    results = LayerResults(policy, hosted if offload.kept else None)
+    with hosted.hidden_to_host():
+        return checkpoint(layer, *args, use_reentrant=False, context_fn=partial(contexts, policy, results))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from weft.config.recompute import KINDS, SELECTIVE, Kind, RecomputePolicy
+from weft.config.recompute import KINDS, SELECTIVE, Activations, Kind, RecomputePolicy
 from weft.models import hf
 from weft.models.train_module import StageIO, TrainModule
+from weft.models.transforms import tile_mlps
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
+from weft.ops.offload import LAYERS_IN_FLIGHT, NARROW, PAGE
 from weft.ops.recompute import LayerResults, contexts, reuse_in_recompute
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.mesh import TPAxis
@@ -48,48 +50,86 @@ class RowSharing:
 class Saved:
     """Bytes per token of a row that autograd stores on a rank. layers: in each decoder layer. passed: hidden states
     between two layers. before: in modules before the layers. after: between the layers and the head. kept: kind of
-    results -> what recomputation keeps of them in each layer."""
+    results -> what recomputation keeps of them in each layer; wide: the part of it that is wide enough to go to the
+    host, in wide_tensors tensors. tiled: what each layer's MLPs store while a tile runs, beyond `layers`; 0 for MLPs that run whole."""
 
     layers: tuple[float, ...]
     passed: float
     before: float
     after: float
     kept: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
+    wide: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
+    wide_tensors: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)
+    tiled: tuple[float, ...] = ()
 
     def bytes(
-        self,
-        tokens: int,
-        *,
-        recompute: RecomputePolicy | None,
-        layers: Sequence[int] | None = None,
-        rows: float = 1.0,
+        self, tokens: int, activations: Activations, layers: Sequence[int] | None = None, rows: float = 1.0
     ) -> int:
-        """Bytes for rows of `tokens` tokens. layers: default all. rows: rows in flight. recompute: None for no layer;
-        includes everything in the one layer that is being recomputed."""
+        """Bytes of the device for rows of `tokens` tokens. layers: default all. rows: rows in flight. Includes
+        everything in the one layer that is being recomputed."""
+        return self.after_forward(tokens, activations, layers, rows) + self.recomputed(tokens, activations, layers)
+
+    def after_forward(
+        self, tokens: int, activations: Activations, layers: Sequence[int] | None = None, rows: float = 1.0
+    ) -> int:
+        """Bytes of the device between forward and backward, for which arguments are as in `bytes`."""
         numbers = range(len(self.layers)) if layers is None else layers
-        stored = sum(self._stored(layer, recompute) for layer in numbers)
+        stored = sum(self._stored(layer, activations) for layer in numbers)
         outside = self.before + (self.after if len(self.layers) - 1 in numbers else 0.0)
-        return round(((stored + outside) * rows + self.recomputed(recompute, layers)) * tokens)
+        return round(((stored + outside) * rows + self._in_flight(numbers, activations)) * tokens)
 
-    def recomputed(self, recompute: RecomputePolicy | None, layers: Sequence[int] | None = None) -> float:
-        """Bytes per token that the largest layer stores while backward recomputes it, beyond what it has kept."""
+    def recomputed(self, tokens: int, activations: Activations, layers: Sequence[int] | None = None) -> int:
+        """Bytes that the largest layer stores while backward recomputes it, or a tile of it, beyond what is kept."""
+        numbers, recompute = range(len(self.layers)) if layers is None else layers, activations.recompute
+        tile = min(1.0, (activations.tile or 0) / max(1, tokens))
+        most = 0.0
+        for layer in numbers:
+            size = tile * self.tiled[layer] if self.tiled else 0.0
+            if recompute is not None and recompute.covers(layer):
+                size += self.layers[layer] - self._kept(layer, recompute)
+            most = max(most, size)
+        return round(most * tokens)
+
+    def moved(self, tokens: int, activations: Activations, layers: Sequence[int] | None = None) -> int:
+        """Bytes of a row that go to the host in forward, and come back in backward."""
         numbers = range(len(self.layers)) if layers is None else layers
-        if recompute is None:
-            return 0.0
-        return max((self.layers[i] - self._kept(i, recompute) for i in numbers if recompute.covers(i)), default=0.0)
+        return round(sum(self._hosted(layer, activations) for layer in numbers) * tokens)
 
-    def _stored(self, layer: int, recompute: RecomputePolicy | None) -> float:
+    def on_host(
+        self, tokens: int, activations: Activations, layers: Sequence[int] | None = None, rows: float = 1.0
+    ) -> int:
+        """Bytes of the host for rows of `tokens` tokens, each tensor of which begins a page."""
+        numbers = range(len(self.layers)) if layers is None else layers
+        covered = [layer for layer in numbers if self._hosted(layer, activations)]
+        tensors = sum(1 + sum(self.wide_tensors[kind][i] for kind in activations.hosted_kinds) for i in covered)
+        return round((self.moved(tokens, activations, layers) + tensors * PAGE) * rows)
+
+    def _stored(self, layer: int, activations: Activations) -> float:
+        recompute = activations.recompute
         if recompute is None or not recompute.covers(layer):
             return self.layers[layer]
-        return self.passed + self._kept(layer, recompute)
+        return self.passed + self._kept(layer, recompute) - self._hosted(layer, activations)
 
     def _kept(self, layer: int, recompute: RecomputePolicy) -> float:
         return sum(self.kept[kind][layer] for kind in recompute.keep if kind in self.kept)
 
+    def _hosted(self, layer: int, activations: Activations) -> float:
+        """Bytes per token of a layer that go to the host."""
+        recompute = activations.recompute
+        if activations.offload == "off" or recompute is None or not recompute.covers(layer):
+            return 0.0
+        return self.passed + sum(self.wide[kind][layer] for kind in activations.hosted_kinds if kind in self.wide)
 
-def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
+    def _in_flight(self, layers: Sequence[int], activations: Activations) -> float:
+        """Bytes per token of layers that are on the host and on the device, because copies may still run."""
+        return sum(sorted((self._hosted(layer, activations) for layer in layers), reverse=True)[:LAYERS_IN_FLIGHT])
+
+
+def saved_bytes(
+    config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing(), *, tiled: bool = False
+) -> Saved:
     """What autograd stores on a rank for a model computed in `dtype`. shared: how ranks divide a row, which is then a
-    part of one document.
+    part of one document. tiled: whether MLPs run over tiles of tokens.
 
     Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and temporary memory of
     kernels. Of layers that are built alike, one is run. Errors of families that cannot run on meta are passed on.
@@ -101,6 +141,8 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, TPAxis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
+    if tiled:
+        tile_mlps(_TOKENS // 2, module, required=False)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that numbers are not used again
     by_layer = [0] * len(firsts)
@@ -147,11 +189,21 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
         for first, count in zip(firsts, mixers, strict=True)
     )
     kept = {kind: tuple(_bytes(results[first].tensors(kind)) / _TOKENS for first in firsts) for kind in KINDS}
+    wide_results = {
+        kind: [[x for x in results[first].tensors(kind) if x.nbytes >= passed // NARROW] for first in firsts]
+        for kind in KINDS
+    }
+    wide = {kind: tuple(_bytes(tensors) / _TOKENS for tensors in layers) for kind, layers in wide_results.items()}
+    wide_tensors = {kind: tuple(map(len, layers)) for kind, layers in wide_results.items()}
     if shared.ulysses > 1:  # these hidden states, and the parts of the results that ranks sum
         kept["collectives"] = tuple(
             size + 2 * count * shared.ulysses * width for size, count in zip(kept["collectives"], mixers, strict=True)
         )
-    return Saved(per_token, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS, kept)
+    saved = Saved(per_token, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS, kept, wide, wide_tensors)
+    if not tiled:
+        return saved
+    untiled = saved_bytes(config, dtype, shared).layers
+    return replace(saved, tiled=tuple(more - less for more, less in zip(untiled, per_token, strict=True)))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from weft.config.recompute import STORE_ALL, Activations
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.experts import find_experts
@@ -85,12 +86,14 @@ def parallelize(
     *,
     sequence: bool = False,
     stages: StagePlan | None = None,
+    activations: Activations = STORE_ALL,
     fused_norms: bool = False,
     base: Literal["compute", "nf4"] = "compute",
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
     """Shard the model in place. Returns its FSDP units, the division by tp and ep, and the stages of pp.
 
-    sequence: with tp, also divide tokens between blocks. stages: None for one. fused_norms: use torch's fused RMSNorm.
+    sequence: with tp, also divide tokens between blocks. stages: None for one. activations: what layers
+    store for backward. fused_norms: use torch's fused RMSNorm.
     base: how the frozen weights under adapters are stored.
     """
     # 0. tp and ep: parameters are divided before anything else reads them.
@@ -98,7 +101,7 @@ def parallelize(
     divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
 
     # 1. Transforms: how modules compute. Before FSDP2 hooks layers, so that its hooks stay outside of compiled graphs.
-    for transform in chosen_transforms(model, fused_norms=fused_norms):
+    for transform in chosen_transforms(model, activations, fused_norms=fused_norms):
         transform.apply(module)
 
     # 2. Storage: one dtype for the masters, one for the frozen base of adapters; buffers keep theirs, because tables

@@ -39,6 +39,7 @@ from weft.models import hf
 from weft.models.cost import costs_of_layers
 from weft.models.experts import find_experts
 from weft.models.train_module import ScoreHead, TrainModule
+from weft.models.transforms import dense_mlps
 from weft.ops import nf4
 from weft.parallel.activations import RowSharing, Saved, saved_bytes
 from weft.parallel.ep.experts import strided
@@ -100,7 +101,7 @@ class Blueprint:
         self._contexts: set[tuple[bool, bool]] = set()
         self._ulysses: dict[tuple[int, int], int | None] = {}
         self._pipelines: dict[int, tuple[StagePlan, Pipeline]] = {}
-        self._saved: dict[RowSharing, Saved] = {}
+        self._saved: dict[tuple[RowSharing, bool], Saved] = {}
         self._passes: dict[RowSharing, list[LayerPasses]] = {}
         self._head_passes: dict[int, float] = {}
         self._styles: dict[int, TPPlan] = {}
@@ -271,11 +272,26 @@ class Blueprint:
             self._ulysses[cp, tp] = ulysses
         return self._ulysses[cp, tp]
 
-    def saved(self, shared: RowSharing) -> Saved:
-        """What a row keeps for backward. Errors of families that cannot run on meta are passed on."""
-        if shared not in self._saved:
-            self._saved[shared] = saved_bytes(self.built.config, self.setup.precision.compute, shared)
-        return self._saved[shared]
+    def saved(self, shared: RowSharing, *, tiled: bool = False) -> Saved:
+        """What a row keeps for backward. tiled: MLPs run over tiles of tokens. Errors of families that cannot run on
+        meta are passed on."""
+        if (shared, tiled) not in self._saved:
+            compute = self.setup.precision.compute
+            self._saved[shared, tiled] = saved_bytes(self.built.config, compute, shared, tiled=tiled)
+        return self._saved[shared, tiled]
+
+    @cached_property
+    def mlp_share(self) -> float:
+        """The share of the layers' products that MLPs have which can run over tiles of tokens."""
+        facts = self.built.flops
+        active = facts.dense + facts.expert * facts.experts_per_token / facts.experts - self.module.head.weight.numel()
+        return min(1.0, sum(p.numel() for _, mlp in dense_mlps(self.module) for p in mlp.parameters()) / active)
+
+    @cached_property
+    def largest_mlp(self) -> int:
+        """Trained elements of the largest MLP that can run over tiles of tokens."""
+        sizes = [sum(p.numel() for p in mlp.parameters() if p.requires_grad) for _, mlp in dense_mlps(self.module)]
+        return max(sizes, default=0)
 
     def passes(self, shared: RowSharing) -> list[LayerPasses]:
         """What each layer reads and writes beside products and attention; of families that cannot run on meta, as much

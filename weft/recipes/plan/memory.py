@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.config.mesh import MeshSizes
-from weft.config.recompute import RecomputePolicy, RecomputeSetting, policy_of
+from weft.config.recompute import Activations
 from weft.models.train_module import ScoreHead
 from weft.ops.head import block_bytes, tile_bytes
+from weft.ops.offload import LAYERS_IN_FLIGHT
 from weft.parallel.activations import RowSharing
 from weft.parallel.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
 from weft.parallel.pp.schedule import in_flight
@@ -33,7 +34,8 @@ class Memory:
     come from there. reduced: gradients of replicated units in the dtype in which they are reduced, which torch
     keeps until the end of backward. dequantised: a quantised weight of the base while its layer computes. keeps:
     whether one data rank keeps parameters in the compute dtype for a whole step, as it does where memory allows
-    (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`."""
+    (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`. hosted: activations on the host
+    (model.offload_activations)."""
 
     share: RankShare
     gathered: int
@@ -52,6 +54,7 @@ class Memory:
     dequantised: int = 0
     keeps: bool = False
     copies: int = 0
+    hosted: int = 0
 
     @property
     def resident(self) -> int:
@@ -61,7 +64,7 @@ class Memory:
     @property
     def on_host(self) -> int:
         """Bytes of the host while a checkpoint is written, with what is held there."""
-        return self.host + (self.share.resident if self.offloaded else 0)
+        return self.host + self.hosted + (self.share.resident if self.offloaded else 0)
 
     @property
     def fullest(self) -> int:
@@ -81,23 +84,23 @@ class Memory:
 
 
 def memory_of(
-    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: RecomputeSetting | None = None
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, activations: Activations | None = None
 ) -> Memory:
     """The memory of the rank that needs most, on the fullest stage. rows: of a step; None for rows as long as
-    step.max_tokens_per_device allows, and enough of them for a pipeline. recompute: None as model.recompute says."""
-    return max(memory_by_stage(model, mesh, rows, recompute=recompute), key=lambda memory: memory.fullest)
+    step.max_tokens_per_device allows, and enough of them for a pipeline. activations: None as the config says."""
+    return max(memory_by_stage(model, mesh, rows, activations), key=lambda memory: memory.fullest)
 
 
 def memory_by_stage(
-    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: RecomputeSetting | None = None
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, activations: Activations | None = None
 ) -> list[Memory]:
     """For each stage, the memory of the rank that holds most between steps. Arguments as in memory_of."""
-    policy = policy_of(model.config.model.recompute if recompute is None else recompute)
-    return [_of_stage(model, mesh, holdings, rows, recompute=policy) for holdings in Holdings(model, mesh).by_stage()]
+    chosen = Activations.of(model.config) if activations is None else activations
+    return [_of_stage(model, mesh, holdings, rows, chosen) for holdings in Holdings(model, mesh).by_stage()]
 
 
 def _of_stage(
-    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts | None, *, recompute: RecomputePolicy | None
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts | None, activations: Activations
 ) -> Memory:
     config, precision = model.config, model.setup.precision
     compute = precision.compute.itemsize
@@ -106,7 +109,7 @@ def _of_stage(
     memory = Memory(
         holdings,
         gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
-        unreduced=_unreduced(model, holdings, micro_batches) if model.setup.trained else 0,
+        unreduced=_unreduced(model, mesh, holdings, micro_batches, activations) if model.setup.trained else 0,
         rows=0,
         in_flight=0,
         experts=_expert_rows(model, mesh, tokens),
@@ -121,16 +124,23 @@ def _of_stage(
     if not model.setup.trained:
         return memory
     try:
-        saved = model.saved(sharing(model, mesh, rows))
+        saved = model.saved(sharing(model, mesh, rows), tiled=activations.tile is not None)
     except Exception as error:  # whatever a family does that needs values
         return replace(memory, unknown=type(error).__name__)
     layers = model.layers(mesh.pp, holdings.coordinates.pp)
     row_count = rows_in_flight(model, mesh, holdings.coordinates.pp, micro_batches)
-    exchanged = _kept_rows(model, mesh, tokens, layers, recompute)
-    bytes_of_row = saved.bytes(tokens, recompute=recompute, layers=layers) + exchanged
-    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=row_count) + round(exchanged * row_count)
-    recomputed = round(saved.recomputed(recompute, layers) * tokens)
-    memory = replace(memory, rows=bytes_of_row, in_flight=all_rows - bytes_of_row, recomputed=recomputed)
+    exchanged = kept_rows(model, mesh, tokens, layers, activations)
+    moved = exchanged if activations.offload == "kept" else list[int]()
+    stays = sum(sorted(moved, reverse=True)[:LAYERS_IN_FLIGHT]) if moved else sum(exchanged)
+    bytes_of_row = saved.bytes(tokens, activations, layers) + stays
+    all_rows = saved.bytes(tokens, activations, layers, row_count) + round(stays * (1 if moved else row_count))
+    memory = replace(
+        memory,
+        rows=bytes_of_row,
+        in_flight=all_rows - bytes_of_row,
+        recomputed=saved.recomputed(tokens, activations, layers),
+        hosted=saved.on_host(tokens, activations, layers, row_count) + round(sum(moved) * row_count),
+    )
     freed = sum(count for count, keep in units if not keep) * compute
     if not _keeps(model, mesh, memory.fullest + freed):
         return memory
@@ -189,11 +199,16 @@ def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowShar
     return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
 
 
-def _unreduced(model: Blueprint, holdings: RankShare, micro_batches: int | None) -> int:
+def _unreduced(
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batches: int | None, activations: Activations
+) -> int:
     """Bytes of unreduced gradients of the largest unit: in the compute dtype, as autograd makes them, and as they are
-    sent. With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
+    sent; of an MLP that runs over tiles, in fp32, too. With fsdp.reduce=last, gradients of all units stay unreduced
+    until the step's last micro-batch."""
     precision, trained = model.setup.precision, [unit for unit in holdings.units if unit.trained]
     largest = max((_unreduced_of(unit, precision.compute, precision.reduce) for unit in trained), default=0)
+    if activations.tile is not None and precision.compute.itemsize < 4:
+        largest += 4 * model.largest_mlp // mesh.tp
     if model.config.fsdp.reduce == "last" and micro_batches != 1:
         return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
     return largest
@@ -251,14 +266,16 @@ def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     return 2 * tokens * rows_of_a_token(model) * model.text.hidden_size * model.setup.precision.compute.itemsize
 
 
-def _kept_rows(
-    model: Blueprint, mesh: MeshSizes, tokens: int, layers: Sequence[int], recompute: RecomputePolicy | None
-) -> int:
-    """Bytes of the rows that came from experts of other ranks, and back, which recomputation keeps."""
+def kept_rows(
+    model: Blueprint, mesh: MeshSizes, tokens: int, layers: Sequence[int], activations: Activations
+) -> list[int]:
+    """For each layer with experts, the bytes of the rows that came from experts of other ranks, and back, which
+    recomputation keeps."""
+    recompute = activations.recompute
     if recompute is None or "collectives" not in recompute.keep:
-        return 0
+        return []
     chosen = {layer for layer in layers if recompute.covers(layer)}
-    return _expert_rows(model, mesh, tokens) * sum(model.layer_of(name) in chosen for name in model.experts)
+    return [_expert_rows(model, mesh, tokens) for name in model.experts if model.layer_of(name) in chosen]
 
 
 def rows_of_a_token(model: Blueprint) -> int:

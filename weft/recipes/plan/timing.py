@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weft.config.mesh import MeshSizes
-from weft.config.recompute import RecomputePolicy, RecomputeSetting, policy_of
+from weft.config.recompute import STORE_ALL, Activations
 from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.holdings import Holdings, RankShare
 from weft.recipes.plan.machines import Machine
-from weft.recipes.plan.memory import gathered_part, last_place, memory_by_stage, sharing
+from weft.recipes.plan.memory import gathered_part, kept_rows, last_place, memory_by_stage, sharing
 from weft.recipes.plan.rows import RowFacts
 from weft.recipes.plan.traffic import Transfer, transfers
 
@@ -91,14 +91,16 @@ class _Work:
 
 
 def time_of(
-    model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, *, recompute: RecomputeSetting | None = None
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, activations: Activations | None = None
 ) -> StepTime:
-    """The time of a step of these rows."""
-    policy = policy_of(model.config.model.recompute if recompute is None else recompute)
+    """The time of a step of these rows. activations: None as the config says."""
+    chosen = Activations.of(model.config) if activations is None else activations
     holdings = Holdings(model, mesh).by_stage()
-    moved = [transfers(model, mesh, stage_holdings, rows.load, recompute=policy) for stage_holdings in holdings]
+    moved = [
+        transfers(model, mesh, stage_holdings, rows.load, recompute=chosen.recompute) for stage_holdings in holdings
+    ]
     works = [
-        _work(model, mesh, stage_holdings, rows, machine, transfers_of_stage, policy)
+        _work(model, mesh, stage_holdings, rows, machine, transfers_of_stage, chosen)
         for stage_holdings, transfers_of_stage in zip(holdings, moved, strict=True)
     ]
     shares = rows.shares
@@ -126,7 +128,7 @@ def forward_seconds(model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: 
     works = [
         _work(
             model, mesh, stage_holdings, rows, machine,
-            transfers(model, mesh, stage_holdings, rows.load, recompute=None), None,
+            transfers(model, mesh, stage_holdings, rows.load, recompute=None), STORE_ALL,
         )
         for stage_holdings in Holdings(model, mesh).by_stage()
     ]  # fmt: skip
@@ -141,15 +143,16 @@ def _work(
     rows: RowFacts,
     machine: Machine,
     moved: Sequence[Transfer],
-    recompute: RecomputePolicy | None,
+    activations: Activations,
 ) -> _Work:
-    linear, attention = _flops(model, mesh, holdings.coordinates.pp, rows, recompute=recompute)
+    linear, attention = _flops(model, mesh, holdings.coordinates.pp, rows, activations)
     per_row = 1.0 / rows.load.micro_batches
     seconds = defaultdict[tuple[str, bool], float](float)
     for transfer in moved:
         seconds[transfer.phase, transfer.hidden] += transfer.seconds(machine) * per_row
-    passes, launching = _passes(model, mesh, holdings, rows, machine, recompute=recompute)
-    copies, hosted = _copies(model, mesh, holdings, rows, machine, recompute=recompute)
+    passes, launching = _passes(model, mesh, holdings, rows, machine, activations)
+    copies, hosted = _copies(model, mesh, holdings, rows, machine, activations)
+    moved_out = _hosted_seconds(model, mesh, holdings, rows, machine, activations)
     return _Work(
         linear=(linear[0] / (machine.peak * machine.matmul), linear[1] / (machine.peak * machine.matmul)),
         attention=(
@@ -160,9 +163,24 @@ def _work(
         copies=copies,
         open=(seconds["forward", False], seconds["backward", False]),
         gathers=(seconds["forward", True], seconds["backward", True]),
-        hosted=hosted,
+        hosted=(hosted[0] + moved_out, hosted[1] + moved_out),
         launching=launching,
     )
+
+
+def _hosted_seconds(
+    model: Blueprint, mesh: MeshSizes, holdings: RankShare, rows: RowFacts, machine: Machine, activations: Activations
+) -> float:
+    """Seconds in which activations of a row go to the host, and as many in which they come back."""
+    if activations.offload == "off":
+        return 0.0
+    tokens, layers = round(rows.load.tokens / rows.load.micro_batches), model.layers(mesh.pp, holdings.coordinates.pp)
+    try:
+        saved = model.saved(sharing(model, mesh, rows), tiled=activations.tile is not None)
+    except Exception:  # whatever a family does that needs values
+        return 0.0
+    size = saved.moved(tokens, activations, layers) + sum(kept_rows(model, mesh, tokens, layers, activations))
+    return size / (machine.host * machine.moved)
 
 
 def _passes(
@@ -171,15 +189,14 @@ def _passes(
     holdings: RankShare,
     rows: RowFacts,
     machine: Machine,
-    *,
-    recompute: RecomputePolicy | None,
+    activations: Activations,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of passes over tensors of a row's layers and head, the same of launching all of its
     operations). A pipeline's last stage has the head."""
     load, passes = rows.load, model.passes(sharing(model, mesh, rows))
     tokens = load.tokens / load.micro_batches
     stage_passes = [passes[layer] for layer in model.layers(mesh.pp, holdings.coordinates.pp)]
-    recomputed = 0.0 if recompute is None else 1.0 / recompute.every
+    recomputed = 0.0 if activations.recompute is None else 1.0 / activations.recompute.every
     ahead = sum(layer.forward.bytes for layer in stage_passes)
     back = sum(layer.backward.bytes for layer in stage_passes) + recomputed * ahead
     operations = sum(layer.forward.operations for layer in stage_passes)
@@ -203,8 +220,7 @@ def _copies(
     holdings: RankShare,
     rows: RowFacts,
     machine: Machine,
-    *,
-    recompute: RecomputePolicy | None,
+    activations: Activations,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of FSDP2's copies for a row, (forward, backward) seconds of copies between host and
     accelerator that computing hides).
@@ -219,9 +235,7 @@ def _copies(
     trains, further = model.setup.trained, rows.load.micro_batches > 1
     single_rank = mesh.dp_replicate * mesh.shards == 1
     working_copies = (
-        single_rank
-        and trains
-        and memory_by_stage(model, mesh, rows, recompute=recompute)[holdings.coordinates.pp].keeps
+        single_rank and trains and memory_by_stage(model, mesh, rows, activations)[holdings.coordinates.pp].keeps
     )
     per_row = 1.0 / rows.load.micro_batches if working_copies else 1.0
     copied, waited, hidden = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # bytes; bytes from the host, with and without waiting
@@ -250,7 +264,7 @@ def _copies(
 
 
 def _flops(
-    model: Blueprint, mesh: MeshSizes, stage: int, rows: RowFacts, *, recompute: RecomputePolicy | None
+    model: Blueprint, mesh: MeshSizes, stage: int, rows: RowFacts, activations: Activations
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) FLOPs of matrices, the same of attention) of a rank of a stage, for a row of the cost
     RowFacts.dearest. Recomputed layers count again, in backward."""
@@ -265,8 +279,11 @@ def _flops(
     attending = of_rank * (1 - rows.linear) * len(stage_layers) / len(layer_costs)
     trained = linear * (layers + of_head)
     forward, backward = trained * ahead, trained * (1 - ahead)
-    if recompute is not None:
-        backward += linear * layers * ahead * recompute.repeated("matmuls")
+    recompute = activations.recompute
+    repeated = 0.0 if recompute is None else recompute.repeated("matmuls")
+    if activations.tile is not None:  # tiles run again, whether their layer does or not
+        repeated += model.mlp_share * (1.0 - repeated)
+    backward += linear * layers * ahead * repeated
     if last and (mesh.tp > 1 or model.samples):  # logits are computed twice
         backward += linear * of_head * ahead
     attended = 2.0 + (0.0 if recompute is None else recompute.repeated("attention"))

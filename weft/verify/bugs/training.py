@@ -348,7 +348,9 @@ def recompute_ignored(plant: Plant, original: Original, model: Any, run: Any) ->
     "recomputation of a layer gets its inputs in another precision than its forward had",
     caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#3513", needs="model.recompute=full",
 )  # fmt: skip
-def recompute_in_low_precision(plant: Plant, original: Original, policy: Any, layer: Any, *args: Any) -> Any:
+def recompute_in_low_precision(
+    plant: Plant, original: Original, policy: Any, layer: Any, *args: Any, **kwargs: Any
+) -> Any:
     forwards = count()
 
     def run(hidden: Any, *inputs: Any) -> Any:
@@ -357,7 +359,7 @@ def recompute_in_low_precision(plant: Plant, original: Original, policy: Any, la
             hidden = hidden.bfloat16().to(hidden.dtype)
         return layer(hidden, *inputs)
 
-    return original(policy, run, *args)
+    return original(policy, run, *args, **kwargs)
 
 
 @bug(
