@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weft.config.recompute import RecomputePolicy, policy_of
+from weft.config.recompute import Activations, RecomputePolicy
 from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
@@ -40,6 +40,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recompute: selective": {"model": {"recompute": "selective"}},
     "recompute: {keep: [attention]}": {"model": {"recompute": RecomputePolicy(("attention",))}},
     "recompute: full": {"model": {"recompute": "full"}},
+    "full, offload: inputs": {"model": {"recompute": "full", "offload_activations": "inputs"}},
+    "selective, offload: kept": {"model": {"recompute": "selective", "offload_activations": "kept"}},
+    "none, tiled_mlp: 1024": {"model": {"recompute": "none", "tiled_mlp": 1024}},
+    "full, tiled_mlp: 1024": {"model": {"recompute": "full", "tiled_mlp": 1024}},
+    "full, tiled_mlp: 4096": {"model": {"recompute": "full", "tiled_mlp": 4096}},
     "lora, full": {"model": {"recompute": "full"}, "lora": {"rank": 16}},
     "lora, full, base: nf4": {"model": {"recompute": "full"}, "lora": {"rank": 16, "base": "nf4"}},
 }
@@ -113,8 +118,9 @@ def measure(path: str, tokens: int, setting: dict[str, Any]) -> Measured:
     before, _ = resident()
     seconds = step(engine, documents)
     _, peak = resident()
-    saved = saved_bytes(engine.built.config, engine.precision.compute)
-    kept = saved.bytes(tokens, recompute=policy_of(engine.config.model.recompute))
+    activations = Activations.of(engine.config)
+    saved = saved_bytes(engine.built.config, engine.precision.compute, tiled=activations.tile is not None)
+    kept = saved.bytes(tokens, activations)
     return Measured(kept, sum(p.numel() * p.element_size() for p in engine.module.parameters()), peak - before, seconds)
 
 

@@ -373,6 +373,7 @@ def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:
 
 OUT_OF_RANGE = {
     "model.recompute": "{every: 0}",
+    "model.tiled_mlp": "0",
     "data.workers": "0",
     "data.max_row_bytes": "0",
     "data.max_image_pixels": "0",

@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.support.cases import saved_model
-from weft.config.recompute import FULL, KINDS, SELECTIVE, RecomputePolicy
+from weft.config.recompute import FULL, SELECTIVE, STORE_ALL, Activations, RecomputePolicy
 from weft.engine.batch.document import Document, DocumentMeta
 from weft.engine.batch.rows import build_row, cut_row
 from weft.engine.selfcheck.architecture import hidden_of, implementation
@@ -23,16 +24,20 @@ from weft.engine.selfcheck.harness import in_threads
 from weft.engine.step_plan.plan import plan_step
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.models.transforms import recompute_layers
+from weft.models.transforms import recompute_layers, tile_mlps
 from weft.ops.attention_call import Bounds
-from weft.ops.recompute import LayerResults
+from weft.ops.recompute import LayerResults, _Stored
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.activations import RowSharing, saved_bytes
 from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.divide import tensor_parallel
 
 TOKENS = 192
-POLICIES = (FULL, SELECTIVE, RecomputePolicy(("attention",)), RecomputePolicy(("matmuls",), 2))
+MODES = (
+    *map(Activations, (FULL, SELECTIVE, RecomputePolicy(("attention",)), RecomputePolicy(("matmuls",), 2))),
+    Activations(FULL, "inputs"), Activations(SELECTIVE, "kept"), Activations(SELECTIVE, "kept", tile=50),
+    Activations(None, tile=50),
+)  # fmt: skip
 
 
 def build(path: str, dtype: torch.dtype) -> TrainModule:
@@ -42,14 +47,18 @@ def build(path: str, dtype: torch.dtype) -> TrainModule:
     return TrainModule(hf.build_random(copy.deepcopy(config), dtype=dtype, attention=attention, seed=0).train())
 
 
-def kept(path: str, dtype: torch.dtype, policy: RecomputePolicy | None) -> int:
-    """Bytes, of one document of so many tokens, with weft's own attention."""
+def kept(path: str, dtype: torch.dtype, mode: Activations) -> tuple[int, int]:
+    """(Bytes of the device, bytes that went to the host), of one document of so many tokens, with weft's own
+    attention."""
     module = build(path, dtype)
-    if policy is not None:
-        recompute_layers(policy, module)
+    if mode.tile is not None:
+        tile_mlps(mode.tile, module, required=False)
+    if mode.recompute is not None:
+        recompute_layers(mode.recompute, module, mode.offload)
     ids = [torch.arange(TOKENS) % module.head.weight.shape[0]]
     bounds = Bounds.packed((TOKENS,), torch.device("cpu"))
-    return kept_by(module, lambda: hidden_of(module, ids, "packed", bounds))
+    size = kept_by(module, lambda: hidden_of(module, ids, "packed", bounds))
+    return size, 0 if module.offload is None else module.offload.traffic.bytes
 
 
 def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
@@ -72,9 +81,13 @@ def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
     with hooks, mock.patch.object(LayerResults, "append", watched):
         out = forward()
     for of_layer in results:
-        for kind in KINDS:
-            for tensor in of_layer.tensors(kind):
-                keep(tensor)
+        for item in tree_leaves(list(of_layer._results.values())):
+            if isinstance(item, _Stored):
+                keep(item.alias)
+    for layer in () if module.offload is None else module.offload._flying:
+        for item in layer._alive():
+            if item._source is not None:
+                keep(item._source)
     del out
     return sum(storage.nbytes() for storage in found.values())
 
@@ -91,12 +104,16 @@ def test_what_is_foreseen_is_kept(family: str, dtype: torch.dtype) -> None:
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
     saved = saved_bytes(config, dtype)
-    foreseen = saved.bytes(TOKENS, recompute=None)
-    assert foreseen == pytest.approx(kept(path, dtype, None), rel=0.1)
-    assert saved.bytes(2 * TOKENS, recompute=None) == pytest.approx(2 * foreseen, rel=1e-3)
-    for policy in POLICIES:
-        after_forward = saved.bytes(TOKENS, recompute=policy) - round(saved.recomputed(policy) * TOKENS)
-        assert abs(after_forward - kept(path, dtype, policy)) <= saved.passed * TOKENS + 300, policy  # one tensor
+    foreseen = saved.bytes(TOKENS, STORE_ALL)
+    assert foreseen == pytest.approx(kept(path, dtype, STORE_ALL)[0], rel=0.1)
+    assert saved.bytes(2 * TOKENS, STORE_ALL) == pytest.approx(2 * foreseen, rel=1e-3)
+    tiled = saved_bytes(config, dtype, tiled=True)
+    for mode in MODES:
+        figures = saved if mode.tile is None else tiled
+        on_device, sent = kept(path, dtype, mode)
+        close = 0.1 * foreseen if mode.recompute is None else saved.passed * TOKENS + 300  # one tensor
+        assert abs(figures.after_forward(TOKENS, mode) - on_device) <= close, mode
+        assert sent == figures.moved(TOKENS, mode), mode
 
 
 def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:
@@ -141,9 +158,9 @@ def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
 def test_what_ranks_of_tp_keep_is_foreseen(family: str, dtype: torch.dtype) -> None:
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
-    foreseen = saved_bytes(config, dtype, RowSharing(tp=2)).bytes(TOKENS, recompute=None)
+    foreseen = saved_bytes(config, dtype, RowSharing(tp=2)).bytes(TOKENS, STORE_ALL)
     assert foreseen == pytest.approx(kept_divided(path, dtype, 2), rel=0.1)
-    assert foreseen < 0.85 * saved_bytes(config, dtype).bytes(TOKENS, recompute=None)
+    assert foreseen < 0.85 * saved_bytes(config, dtype).bytes(TOKENS, STORE_ALL)
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
@@ -152,7 +169,7 @@ def test_what_ranks_of_cp_keep_is_foreseen(ring: int, ulysses: int) -> None:
     path = saved_model("qwen3")
     config = hf.without_noise(hf.read_config(path))
     shared = RowSharing(ring=ring, ulysses=ulysses)
-    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // (ring * ulysses), recompute=None)
+    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // (ring * ulysses), STORE_ALL)
     assert foreseen == pytest.approx(kept_of_a_part(path, ring, ulysses), rel=0.1)
 
 
@@ -162,7 +179,7 @@ def test_what_ranks_of_cp_keep_of_layers_that_carry_state_is_foreseen(family: st
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
     shared = RowSharing(ulysses=ranks)
-    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // ranks, recompute=None)
+    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // ranks, STORE_ALL)
     assert foreseen == pytest.approx(kept_of_a_part(path, 1, ranks), rel=0.1)
 
 

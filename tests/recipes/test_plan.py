@@ -25,7 +25,7 @@ from weft.config import SftConfig, load_config
 from weft.config.distill_schema import DistillConfig
 from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, fewest_ranks, resolve_mesh
-from weft.config.recompute import policy_of
+from weft.config.recompute import FULL, Activations, policy_of
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import MeshConfig
 from weft.engine.batch.document import Document
@@ -357,7 +357,7 @@ def test_the_parts_of_a_step_add_up(mesh: dict[str, int]) -> None:
     computing = sum(part.waits for part in time.parts if part.name in ("matrices", "attention", "uneven rows"))
     peak = machine().peak * machine().matmul
     assert rows.flops / sizes.world / peak <= computing + 1e-12
-    assert time_of(model, sizes, rows, machine(), recompute="full").seconds >= time.seconds
+    assert time_of(model, sizes, rows, machine(), Activations(FULL)).seconds >= time.seconds
 
 
 # ---------------------------------------------------------------- what a step costs beside products

@@ -76,7 +76,7 @@ class _Tiles(torch.autograd.Function):
 
 
 class Sums:
-    """Sums of the gradients that tiles give to weights, in fp32."""
+    """Sums of the gradients that tiles give to weights, in fp32 at least."""
 
     def __init__(self, weights: tuple[Tensor, ...]) -> None:
         self._dtypes = [weight.dtype for weight in weights]
@@ -87,7 +87,8 @@ class Sums:
         for index, gradient in enumerate(gradients):
             total = self._totals[index]
             if gradient is not None:
-                self._totals[index] = gradient.float() if total is None else total.add_(gradient)
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                self._totals[index] = wide if total is None else total.add_(gradient)
 
     def totals(self) -> list[Tensor | None]:
         """The sums, in the weights' dtypes."""

@@ -50,8 +50,9 @@ class RowSharing:
 class Saved:
     """Bytes per token of a row that autograd stores on a rank. layers: in each decoder layer. passed: hidden states
     between two layers. before: in modules before the layers. after: between the layers and the head. kept: kind of
-    results -> what recomputation keeps of them in each layer; wide: the part of it that is wide enough to go to the
-    host, in wide_tensors tensors. tiled: what each layer's MLPs store while a tile runs, beyond `layers`; 0 for MLPs that run whole."""
+    results -> what recomputation keeps of them in each layer. wide: the part of it that may go to the host, in
+    wide_tensors tensors. tiled: what each layer's MLPs store while a tile runs, beyond `layers`; 0 for MLPs that run
+    whole."""
 
     layers: tuple[float, ...]
     passed: float

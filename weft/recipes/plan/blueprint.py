@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -108,6 +110,18 @@ class Blueprint:
         self._kinds: dict[int, tuple[list[Weight], list[int]]] = {}
         self._units: dict[tuple[int, bool], tuple[Units, ...]] = {}
         self._shared: dict[tuple[int, int], list[Weight]] = {}
+        self.shares: dict[MeshSizes, list[Any]] = {}  # of holdings.py
+
+    def with_settings(self, config: EngineConfig) -> Blueprint:
+        """The same model under a config that differs in how memory is used: state of the optimizer, storage of the base
+        and of shards, activations."""
+        other = copy.copy(self)
+        other.config = config
+        other.setup = make_spec(replace(config, mesh=MeshConfig()), self.setup.ranks, self.setup.mesh)
+        for name in ("weights", "stored"):
+            other.__dict__.pop(name, None)
+        other._kinds, other._units, other._shared, other.shares = {}, {}, {}, {}
+        return other
 
     @property
     def text(self) -> PretrainedConfig:

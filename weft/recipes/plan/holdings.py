@@ -80,6 +80,13 @@ class RankShare:
         return self.weights + self.gradients + self.optimizer + self.average
 
 
+def shares_by_stage(model: Blueprint, mesh: MeshSizes) -> list[RankShare]:
+    """For each stage, the holdings of the rank that holds most between steps."""
+    if mesh not in model.shares:
+        model.shares[mesh] = Holdings(model, mesh).by_stage()
+    return model.shares[mesh]
+
+
 class Holdings:
     """What the ranks of one mesh hold of one model."""
 

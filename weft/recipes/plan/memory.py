@@ -17,7 +17,7 @@ from weft.parallel.activations import RowSharing
 from weft.parallel.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
 from weft.parallel.pp.schedule import in_flight
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.holdings import Holdings, RankShare, UnitShare
+from weft.recipes.plan.holdings import RankShare, UnitShare, shares_by_stage
 from weft.recipes.plan.rows import RowFacts
 from weft.upstream import HSDP_BUFFERS
 
@@ -96,7 +96,7 @@ def memory_by_stage(
 ) -> list[Memory]:
     """For each stage, the memory of the rank that holds most between steps. Arguments as in memory_of."""
     chosen = Activations.of(model.config) if activations is None else activations
-    return [_of_stage(model, mesh, holdings, rows, chosen) for holdings in Holdings(model, mesh).by_stage()]
+    return [_of_stage(model, mesh, holdings, rows, chosen) for holdings in shares_by_stage(model, mesh)]
 
 
 def _of_stage(

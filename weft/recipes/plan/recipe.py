@@ -25,6 +25,7 @@ from weft.launch.options import PlanOptions
 from weft.models import hf
 from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_readings
 from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.choices import Choice
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.memory import Memory, memory_by_stage
 from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows
@@ -57,7 +58,7 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
             lengths.prefix,
         )  # fmt: skip
         result = search(problem)
-        show_search(model, result, options.ranks, lengths, machine, longer(config, options.length))
+        show_search(model, result, options.ranks, lengths, machine, Choice.of(config), longer(config, options.length))
         if names := ", ".join(beside.name for beside in models_beside(config, engine) if beside.config is not None):
             say(f"note     the search leaves out {names}: `weft plan` with a proposed mesh counts what they hold")
         return

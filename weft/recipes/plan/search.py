@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from weft.config.mesh import MeshSizes
 from weft.config.validate import check_config
@@ -16,6 +16,7 @@ from weft.errors import UserError, first_line
 from weft.models.flops import document_flops
 from weft.parallel.pp.schedule import DELAYED, placement_of
 from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.choices import Choice, choices
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory, memory_of, rows_of_a_token
 from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
@@ -68,12 +69,14 @@ class Search:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A mesh that fits. budget: step.max_tokens_per_device. limit: the part of a step that limits its speed, and
+    """A mesh that fits. budget: step.max_tokens_per_device. choice: the settings of memory, of which `lossy` are not
+    exact and not the config's own. limit: the part of a step that limits its speed, and
     "memory" if that is nearly full."""
 
     mesh: MeshSizes
     budget: int
-    recompute: Literal["none", "selective", "full"]
+    choice: Choice
+    lossy: int
     memory: Memory
     time: StepTime
     limit: str
@@ -96,31 +99,35 @@ class SearchResult:
 def search(problem: Search) -> SearchResult:
     """Try meshes in the order of their lower bounds of time, until no other can be among the best, or _MOST_TRIED were
     tried."""
-    result, rows_cache = SearchResult(), dict[object, RowFacts]()
+    result, rows_cache, variants = SearchResult(), dict[object, RowFacts](), dict[object, Blueprint]()
     room = problem.machine.accelerator.memory * problem.machine.usable
     bounds = [(_least_seconds(problem, mesh), mesh) for mesh in meshes(problem)]
     result.meshes = len(bounds)
     for lower_bound, mesh in sorted(bounds, key=lambda pair: pair[0]):
-        if result.tried == _MOST_TRIED or (len(result.best) == BEST and lower_bound >= result.best[-1].time.seconds):
+        done = len(result.best) == BEST and not result.best[-1].lossy
+        if result.tried == _MOST_TRIED or (done and lower_bound >= result.best[-1].time.seconds):
             break
         result.tried += 1
         try:
             _check(problem, mesh)
             budget = _budget(problem, mesh)
-            proposal = _proposal(problem, mesh, budget, _rows(problem, mesh, budget, rows_cache), room)
+            rows = _rows(problem, mesh, budget, rows_cache)
+            proposals = _proposals(problem, mesh, budget, rows, room, variants)
         except UserError as error:
             reason = first_line(error)
             result.refused[reason] = result.refused.get(reason, 0) + 1
             continue
-        if isinstance(proposal, Proposal):
-            result.best = sorted(
-                [*result.best, proposal], key=lambda candidate: (candidate.time.seconds, candidate.memory.fullest)
-            )[:BEST]
+        if isinstance(proposals, list):
+            result.best = sorted([*result.best, *proposals], key=_rank)[:BEST]
             continue
         result.too_large += 1
-        if result.nearest is None or proposal.fullest < result.nearest[1].fullest:
-            result.nearest = mesh, proposal
+        if result.nearest is None or proposals.fullest < result.nearest[1].fullest:
+            result.nearest = mesh, proposals
     return result
+
+
+def _rank(proposal: Proposal) -> tuple[int, float, int]:
+    return proposal.lossy, proposal.time.seconds, proposal.memory.fullest
 
 
 def _least_seconds(problem: Search, mesh: MeshSizes) -> float:
@@ -231,18 +238,47 @@ def _rows(problem: Search, mesh: MeshSizes, budget: int, cache: dict[object, Row
     return cache[key]
 
 
-_FASTEST_FIRST: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+def _proposals(
+    problem: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float, variants: dict[object, Blueprint]
+) -> list[Proposal] | Memory:
+    """Proposals for this mesh, each with the settings that take least time of those that fit: exact ones on the
+    accelerator; where none fit, exact ones with shards on the host, and lossy ones. Otherwise the least memory that it
+    would need."""
+    least: Memory | None = None
+    stated = Choice.of(problem.config)
+    proposals: list[Proposal] = []
+    for group in choices(problem.config, adapters=problem.model.built.lora is not None):
+        model = _variant(problem, group[0][0], variants)
+        if model is None:
+            continue
+        fitting: list[tuple[StepTime, Memory, Choice]] = []
+        for options in group:
+            for choice in options:
+                memory = memory_of(model, mesh, rows, choice.activations)
+                if least is None or memory.fullest < least.fullest:
+                    least = memory
+                if memory.fullest <= room:  # the other options of this policy take more time
+                    fitting.append((time_of(model, mesh, rows, problem.machine, choice.activations), memory, choice))
+                    break
+            if fitting and fitting[-1][2] is options[0]:
+                break  # and so do the other policies
+        if not fitting:
+            continue
+        time, memory, choice = min(fitting, key=lambda option: (option[0].seconds, option[1].fullest))
+        limit = time.limit if memory.fullest < 0.9 * room else f"memory, {time.limit}"
+        proposals.append(Proposal(mesh, budget, choice, choice.lossy(stated), memory, time, limit))
+        if choice.cpu_offload == stated.cpu_offload:
+            break
+    assert least is not None
+    return proposals or least
 
 
-def _proposal(problem: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float) -> Proposal | Memory:
-    """A proposal for this mesh, with as little recomputation as possible; the memory that it would need, if it does not
-    fit."""
-    model, memory = problem.model, None
-    for recompute in _FASTEST_FIRST:
-        memory = memory_of(model, mesh, rows, recompute=recompute)
-        if memory.fullest <= room:
-            time = time_of(model, mesh, rows, problem.machine, recompute=recompute)
-            limit = time.limit if memory.fullest < 0.9 * room else f"memory, {time.limit}"
-            return Proposal(mesh, budget, recompute, memory, time, limit)
-    assert memory is not None
-    return memory
+def _variant(problem: Search, choice: Choice, variants: dict[object, Blueprint]) -> Blueprint | None:
+    """The model under these settings; None if the config refuses them."""
+    key = choice.cpu_offload, choice.state_dtype, choice.base
+    if key not in variants:
+        config = choice.apply(problem.config)
+        if check_config(config) and not check_config(problem.config):
+            return None
+        variants[key] = problem.model.with_settings(choice.apply(problem.model.config))
+    return variants[key]

@@ -11,6 +11,7 @@ from weft.config.mesh import MeshSizes
 from weft.engine.step_plan.plan import StepPlan
 from weft.observe.tables import EngineRow, engine_table, new_table, show
 from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.choices import NOTHING_SAVED, Choice
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory
 from weft.recipes.plan.rows import StepLengths
@@ -165,10 +166,16 @@ def show_engines(rows: Sequence[EngineRow], trained: Memory, machine: Machine) -
 
 
 def show_search(
-    model: Blueprint, result: SearchResult, ranks: int, lengths: StepLengths, machine: Machine, extra_override: str = ""
+    model: Blueprint,
+    result: SearchResult,
+    ranks: int,
+    lengths: StepLengths,
+    machine: Machine,
+    stated: Choice,
+    extra_override: str = "",
 ) -> None:
-    """Prints the best meshes, their limits, and why other meshes were refused. extra_override: a further override that
-    runs of these lengths need."""
+    """Prints the best meshes, their limits, and why other meshes were refused. stated: the config's settings of memory.
+    extra_override: a further override that runs of these lengths need."""
     _show_heading(model, ranks, lengths, machine)
     say(
         f"tried    {result.tried:,} of {result.meshes:,} meshes, those first that could be the fastest; "
@@ -196,15 +203,17 @@ def show_search(
         time = proposal.time
         figures = (f"{time.seconds:.3g}", f"{time.tokens / time.seconds:,.0f}", f"{time.mfu:.0%}")
         axes = " ".join(f"{axis} {size}" for axis, size in proposal.mesh.named.items() if size > 1) or "one rank"
-        axes += "" if proposal.recompute == "none" else f", recompute {proposal.recompute}"
+        axes = ", ".join([axes, *(words.strip("'") for words in proposal.choice.changes(NOTHING_SAVED))])
+        axes += " (not exact)" if proposal.lossy else ""
         table.add_row(str(number), axes, byte_count(proposal.memory.fullest), *figures, proposal.limit)
     show(table)
     unknown = next((proposal.memory.unknown for proposal in result.best if proposal.memory.unknown), "")
     if unknown:
         say(f"warning  without activations, which are unknown for this model ({unknown}): it takes more memory")
     best = result.best[0]
-    overrides = f"{mesh_overrides(best.mesh)} step.max_tokens_per_device={best.budget} model.recompute={best.recompute}"
-    say(f"take     {' '.join(filter(None, (overrides, extra_override)))}")
+    settings = best.choice.changes(stated)
+    overrides = [mesh_overrides(best.mesh), f"step.max_tokens_per_device={best.budget}", *settings]
+    say(f"take     {' '.join(filter(None, (*overrides, extra_override)))}")
 
 
 # ---------------------------------------------------------------- a simulated rank

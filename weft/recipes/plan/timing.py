@@ -16,7 +16,7 @@ from weft.config.mesh import MeshSizes
 from weft.config.recompute import STORE_ALL, Activations
 from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
 from weft.recipes.plan.blueprint import Blueprint
-from weft.recipes.plan.holdings import Holdings, RankShare
+from weft.recipes.plan.holdings import RankShare, shares_by_stage
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import gathered_part, kept_rows, last_place, memory_by_stage, sharing
 from weft.recipes.plan.rows import RowFacts
@@ -95,7 +95,7 @@ def time_of(
 ) -> StepTime:
     """The time of a step of these rows. activations: None as the config says."""
     chosen = Activations.of(model.config) if activations is None else activations
-    holdings = Holdings(model, mesh).by_stage()
+    holdings = shares_by_stage(model, mesh)
     moved = [
         transfers(model, mesh, stage_holdings, rows.load, recompute=chosen.recompute) for stage_holdings in holdings
     ]
@@ -130,7 +130,7 @@ def forward_seconds(model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: 
             model, mesh, stage_holdings, rows, machine,
             transfers(model, mesh, stage_holdings, rows.load, recompute=None), STORE_ALL,
         )
-        for stage_holdings in Holdings(model, mesh).by_stage()
+        for stage_holdings in shares_by_stage(model, mesh)
     ]  # fmt: skip
     busy = [sum(work.seconds(share)[0] for share in rows.shares) for work in works]
     return max(busy) + (sum(busy) - max(busy)) / len(rows.shares)  # a pipeline fills and drains with one row

@@ -1,0 +1,109 @@
+"""Settings that save memory, beside the mesh: which of them may go together, and what they are as overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from weft.config.recompute import AUTO_TILE, Activations, Offload, RecomputePolicy, RecomputeSetting, policy_of
+
+POLICIES: tuple[RecomputeSetting, ...] = (
+    "none", RecomputePolicy(("attention",), 2), "selective", RecomputePolicy(("attention",)), "full",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a run uses memory. tile: tokens of an MLP's tile; None for whole MLPs. state_dtype, base: the lossy ones are
+    int8 and nf4."""
+
+    recompute: RecomputeSetting
+    offload: Offload
+    tile: int | None
+    cpu_offload: bool
+    state_dtype: Literal["auto", "fp32", "bf16", "int8"]
+    base: Literal["compute", "nf4"]
+
+    @staticmethod
+    def of(config: Any) -> Choice:
+        """What a config says, of a command or of an engine."""
+        activations = Activations.of(config)
+        return Choice(
+            activations.recompute or "none", activations.offload, activations.tile, config.fsdp.cpu_offload,
+            config.optimizer.state_dtype, config.lora.base,
+        )  # fmt: skip
+
+    @property
+    def activations(self) -> Activations:
+        return Activations(policy_of(self.recompute), self.offload, self.tile)
+
+    def apply(self, config: Any) -> Any:
+        """The config with these settings."""
+        return replace(
+            config,
+            model=replace(
+                config.model, recompute=self.recompute, offload_activations=self.offload, tiled_mlp=self.tile or "off"
+            ),
+            fsdp=replace(config.fsdp, cpu_offload=self.cpu_offload),
+            optimizer=replace(config.optimizer, state_dtype=self.state_dtype),
+            lora=replace(config.lora, base=self.base),
+        )
+
+    def changes(self, other: Choice) -> list[str]:
+        """The overrides that lead from the other settings to these."""
+        names = {
+            "recompute": "model.recompute", "offload": "model.offload_activations", "tile": "model.tiled_mlp",
+            "cpu_offload": "fsdp.cpu_offload", "state_dtype": "optimizer.state_dtype", "base": "lora.base",
+        }  # fmt: skip
+        overrides = []
+        for field, key in names.items():
+            value, before = getattr(self, field), getattr(other, field)
+            if _policy(value) != _policy(before):
+                text = str(value if value is not None else "off")
+                text = text.lower() if isinstance(value, bool) else text
+                overrides.append(f"'{key}={text}'" if "{" in text else f"{key}={text}")
+        return overrides
+
+    def lossy(self, other: Choice) -> int:
+        """How many lossy settings it has that the other lacks."""
+        return (self.state_dtype == "int8" != other.state_dtype) + (self.base == "nf4" != other.base)
+
+
+NOTHING_SAVED = Choice("none", "off", None, False, "auto", "compute")
+
+
+def _policy(value: Any) -> Any:
+    return policy_of(value) if value in ("none", "full", "selective") else value
+
+
+def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
+    """Groups of settings, each as the options of a recompute policy, those first that take less time; policies, too.
+    Groups to try in this order: exact ones; exact ones with shards on the host; and, alone and together,
+    lossy ones. adapters: of LoRA are trained."""
+    base = Choice.of(config)
+    policies = (*POLICIES, *([] if base.recompute in POLICIES else [base.recompute]))
+    whole = config.model.compile is True or config.lora.dropout > 0
+    tiles = dict.fromkeys((base.tile, None if whole else base.tile or AUTO_TILE))
+    stored = [
+        [
+            replace(base, recompute=policy, tile=tile, offload=offload)
+            for tile, offload in product(tiles, _offloads(policy))
+        ]
+        for policy in policies
+    ]
+    quantises = base.state_dtype in ("auto", "fp32") and config.optimizer.name == "adamw"
+    lossy: list[dict[str, Any]] = [{"state_dtype": "int8"}] if quantises else []
+    if adapters and base.base == "compute":
+        lossy += [{"base": "nf4"}, *(options | {"base": "nf4"} for options in lossy)]
+    on_host: dict[str, Any] = {"cpu_offload": True}
+    for options in [{}, *([] if base.cpu_offload else [on_host]), *lossy, *(one | on_host for one in lossy)]:
+        yield [[replace(choice, **options) for choice in by_time] for by_time in stored]
+
+
+def _offloads(policy: RecomputeSetting) -> tuple[Offload, ...]:
+    chosen = policy_of(policy)
+    if chosen is None:
+        return ("off",)
+    return ("off", "inputs", "kept") if chosen.keep else ("off", "inputs")
