@@ -59,7 +59,7 @@ from weft.launch.options import (
     VerifyOptions,
 )
 from weft.launch.reports import folder as launchers_folder
-from weft.launch.status import SUCCESS, USER_ERROR
+from weft.launch.status import STATUS, SUCCESS, USER_ERROR
 from weft.launch.stopping import announce_ending_signal
 from weft.observe.measured import measured_config
 from weft.observe.profiling import check_profile
@@ -89,6 +89,7 @@ class Job:
     """A checked command. body: what each rank runs. world: number of ranks. words: the command line of a rank.
 
     restarts: how often a failed attempt may be followed by another. again: RUN -> the command line of that attempt.
+    account: lines about the memory of its ranks, after they ran out of it.
     """
 
     body: Body
@@ -96,6 +97,7 @@ class Job:
     words: Sequence[str]
     restarts: int = 0
     resume_command: ResumeCommand | None = None
+    account: Callable[[], Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     resume_command = job.resume_command
     if job.restarts and resume_command is not None:
         command = [*weft, *job.words]
-        return run_with_restarts(command, lambda run: [*weft, *resume_command(run)], job.world, job.restarts, debug)
-    return run(job.body, [*weft, *job.words], job.world, debug)
+        status = run_with_restarts(command, lambda run: [*weft, *resume_command(run)], job.world, job.restarts, debug)
+    else:
+        status = run(job.body, [*weft, *job.words], job.world, debug)
+    if status == STATUS["memory"] and job.account is not None and not joined():
+        for line in job.account():
+            say(line, error=True)
+    return status
 
 
 def _prepare(words: Sequence[str]) -> Job:
@@ -169,7 +176,16 @@ def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
 
     if options.dry_run:
         return Job(body, 1, words)  # one process describes all ranks
-    return Job(body, world, words, _restarts(options), lambda run: _resume_command(command, options, words, run))
+    return Job(
+        body, world, words, _restarts(options), lambda run: _resume_command(command, options, words, run),
+        partial(_account, config, world, options.device),
+    )  # fmt: skip
+
+
+def _account(config: Any, world: int, device: Device) -> Sequence[str]:
+    from weft.recipes.plan.account import memory_account
+
+    return memory_account(config, world, device)
 
 
 def _rl(options: RlOptions, words: Sequence[str]) -> Job:
@@ -183,7 +199,8 @@ def _rl(options: RlOptions, words: Sequence[str]) -> Job:
 
         (rl_preview.dry_run if options.dry_run else rl.run)(config, options)
 
-    return Job(body, 1, words)
+    account = partial(_account, config, options.world, options.device)
+    return Job(body, 1, words, account=None if options.dry_run else account)
 
 
 def _restarts(options: TrainOptions) -> int:

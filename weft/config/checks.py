@@ -251,8 +251,15 @@ def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _recompute_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    policy = policy_of(config.model.recompute)
-    if policy is None and config.model.offload_activations != "off":
+    auto = config.model.recompute == "auto"
+    if auto and hasattr(config, "rollout"):
+        yield (
+            "model.recompute",
+            "model.recompute=auto is not for weft rl, whose engines share the memory: set model.recompute to none, "
+            "selective or full; `weft plan` says what fits.",
+        )
+    policy = None if auto else policy_of(config.model.recompute)
+    if not auto and policy is None and config.model.offload_activations != "off":
         yield (
             "model.offload_activations",
             f"model.offload_activations={config.model.offload_activations} moves what recomputation keeps, and "

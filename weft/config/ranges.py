@@ -40,7 +40,7 @@ SHARD_GROUPS = Range(
     "of full, replicate, or groups of 2 or more",
 )
 RECOMPUTED = Range(
-    lambda v: isinstance(v, str) or v.every >= 1, "none, full, selective, or a mapping whose `every` is 1 or more"
+    lambda v: isinstance(v, str) or v.every >= 1, "none, full, selective, auto, or a mapping whose `every` is 1 or more"
 )
 TILE = Range(lambda v: isinstance(v, str) or v >= 1, "auto, off, or a number of tokens from 1")
 UNITS_AHEAD = Range(

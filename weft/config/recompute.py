@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weft.errors import UserError
+
 Kind = Literal["attention", "collectives", "matmuls"]
 KINDS: tuple[Kind, ...] = ("attention", "collectives", "matmuls")
 
@@ -47,7 +49,7 @@ class RecomputePolicy:
 
 FULL = RecomputePolicy()
 SELECTIVE = RecomputePolicy(KINDS)
-RecomputeSetting = Literal["none", "full", "selective"] | RecomputePolicy
+RecomputeSetting = Literal["none", "full", "selective", "auto"] | RecomputePolicy
 Offload = Literal["off", "inputs", "kept"]
 TileSetting = Literal["auto", "off"] | int
 AUTO_TILE = 16_384  # tokens of a tile under model.tiled_mlp=auto, for rows that have at least _AUTO_TILES
@@ -87,7 +89,13 @@ STORE_ALL = Activations(None)
 
 
 def policy_of(setting: RecomputeSetting) -> RecomputePolicy | None:
-    """The policy that a value of model.recompute chooses; None: nothing is run again."""
+    """The policy that a value of model.recompute chooses; None: nothing is run again. Raises UserError for `auto`,
+    which is resolved before."""
     if isinstance(setting, RecomputePolicy):
         return setting
+    if setting == "auto":
+        raise UserError(
+            "model.recompute=auto is chosen at the start of weft sft, dpo, reward and distill, and by weft plan: set "
+            "model.recompute to none, selective or full here."
+        )
     return {"none": None, "full": FULL, "selective": SELECTIVE}[setting]

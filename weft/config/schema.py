@@ -81,7 +81,8 @@ class ModelConfig:
         "again: about a third more compute. `selective` also stores the results of attention kernels, of collectives "
         "(tp, cp, ep) and of every second product with a weight, so that none of these runs twice. As a mapping: "
         "`keep`, some of attention, collectives, matmuls; `every`: run one layer in so many again, and store "
-        "everything of the others, as in {keep: [attention], every: 2} (docs/how-to/out-of-memory.md).",
+        "everything of the others, as in {keep: [attention], every: 2}. `auto`: the one that takes the least time of "
+        "those that fit, by the arithmetic of `weft plan`; RUN/config.yaml has it (docs/how-to/out-of-memory.md).",
         "none",
         within=RECOMPUTED,
     )

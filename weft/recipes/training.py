@@ -29,6 +29,7 @@ from weft.engine.prefetch import prefetch
 from weft.errors import StoppedError
 from weft.launch import flight
 from weft.launch.consistency import max_over_ranks, require_agreement, run_on_first_rank
+from weft.launch.machine import accelerator
 from weft.launch.options import TrainOptions
 from weft.launch.process import join
 from weft.launch.stopping import StopSignals
@@ -44,6 +45,7 @@ from weft.observe.recorder import RunRecorder, StepOutcome
 from weft.observe.resume import Start, advice_after_last_step, constants, find_start, identity, restore
 from weft.observe.trackers import check_installed
 from weft.recipes.evaluate import Evaluator, ended_by
+from weft.recipes.plan.account import with_chosen_recompute
 from weft.recipes.recipe import Config, PreparedStep, Recipe
 from weft.recipes.run_data import RunData, dated, make_steps
 from weft.recipes.training_preview import dry_run
@@ -57,11 +59,12 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
     """Entry point of one rank. Raises StoppedError if a signal ended the run early."""
     hf.import_architectures(config.model.imports, config.model.path)
     config = config if options.dry_run else dated(config)
+    config, choice = with_chosen_recompute(config, options.world, options.device, accelerator(options.assume))
     # Errors in the objective and the optimizer are reported before the data are read, which may take long.
     recipe = kind(config, hooks)
     check_installed(config.track)
     if options.dry_run:
-        dry_run(recipe, options)
+        dry_run(recipe, options, *filter(None, [choice]))
         return
     with join(options.device, config.train.timeout) as ranks:
         phases, resume = Phases(), options.resume is not None
@@ -106,7 +109,7 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             template = f"template {data.report.template_use(config.data, data.template)}"
-            opening = [template, *data.ends.lines(), *data.held_out.lines(), *notes]
+            opening = [*filter(None, [choice]), template, *data.ends.lines(), *data.held_out.lines(), *notes]
             print_opening(config, engine, data.report, folder, steps, opening, options.detail)
             train(recipe, engine, data, folder, phases, start, resume=resume)
 

@@ -34,9 +34,9 @@ from weft.terminal import byte_count, say_folded
 _MAX_BYTES = 256 << 20  # of data that a dry run reads; tokenising more takes minutes
 
 
-def dry_run(recipe: Recipe[Any], options: TrainOptions) -> None:
-    """Prints the preview. Raises UserError for anything that the run would refuse at its start; data are checked
-    first."""
+def dry_run(recipe: Recipe[Any], options: TrainOptions, *choices: str) -> None:
+    """Prints the preview. choices: lines about what was chosen for the run. Raises UserError for anything that the run
+    would refuse at its start; data are checked first."""
     config = recipe.config
     unread, data = why_unread(config), None
     if not unread:
@@ -65,7 +65,7 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions) -> None:
         beside = Beside(config, model, options.world, options.device, assumed).rows(mesh)
         row = EngineRow("trained model", memory.weights, memory.gradients, memory.optimizer, memory.gathered)
         show(engine_table([row, *beside]))
-    say_folded(recipe.dry_run_lines())
+    say_folded([*choices, *recipe.dry_run_lines()])
     if data is None:
         say_folded([f"data     not read: {unread}"])
         return

@@ -8,6 +8,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from weft.config.mesh import resolve_mesh
+from weft.config.recompute import RecomputeSetting
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.sources import looks_like_hub_dataset
@@ -23,6 +24,7 @@ from weft.errors import UserError, first_line
 from weft.launch.machine import accelerator
 from weft.launch.options import PlanOptions
 from weft.models import hf
+from weft.recipes.plan.account import chosen_recompute
 from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_readings
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import Choice
@@ -45,6 +47,12 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     hf.import_architectures(config.model.imports, config.model.path)
     assumed = accelerator(options.assume)
     assert assumed is not None
+    if config.model.recompute == "auto" and isinstance(config, SftConfig):
+        recompute: RecomputeSetting = "none"  # the search tries all
+        if not options.search:
+            recompute, line = chosen_recompute(config, options.ranks, "cpu", assumed)
+            say(line)
+        config = replace(config, model=replace(config.model, recompute=recompute))
     machine = machine_of(
         assumed, ranks=options.machine, link=options.link, network=options.network, matmul=options.matmul,
         attention=options.attention,

@@ -1,0 +1,227 @@
+"""The memory of a run on the ranks that it has: an account after it ran out, and the recomputation that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft.config.distill_schema import DistillConfig
+from weft.config.dpo_schema import DpoConfig
+from weft.config.mesh import MeshSizes, resolve_mesh
+from weft.config.recompute import RecomputeSetting, policy_of
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.config.validate import check_config
+from weft.engine.config import EngineConfig
+from weft.errors import UserError
+from weft.launch.machine import ACCELERATORS, Accelerator
+from weft.launch.options import Device
+from weft.launch.process import choose_device
+from weft.models import hf
+from weft.parallel.memory import capacity
+from weft.recipes.plan.beside import Beside
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.choices import POLICIES, Choice, choices
+from weft.recipes.plan.machines import Machine, machine_of
+from weft.recipes.plan.memory import Memory, memory_of
+from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.timing import time_of
+from weft.rl.model_engines import policy_config
+from weft.terminal import byte_count
+
+Config = TypeVar("Config", bound=SftConfig)
+_SHOWN = 3
+_WORTHWHILE = 0.03  # of a rank's memory: a setting that saves less is not shown
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A run and the ranks that it has. room: bytes of a rank. beside: bytes of other models on the same ranks. machine:
+    its rates order settings by time; those of an H100 where the device's are not known."""
+
+    config: Any
+    model: Blueprint
+    mesh: MeshSizes
+    machine: Machine
+    room: int
+    beside: int
+
+    @staticmethod
+    def of(config: SftConfig | RlConfig, world: int, device: Device, assumed: Accelerator | None = None) -> Situation:
+        """assumed: the accelerator that a dry run assumes; None: this machine's device."""
+        engine = policy_config(config) if isinstance(config, RlConfig) else EngineConfig.from_config(config)
+        if engine.model.recompute == "auto":
+            engine = replace(engine, model=replace(engine.model, recompute="none"))
+        usual = ACCELERATORS["h100-80gb"]
+        if assumed is None:
+            own = choose_device(device, 0)
+            room = capacity(own, world if own.type == "cpu" else 1)
+            if own.type == "cuda":
+                properties = torch.cuda.get_device_properties(own)
+                assumed = Accelerator(usual.name, room, (properties.major, properties.minor))
+        else:
+            room = assumed.memory
+        model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
+        mesh = resolve_mesh(engine.mesh, world)
+        others = config if isinstance(config, RlConfig | DpoConfig | DistillConfig) else None
+        rows = [] if others is None else Beside(others, model, world, "cpu", assumed).rows(mesh)
+        machine = replace(machine_of(usual), accelerator=replace(usual, memory=room))
+        return Situation(config, model, mesh, machine, room, sum(row.resident for row in rows))
+
+    def rows(self, budget: int) -> RowFacts:
+        """A step of rows of so many tokens, each a document."""
+        ranks = self.mesh.dp_replicate * self.mesh.shards
+        plan = plan_rows(self.model, self.mesh, [budget + 1] * (4 * ranks), budget)
+        return RowFacts.from_plan(self.model, plan)
+
+    def memory_and_seconds(self, choice: Choice, budget: int, mesh: MeshSizes | None = None) -> tuple[Memory, float]:
+        """(memory of the fullest rank, seconds of a token in a step) under these settings."""
+        model, chosen_mesh = self.model, mesh or self.mesh
+        stated = Choice.of(model.config)
+        if (choice.cpu_offload, choice.state_dtype, choice.base) != (
+            stated.cpu_offload, stated.state_dtype, stated.base
+        ):  # fmt: skip
+            model = model.with_settings(choice.apply(model.config))
+        rows = self.rows(budget)
+        memory = memory_of(model, chosen_mesh, rows, choice.activations)
+        return memory, time_of(model, chosen_mesh, rows, self.machine, choice.activations).seconds / rows.tokens
+
+
+def chosen_recompute(
+    config: SftConfig, world: int, device: Device, assumed: Accelerator | None = None
+) -> tuple[RecomputeSetting, str]:
+    """(The policy that takes the least time of those that fit, a line that says why). What takes the least memory, if
+    none fits. Raises UserError in a process that already is one of several ranks."""
+    if dist.is_initialized():
+        raise UserError(
+            "model.recompute=auto is chosen before the ranks join each other, which these have: set model.recompute."
+        )
+    situation = Situation.of(config, world, device, assumed)
+    stated, budget = Choice.of(situation.model.config), config.step.max_tokens_per_device
+    room = situation.machine.usable * situation.room - situation.beside
+    options: list[tuple[float, int, RecomputeSetting]] = []
+    for policy in POLICIES:
+        keeps = policy_of(policy)
+        if config.model.compile is True and keeps is not None and keeps.keeps_operations:
+            continue
+        offload = "off" if keeps is None else config.model.offload_activations
+        memory, seconds = situation.memory_and_seconds(replace(stated, recompute=policy, offload=offload), budget)
+        options.append((seconds, memory.fullest, policy))
+    fitting = [option for option in options if option[1] <= room and (option[2] != "none" or stated.offload == "off")]
+    _, size, policy = min(fitting) if fitting else min(options, key=lambda option: option[1])
+    words = "it takes the least time of what fits" if fitting else "nothing fits, and it takes the least memory"
+    return policy, (
+        f"recompute model.recompute=auto is {policy}: {words}, {byte_count(size)} of {byte_count(round(room))} by "
+        "arithmetic"
+    )
+
+
+def with_chosen_recompute(
+    config: Config, world: int, device: Device, assumed: Accelerator | None = None
+) -> tuple[Config, str]:
+    """The config with a model.recompute that is not auto, and a line about it, "" if it was none."""
+    if config.model.recompute != "auto":
+        return config, ""
+    policy, line = chosen_recompute(config, world, device, assumed)
+    return replace(config, model=replace(config.model, recompute=policy)), line
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A change of the config. saved: bytes of a rank. slower: by which share a token takes longer. exact: whether
+    numbers stay as they are."""
+
+    override: str
+    saved: int
+    slower: float
+    note: str = ""
+    exact: bool = True
+
+
+def knobs(situation: Situation) -> list[Knob]:
+    """The changes that save memory, those first that cost least time; of each key the cheapest one that is worth
+    it, and the one that saves most if none is."""
+    stated, config = Choice.of(situation.model.config), situation.model.config
+    budget = config.step.max_tokens_per_device
+    now, seconds = situation.memory_and_seconds(stated, budget)
+    options: list[Knob] = []
+
+    def add(override: str, choice: Choice, tokens: int, mesh: MeshSizes | None = None, note: str = "") -> None:
+        memory, other = situation.memory_and_seconds(choice, tokens, mesh)
+        saved, slower, exact = now.fullest - memory.fullest, other / seconds - 1.0, not choice.lossy(stated)
+        options.append(Knob(override, saved, slower, note or "not exact" * (not exact), exact))
+
+    if budget >= 4:
+        add(
+            f"step.max_tokens_per_device={budget // 2}", stated, budget // 2,
+            note="if no document is longer" if situation.mesh.cp == 1 else "",
+        )  # fmt: skip
+    seen = set[tuple[str, ...]]()
+    for group in choices(config, adapters=situation.model.built.lora is not None):
+        for choice in (option for by_time in group for option in by_time):
+            changes = tuple(choice.changes(stated))
+            if len(changes) != 1 or changes in seen or check_config(choice.apply(situation.config)):
+                continue
+            seen.add(changes)
+            add(changes[0], choice, budget)
+    if situation.mesh.dp_replicate > 1:
+        shards = situation.mesh.dp_replicate * situation.mesh.dp_shard
+        mesh = replace(situation.mesh, dp_replicate=1, dp_shard=shards)
+        add(f"mesh.dp_replicate=1 mesh.dp_shard={shards}", stated, budget, mesh)
+    if isinstance(situation.config, RlConfig):
+        share = situation.config.rollout.gpu_memory_utilization
+        if share is not None and share > 0.2 and situation.config.cluster.placement == "colocated":
+            override = f"rollout.gpu_memory_utilization={share - 0.1:.2g}"
+            options.append(Knob(override, situation.room // 10, 0.0, "fewer answers at once"))
+    by_key: dict[str, list[Knob]] = {}
+    for option in options:
+        by_key.setdefault(option.override.strip("'").partition("=")[0], []).append(option)
+    least = _WORTHWHILE * now.fullest
+    best = []
+    for of_key in by_key.values():
+        worthwhile = [option for option in of_key if option.saved >= least]
+        best += [min(worthwhile, key=lambda option: (option.slower, -option.saved))] if worthwhile else []
+    return sorted(best, key=lambda option: (max(0.0, round(option.slower, 2)), not option.exact, -option.saved))
+
+
+def account_lines(config: SftConfig | RlConfig, world: int, device: Device) -> Iterator[str]:
+    """What a rank needs by arithmetic, and the cheapest settings that save memory."""
+    hf.import_architectures(config.model.imports, config.model.path)
+    situation = Situation.of(config, world, device)
+    memory, _ = situation.memory_and_seconds(
+        Choice.of(situation.model.config), situation.model.config.step.max_tokens_per_device
+    )
+    parts = [
+        ("weights", memory.share.weights), ("gradients", memory.share.gradients),
+        ("optimizer", memory.share.optimizer), ("average", memory.share.average),
+    ] if not memory.offloaded else []  # fmt: skip
+    parts += [
+        ("gathered weights", memory.gathered + memory.staged + memory.copies),
+        ("activations", memory.rows + memory.in_flight),
+        ("gradients of a unit", memory.unreduced + memory.reduced + memory.lingering),
+        ("rows of experts", memory.experts), ("head", memory.head), ("models beside", situation.beside),
+    ]  # fmt: skip
+    words = ", ".join(f"{name} {byte_count(size)}" for name, size in parts if size)
+    total = memory.fullest + situation.beside
+    yield f"account  of the fullest rank, by arithmetic: {words}"
+    yield f"         at the fullest {byte_count(total)}; a rank has {byte_count(situation.room)}"
+    if memory.unknown:
+        yield f"         without activations, which are not known for this model ({memory.unknown})"
+    found = knobs(situation)[:_SHOWN]
+    yield "cheapest settings that save memory, each by itself:" if found else "no setting saves much"
+    for knob in found:
+        cost = "no slower" if knob.slower < 0.005 else f"{knob.slower:.0%} slower"
+        note = f" ({knob.note})" if knob.note else ""
+        yield f"         {knob.override} saves {byte_count(knob.saved)}, {cost}{note}"
+
+
+def memory_account(config: SftConfig | RlConfig, world: int, device: Device) -> Sequence[str]:
+    """The lines of `account_lines`; what is in the way of them, if something is: the run's own error is shown first."""
+    try:
+        return list(account_lines(config, world, device))
+    except Exception as error:  # of any type: the account must not hide the failure
+        return [f"account  not possible ({type(error).__name__}: {error})"]
