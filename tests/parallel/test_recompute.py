@@ -56,7 +56,7 @@ def differing(path: str, mesh: str, modes: list[str], sections: dict[str, Any]) 
             results[mode] = one_gradient(engine, STEP, None)[:2]
         if transfers is not None:
             traffic = transfers.traffic
-            assert traffic.sent > traffic.fetched > 0 == transfers.used, traffic
+            assert traffic.sent > 0 == transfers.used and (traffic.fetched or "pp" in mesh), traffic
             # The CPU's kernel has results for each document, which need more pages than one for the row.
             assert not traffic.stayed or "all" in mode
     loss, plain = results["none"]

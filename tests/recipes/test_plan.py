@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -675,9 +676,9 @@ def test_the_best_meshes_are_proposed(checkout: Path, capsys: pytest.CaptureFixt
     words = ["plan", "examples/sft_qwen3_4b.yaml", "--search", "--ranks", "16", "--length", "8192"]
     assert cli.main([*words, "--assume", "a100-40gb"]) == 0
     out = said(capsys)
-    found = re.search(r"take (mesh\.\S+(?: \S+=\S+)*)", out)
+    found = re.search(r"take (mesh\.\S+(?: (?:'[^']*'|\S+=\S+))*)", out)
     assert found is not None and "39.4 GiB" not in out
-    assert cli.main([*words[:2], "--ranks", "16", "--length", "8192", *found[1].split()]) == 0
+    assert cli.main([*words[:2], "--ranks", "16", "--length", "8192", *shlex.split(found[1])]) == 0
 
 
 def test_what_is_proposed_for_a_length_lets_a_run_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ _MEMORY = (
     (
         "",
         "Out of memory: lower step.max_tokens_per_device, set model.recompute=selective or full, shard over more ranks "
-        "(mesh.dp_shard=-1 and a larger --nproc), or set fsdp.cpu_offload.",
+        "(mesh.dp_shard=-1 and a larger --nproc), or set fsdp.cpu_offload. model.recompute=auto chooses what fits.",
     ),
 )
 _STORAGE = (

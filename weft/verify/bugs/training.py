@@ -363,6 +363,18 @@ def recompute_in_low_precision(
 
 
 @bug(
+    "B51", "weft.ops.tiles:Sums.add",
+    "the backward of each tile of an MLP is one of its own: its gradient of a weight replaces that of the tiles before",
+    caught_by=GRADIENTS, issue="linkedin/Liger-Kernel#893", needs="model.tiled_mlp=16",
+)  # fmt: skip
+def gradient_of_a_tile(plant: Plant, original: Original, self: Any, gradients: Any) -> None:
+    if any(total is not None for total in self._totals):
+        plant.hit()
+        self._totals = [None] * len(gradients)
+    original(self, gradients)
+
+
+@bug(
     "B50", "weft.ops.recompute:LayerResults.iterators",
     "recomputation takes the results of an earlier operation of the same kind",
     caught_by=GRADIENTS, issue="NVIDIA-NeMo/Automodel#3513", needs="model.recompute=selective",
