@@ -32,7 +32,8 @@ class Memory:
     last, which it frees in the next row's backward. recomputed: the part of `rows` of a layer that is recomputed in
     backward. offloaded: whether what is held is on the host (fsdp.cpu_offload). staged: shards of units that have
     come from there. reduced: gradients of replicated units in the dtype in which they are reduced, which torch
-    keeps until the end of backward. dequantised: a quantised weight of the base while its layer computes. keeps:
+    keeps until the end of backward. dequantised: a quantised weight of the base while its layer computes, and
+    gradients of an MLP's tiles in fp32. keeps:
     whether one data rank keeps parameters in the compute dtype for a whole step, as it does where memory allows
     (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`. hosted: activations on the host
     (model.offload_activations)."""
@@ -109,7 +110,7 @@ def _of_stage(
     memory = Memory(
         holdings,
         gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
-        unreduced=_unreduced(model, mesh, holdings, micro_batches, activations) if model.setup.trained else 0,
+        unreduced=_unreduced(model, holdings, micro_batches) if model.setup.trained else 0,
         rows=0,
         in_flight=0,
         experts=_expert_rows(model, mesh, tokens),
@@ -119,7 +120,7 @@ def _of_stage(
         offloaded=config.fsdp.cpu_offload,
         staged=_staged(model, holdings) if config.fsdp.cpu_offload else 0,
         reduced=_reduced(model, mesh, holdings, micro_batches) if model.setup.trained else 0,
-        dequantised=_dequantised(model, mesh),
+        dequantised=_dequantised(model, mesh) + _tile_sums(model, mesh, activations),
     )
     if not model.setup.trained:
         return memory
@@ -199,19 +200,21 @@ def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowShar
     return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
 
 
-def _unreduced(
-    model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batches: int | None, activations: Activations
-) -> int:
+def _unreduced(model: Blueprint, holdings: RankShare, micro_batches: int | None) -> int:
     """Bytes of unreduced gradients of the largest unit: in the compute dtype, as autograd makes them, and as they are
-    sent; of an MLP that runs over tiles, in fp32, too. With fsdp.reduce=last, gradients of all units stay unreduced
-    until the step's last micro-batch."""
+    sent. With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
     precision, trained = model.setup.precision, [unit for unit in holdings.units if unit.trained]
     largest = max((_unreduced_of(unit, precision.compute, precision.reduce) for unit in trained), default=0)
-    if activations.tile is not None and precision.compute.itemsize < 4:
-        largest += 4 * model.largest_mlp // mesh.tp
     if model.config.fsdp.reduce == "last" and micro_batches != 1:
         return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
     return largest
+
+
+def _tile_sums(model: Blueprint, mesh: MeshSizes, activations: Activations) -> int:
+    """Bytes of the sums, in fp32, of the gradients that tiles of the largest MLP give to its weights."""
+    if activations.tile is None or not model.setup.trained or model.setup.precision.compute.itemsize == 4:
+        return 0
+    return 4 * model.largest_mlp // mesh.tp
 
 
 def _lingering(model: Blueprint, holdings: RankShare, micro_batches: int | None) -> int:
