@@ -167,8 +167,16 @@ def test_teachers_see_the_images_of_their_students(family: str, mesh: str) -> No
 
 
 def step_is_the_plain_one(plant: str | None) -> bool:
+    return passes([(saved_model("gemma2"), "1")], plant)
+
+
+def step_with_lists_is_the_plain_one(plant: str | None) -> bool:
+    return passes([(LISTS, "")], plant)
+
+
+def passes(teachers: list[tuple[str, str]], plant: str | None) -> bool:
     try:
-        check(saved_model("llama"), "1", [(saved_model("gemma2"), "1")], plant)
+        check(saved_model("llama"), "1", teachers, plant)
     except AssertionError as error:
         if "was planted but never reached" in str(error):
             raise

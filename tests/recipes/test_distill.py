@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import compress
@@ -25,7 +26,10 @@ from weft import cli
 from weft.config.distill_schema import DistillConfig
 from weft.config.load import load_config
 from weft.data.documents import Documents
+from weft.engine.batch.document import Document
 from weft.engine.batch.rows import StepRows
+from weft.engine.engine import Engine
+from weft.engine.teacher_cache import HiddenCache
 from weft.errors import UserError
 from weft.launch.options import TrainOptions, VerifyOptions
 from weft.ops.divergence import differentiated, terms_of
@@ -188,12 +192,28 @@ def attempt_without_teacher(config: DistillConfig) -> None:
 
 
 def test_damaged_hidden_states_are_an_error(tmp_path: Path) -> None:
-    kept = [f"distill.teacher={home()}/other", "distill.cache=disk", f"distill.cache_dir={tmp_path}/cache"]
-    run(1, attempt, config_of(tmp_path / "first", *kept))
-    (path,) = (tmp_path / "cache").rglob("*.bin")
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(Exception, match="is damaged: remove .* and it is made anew"):
-        run(1, attempt, config_of(tmp_path / "second", *kept))
+    """A byte that changed, and a file that was cut; an entry that was cut while it was written is none."""
+    document = Document(torch.tensor([1, 2, 3]), torch.tensor([0.0, 1.0, 1.0]))
+    other = Document(torch.tensor([1, 2, 4]), torch.tensor([0.0, 1.0, 1.0]))
+    hidden = torch.arange(12.0).view(3, 4).to(torch.bfloat16)
+    HiddenCache(tmp_path, 4, torch.bfloat16, {"weights": "w"}).put({0: document, 1: other}, {0: hidden, 1: -hidden})
+
+    def cache() -> HiddenCache:
+        return HiddenCache(tmp_path, 4, torch.bfloat16, {"weights": "w"})
+
+    kept = cache().get(document)
+    assert kept is not None and torch.equal(kept[1:], hidden[1:]) and not kept[0].any()
+    (path,), (entries,) = tmp_path.glob("*.bin"), tmp_path.glob("*.idx")
+    content = path.read_bytes()
+    for damaged in (content[:3] + b"\x01" + content[4:], content[:5]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="is damaged: remove .* and it is made anew"):
+            cache().get(document)
+    path.write_bytes(content)
+    entries.write_bytes(entries.read_bytes()[:-1])
+    assert cache().get(other) is None and cache().get(document) is not None
+    with pytest.raises(UserError, match="holds what another teacher read"):
+        HiddenCache(tmp_path, 4, torch.float32, {"weights": "w"})
 
 
 class Server:
@@ -302,9 +322,20 @@ def test_rows_name_their_teacher_and_have_its_lists(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines(tmp_path / "run")] == pytest.approx(expected[0], rel=1e-5)
 
 
+class Killed(Exception):
+    pass
+
+
 def attempt_recording(config: DistillConfig, resume: str | None = None, steps: int | None = None) -> None:
-    """As attempt; the documents of each step, with the sampled ones, go to a file next to the run's folder."""
-    original = StudentSampler.__call__
+    """As attempt; the documents of each step, with the sampled ones, go to a file next to the run's folder. steps: it
+    ends in the step after these, before the update."""
+    original, apply, applied = StudentSampler.__call__, Engine.apply, [0]
+
+    def limited(engine: Engine, lr: float) -> Any:
+        if applied[0] == steps:
+            raise Killed
+        applied[0] += 1
+        return apply(engine, lr)
 
     def recording(sampler: StudentSampler, step: int, documents: Any) -> Any:
         out = original(sampler, step, documents)
@@ -314,13 +345,17 @@ def attempt_recording(config: DistillConfig, resume: str | None = None, steps: i
                 file.write(json.dumps(entries) + "\n")
         return out
 
-    with mock.patch.object(StudentSampler, "__call__", recording):
-        attempt(config, resume, steps)
+    with (
+        mock.patch.object(StudentSampler, "__call__", recording),
+        mock.patch.object(Engine, "apply", limited),
+        suppress(Killed),
+    ):
+        distill.run(config, TrainOptions(device="cpu", resume=resume))
 
 
 @pytest.mark.covers("distill.on_policy", "distill.max_new_tokens", "distill.sampling_temperature")
 @pytest.mark.parametrize(
-    "mesh", ["mesh.tp=2", *(pytest.param(m, marks=pytest.mark.table) for m in ("", "mesh.cp=2", "mesh.pp=2"))]
+    "mesh", ["", *(pytest.param(m, marks=pytest.mark.table) for m in ("mesh.tp=2", "mesh.cp=2", "mesh.pp=2"))]
 )
 def test_a_share_of_the_answers_is_the_students(tmp_path: Path, mesh: str) -> None:
     """The losses are those of plain transformers on the same documents. At a temperature near 0 a sampled answer is

@@ -317,7 +317,11 @@ def test_dry_runs_tell_the_loss_and_what_it_is_measured_against(capsys: pytest.C
     for command, (_, given), words in (
         ("dpo", dpo_words(), ("loss     sigmoid", "a reference of its own", "of 3 pairs", "reference")),
         ("reward", dpo_words(), ("loss     bradley_terry; a head of 1 number", "of 3 pairs")),
-        ("distill", distill_words(), (f"teacher  {teacher}", "loss     forward_kl", "head of teacher")),
+        (
+            "distill",
+            (distill_words()[0], [*distill_words()[1], "distill.on_policy=0.5"]),
+            (f"teacher  {teacher}", "loss     forward_kl", "head of teacher", "samples  50%", "copy that samples"),
+        ),
     ):
         given = [word for word in given if not word.startswith("preference.") or command == "dpo"]
         assert cli.main([command, *given, "--device", "cpu", "--nproc", "1", "--dry-run"]) == 0

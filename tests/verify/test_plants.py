@@ -46,7 +46,7 @@ from weft.launch.summary import Phases
 from weft.verify import reference, reference_optimizer
 from weft.verify.bugs import BALANCE_SCALE, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
 from weft.verify.bugs.adapters import BASE, QUANTISED
-from weft.verify.bugs.distillation import DISTILLED, TEACHER_ADVANTAGE
+from weft.verify.bugs.distillation import DISTILLED, LISTED, TEACHER_ADVANTAGE
 from weft.verify.bugs.evaluation import HELD_OUT
 from weft.verify.bugs.preferences import COMPARED
 from weft.verify.bugs.resuming import RESUMED
@@ -365,6 +365,7 @@ TESTS: dict[str, Check] = {
     RESUMED: test_resume.resumed_run_is_the_unbroken_one,
     UPDATE: test_policy_parity.update_is_the_plain_one,
     DISTILLED: test_distill_parity.step_is_the_plain_one,
+    LISTED: test_distill_parity.step_with_lists_is_the_plain_one,
     COMPARED: test_dpo_parity.steps_are_the_plain_ones,
     TEACHER_ADVANTAGE: test_rl_teacher_parity.advantage_is_the_plain_one,
     HELD_OUT: test_eval.held_out_loss_is_the_references,

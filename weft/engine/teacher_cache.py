@@ -4,9 +4,10 @@ That is its last hidden states, rows of H numbers, or lists of its likeliest tok
 
 A folder belongs to one teacher in one dtype. It has the teacher's head, and for each process that wrote there a pair of
 files: PART.bin, rows of [trained tokens, H], and PART.idx, an entry for each document: a digest of its tokens and of
-which of them are trained, the offset in bytes, and the number of rows. An entry is written after its rows, so a file
-that was cut short has whole entries only. A document that changed has another digest, so that no row is taken for
-another's; one without an entry is read by the teacher, which is opened then.
+which of them are trained, the offset in bytes, the number of rows, and a digest of these rows. An entry is written
+after its rows, so a file that was cut short has complete entries only; rows that changed since are an error. A document
+that changed has another digest, so that no row is taken for another's; a document without an entry is read by the
+teacher, which is opened then.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from weft.launch.timing import waiting
 from weft.ops.divergence import TeacherHead
 from weft.ops.head import LogitTransform
 
-_ENTRY = struct.Struct("<16sQI")  # digest, offset, rows
+_ENTRY = struct.Struct("<16sQI8s")  # digest of the document, offset, rows, digest of the rows
+_FORMAT = "2"
 
 
 def digest_of(document: Document) -> bytes:
@@ -51,16 +53,20 @@ class HiddenCache:
     def __init__(self, folder: Path, width: int, dtype: torch.dtype, teacher: Mapping[str, str]) -> None:
         """teacher: what identifies it. Raises UserError if the folder is that of another teacher, or unusable."""
         self.folder, self.width, self.dtype = folder, width, dtype
-        self._entries: dict[bytes, tuple[str, int, int]] = {}
+        self._entries: dict[bytes, tuple[str, int, int, bytes]] = {}
         self._read: dict[str, int] = {}  # bytes of each index that are in `_entries`
         self._part = uuid.uuid4().hex
         self._written = 0
-        manifest = json.dumps({**teacher, "width": width, "dtype": str(dtype)}, indent=1, sort_keys=True)
+        of_folder = {**teacher, "width": width, "dtype": str(dtype), "format": _FORMAT}
+        manifest = json.dumps(of_folder, indent=1, sort_keys=True)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "teacher.json"
             if path.exists() and path.read_text(encoding="utf-8") != manifest:
-                raise UserError(f"distill.cache_dir: {folder} holds the hidden states of another teacher: remove it.")
+                raise UserError(
+                    f"distill.cache_dir: {folder} holds what another teacher read, or is of another version of weft: "
+                    "remove it."
+                )
             partial = path.with_name(f"{path.name}.{self._part}")
             partial.write_text(manifest, encoding="utf-8")
             partial.replace(path)
@@ -77,8 +83,8 @@ class HiddenCache:
         for path in sorted(self.folder.glob("*.idx")):
             content = path.read_bytes()
             for offset in range(self._read.get(path.stem, 0), len(content) - _ENTRY.size + 1, _ENTRY.size):
-                digest, start, rows = _ENTRY.unpack_from(content, offset)
-                self._entries[digest] = path.stem, start, rows
+                digest, start, rows, of_rows = _ENTRY.unpack_from(content, offset)
+                self._entries[digest] = path.stem, start, rows, of_rows
                 self._read[path.stem] = offset + _ENTRY.size
 
     def get(self, document: Document) -> Tensor | None:
@@ -86,13 +92,13 @@ class HiddenCache:
         entry = self._entries.get(digest_of(document))
         if entry is None:
             return None
-        part, start, rows = entry
+        part, start, rows, of_rows = entry
         is_trained = _trained(document)
         path = self.folder / f"{part}.bin"
         with path.open("rb") as file:
             file.seek(start)
             content = file.read(rows * self.row_bytes)
-        if rows != int(is_trained.sum()) or len(content) != rows * self.row_bytes:
+        if rows != int(is_trained.sum()) or len(content) != rows * self.row_bytes or _digest(content) != of_rows:
             raise UserError(f"distill.cache_dir: {path} is damaged: remove {self.folder}, and it is made anew.")
         out = torch.zeros(len(document), self.width, dtype=self.dtype)
         if rows:
@@ -105,8 +111,9 @@ class HiddenCache:
         with (self.folder / f"{self._part}.bin").open("ab") as file:
             for index, document in documents.items():
                 rows = hidden[index][_trained(document)].contiguous()
-                file.write(rows.view(torch.uint8).numpy().tobytes() if len(rows) else b"")
-                entries.append(_ENTRY.pack(digest_of(document), self._written, len(rows)))
+                content = rows.view(torch.uint8).numpy().tobytes() if len(rows) else b""
+                file.write(content)
+                entries.append(_ENTRY.pack(digest_of(document), self._written, len(rows), _digest(content)))
                 self._written += len(rows) * self.row_bytes
             file.flush()
             os.fsync(file.fileno())
@@ -129,6 +136,10 @@ class HiddenCache:
         partial = self.folder / f"head.{self._part}"
         save_file(tensors, partial)
         partial.replace(self.folder / "head.safetensors")
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def _trained(document: Document) -> Tensor:

@@ -15,6 +15,7 @@ from weft.ops.divergence import Terms
 from weft.verify.bugs import Original, Plant, bug
 
 TEACHER_ADVANTAGE = "tests/parity/test_rl_teacher_parity.py: an update with a teacher is that of plain PyTorch"
+LISTED = "tests/parity/test_distill_parity.py: a step with lists of likely tokens is that of plain PyTorch"
 DISTILLED = "tests/parity/test_distill_parity.py: a step of distillation is that of plain PyTorch"
 
 
@@ -52,6 +53,18 @@ def gradient_into_the_teacher(plant: Plant, original: Original, name: str, beta:
         return values, torch.add(slope, q * difference)  # the derivative of q (log q - log p) by log q
 
     return leaking
+
+
+@bug(
+    "B43", "weft.ops.divergence:_ListReader._bins",
+    "a teacher's likeliest tokens are compared without a bin for all others, so that the sum is no divergence",
+    caught_by=LISTED, issue="", needs="a teacher that is known by lists",
+)  # fmt: skip
+def no_tail(plant: Plant, original: Original, self: Any, *arguments: Any) -> Any:
+    log_p, log_q, has_tail = original(self, *arguments)
+    plant.hit()
+    absent = torch.full_like(log_p[:, -1:], -1e4)
+    return torch.cat([log_p[:, :-1], absent], 1), torch.cat([log_q[:, :-1], absent], 1), has_tail
 
 
 @bug(
