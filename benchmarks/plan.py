@@ -78,7 +78,9 @@ def table(count: int) -> Documents:
     none = np.zeros(count, np.int64)
     chunk = Chunk(
         ids, trained, lengths, losses, numbers=np.arange(count), formats=none.astype(np.uint8), patches=none,
-        pairs=none, reaches=none, images=none, videos=none, places=np.zeros(0, np.uint8), sizes=none[:0],
+        pairs=none, reaches=none, images=none, videos=none, roles=none.astype(np.uint8),
+        margins=none.astype(np.float32), commons=none, teachers=none, widths=none, top_ids=none[:0],
+        top_logprobs=none[:0], places=np.zeros(0, np.uint8), sizes=none[:0],
     )  # fmt: skip
     piece = Limits(4096).select(in_memory("data.jsonl", True, [chunk]), "")
     return Documents([piece], [SourceShare(count)])

@@ -15,11 +15,12 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
@@ -38,8 +39,10 @@ from weft.data.image_columns import Image as ImageOfRow
 from weft.data.image_files import ImageChecks, MediaInfo, MediaLocation, encode_picture
 from weft.data.images import Images, expand_placeholders
 from weft.data.loss_mask import MaskedText
+from weft.data.records import ParseOptions
 from weft.data.sources import SourcePart
 from weft.data.tokenise import TokeniseOptions, TokeniseTask
+from weft.engine.batch.document import Costs, Document, document_metadata
 from weft.errors import UserError
 from weft.models import hf, hf_processor
 from weft.models.hf_processor import load_processor
@@ -134,6 +137,26 @@ def test_placeholders_are_never_trained(qwen: tuple[PreTrainedTokenizerBase, Ima
         trained = document.tokens[document.weights > 0].tolist()
         assert place in document.tokens.tolist() and place not in trained
         assert "see <|vision_start|><|vision_end|>there<|im_end|>" in qwen[0].decode(trained)
+
+
+def test_the_answers_of_a_pair_share_its_images(qwen: tuple[PreTrainedTokenizerBase, Images]) -> None:
+    """By metadata, without opening them."""
+    question = [{"role": "user", "content": [{"type": "image", "image": CAT}, {"type": "text", "text": "What?"}]}]
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    documents = read([{"prompt": question, **answers}], qwen, rows=ParseOptions(preferences=True))
+    place = qwen[0].convert_tokens_to_ids("<|image_pad|>")
+    costs = Costs(lambda length: 1, float, lambda patches, pairs: (100.0, 50))
+
+    def paths(of: Sequence[Document]) -> list[list[tuple[int, float, int]]]:
+        metadata = document_metadata(of, costs, lambda length: True, (place,))
+        return [[(node.end, node.cost, node.tower_tokens) for node in meta.path] for meta in metadata]
+
+    with mock.patch.object(Documents, "build", side_effect=AssertionError("built")):
+        measured = paths(documents)
+    (shared, own), (also_shared, _) = measured
+    assert measured == paths(list(documents)) and shared == also_shared
+    last = max(documents[0].tokens.tolist().index(token) for token in documents[0].tokens.tolist() if token == place)
+    assert last < shared[0] < own[0] and shared == (shared[0], shared[0] + 100.0, 50)
 
 
 def test_spans_move_with_what_replaces_a_placeholder() -> None:

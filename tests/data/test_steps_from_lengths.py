@@ -52,8 +52,11 @@ def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int
         none = np.zeros(len(own), np.int64)
         few = none.astype(np.int32)
         formats, margins = np.zeros(len(own), np.uint8), np.zeros(len(own), np.float32)
-        images = (none, none, few, few, few, formats, margins, np.empty(0, np.uint8), np.empty(0, np.int64))
-        chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, formats, *images)
+        chunk = Chunk(
+            ids, trained, np.array(own, np.int32), losses, numbers, formats, patches=none, pairs=none, reaches=few,
+            images=few, videos=few, roles=formats, margins=margins, commons=few, teachers=few.astype(np.uint16),
+            widths=few, top_ids=few[:0], top_logprobs=margins[:0], places=formats[:0], sizes=none[:0],
+        )  # fmt: skip
         pieces.append(Limits(longest, long=long).select(in_memory(origin, True, [chunk]), ""))
     return Documents(pieces, [SourceShare(sum(len(piece.indices) for piece in pieces))])
 

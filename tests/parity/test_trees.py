@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
+from tests.support.cases import MESHES, describe, open_engine, pairs, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.engine.batch.document import Document
 from weft.engine.batch.rows import Row, RowBuilder
@@ -26,10 +27,13 @@ SUITE = [
 TABLE = [
     ("llama", "2x2"), ("llama", "cp2u2"), ("phi3_longrope", "2"), ("llama", "pp2x2xtp2"), ("gemma3_text", "cp2xtp2"),
     ("qwen3", "2x2xcp2"), ("falcon", "2"), ("llama4_text", "1"), ("lfm2", "cp2u2"), ("mamba2", "2"), ("jamba", "2"),
-    ("qwen3_next", "tp2"), ("deepseek_v3", "ep2"), ("gpt_oss", "ep2xcp2"),
+    ("qwen3_next", "tp2"), ("deepseek_v3", "ep2"), ("gpt_oss", "ep2xcp2"), ("gpt_oss", "ep2xcp2xtp2"),
 ]  # fmt: skip
 BALANCED = [("qwen3_moe", "ep2", "step"), ("qwen3_moe", "cp2", "document")]
-BALANCED_TABLE = [("qwen3_moe", "pp2xep2", "document"), ("qwen3_moe", "2xep2", "step")]
+BALANCED_TABLE = [
+    ("qwen3_moe", "pp2xep2", "document"), ("qwen3_moe", "2xep2", "step"), ("qwen3_moe", "pp2xep2xcp2", "step"),
+    ("qwen3_moe", "pp2xep2xtp2", "document"),
+]  # fmt: skip
 APART = ("llama4_text", "falcon")  # chunks that begin with the document; padded
 
 
@@ -97,8 +101,24 @@ def nodes_of(forest: Forest) -> int:
     return len({(group, *ids[:end]) for ids, _, group in forest for end in range(1, len(ids))})
 
 
-def differences(path: str, mesh: str, seeds: Sequence[int]) -> list[tuple[float, float, int, int]]:
-    """Of each forest: (difference of loss, of gradient norm, tokens forwarded in one row, nodes of the trie)."""
+@dataclass(frozen=True)
+class Difference:
+    """Of a forest in trees and its documents apart. loss, norm: relative differences. tokens: forwarded in one row.
+    nodes: of the tries. cut: whether some documents are cut and others share tokens. beside: whether they do so in one
+    row."""
+
+    loss: float
+    norm: float
+    tokens: int
+    nodes: int
+    cut: bool
+    beside: bool
+
+
+def differences(path: str, mesh: str, seeds: Sequence[int]) -> list[Difference]:
+    """Of each forest. With mesh.cp, a rank has room for most of the longest document only, so that long documents are
+    cut beside trees of others."""
+    cp = MESHES[mesh].get("cp", 1)
     results = []
     engines = [open_engine(path, mesh, step={"share_prefixes": share}) for share in ("auto", "off")]
     for seed in seeds:
@@ -107,33 +127,46 @@ def differences(path: str, mesh: str, seeds: Sequence[int]) -> list[tuple[float,
             index: Document(torch.tensor(ids), torch.tensor(weights), group=group)
             for index, (ids, weights, group) in enumerate(forest)
         }
-        values = []
+        budget = 128 if cp == 1 else max(len(ids) for ids, _, _ in forest) * 7 // 8
+        values, plans = [], []
         for engine in engines:
-            plan = engine.plan(engine.planner.metadata(documents.values()))
-            loss = engine.accumulate(plan, documents, CrossEntropy())["loss"] or 0.0
+            plans.append(engine.plan(engine.planner.metadata(documents.values()), budget=budget))
+            loss = engine.accumulate(plans[-1], documents, CrossEntropy())["loss"] or 0.0
             values.append((loss, engine.gradient_norm()))
             engine.drop_gradients()
         (loss, norm), (loss_apart, norm_apart) = values
+        trees = plans[0]
+        cells = [(k, r) for k in range(trees.micro_batches) for r in range(trees.ranks)]
         metadata = engines[0].planner.metadata(documents.values())
-        whole = tree_tokens(metadata, range(len(metadata)))
         results.append(
-            (
+            Difference(
                 abs(loss - loss_apart) / max(1e-9, loss_apart),
                 abs(norm - norm_apart) / max(1e-9, norm_apart),
-                whole,
+                tree_tokens(metadata, range(len(metadata))),
                 nodes_of(forest),
+                bool(trees.pieces) and any(trees.segments(*cell) for cell in cells),
+                any(trees.segments(*cell) and trees.shared_documents(*cell) for cell in cells),
             )
         )
     return results
 
 
-@pytest.mark.parametrize(
-    ("mesh", "count"),
-    [("4", 12), pytest.param("4", 300, marks=pytest.mark.table), pytest.param("2xcp2", 50, marks=pytest.mark.table)],
-)
+CHOSEN = (195, 35, 24, 64, 75)  # siblings behind another tree; with mesh.cp, a cut document beside a tree
+FORESTS = [("4", 6), ("2xcp2", 2)]
+MORE_FORESTS = [
+    ("4", 300), ("2xcp2", 300), ("2x1xcp2", 100), ("2x2", 100), ("cp2u2xtp2", 100), ("pp2xcp2", 100), ("cp4u2", 100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "count"), pairs(FORESTS, MORE_FORESTS))
 def test_random_forests_equal_documents_apart(mesh: str, count: int) -> None:
-    for loss, norm, tokens, nodes in run(
-        4, differences, saved_model("llama"), mesh, [*range(count), 195, 35], timeout=900.0
-    )[0]:
-        assert loss < 1e-6 and norm < 1e-6
-        assert tokens == nodes
+    seeds = [*range(count), *CHOSEN]
+    results: list[Difference] = run(4, differences, saved_model("llama"), mesh, seeds, timeout=900.0)[0]
+    print(
+        f"{mesh}: loss {max(r.loss for r in results):.1e}, norm {max(r.norm for r in results):.1e}; documents are cut "
+        f"in {sum(r.cut for r in results)} forests with trees, in {sum(r.beside for r in results)} beside a tree"
+    )
+    for result in results:
+        assert result.loss < 1e-6 and result.norm < 1e-6
+        assert result.tokens == result.nodes
+    assert any(result.beside for result in results) == ("cp" in mesh)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.parity.test_trees import of_trees
 from tests.support.cases import describe, open_engine, pairs, references_once, saved_model, world_of
@@ -23,6 +24,7 @@ from weft.engine.batch.rows import Row, RowBuilder
 from weft.engine.experts import find_biases
 from weft.engine.losses.base import CrossEntropy
 from weft.engine.selfcheck.image import placeholders
+from weft.engine.step_plan.plan import StepPlan
 from weft.models import hf
 from weft.models.vision import Vision
 from weft.ops.segments import Segments
@@ -110,8 +112,11 @@ def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], path: str
 # ---------------------------------------------------------------- images
 
 
-IMAGES = [("qwen2_vl", "1"), ("gemma3", "2")]
-MORE_IMAGES = [("qwen2_5_vl", "2x2"), ("llava", "tp2"), ("qwen3_vl", "pp2"), ("gemma3", "cp2"), ("qwen2_vl", "cp2")]
+IMAGES = [("qwen2_vl", "1"), ("gemma3", "2"), ("qwen2_vl", "cp2")]
+MORE_IMAGES = [
+    ("qwen2_5_vl", "2x2"), ("llava", "tp2"), ("qwen3_vl", "pp2"), ("gemma3", "cp2"), ("qwen3_vl", "cp2u2"),
+    ("qwen2_5_vl", "2xcp2"),
+]  # fmt: skip
 
 
 def forests_with_images(vision: Vision, base: Any) -> tuple[list[list[Document]], Images]:
@@ -141,14 +146,16 @@ def forests_with_images(vision: Vision, base: Any) -> tuple[list[list[Document]]
     return steps, images
 
 
-def parity_of_images(path: str, mesh: str) -> tuple[Verdict | None, list[tuple[int, int]]]:
-    """(Verdict, (segments, patches) of every row that was built)."""
-    rows, build = list[tuple[int, int]](), RowBuilder._build
+def parity_of_images(path: str, mesh: str) -> tuple[Verdict | None, list[tuple[int, int, bool]]]:
+    """(Verdict, (segments, patches, whether features of its images are exchanged) of every row that was built)."""
+    rows, build = list[tuple[int, int, bool]](), RowBuilder._build
 
     def noted(self: RowBuilder, *args: Any) -> Row:
         row = build(self, *args)
         patches = 0 if row.media is None or row.placeholder else sum(vision.patches(row.media))
-        rows.append((0 if row.bounds.segments is None else len(row.bounds.segments.lengths), patches))
+        segments = row.bounds.segments
+        trees = segments is not None and max(segments.multiplicities) > 1
+        rows.append((len(segments.lengths) if segments is not None and trees else 0, patches, row.exchange is not None))
         return row
 
     with references_once(), mock.patch.object(RowBuilder, "_build", noted):
@@ -164,7 +171,49 @@ def parity_of_images(path: str, mesh: str) -> tuple[Verdict | None, list[tuple[i
 def test_images_of_a_shared_beginning_run_the_tower_once(family: str, mesh: str) -> None:
     ((verdict, rows), *_) = run(world_of(mesh), parity_of_images, saved_vision_model(family), mesh)
     assert verdict is not None and verdict.passed, describe(verdict)
-    shared = [patches for segments, patches in rows if segments]
-    assert bool(shared) == ("cp" not in mesh)
+    shared = [patches for segments, patches, _ in rows if segments]
+    assert shared
     if mesh == "1":  # 16 of an image that three documents share, 16 of another in its place, 16 + 24 of two in one
         assert max(shared) == 72
+
+
+def images_beside_a_cut_document(path: str) -> list[tuple[float, float, list[Tensor]]]:
+    """(Loss, gradient norm, gradients of this rank) of a step in which each row has a part of a document with images
+    and a tree with others, then of the same documents apart."""
+    results = []
+    for share in ("auto", "off"):
+        engine = open_engine(path, "cp2", step={"max_tokens_per_device": 512, "share_prefixes": share})
+        vision = engine.built.vision
+        assert vision is not None
+        plain = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0)
+        (step, _), images = forests_with_images(vision, plain.model)
+        (ids, _), more = step[3], [text_ids(vision)[n % 3] for n in range(150)]
+        long = ([*ids, *more], [1.0] * len([*ids, *more]))
+        images[tuple(long[0])] = images[tuple(ids)]
+        documents, metadata = to_documents(engine, [long, *step[:3], *step[4:]], images)
+        planned = (engine.plan(metadata, budget=budget) for budget in range(250, 80, -10))
+        plan = next(p for p in planned if p.pieces and (share == "off" or trees_beside_cut(p)))
+        loss = engine.accumulate(plan, documents, CrossEntropy())["loss"] or 0.0
+        gradients = [p.grad.to_local().clone() for p in engine.module.parameters() if isinstance(p.grad, DTensor)]
+        results.append((loss, engine.gradient_norm(), gradients))
+    return results
+
+
+def trees_beside_cut(plan: StepPlan) -> bool:
+    """Whether a row has a part of a document and a tree, both with images."""
+    return any(
+        (segments := plan.segments(k, rank)) is not None
+        and max(segments.multiplicities) > 1
+        and plan.shares_images(k, rank)
+        for k in range(plan.micro_batches)
+        for rank in range(plan.ranks)
+    )
+
+
+def test_images_of_a_tree_beside_those_of_a_cut_document() -> None:
+    for trees, apart in run(2, images_beside_a_cut_document, saved_vision_model("qwen2_vl")):
+        assert trees[:2] == pytest.approx(apart[:2], rel=1e-6)
+        assert len(trees[2]) == len(apart[2]) > 20
+        largest = max(float(gradient.abs().max()) for gradient in apart[2])
+        for ours, theirs in zip(trees[2], apart[2], strict=True):
+            assert float((ours - theirs).abs().max()) <= 1e-5 * max(float(theirs.abs().max()), 1e-3 * largest)

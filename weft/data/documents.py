@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -26,7 +27,7 @@ from weft.data.table import Array, Digest, TokenTable
 from weft.data.tokenise import TokeniseOptions, TokeniseTask, tokenise
 from weft.engine.batch.document import Document, MeasuredDocuments, Measures
 from weft.engine.batch.media import Media
-from weft.engine.batch.prefixes import TokenKeys
+from weft.engine.batch.prefixes import Beginning, pair_beginning
 from weft.errors import UserError
 
 
@@ -98,6 +99,8 @@ class Documents(MeasuredDocuments):
         # [documents], as in Chunk
         self.roles: Array = np.concatenate([selection.table.roles[selection.indices] for selection in selections])
         self.margins: Array = np.concatenate([selection.table.margins[selection.indices] for selection in selections])
+        self.commons: Array = np.concatenate([selection.table.commons[selection.indices] for selection in selections])
+        self.reaches: Array = np.concatenate([selection.table.reaches[selection.indices] for selection in selections])
         # [documents] index of each one's teacher in distill.teachers
         self.teachers: Array = np.concatenate([selection.table.teachers[selection.indices] for selection in selections])
         self.widths: Array = np.concatenate([selection.table.widths[selection.indices] for selection in selections])
@@ -125,12 +128,19 @@ class Documents(MeasuredDocuments):
         """The pair of each document."""
         return self._groups
 
-    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
-        selection, row = self._locate(index)
-        if self._measures.patches[index]:
-            return None
-        ids, _ = selection.table.tokens(int(selection.indices[row]), int(selection.lengths[row]))
-        return ids.astype(np.int64)[:, None]
+    def beginnings(self, indices: Sequence[int], placeholders: Sequence[int] = ()) -> dict[int, Beginning]:
+        """Of pairs whose answers both are among the documents; from the metadata of the table."""
+        lengths, pairs, beginnings = self._measures.length, defaultdict[int | None, list[int]](list), {}
+        for index in indices:
+            pairs[self._groups[index]].append(index)
+        for pair, members in pairs.items():
+            if pair is None or len(members) != 2:
+                continue
+            first, second = int(lengths[members[0]]), int(lengths[members[1]])
+            common = min(int(self.commons[members[0]]), first, second)
+            for answer, index in enumerate(members if common else ()):
+                beginnings[index] = pair_beginning(pair, common, (first, second), answer, int(self.reaches[index]))
+        return beginnings
 
     def source(self, index: int) -> str:
         selection, row = self._locate(index)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from weft.data.encode import Encoded
 from weft.data.records import Record
+from weft.data.table import common_beginning
 from weft.errors import BadRowError
 
 
@@ -28,13 +29,6 @@ def separate_answers(records: Sequence[Record], encoded: Sequence[Encoded]) -> l
             name = record.role if record.role in ("chosen", "rejected") else "completion"
             raise BadRowError(f"{record.location}: `{name}` has no token behind the prompt. Remove the row.")
     return out
-
-
-def common_beginning(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two documents begin with alike."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
 
 
 def _pairs(records: Sequence[Record]) -> Iterator[tuple[int, int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch import Tensor
 from weft.data.documents import Documents
 from weft.data.table import Array
 from weft.engine.batch.document import Document
-from weft.engine.batch.prefixes import TokenKeys
 from weft.engine.scores import scored_document, scored_length, with_end_mark
 
 
@@ -43,12 +40,6 @@ class ScoredDocuments(Documents):
         selection, row = self._locate(index)
         ids, _ = selection.table.tokens(int(selection.indices[row]), int(selection.lengths[row]))
         return torch.from_numpy(ids.astype(np.int64))
-
-    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
-        if super().token_keys(index, placeholders) is None:
-            return None
-        tokens = self._tokens(index)
-        return with_end_mark(tokens[: scored_length(tokens, self._pad)])[:, None].numpy()
 
     def build(self, index: int) -> Document:
         document = super().build(index)

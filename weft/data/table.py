@@ -32,7 +32,7 @@ _LISTS = {"top_ids": np.int32, "top_logprobs": np.float32}
 _DOCUMENTS = {
     "lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8,
     "patches": np.int64, "pairs": np.int64, "reaches": np.int32, "images": np.int32, "videos": np.int32,
-    "roles": np.uint8, "margins": np.float32, "teachers": np.uint16, "widths": np.int32,
+    "roles": np.uint8, "margins": np.float32, "commons": np.int32, "teachers": np.uint16, "widths": np.int32,
 }  # fmt: skip
 # The packed places of the images of all documents, concatenated, and the size of each in bytes.
 _PLACES = {"places": np.uint8}
@@ -48,9 +48,10 @@ class Chunk:
     ids, trained: one value a token. One value a document: lengths, its tokens; losses, its trained tokens without the
     first, which nothing predicts; numbers, its line or row; formats, indices into ALL_KINDS; patches, pairs, reaches,
     as in Encoded; images, the number of its images and videos; videos, the number of its videos; roles, indices into
-    ROLES; margins and teachers, as in Record; widths, K of its lists, 0 without lists. top_ids, top_logprobs: K values
-    a token, as in TopLists. places: the packed Places of all images and videos, concatenated. sizes: bytes of each
-    packed MediaLocation. bad: the rows that were left out.
+    ROLES; margins and teachers, as in Record; commons, the tokens that an answer has in common with the other of its
+    pair, at least up to the end of its images, or 0; widths, K of its lists, 0 without lists. top_ids, top_logprobs: K
+    values a token, as in TopLists. places: the packed Places of all images and videos, concatenated. sizes: bytes of
+    each packed MediaLocation. bad: the rows that were left out.
     """
 
     ids: Array
@@ -66,6 +67,7 @@ class Chunk:
     videos: Array
     roles: Array
     margins: Array
+    commons: Array
     teachers: Array
     widths: Array
     top_ids: Array
@@ -102,6 +104,7 @@ class Chunk:
             ),
             roles=np.array([ROLES.index(record.role) for record in records], np.uint8),
             margins=np.array([record.margin for record in records], np.float32),
+            commons=_commons(records, encoded),
             teachers=np.array([record.teacher for record in records], np.uint16),
             widths=np.array([0 if item.lists is None else item.lists.ids.shape[1] for item in encoded], np.int32),
             top_ids=np.concatenate([np.empty(0, np.int32), *(lists.ids.ravel() for lists in listed)]),
@@ -110,6 +113,22 @@ class Chunk:
             sizes=np.array([len(location) for location in packed], np.int64),
             bad=bad,
         )
+
+
+def _commons(records: Sequence[Record], encoded: Sequence[Encoded]) -> Array:
+    commons = np.zeros(len(records), np.int32)
+    for index, record in enumerate(records):
+        if record.role == "chosen":  # the rejected answer follows
+            count = common_beginning(encoded[index].ids, encoded[index + 1].ids)
+            commons[index : index + 2] = count if count >= encoded[index].reach else 0
+    return commons
+
+
+def common_beginning(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two documents begin with alike."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 class Digest:
@@ -180,7 +199,7 @@ class TokenTable:
         self.numbers, self.formats = arrays["numbers"], arrays["formats"]
         self.patches, self.pairs = arrays["patches"], arrays["pairs"]
         self.reaches, self.images, self.videos = arrays["reaches"], arrays["images"], arrays["videos"]
-        self.roles, self.margins = arrays["roles"], arrays["margins"]
+        self.roles, self.margins, self.commons = arrays["roles"], arrays["margins"], arrays["commons"]
         self.teachers, self.widths = arrays["teachers"], arrays["widths"]
         self.top_ids, self.top_logprobs = arrays["top_ids"], arrays["top_logprobs"]
         self._places, self._sizes = arrays["places"], arrays["sizes"]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.image_files import PromptImages
+from weft.engine.batch.prefixes import Beginning
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -59,6 +60,8 @@ class Sample:
     (weft/rl/corrections.py); returns are the targets of a critic.
     trained: False if the sample failed. reply_images: the images of the environment's replies, in order; its patches
     and pairs include the prompt's images. notes: recorded with the sample for the environment and the rewards.
+    beginnings: what it has in common with others of its group, without and with its routes; None: not computed yet
+    (weft/rl/documents.py:note_beginnings).
     """
 
     prompt: Prompt
@@ -84,6 +87,7 @@ class Sample:
     trained: bool = True
     reply_images: PromptImages | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    beginnings: dict[bool, Beginning | None] | None = None
 
     def forget_readings(self) -> None:
         """Drop what trainers computed for the sample, and what was derived from that; tokens and rewards stay."""

@@ -7,7 +7,8 @@ so the loss does not depend on how a step is divided into micro-batches and over
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import ImageOpener
 from weft.engine.batch.document import Document, MeasuredDocuments, Measures
 from weft.engine.batch.media import Media
-from weft.engine.batch.prefixes import TokenKeys, image_column
+from weft.engine.batch.prefixes import Beginning, TokenKeys, beginnings_of, token_keys
 from weft.engine.batch.replay import align_routes
 from weft.inference.types import Flags, Floats, Prompt, Sample, SampleGroup
 from weft.rl.corrections import comparable
@@ -56,23 +57,12 @@ class _Samples(MeasuredDocuments):
         numbers: dict[str, int] = {}
         return [numbers.setdefault(sample.prompt.id, len(numbers)) for sample in self.samples]
 
-    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
-        sample = self.samples[index]
-        if sample.images is not None and not placeholders:
-            return None
-        tokens_T = sample.tokens.astype(np.int64)
-        columns = [tokens_T[:, None]]
-        if placeholders:  # samples of one prompt share its images; images of replies are a sample's own
-            name = "" if sample.images is None else f"{sample.prompt.id} "
-            name += "" if sample.reply_images is None else str(sample.number)
-            columns.append(image_column(tokens_T, placeholders, name.encode())[:, None])
-        if self._routed and sample.routes is not None:
-            routes: NDArray[np.int64] = np.asarray(sample.routes).reshape(len(sample.routes), -1).astype(np.int64)
-            missing = len(sample) - len(routes)  # the last token, which no forward reads
-            if missing not in (0, 1):
-                return None  # align_routes names it
-            columns.append(np.pad(routes, ((0, missing), (0, 0)), constant_values=-1))
-        return np.concatenate(columns, 1)
+    def beginnings(self, indices: Sequence[int], placeholders: Sequence[int] = ()) -> dict[int, Beginning]:
+        """As the controller noted them; computed for samples that did not come from it."""
+        if any(self.samples[index].beginnings is None for index in indices):
+            return sample_beginnings({index: self.samples[index] for index in indices}, placeholders, self._routed)
+        noted = {index: (self.samples[index].beginnings or {}).get(self._routed) for index in indices}
+        return {index: beginning for index, beginning in noted.items() if beginning is not None}
 
     def source(self, index: int) -> str:
         sample = self.samples[index]
@@ -156,6 +146,47 @@ class TrainedSamples(_Samples):
         if self._corrects and not self.old_is_known:
             arrays["rollout_logprobs"] = [comparable(sample) for sample in samples]
         return arrays
+
+
+def note_beginnings(samples: Sequence[Sample]) -> None:
+    """Set `beginnings` of samples that have none, so that trainers plan trees without looking at tokens and routes. A
+    sample with images needs the placeholders of its prompt, else its group is left as it is."""
+    by_prompt: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_prompt[sample.prompt.id].append(sample)
+    for group in by_prompt.values():
+        placeholders = group[0].prompt.placeholders
+        known = all(sample.beginnings is not None for sample in group)
+        if known or (not placeholders and any(sample.images is not None for sample in group)):
+            continue
+        numbered = dict(enumerate(group))
+        apart = sample_beginnings(numbered, placeholders, routed=False)
+        has_routes = any(sample.routes is not None for sample in group)
+        routed = sample_beginnings(numbered, placeholders, routed=True) if has_routes else apart
+        for index, sample in numbered.items():
+            sample.beginnings = {False: apart.get(index), True: routed.get(index)}
+
+
+def sample_beginnings(samples: Mapping[int, Sample], placeholders: Sequence[int], routed: bool) -> dict[int, Beginning]:
+    """The beginnings of samples, by index, of which those of one prompt are a group. Other arguments: as in _keys."""
+    keys = {index: _keys(sample, placeholders, routed) for index, sample in samples.items()}
+    groups = {index: sample.prompt.id for index, sample in samples.items()}
+    return beginnings_of(groups, {index: of for index, of in keys.items() if of is not None})
+
+
+def _keys(sample: Sample, placeholders: Sequence[int], routed: bool) -> TokenKeys | None:
+    """The keys of a sample's tokens. placeholders: as in token_keys. routed: whether its routes are replayed."""
+    columns = []
+    if routed and sample.routes is not None:
+        routes = np.asarray(sample.routes)
+        missing = len(sample) - len(routes)  # the last token, which no forward reads
+        if missing not in (0, 1):
+            return None  # align_routes names it
+        columns.append(np.concatenate([routes, np.zeros_like(routes[:missing])]))
+    images = ""  # samples of one prompt share its images; images of replies are a sample's own
+    if sample.images is not None:
+        images = f"{sample.prompt.id} " + ("" if sample.reply_images is None else str(sample.number))
+    return token_keys(sample.tokens, placeholders, images.encode(), columns)
 
 
 # Arrays of a sample that losses read. Either all trained samples have an array, or none has.

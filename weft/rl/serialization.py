@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.image_files import PromptImages
+from weft.engine.batch.prefixes import Beginning
 from weft.inference.types import Prompt, Sample
+from weft.rl.documents import note_beginnings
 
 # Arrays with one entry per token, and their dtypes in the pickle. Trainers do not use `versions`.
 _BY_TOKEN = {
@@ -49,21 +51,25 @@ class _Column:
 class _Packed:
     """labels: per sample (index, visit and source of the prompt, number, finish, reward, trained). images: per sample,
     those of prompt and replies; a pickle holds shared objects once. routes: per sample; too large to copy into one
-    array."""
+    array. beginnings: per sample."""
 
     labels: list[tuple[int, int, str, int, str, float | None, bool]]
     images: list[PromptImages | None]
     columns: dict[str, _Column]
     routes: list[Any]
+    beginnings: list[dict[bool, Beginning | None] | None]
 
 
 def _pack(samples: Sequence[Sample]) -> _Packed:
+    note_beginnings(samples)
     labels = [
         (s.prompt.index, s.prompt.visit, s.prompt.source, s.number, s.finish, s.reward, s.trained) for s in samples
     ]
     columns = {name: _column([getattr(s, name) for s in samples], dtype) for name, dtype in _BY_TOKEN.items()}
     present = {name: column for name, column in columns.items() if column is not None}
-    return _Packed(labels, [s.images for s in samples], present, [s.routes for s in samples])
+    return _Packed(
+        labels, [s.images for s in samples], present, [s.routes for s in samples], [s.beginnings for s in samples]
+    )
 
 
 def _column(arrays: Sequence[Any], dtype: Any) -> _Column | None:
@@ -79,8 +85,8 @@ def _unpacked(packed: _Packed) -> list[Sample]:
     count = len(packed.labels)
     parts = {name: column.parts() for name, column in packed.columns.items()}
     arrays: list[dict[str, Any]] = [{name: values[i] for name, values in parts.items()} for i in range(count)]
-    for sample_arrays, routes in zip(arrays, packed.routes, strict=True):
-        sample_arrays["routes"] = routes
+    for sample_arrays, routes, beginnings in zip(arrays, packed.routes, packed.beginnings, strict=True):
+        sample_arrays |= {"routes": routes, "beginnings": beginnings}
     return [
         Sample(
             prompt=Prompt(index, visit, (), "", source=source, images=images), number=number, finish=finish,

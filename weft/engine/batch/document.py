@@ -6,17 +6,17 @@ T tokens of a document or row, N predictions of a row that are read.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, overload
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.engine.batch.media import Media
-from weft.engine.batch.prefixes import Path, PathNode, TokenKeys, image_column, images_end, shared_paths
+from weft.engine.batch.prefixes import Beginning, Path, PathNode, TokenKeys, beginnings_of, token_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,13 @@ class Document:
 
     def token_keys(self, placeholders: Sequence[int] = ()) -> TokenKeys | None:
         """What must be equal for a token to be shared with another document of its group: the token, its image, its
-        position, its experts. None if it shares nothing.
-
-        placeholders: ids of tokens that stand for images, in a model whose documents share these; the second column is
-        then that of images.
-        """
-        if self.media is not None and not placeholders:
-            return None
+        position, its experts. None if it shares nothing. placeholders: as in prefixes.py:token_keys."""
         if self.routes is not None and len(self.routes) != len(self):
             return None  # RouteReplay.check names it
-        columns = [self.tokens[:, None]]
-        if placeholders:
-            images = b"" if self.media is None else self.media.digest()
-            columns.append(torch.from_numpy(image_column(self.tokens.numpy(), placeholders, images))[:, None])
-        if self.positions is not None:
-            columns.append(self.positions.reshape(-1, len(self)).T)
-        if self.routes is not None:
-            columns.append(self.routes.flatten(1))
-        return torch.cat([column.long() for column in columns], 1).numpy()
+        positions = None if self.positions is None else self.positions.reshape(-1, len(self)).T
+        columns = [tensor.numpy() for tensor in (positions, self.routes) if tensor is not None]
+        images = b"" if self.media is None else self.media.digest()
+        return token_keys(self.tokens.numpy(), placeholders, images, columns)
 
     def meta(self, cost: float = 0.0, omitted: int = 0, tower_tokens: int = 0) -> DocumentMeta:
         """This document's metadata. cost, omitted, tower_tokens: as in DocumentMeta."""
@@ -153,9 +142,12 @@ class MeasuredDocuments(Sequence[Document]):
         """The group of each document."""
         return [None] * len(self)
 
-    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
-        """Document.token_keys of a document of a group; on every rank, so it should need less than the document."""
-        return self.build(index).token_keys(placeholders)
+    def beginnings(self, indices: Sequence[int], placeholders: Sequence[int] = ()) -> dict[int, Beginning]:
+        """The beginnings of those of these documents that share tokens with another of them. Every rank calls this for
+        all documents of a step that are of a group, so it should need no document: those here build all of them.
+        placeholders: as in prefixes.py:token_keys."""
+        groups = self.groups()
+        return _beginnings({index: self.build(index) for index in indices}, groups, placeholders)
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
         """index -> document."""
@@ -190,8 +182,10 @@ class Chosen(MeasuredDocuments):
         groups = self._documents.groups()
         return [groups[index] for index in self._indices]
 
-    def token_keys(self, index: int, placeholders: Sequence[int] = ()) -> TokenKeys | None:
-        return self._documents.token_keys(self._indices[index], placeholders)
+    def beginnings(self, indices: Sequence[int], placeholders: Sequence[int] = ()) -> dict[int, Beginning]:
+        numbers = {self._indices[index]: index for index in indices}
+        beginnings = self._documents.beginnings(list(numbers), placeholders)
+        return {numbers[index]: beginning for index, beginning in beginnings.items()}
 
     def source(self, index: int) -> str:
         return self._documents.source(self._indices[index])
@@ -255,41 +249,44 @@ def document_metadata(
     placeholders: Sequence[int] = (),
 ) -> list[DocumentMeta]:
     """The metadata of each document. shares: length -> whether a document of that length may share its beginning with
-    others of its group; None: none does. placeholders: as in Document.token_keys."""
-    if isinstance(documents, MeasuredDocuments):
-        metadata, groups = _measured(documents, costs), documents.groups()
-        keys: Callable[[int, Sequence[int]], TokenKeys | None] = documents.token_keys
-    else:
-        sequence = list(documents)
-        metadata = [_meta(document, costs) for document in sequence]
-        groups = [document.group for document in sequence]
-
-        def keys(index: int, ids: Sequence[int]) -> TokenKeys | None:
-            return sequence[index].token_keys(ids)
-
-    if shares is None or all(group is None for group in groups):
+    others of its group; None: none does. placeholders: as in prefixes.py:token_keys."""
+    measured = documents if isinstance(documents, MeasuredDocuments) else None
+    sequence = documents if isinstance(documents, Sequence) else list(documents)
+    metadata = [_meta(d, costs) for d in sequence] if measured is None else _measured(measured, costs)
+    if shares is None:
         return metadata
-    groups = [group if shares(meta.length) else None for group, meta in zip(groups, metadata, strict=True)]
-    ends: dict[int, int] = {}  # where the images of each document end
-
-    def noted_keys(index: int) -> TokenKeys | None:
-        tokens = keys(index, placeholders)
-        if tokens is not None and placeholders and metadata[index].patches:
-            ends[index] = images_end(tokens[:, 1])
-        return tokens
-
-    for index, path in shared_paths(groups, [meta.read for meta in metadata], noted_keys).items():
-        meta, end = metadata[index], ends.get(index, 0)
-        tower = (meta.cost - costs.tokens(meta.read), meta.tower_tokens) if end else (0.0, 0)
-        priced = [_priced(node, costs, *tower) if node.end >= end else _priced(node, costs) for node in path[:-1]]
-        priced.append(_priced(path[-1], costs, *tower))
-        metadata[index] = replace(meta, group=groups[index], path=tuple(priced))
+    sharing = [n for n, meta in enumerate(metadata) if meta.group is not None and shares(meta.length)]
+    if measured is not None:
+        beginnings = measured.beginnings(sharing, placeholders) if sharing else {}
+    else:
+        groups = [meta.group for meta in metadata]
+        beginnings = _beginnings({index: sequence[index] for index in sharing}, groups, placeholders)
+    for index, beginning in beginnings.items():
+        metadata[index] = replace(metadata[index], path=_priced(metadata[index], beginning, costs))
     return metadata
 
 
-def _priced(node: PathNode, costs: Costs, tower: float = 0.0, tower_tokens: int = 0) -> PathNode:
-    """The node of a document that ends with it. tower, tower_tokens: cost of its images, and their tokens."""
-    return node._replace(cost=costs.tokens(node.end) + tower, tower_tokens=tower_tokens)
+def _beginnings(
+    documents: Mapping[int, Document], groups: Sequence[int | None], placeholders: Sequence[int]
+) -> dict[int, Beginning]:
+    """The beginnings of documents that are built, by index. groups: of each index."""
+    sizes = Counter(groups[index] for index in documents)
+    keys = {
+        index: document.token_keys(placeholders) for index, document in documents.items() if sizes[groups[index]] > 1
+    }
+    return beginnings_of(dict(enumerate(groups)), {index: of for index, of in keys.items() if of is not None})
+
+
+def _priced(meta: DocumentMeta, beginning: Beginning, costs: Costs) -> Path:
+    """The path of the tokens that a forward reads, with the costs of documents that would end at its nodes."""
+    tower = meta.cost - costs.tokens(meta.read)
+
+    def priced(node: PathNode) -> PathNode:
+        has_images = beginning.images_end and (node.end >= beginning.images_end or node.end == meta.read)
+        extra, tokens = (tower, meta.tower_tokens) if has_images else (0.0, 0)
+        return node._replace(cost=costs.tokens(node.end) + extra, tower_tokens=tokens)
+
+    return tuple(priced(node) for node in beginning.path_of(meta.read))
 
 
 def _measured(documents: MeasuredDocuments, costs: Costs) -> list[DocumentMeta]:

@@ -1,22 +1,21 @@
 """Documents of a group that begin alike: where their tokens part.
 
-The documents of a group form a trie. A document's path is the list of nodes from the trie's root to its last token that
-is read; nodes end where documents part, and where one ends. A node is named by a digest of everything up to its end, so
-that two documents share a node exactly if they share its tokens, whichever process compares them.
+The documents of a group form a trie. A document's path is the list of nodes from the trie's root to its last token;
+nodes end where documents part, and where one ends. A node is named by a digest of everything up to its end, so that two
+documents share a node exactly if they share its tokens, whichever process compares them. Paths are metadata: with them
+a rank plans trees of documents that it does not have.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-TokenKeys = NDArray[np.int64]  # [T, k]: what must be equal for a token to be shared
 
 
 class PathNode(NamedTuple):
@@ -37,65 +36,91 @@ class PathNode(NamedTuple):
 Path = tuple[PathNode, ...]
 
 
-def image_column(tokens_T: NDArray[np.int64], placeholders: Sequence[int], images: bytes) -> NDArray[np.int64]:
-    """[T]: what must be equal for placeholders to be shared: 0 for text; for a placeholder the images, and everything
-    up to the last of them, so that documents part before their images or after all of them.
+class Beginning(NamedTuple):
+    """What a document has in common with others of its group. path: up to its last token, without costs. images_end:
+    tokens up to the end of its images; 0 without images."""
 
-    placeholders: ids of tokens that stand for images. images: names the document's images; empty if it has none.
+    path: Path
+    images_end: int = 0
+
+    def path_of(self, read: int) -> Path:
+        """The path of its first `read` tokens, which are all or all but the last."""
+        before = [node for node in self.path if node.end < read]
+        return (*before, self.path[len(before)]._replace(end=read))
+
+
+class TokenKeys(NamedTuple):
+    """bytes_Tk: [T, k] uint8, what must be equal for a token to be shared. images_end: as in Beginning."""
+
+    bytes_Tk: NDArray[np.uint8]
+    images_end: int = 0
+
+
+def token_keys(
+    tokens_T: NDArray[Any], placeholders: Sequence[int], images: bytes, columns: Sequence[NDArray[Any]] = ()
+) -> TokenKeys | None:
+    """The keys of a document; None if it shares nothing, because it has images that the model cannot share.
+
+    placeholders: ids of tokens that stand for images, in a model that takes images. images: names the document's
+    images; empty if it has none. columns: further values of each token, each [T, ...]. Documents part before their
+    images or after all of them: the key of a placeholder has the images, and everything up to the last of them.
     """
-    column_T = np.zeros(len(tokens_T), np.int64)
-    is_image_T = np.isin(tokens_T, placeholders)
-    if images and is_image_T.any():
-        beginning = np.ascontiguousarray(tokens_T[: images_end(is_image_T)])
-        digest = blake2b(images + beginning.tobytes(), digest_size=8).digest()
-        column_T[is_image_T] = int.from_bytes(digest, "little") >> 1 | 1
-    return column_T
+    if images and not placeholders:
+        return None
+    columns, end = [tokens_T.astype(np.int32), *columns], 0
+    if placeholders:
+        image_T, is_image_T = np.zeros(len(tokens_T), np.int64), np.isin(tokens_T, placeholders)
+        if images and is_image_T.any():
+            end = int(np.flatnonzero(is_image_T)[-1]) + 1
+            beginning = np.ascontiguousarray(tokens_T[:end], np.int64)
+            image_T[is_image_T] = (
+                int.from_bytes(blake2b(images + beginning.tobytes(), digest_size=8).digest(), "little") >> 1 | 1
+            )
+        columns.append(image_T)
+    flat = [np.ascontiguousarray(column.reshape(len(tokens_T), -1)).view(np.uint8) for column in columns]
+    return TokenKeys(np.concatenate(flat, 1), end)
 
 
-def images_end(column_T: NDArray[Any]) -> int:
-    """Tokens up to the last placeholder, and with it; 0 without one. column_T: as image_column returns it."""
-    indices = np.flatnonzero(column_T)
-    return int(indices[-1]) + 1 if len(indices) else 0
+def beginnings_of(groups: Mapping[int, Hashable], keys: Mapping[int, TokenKeys]) -> dict[int, Beginning]:
+    """The beginning, by index, of each document that begins like another of its group. groups: of each, by index.
+    Documents without keys share nothing."""
+    by_group: dict[Hashable, dict[int, TokenKeys]] = defaultdict(dict)
+    for index, of_document in keys.items():
+        by_group[groups[index], of_document.bytes_Tk.shape[1]][index] = of_document
+    beginnings: dict[int, Beginning] = {}
+    for name, members in by_group.items():
+        if len(members) > 1:
+            beginnings |= _beginnings(members, repr(name).encode())
+    return beginnings
 
 
-def shared_paths(
-    groups: Sequence[Hashable | None], read: Sequence[int], keys: Callable[[int], TokenKeys | None]
-) -> dict[int, Path]:
-    """The paths, by index, of documents that begin like another of their group.
-
-    groups: of each document; None shares nothing. read: tokens of each that a forward reads. keys: index -> TokenKeys
-    of a document of a group; None if it shares nothing.
-    """
-    by_group: dict[Hashable, list[int]] = defaultdict(list)
-    for index, group in enumerate(groups):
-        if group is not None:
-            by_group[group].append(index)
-    paths: dict[int, Path] = {}
-    for group, indices in by_group.items():
-        by_width: dict[int, dict[int, TokenKeys]] = defaultdict(dict)
-        for index in indices if len(indices) > 1 else ():
-            tokens = keys(index)
-            if tokens is not None:
-                by_width[tokens.shape[1]][index] = np.ascontiguousarray(tokens[: read[index]])
-        for width, members in by_width.items():
-            paths |= _paths(members, repr((group, width)).encode())
-    return paths
+def pair_beginning(pair: int, common: int, lengths: tuple[int, int], answer: int, images_end: int = 0) -> Beginning:
+    """The beginning of an answer of a pair. pair: its number. common: tokens that both answers begin with, at least 1.
+    lengths: of both answers. answer: 0 or 1."""
+    ends = {common, lengths[answer], *({common - 1} if common in lengths else ())} - {0}
+    path = (PathNode(((3 * pair + (end > common) * (1 + answer)) << 32) + end, end) for end in sorted(ends))
+    return Beginning(tuple(path), images_end)
 
 
-def _paths(keys: dict[int, TokenKeys], salt: bytes) -> dict[int, Path]:
-    texts = {index: tokens.tobytes() for index, tokens in keys.items()}
+def _beginnings(keys: dict[int, TokenKeys], salt: bytes) -> dict[int, Beginning]:
+    texts = {index: of_document.bytes_Tk.tobytes() for index, of_document in keys.items()}
+    lengths = {len(of_document.bytes_Tk) for of_document in keys.values()}
     order = sorted(texts, key=lambda index: texts[index])  # neighbours have the longest beginnings in common
-    common = [_common(keys[a], keys[b]) for a, b in pairwise(order)]
-    paths = {}
+    common = [_common(keys[a].bytes_Tk, keys[b].bytes_Tk) for a, b in pairwise(order)]
+    beginnings = {}
     for position, index in enumerate(order):
         ends = {*_falling(common[position:]), *_falling(common[:position][::-1])}
         if ends:
-            tokens = keys[index]
-            paths[index] = _nodes(texts[index], sorted(ends | {len(tokens)}), tokens.shape[1] * tokens.itemsize, salt)
-    return paths
+            # Forwards may leave out the last token of a document that is another's beginning.
+            ends |= {end - 1 for end in ends if end in lengths and end > 1}
+            count, width = keys[index].bytes_Tk.shape
+            beginnings[index] = Beginning(
+                _nodes(texts[index], sorted(ends | {count}), width, salt), keys[index].images_end
+            )
+    return beginnings
 
 
-def _common(first: TokenKeys, second: TokenKeys) -> int:
+def _common(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> int:
     """The number of tokens that two documents have in common at their beginnings."""
     length = min(len(first), len(second))
     differing = (first[:length] != second[:length]).any(1)

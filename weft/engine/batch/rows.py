@@ -183,7 +183,9 @@ def build_row(
     owner_M[token_index.row_K] = token_index.document_K
     media: dict[str, Any] = {}
     if images and vision is not None:  # a row without images runs the tower on the smallest possible one
-        inputs = _image_inputs(chosen, vision, token_index, read, shared=segments is not None)
+        rows_T = token_index.row_K.split(list(read))
+        numbers = with_images_of_their_own(chosen, vision, rows_T, shared=segments is not None)
+        inputs = [dict(media.inputs) for media in (chosen[n].media for n in numbers) if media is not None]
         media = {"media": joined(inputs or [dict(vision.smallest)]), "placeholder": not inputs}
     return Row(
         documents=tuple(indices),
@@ -248,17 +250,18 @@ def _last_seen(
     return last
 
 
-def _image_inputs(
-    documents: Sequence[Document], vision: Vision, token_index: _TokenIndex, read: Sequence[int], *, shared: bool
-) -> list[Mapping[str, Tensor]]:
-    """The inputs of documents with images, in the order of their placeholders in the row; once for those that share
-    their images. shared: whether documents share tokens."""
-    by_position: dict[int, Mapping[str, Tensor]] = {}
-    for document, row_T in zip(documents, token_index.row_K.split(list(read)), strict=True):
+def with_images_of_their_own(
+    documents: Sequence[Document], vision: Vision, rows_T: Sequence[Tensor], *, shared: bool
+) -> list[int]:
+    """Numbers of the documents whose images a row has, in the order of their placeholders; of those that share their
+    images, the first. rows_T: index in the row of each token that is read, by document. shared: whether documents share
+    tokens."""
+    by_position: dict[int, int] = {}
+    for number, (document, row_T) in enumerate(zip(documents, rows_T, strict=True)):
         if document.media is not None:
             shown = vision.token_types(document.tokens[: len(row_T)]).nonzero().flatten() if shared else row_T[:0]
-            position = int(row_T[shown[0]]) if len(shown) else len(token_index.row_K) + len(by_position)
-            by_position.setdefault(position, document.media.inputs)
+            position = int(row_T[shown[0]]) if len(shown) else sum(map(len, rows_T)) + number
+            by_position.setdefault(position, number)
     return [by_position[position] for position in sorted(by_position)]
 
 
@@ -558,6 +561,12 @@ class RowBuilder:
             assert self.context is not None
             row = cut_row(row, plan, micro_batch, self.rank, self.context)
             if self.vision is not None and plan.shares_images(micro_batch, self.rank):
+                if segments is not None:
+                    rows_T = segments.document_tokens(torch.device("cpu")).split(read)
+                    chosen = [documents[index] for index in indices]
+                    indices = tuple(
+                        indices[n] for n in with_images_of_their_own(chosen, self.vision, rows_T, shared=True)
+                    )
                 row = replace(
                     row,
                     **assign_images(indices, documents, plan, micro_batch, self.rank, self.context, self.vision),

@@ -543,9 +543,8 @@ class StepPlanner:
         self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images, self._image_ranks)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
         self.apart = apart or _reason_apart(step, built)
-        # Ranks of mesh.cp send one another features of images by document, so that documents with images stay apart.
-        shown = None if context is not None else built.vision
-        self._placeholders = () if shown is None else tuple(t for t in (shown.image, shown.video) if t is not None)
+        ids = () if built.vision is None else (built.vision.image, built.vision.video)
+        self._placeholders = tuple(token for token in ids if token is not None)
         # Cached by length, and by patches and pairs, because a step has many equal ones.
         self.costs = Costs(
             self._omitted, cache(partial(document_flops, built.flops)), cache(partial(tower_flops, built.flops))
