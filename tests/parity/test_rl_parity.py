@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.rl_samples import group
 from tests.support.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
+from weft.engine.batch.rows import Row, RowBuilder
 from weft.errors import UserError
 from weft.inference.records import write_rollouts
 from weft.parallel.tp import divide
@@ -45,6 +47,19 @@ def config_of(path: str, mesh: str, *keys: str) -> RlConfig:
 def verdict_of(plant: str | None, path: str, mesh: str, keys: tuple[str, ...]) -> Verdict | None:
     with planted(plant):
         return verify_rl(TrainerRank(config_of(path, mesh, *keys), "cpu"), 1e-3)
+
+
+def verdict_on_trees(path: str, mesh: str, keys: tuple[str, ...]) -> tuple[Verdict | None, set[tuple[bool, bool]]]:
+    """(The verdict, (whether a row of this rank has trees, whether it replays experts) of each)."""
+    seen, build = set[tuple[bool, bool]](), RowBuilder._build
+
+    def noted(self: RowBuilder, *args: Any) -> Row:
+        row = build(self, *args)
+        seen.add((row.bounds.segments is not None, row.routes is not None))
+        return row
+
+    with mock.patch.object(RowBuilder, "_build", noted):
+        return verdict_of(None, path, mesh, keys), seen
 
 
 PPO = (
@@ -97,8 +112,10 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "mesh", "keys"), CASES)
 def test_updates_are_those_of_one_plain_process(family: str, mesh: str, keys: tuple[str, ...]) -> None:
-    verdict: Verdict = run(world_of(mesh), verdict_of, None, model(family, mesh), mesh, keys)[0]
+    results = run(world_of(mesh), verdict_on_trees, model(family, mesh), mesh, keys)
+    verdict: Verdict = results[0][0]
     assert verdict.passed, describe(verdict)
+    assert any((True, family == "qwen3_moe") in seen for _, seen in results)  # answers share their prompts
     names = {figure.name for figure in verdict.figures}
     assert "the engine samples what the trainer reads" in names and "weights after 6 updates" in names
     assert ("critic: gradients, every parameter" in names) == (keys[: len(PPO)] == PPO)

@@ -118,6 +118,16 @@ def test_experts_get_as_many_tokens_together_as_on_real_ranks() -> None:
     assert [totals for _, _, totals in here] == [totals for _, _, totals in there]
 
 
+def test_trees_of_a_model_with_experts_are_simulated() -> None:
+    """With what their losses count for each document that holds a token."""
+    step = Step([33] * 16, CrossEntropy(), (), 8, 20)
+    sections = {"model": {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}}
+    held, peak, _ = simulated(saved_model("qwen3_moe"), "2", sections, step, 0)
+    there = run(2, really, saved_model("qwen3_moe"), "2", sections, step)[0]
+    assert held == there[0]
+    assert peak.maxima["activations"] == pytest.approx(there[1].maxima["activations"], rel=0.02)
+
+
 def test_experts_get_equally_many_tokens() -> None:
     """Also where they do not divide by ep: a rank with more of them gets more, and sends more back."""
     step, found = step_on("3ep3", 1), []
@@ -171,7 +181,7 @@ def both(config: EngineConfig, world: int, step: Step) -> Iterator[tuple[Memory,
     assumed = accelerator("h100-80gb")
     model, mesh = Blueprint(config, "cpu", assumed), resolve_mesh(config.mesh, world)
     model.check(mesh)
-    rows = RowFacts.from_plan(model, plan_rows(model, mesh, step.lengths))
+    rows = RowFacts.from_plan(model, plan_rows(model, mesh, step.lengths, None, step.group, step.prefix))
     stages = memory_by_stage(model, mesh, rows)
     for memory in {memory.share.coordinates.pp: memory for memory in (stages[0], stages[-1])}.values():
         said = transfers(model, mesh, memory.share, rows.load, recompute=policy_of(config.model.recompute))
@@ -199,20 +209,24 @@ def calls_in(found: Simulated) -> dict[tuple[str, int], tuple[int, int]]:
     return several
 
 
+PROMPT = 3072  # of answers of 128 tokens: keys are gathered 7 times
+
+
 @pytest.mark.parametrize(
-    ("model", "layers", "mesh", "world", "length", "recompute"),
+    ("model", "layers", "mesh", "world", "length", "recompute", "group"),
     [
-        ("Qwen3-4B", 6, {"dp_shard": 8}, 8, 4096, "none"),
-        pytest.param("Qwen3-32B", 6, {"dp_shard": 512, "tp": 8}, 4096, 4096, "full", marks=pytest.mark.table),
-        ("Qwen3-30B-A3B", 4, {"dp_shard": 16, "ep": 8}, 16, 4096, "full"),
-        ("Qwen3-30B-A3B", 4, {"dp_shard": 8, "tp": 2, "ep": 8}, 16, 4096, "selective"),
-        ("Qwen3-235B-A22B", 8, {"pp": 2, "dp_shard": 2, "cp": 4, "ep": 8}, 16, 32768, "full"),
+        ("Qwen3-4B", 6, {"dp_shard": 8}, 8, 4096, "none", 1),
+        ("Qwen3-4B", 6, {"dp_shard": 8}, 8, 3200, "none", 8),
+        pytest.param("Qwen3-32B", 6, {"dp_shard": 512, "tp": 8}, 4096, 4096, "full", 1, marks=pytest.mark.table),
+        ("Qwen3-30B-A3B", 4, {"dp_shard": 16, "ep": 8}, 16, 4096, "full", 1),
+        ("Qwen3-30B-A3B", 4, {"dp_shard": 8, "tp": 2, "ep": 8}, 16, 4096, "selective", 1),
+        ("Qwen3-235B-A22B", 8, {"pp": 2, "dp_shard": 2, "cp": 4, "ep": 8}, 16, 32768, "full", 1),
     ],
-)
+)  # fmt: skip
 def test_arithmetic_and_simulation_agree(
-    model: str, layers: int, mesh: dict[str, int], world: int, length: int, recompute: str, tmp_path: Path
+    model: str, layers: int, mesh: dict[str, int], world: int, length: int, recompute: str, group: int, tmp_path: Path
 ) -> None:
-    """Within 10% by class, and so many collectives of so many bytes."""
+    """Within 10% by class, and so many collectives of so many bytes. group: documents that begin with PROMPT tokens."""
     again: Any = recompute
     config = EngineConfig(
         model=ModelConfig(path=shape_of(model, layers, tmp_path), recompute=again),
@@ -220,7 +234,8 @@ def test_arithmetic_and_simulation_agree(
         step=StepConfig(documents=1, max_tokens_per_device=8192),
     )
     data = world // (mesh.get("pp", 1) * mesh.get("tp", 1))
-    step = Step([length] * (data * 8192 * 2 // length), CrossEntropy())
+    count = data * 8192 * 2 // length if group == 1 else data * 2 * group
+    step = Step([length] * count, CrossEntropy(), (), group, PROMPT if group > 1 else 0)
     for memory, said, found in both(config, world, step):
         peak, held = found.peak, memory.share
         assert (held.gradients, held.weights) == (

@@ -163,7 +163,7 @@ class Segments:
 
     def _repeated(self, values: Tensor) -> Tensor:
         """[T] from one value of each segment."""
-        return values.repeat_interleave(torch.tensor(self.lengths))
+        return values.repeat_interleave(torch.tensor(self.lengths), output_size=sum(self.lengths))
 
     def _paths_tokens(self, segments: Sequence[int]) -> Tensor:
         parts = [self.path_tokens(segment) for segment in segments]

@@ -33,12 +33,14 @@ _TOKENS = 240  # of the row that is run; memory is proportional to tokens
 @dataclass(frozen=True)
 class RowSharing:
     """Numbers of ranks that divide the work of a row: tp divides layers, ring x ulysses a cut document. sequence:
-    whether tp divides the tokens between layers, too."""
+    whether tp divides the tokens between layers, too. paths: keys that attention gathers for the segments of a row of
+    trees, as a multiple of the row's tokens; 1 where it gathers none."""
 
     tp: int = 1
     ring: int = 1
     ulysses: int = 1
     sequence: bool = False
+    paths: float = 1.0
 
     def keys(self, heads: int, query_heads: int) -> float:
         """Keys that attention stores, as a multiple of the rank's own tokens. In a ring of n, a rank holds chunks i and
@@ -259,9 +261,10 @@ def _attend(
     if shared.ulysses > 1:  # heads for tokens, and back
         received += query_BHTD.numel() + copies * keys + query_BHTD.shape[:3].numel() * value_BKTE.shape[3]
     reuse_in_recompute(lambda: query_BHTD.new_empty(received), "collectives")
-    if factor > 1:
+    stored = factor * shared.paths
+    if stored > 1:
         key_BKTD, value_BKTE = (
-            x.new_empty(*x.shape[:2], int(factor * x.shape[2]), x.shape[3]) for x in (key_BKTD, value_BKTE)
+            x.new_empty(*x.shape[:2], int(stored * x.shape[2]), x.shape[3]) for x in (key_BKTD, value_BKTE)
         )
     out: Tensor = _Attended.apply(query_BHTD, key_BKTD, value_BKTE)
     return out.transpose(1, 2), None

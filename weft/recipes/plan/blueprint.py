@@ -310,7 +310,7 @@ class Blueprint:
     def passes(self, shared: RowSharing) -> list[LayerPasses]:
         """What each layer reads and writes beside products and attention; of families that cannot run on meta, as much
         as a layer of Qwen3 with this hidden size."""
-        key = RowSharing(tp=shared.tp, sequence=shared.sequence)
+        key = RowSharing(tp=shared.tp, sequence=shared.sequence, paths=shared.paths)
         if key not in self._passes:
             try:
                 fused = fuses_norms(self.config, self.setup.ranks.device)

@@ -193,11 +193,14 @@ def last_place(model: Blueprint, mesh: MeshSizes) -> int:
 
 
 def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
-    """How ranks share the largest row, which is a part of one document if documents may be cut."""
+    """How ranks share the largest row, which is a part of one document if documents may be cut, and the keys that its
+    attention gathers."""
     cuts = rows is None or rows.cuts
     ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
     ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
-    return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
+    on_cpu = model.assumed is None and model.setup.ranks.device.type == "cpu"  # where ops/tree_attention.py copies none
+    paths = 1.0 if rows is None or on_cpu else round(rows.keys * 8) / 8  # few values: each is run on meta
+    return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp), paths)
 
 
 def _unreduced(model: Blueprint, holdings: RankShare, micro_batches: int | None) -> int:

@@ -103,8 +103,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(
-    module: nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, mask: Any, **kwargs: Any
+    paths: float, module: nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
+    """paths: as in RowSharing."""
+    if paths > 1:
+        index = torch.empty(int(paths * key_BKTD.shape[2]), dtype=torch.int64, device=key_BKTD.device)
+        key_BKTD, value_BKTE = (x.index_select(2, index) for x in (key_BKTD, value_BKTE))
     out: Tensor = _Attention.apply(query_BHTD, key_BKTD, value_BKTE)
     return out.transpose(1, 2), None
 
@@ -139,7 +143,7 @@ def layer_passes(
     """Of each decoder layer of a rank, for a model computed in `dtype`. shared: how ranks of mesh.tp divide a layer.
     fused_norms: as the engine decides by model.fused_norms. Of layers that are built alike, one is run. Errors of
     families that cannot run on meta are passed on."""
-    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionInterface.register(_ATTENTION, partial(_attend, shared.paths))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     module = TrainModule(model)
     firsts = keep_one_of_each_kind(module)

@@ -42,7 +42,8 @@ class RowFacts:
     """The facts of a step's rows that decide its memory and time. longest: tokens of the longest row. load: that of a
     rank with the longest row in each micro-batch. dearest: FLOPs of a micro-batch's most expensive row, the mean over
     micro-batches. shares: for each micro-batch, the cost of that row relative to `dearest`. linear: the share of
-    matrices of weights in the FLOPs. tokens, flops: of all documents. cuts: whether any document is cut."""
+    matrices of weights in the FLOPs. tokens, flops: of all documents. cuts: whether any document is cut. keys: the most
+    keys that the segments of a row see, relative to `longest`; 1 without trees."""
 
     longest: int
     load: Load
@@ -53,6 +54,7 @@ class RowFacts:
     tokens: int
     flops: float
     cuts: bool
+    keys: float = 1.0
 
     @staticmethod
     def from_plan(model: Blueprint, plan: StepPlan) -> RowFacts:
@@ -63,10 +65,10 @@ class RowFacts:
         forwarded, read = plan.tokens_forwarded, sum(document.read for document in plan.documents)
         flops = totals.cost if forwarded == read else math.fsum(cost for costs in plan.costs for cost in costs)
         share = linear * forwarded / flops
-        widths = (width for micro in range(plan.micro_batches) for width in _widths(plan, micro))
+        longest = max(width for micro in range(plan.micro_batches) for width in _widths(plan, micro))
         return RowFacts(
-            max(widths), _load(plan), tuple(cost / mean for cost in row_costs), mean, min(1.0, share), plan.utilisation,
-            totals.tokens, flops, bool(plan.pieces),
+            longest, _load(plan), tuple(cost / mean for cost in row_costs), mean, min(1.0, share), plan.utilisation,
+            totals.tokens, flops, bool(plan.pieces), max(1.0, _keys(plan) / longest),
         )  # fmt: skip
 
 
@@ -129,6 +131,13 @@ def _widths(plan: StepPlan, micro: int) -> list[int]:
     """Tokens of each rank's row, with padding."""
     of_rows, padded = zip(plan.rows[micro], plan.lengths[micro], strict=True), plan.layout == "padded"
     return [length * (len(row) if padded else 1) for row, length in of_rows]
+
+
+def _keys(plan: StepPlan) -> int:
+    """The most keys that the segments of a row of trees see, each its path and itself."""
+    cells = ((micro, rank) for micro in range(plan.micro_batches) for rank in range(plan.ranks))
+    rows = (plan.segments(*cell) for cell in cells)
+    return max((sum(segments.key_lengths) for segments in rows if segments is not None), default=0)
 
 
 def _shared(plan: StepPlan, micro: int) -> float:
