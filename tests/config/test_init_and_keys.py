@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tests.support.cases import write_small_job
 from weft import cli
 from weft.config.commands import SCHEMAS
@@ -20,9 +20,7 @@ from weft.errors import UserError
 
 
 def weft(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "weft", *words], cwd=folder, capture_output=True, text=True, timeout=240
-    )
+    return forked.run(words, folder)
 
 
 @pytest.mark.parametrize("command", ["sft", "rl"])

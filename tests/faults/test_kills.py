@@ -8,8 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -189,7 +187,7 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp
 
 @pytest.mark.slow
 def test_killed_and_resumed_in_new_processes_it_is_the_unbroken_run(tmp_path: Path) -> None:
-    """Launcher and ranks killed with -9 at some step, and gone on with by programs that share nothing with them."""
+    """Launcher and ranks killed with -9 at some step, and gone on with by processes that share nothing with them."""
     folder = tmp_path / "killed"
     sections = {"schedule": {"name": "constant"}, "checkpoint": {"every": 3, "async_": True}, "train": {"steps": 40}}
     process(tmp_path / "whole", "2", sections=sections)
@@ -200,9 +198,7 @@ def test_killed_and_resumed_in_new_processes_it_is_the_unbroken_run(tmp_path: Pa
     while _is_locked(folder):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    words = ["sft", "--resume", str(folder), "--device", "cpu", "--nproc", "2"]
-    command = [sys.executable, "-m", "weft", *words]
-    done = subprocess.run(command, env=forked.environment(), capture_output=True, text=True)
+    done = forked.run(["sft", "--resume", str(folder), "--device", "cpu", "--nproc", "2"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert lines(folder) == lines(tmp_path / "whole")
 
