@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from weft.config.load import load_config
-from weft.config.mesh import MeshSizes, check_reshard, resolve_mesh, shrink_mesh
-from weft.config.render import to_dict, to_yaml
-from weft.config.run_schema import RunConfig
-from weft.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    FsdpConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    SftConfig,
-    StepConfig,
-    TrainConfig,
-)
-from weft.config.validate import check_config
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.config.load import load_config
+    from weft.config.mesh import MeshSizes, check_reshard, resolve_mesh, shrink_mesh
+    from weft.config.render import to_dict, to_yaml
+    from weft.config.run_schema import RunConfig
+    from weft.config.schema import (
+        CheckpointConfig,
+        DataConfig,
+        EvalConfig,
+        FsdpConfig,
+        MeshConfig,
+        ModelConfig,
+        OptimizerConfig,
+        ScheduleConfig,
+        SftConfig,
+        StepConfig,
+        TrainConfig,
+    )
+    from weft.config.validate import check_config
 
 __all__ = [
     "CheckpointConfig",
@@ -43,3 +47,32 @@ __all__ = [
     "to_dict",
     "to_yaml",
 ]
+
+_MODULES = {
+    "load": ("load_config",),
+    "mesh": ("MeshSizes", "check_reshard", "resolve_mesh", "shrink_mesh"),
+    "render": ("to_dict", "to_yaml"),
+    "run_schema": ("RunConfig",),
+    "schema": (
+        "CheckpointConfig",
+        "DataConfig",
+        "EvalConfig",
+        "FsdpConfig",
+        "MeshConfig",
+        "ModelConfig",
+        "OptimizerConfig",
+        "ScheduleConfig",
+        "SftConfig",
+        "StepConfig",
+        "TrainConfig",
+    ),
+    "validate": ("check_config",),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import public names at their first use: processes that run reward functions need none of them."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"weft.config.{module}"), name)
+    raise AttributeError(f"module 'weft.config' has no attribute {name!r}")

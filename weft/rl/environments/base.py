@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.inference.types import Prompt
+
+if TYPE_CHECKING:
+    from weft.config.rl_schema import RlConfig
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.config.rl_schema import NEEDS_MATH_VERIFY
-
 Completion = str | Sequence[Mapping[str, Any]]
 
 REFERENCES = ("answer", "solution", "ground_truth", "reward_model")
@@ -156,6 +154,8 @@ def _same(reference: str, text: str, boxed: bool) -> float:
     try:
         from math_verify import parse, verify
     except ImportError:
+        from weft.config.rl_schema import NEEDS_MATH_VERIFY  # which takes longer to import than all the rest
+
         raise ImportError(NEEDS_MATH_VERIFY) from None
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
