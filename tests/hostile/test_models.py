@@ -29,8 +29,9 @@ from weft.parallel.shards import adapter_files
 from weft.parallel.shards.adapter_files import shortest_names
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.load import plan_load
+from weft.parallel.shards.quantised_files import find_decoders
 from weft.parallel.shards.safetensors_files import TensorFile
-from weft.parallel.shards.source import find_decoders, open_model_weights
+from weft.parallel.shards.source import open_model_weights
 
 DEEP = "[" * 5000 + "]" * 5000
 

@@ -1,4 +1,4 @@
-"""4-bit bases: adapters train as over the same rounded base in one process, and bytes do not depend on the mesh."""
+"""Quantised bases: adapters train as over the same rounded base in one process, and bytes do not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from tests.support.cases import describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.errors import UserError
-from weft.ops import nf4
-from weft.verify.nf4_reference import nf4_and_back
+from weft.ops import low_bit, nf4
+from weft.verify.low_bit_reference import nf4_and_back, rounded_base
 from weft.verify.plants import planted
 
 EXPERTS = ("all-linear", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -24,7 +24,11 @@ WIDE_EXPERTS: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128
 
 
 def base_in_nf4(**changes: Any) -> dict[str, Any]:
-    return {"lora": {"rank": 4, "base": "nf4", **changes}}
+    return base_in("nf4", **changes)
+
+
+def base_in(form: str, **changes: Any) -> dict[str, Any]:
+    return {"lora": {"rank": 4, "base": form, **changes}}
 
 
 @pytest.mark.covers("lora.base")
@@ -39,6 +43,12 @@ def base_in_nf4(**changes: Any) -> dict[str, Any]:
         ("qwen3_moe", "ep2", base_in_nf4(targets=EXPERTS)),
         pytest.param("qwen3_moe", "ep2xtp2", base_in_nf4(targets=EXPERTS), marks=pytest.mark.table),
         ("deepseek_v3", "2", {**base_in_nf4(), "model": {"recompute": "full"}}),
+        ("llama", "tp2", base_in("int8")),
+        ("llama", "3", base_in("fp8")),
+        pytest.param("llama", "tp2", base_in("fp8"), marks=pytest.mark.table),
+        pytest.param("llama", "pp2", base_in("int8"), marks=pytest.mark.table),
+        pytest.param("qwen3_moe", "ep2", base_in("fp8", targets=EXPERTS), marks=pytest.mark.table),
+        pytest.param("qwen3_moe", "ep2xtp2", base_in("int8", targets=EXPERTS), marks=pytest.mark.table),
         pytest.param("qwen3_5_text", "2", base_in_nf4(), marks=pytest.mark.table),
     ],
 )
@@ -49,7 +59,7 @@ def test_parity(family: str, mesh: str, sections: dict[str, Any]) -> None:
     assert verdict.passed, describe(verdict)
 
 
-def bytes_of_base(path: str, mesh: str) -> dict[str, Any]:
+def bytes_of_base(path: str, mesh: str, form: str = "nf4") -> dict[str, Any]:
     """Name -> the weight that its bytes say, whole; the memory of a rank; the most that was read at once."""
     read: list[int] = []
     quantise_values = nf4.quantise
@@ -59,7 +69,7 @@ def bytes_of_base(path: str, mesh: str) -> dict[str, Any]:
         return quantise_values(values)
 
     with mock.patch.object(nf4, "quantise", watched):
-        engine = open_engine(path, mesh, **base_in_nf4())
+        engine = open_engine(path, mesh, **base_in(form))
     stored = sum(
         parameter.numel() * parameter.element_size()
         for name, parameter in (
@@ -67,9 +77,10 @@ def bytes_of_base(path: str, mesh: str) -> dict[str, Any]:
         )
         if name.endswith(("_codes", "_scales"))
     )
-    groups = sum(weight.groups.largest.nbytes for weight in engine.module.quantised.values() if weight is not None)
+    stand_ins = [weight for weight in engine.module.quantised.values() if weight is not None]
+    shared = sum(part.nbytes for weight in stand_ins for part in weight.shared)
     weights = {name: tensor for name, tensor in engine.tensors() if name in engine.module.quantised_shapes}
-    return {"weights": weights, "stored": stored + groups, "read": max(read)}
+    return {"weights": weights, "stored": stored + shared, "read": max(read, default=0)}
 
 
 def test_bytes_do_not_depend_on_the_mesh() -> None:
@@ -86,6 +97,20 @@ def test_bytes_do_not_depend_on_the_mesh() -> None:
             assert seen["read"] <= largest / world_of(mesh) * (1.2 if mesh == "3" else 1)
             for name, weight in seen["weights"].items():
                 assert torch.equal(weight, nf4_and_back(plain.get_parameter(name).detach())), name
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_blocks_that_shards_cut_have_the_scales_of_one_process(form: str) -> None:
+    """tp cuts the 320 inputs of down_proj, and FSDP its 192 outputs, inside of blocks of 128."""
+    path = saved_model("llama", hidden_size=192, intermediate_size=320)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    for mesh in ("1", "3", "tp2"):
+        for seen in run(world_of(mesh), bytes_of_base, path, mesh, form):
+            for name, weight in seen["weights"].items():
+                expected = rounded_base(plain.get_parameter(name).detach(), form, (128, 128))
+                assert torch.equal(weight, expected), (mesh, name)
+            elements = sum(weight.numel() for weight in seen["weights"].values())
+            assert seen["stored"] <= 1.03 * elements / world_of(mesh) + 0.02 * elements
 
 
 def chosen(path: str, plant: str | None) -> set[str]:

@@ -240,13 +240,14 @@ def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
     if hasattr(config, "rollout"):
         yield (
             "lora.base",
-            "lora.base=nf4 is for weft sft: engines of weft rl take the base from the trainer. Set lora.base=compute.",
+            f"lora.base={config.lora.base} is for weft sft: engines of weft rl take the base from the trainer. Set "
+            "lora.base=compute.",
         )
     elif config.eval.prompts is not None:
         yield (
             "eval.prompts",
-            "eval.prompts does not go together with lora.base=nf4: the copy of the model that answers takes the base "
-            "from the trainer. Set eval.prompts=null, or lora.base=compute.",
+            f"eval.prompts does not go together with lora.base={config.lora.base}: the copy of the model that answers "
+            "takes the base from the trainer. Set eval.prompts=null, or lora.base=compute.",
         )
 
 

@@ -467,10 +467,12 @@ class LoraConfig:
         (),
         unread=(when.NO_ADAPTERS, when.FROM_ADAPTER),
     )
-    base: Literal["compute", "nf4"] = key(
-        "How the frozen base is stored: `compute`, in the compute dtype; `nf4`, the decoder's linear layers and "
-        "experts in 4 bits (QLoRA), in bitsandbytes' format NF4 with double quantisation, made from the files while "
-        "they are read. Not exact: adapters train on the weights that the bytes say (docs/how-to/lora.md).",
+    base: Literal["compute", "nf4", "int8", "fp8", "mxfp4"] = key(
+        "How the frozen base is stored: `compute`, in the compute dtype; else the decoder's linear layers and experts "
+        "in fewer bits, made from the files while they are read: `nf4`, 4 bits (QLoRA), bitsandbytes' NF4 with double "
+        "quantisation; `int8`, a scale for each row; `fp8`, e4m3, a scale for each block of 128 x 128. Weights that "
+        "the files hold in this format keep their bytes; `mxfp4` is read from files only. Not exact: adapters train "
+        "on the weights that the bytes say (docs/how-to/lora.md).",
         "compute",
         unread=(when.NO_ADAPTERS,),
     )

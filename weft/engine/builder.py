@@ -60,7 +60,7 @@ from weft.parallel.mesh import Mesh, build_mesh, cp_axis, stage_group
 from weft.parallel.parallelize import Precision, StagePlan, layers_of, materialize, move_buffers, parallelize
 from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, without_placeholders
 from weft.parallel.pp.schedule import DELAYED, Placement, Schedule, in_flight, placement_of
-from weft.parallel.quantise import empty_groups, fill_quantised
+from weft.parallel.quantise import base_format, empty_scales, fill_quantised
 from weft.parallel.shards.adapter_files import fill_adapters, to_json
 from weft.parallel.shards.cuts import full_shape
 from weft.parallel.shards.load import LoadReport, Progress, fill_random, load_weights
@@ -148,7 +148,7 @@ def assemble(
     if ranks.simulated is not None:
         with ranks.simulated.fake:
             materialize(built.module, ranks.tensors_on)
-            empty_groups(built.module)
+            empty_scales(built.module)
         rebuild_buffers(built.module)
     elif weights:
         check_memory(spec, built, sharded, fill=fill)
@@ -266,10 +266,11 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
+    base = None if config.lora.base == "compute" else base_format(config.lora.base, built.load)
     units, divided, pipeline = parallelize(
         module, spec.mesh, built.config, config.model, config.fsdp, spec.precision, ranks.tensors_on,
         sequence=sequence, stages=stages, activations=Activations.of(config),
-        fused_norms=fuses_norms(config, ranks.device), base=config.lora.base,
+        fused_norms=fuses_norms(config, ranks.device), base=base,
     )  # fmt: skip
     if pipeline is not None:
         require_trained(spec, pipeline, module.facts.layers)

@@ -1,13 +1,12 @@
-"""Frozen weights that are stored in 4 bits (lora.base: nf4), and layers that compute with them.
+"""Frozen weights that are stored in 4 or 8 bits (lora.base), and layers that compute with them.
 
-A layer keeps, instead of a weight, two parameters of bytes: the weight's codes and the codes of its scales
-(ops/nf4.py). FSDP2 shards and gathers them like other parameters. Forward and backward each dequantise the weight, so
-that autograd stores bytes, not the weight.
+A layer keeps, instead of a weight, parameters of bytes: the weight's codes and, if its format shards them, its scales
+(ops/low_bit.py). FSDP2 shards and gathers them like other parameters. Forward and backward each dequantise the weight,
+so that autograd stores bytes, not the weight.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.ops import nf4
-from weft.ops.nf4 import BLOCK, ScaleGroups
+from weft.ops import low_bit
+from weft.ops.low_bit import Format
 
 CODES, SCALES = "_codes", "_scales"  # ends of the parameters' names
 
@@ -33,36 +32,45 @@ class WeightPiece:
     size: tuple[int, ...]
     local: tuple[int, ...]
 
-    def scales_within(self) -> tuple[slice, ...]:
-        """The slices of the piece's scales in those of the rank's part."""
-        last = self.local[-1] // BLOCK
-        slices = [slice(start, start + size) for start, size in zip(self.local, self.size, strict=True)]
-        return (*slices[:-1], slice(last, last + self.size[-1] // BLOCK))
+    @property
+    def within(self) -> tuple[slice, ...]:
+        """The slices of the piece in the rank's part."""
+        return tuple(slice(start, start + size) for start, size in zip(self.local, self.size, strict=True))
 
-    def scale_index(self, whole_shape: Sequence[int], device: torch.device) -> Tensor:
-        """Index of each scale of the piece among all scales of the whole weight."""
-        shape = (*whole_shape[:-1], whole_shape[-1] // BLOCK)
-        start = (*self.start[:-1], self.start[-1] // BLOCK)
-        size = (*self.size[:-1], self.size[-1] // BLOCK)
-        index = torch.zeros(size, dtype=torch.int32, device=device)
-        for dim in range(len(shape)):
-            stride, rest = math.prod(shape[dim + 1 :]), [1] * (len(shape) - dim - 1)
-            indices = torch.arange(start[dim], start[dim] + size[dim], dtype=torch.int32, device=device)
-            index += (indices * stride).view(-1, *rest)
-        return index
+
+def slices_of_codes(form: Format, slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Slices of elements as slices of their codes."""
+    return (*slices[:-1], _divided(slices[-1], form.per_byte))
+
+
+def slices_of_scales(form: Format, slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Slices of elements as slices of the scales of all blocks that they overlap."""
+    rows, columns = form.block
+    last = _divided(slices[-1], columns) if columns else slice(0, 1)
+    return (*slices[:-2], _divided(slices[-2], rows), last)
+
+
+def _divided(part: slice, size: int) -> slice:
+    return slice(part.start // size, -(-part.stop // size))
 
 
 class QuantisedWeight:
     """Stands in a layer for its weight. whole_shape: of the whole weight. shape: of the part that this rank computes
-    with, which FSDP2 shards. pieces: of the part. groups: what the scales are relative to; set when the weight is
+    with, which FSDP2 shards. pieces: of the part. shared: what every rank has of the scales; set when the weight is
     read."""
 
     def __init__(
-        self, owner: nn.Module, name: str, whole_shape: tuple[int, ...], pieces: Sequence[WeightPiece], like: Tensor
+        self,
+        owner: nn.Module,
+        name: str,
+        form: Format,
+        whole_shape: tuple[int, ...],
+        pieces: Sequence[WeightPiece],
+        like: Tensor,
     ) -> None:
-        self.owner, self.name, self.whole_shape, self.pieces = owner, name, whole_shape, pieces
+        self.owner, self.name, self.form, self.whole_shape, self.pieces = owner, name, form, whole_shape, pieces
         self.shape, self.ndim, self.dtype = like.shape, like.ndim, like.dtype
-        self.groups: ScaleGroups | None = None
+        self.shared: tuple[Tensor, ...] | None = None
         self.requires_grad = False
 
     def __len__(self) -> int:
@@ -70,36 +78,48 @@ class QuantisedWeight:
 
     @property
     def codes(self) -> Tensor:
-        """[..., n / 2] bytes: this rank's shard, or the gathered part while the layer computes."""
+        """[..., n / per_byte] bytes: this rank's shard, or the gathered part while the layer computes."""
         codes: Tensor = getattr(self.owner, self.name + CODES)
         return codes
 
     @property
-    def scales(self) -> Tensor:
-        """[..., n / 64] bytes, as `codes`."""
-        scales: Tensor = getattr(self.owner, self.name + SCALES)
+    def scales(self) -> Tensor | None:
+        """[grid of blocks] bytes, as `codes`; None if they are not sharded."""
+        scales: Tensor | None = getattr(self.owner, self.name + SCALES, None)
         return scales
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The gathered part."""
-        codes, scales = self.codes, self.scales
-        index = torch.empty(scales.shape, dtype=torch.int32, device=scales.device)
-        for piece in self.pieces:
-            index[piece.scales_within()] = piece.scale_index(self.whole_shape, scales.device)
-        assert self.groups is not None, f"{self.name} was not filled"
-        return nf4.dequantise(codes, nf4.dequantise_scales(scales, self.groups, index), dtype)
+        boxes = [self.box(self.codes, self.scales, piece.within, piece.start, dtype) for piece in self.pieces]
+        if len(boxes) == 1:
+            return boxes[0]
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        for piece, values in zip(self.pieces, boxes, strict=True):
+            out[piece.within] = values
+        return out
+
+    def box(
+        self, codes: Tensor, scales: Tensor | None, slices: tuple[slice, ...], start: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """The elements of `slices` of a part, or of a shard of it. codes, scales: of the part. start: of the slices in
+        the whole weight."""
+        assert self.shared is not None, f"{self.name} was not filled"
+        of_box = None if scales is None else scales[slices_of_scales(self.form, slices)]
+        bytes_of_box = codes[slices_of_codes(self.form, slices)]
+        return low_bit.dequantise(self.form, bytes_of_box, of_box, self.shared, start, self.whole_shape, dtype)
 
 
 def replace_weight(
-    owner: nn.Module, name: str, whole_shape: tuple[int, ...], pieces: Sequence[WeightPiece]
+    owner: nn.Module, name: str, form: Format, whole_shape: tuple[int, ...], pieces: Sequence[WeightPiece]
 ) -> QuantisedWeight:
     """Replace a weight, on meta, by parameters of bytes, uninitialised."""
     weight = owner._parameters.pop(name)
     assert weight is not None
-    stored = QuantisedWeight(owner, name, whole_shape, pieces, weight)
-    *rows, width = weight.shape
-    for end, size in ((CODES, width // 2), (SCALES, width // BLOCK)):
-        values = torch.empty(*rows, size, dtype=torch.uint8, device=weight.device)
+    stored = QuantisedWeight(owner, name, form, whole_shape, pieces, weight)
+    *lead, width = weight.shape
+    sizes = {CODES: (*lead, width // form.per_byte)} | ({SCALES: form.grid(weight.shape)} if form.sharded else {})
+    for end, shape in sizes.items():
+        values = torch.empty(shape, dtype=torch.uint8, device=weight.device)
         owner.register_parameter(name + end, nn.Parameter(values, requires_grad=False))
     owner.__dict__[name] = stored
     if hf.is_plain_linear(owner):

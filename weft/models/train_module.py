@@ -27,6 +27,7 @@ from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.communicator import FeatureExchange
 from weft.ops.divergence import Comparison, divergences
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
+from weft.ops.low_bit import Format
 from weft.ops.offload import ActivationOffload
 from weft.ops.selected import selected_logits
 
@@ -243,8 +244,11 @@ class TrainModule(nn.Module):
         self.takes_positions = hf.accepts(self.base, "position_ids")
         self.bounds_argument = family_of(self.facts.model_type).bounds_argument
         self.mixers: dict[str, PerDocumentMixer] = run_per_document(self.layers)
-        # Shapes of the weights that are stored in 4 bits, of all pipeline stages, and what stands for this rank's.
+        # Shapes of the weights that lora.base stores in fewer bits, of all pipeline stages, the names of those whose
+        # bytes are the files', and what stands for this rank's.
         self.quantised_shapes: dict[str, tuple[int, ...]] = {}
+        self.quantised_form: Format | None = None
+        self.kept_as_stored: frozenset[str] = frozenset()
         self.quantised: dict[str, Any] = {}
         self.offload: ActivationOffload | None = None  # of what recomputation keeps
         self.stage_ios: list[StageIO] = []  # of this rank's pipeline stages; empty for a whole model

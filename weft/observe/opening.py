@@ -312,7 +312,7 @@ def _model_lines(
     for line in describe_adapters(engine.lora, engine.module, elements) if engine.lora is not None else ():
         yield f"lora     {line}"
     if engine.module.quantised_shapes:
-        yield f"lora     {describe_quantised(engine.module.quantised_shapes, sum(elements.values()))}"
+        yield f"lora     {describe_quantised(engine.module, sum(elements.values()))}"
     model = engine.config.model
     transforms = chosen_transforms(model, Activations.of(engine.config), fused_norms=False)
     layers = ", ".join(filter(None, (transform.describe(engine.module) for transform in transforms)))

@@ -96,3 +96,9 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         values = pairs[of_slab.int()].flatten(-2).unflatten(-1, (-1, BLOCK))
         slab.copy_(values.mul_(scale[..., None]).flatten(-2))
     return out
+
+
+def is_usual(levels: Tensor, scale_levels: Tensor) -> bool:
+    """Whether these are the levels of this format. levels: [16]. scale_levels: [256]."""
+    usual = _tables(levels.device)
+    return torch.equal(levels.float(), usual[0]) and torch.equal(scale_levels.float(), usual[2])

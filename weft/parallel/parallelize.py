@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
 from weft.parallel.pp.model import LayerInterface, Pipeline, Span, keep_stages, plan_pipeline
 from weft.parallel.pp.schedule import Placement
-from weft.parallel.quantise import plan_quantised, quantise_base
+from weft.parallel.quantise import BaseFormat, plan_quantised, quantise_base
 from weft.parallel.tp.divide import TensorParallel, tensor_parallel
 from weft.parallel.units import Unit, find_units
 
@@ -88,13 +87,13 @@ def parallelize(
     stages: StagePlan | None = None,
     activations: Activations = STORE_ALL,
     fused_norms: bool = False,
-    base: Literal["compute", "nf4"] = "compute",
+    base: BaseFormat | None = None,
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
     """Shard the model in place. Returns its FSDP units, the division by tp and ep, and the stages of pp.
 
     sequence: with tp, also divide tokens between blocks. stages: None for one. activations: what layers
     store for backward. fused_norms: use torch's fused RMSNorm.
-    base: how the frozen weights under adapters are stored.
+    base: how the frozen weights under adapters are stored; None: in the compute dtype.
     """
     # 0. tp and ep: parameters are divided before anything else reads them.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
@@ -109,7 +108,7 @@ def parallelize(
     for parameter in module.parameters():
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
-    quantised = plan_quantised(module, divided.cuts) if base == "nf4" else {}
+    quantised = {} if base is None else plan_quantised(module, divided.cuts, base)
 
     # 3. Layers: a rank of pp keeps its own, after all steps that need the whole model.
     pipeline = None
@@ -122,8 +121,8 @@ def parallelize(
         token_parts = mesh.tp_size if sequence else 1
         keep_stages(module, pipeline, mesh.pp.rank, dtype=wide, device=device, token_parts=token_parts)
 
-    if quantised:
-        quantise_base(module, quantised, divided.cuts)
+    if base is not None:
+        quantise_base(module, quantised, divided.cuts, base)
 
     # 4. Data axes: FSDP2 or HSDP over the parameters that the other axes left to this rank.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*find_experts(module)])

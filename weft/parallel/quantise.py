@@ -1,14 +1,15 @@
-"""Quantised bases (lora.base: nf4) over a mesh: which bytes a rank holds, and how files fill them.
+"""Quantised bases (lora.base) over a mesh: which bytes a rank holds, and how files fill them.
 
-Blocks of 64 elements and groups of 256 scales lie along the whole weight, so that the bytes do not depend on the mesh:
-tp and ep may cut a weight only between blocks, and FSDP2 cuts rows. The scales of a weight are gathered once, while it
-is loaded, because they are relative to their mean over the whole weight.
+Blocks lie along the whole weight, so that the bytes do not depend on the mesh. tp and ep may cut a weight whose scales
+are sharded (nf4, mxfp4) only between blocks, and FSDP2 cuts rows. The largest magnitudes of all blocks of a weight are
+gathered once, while it is loaded. Weights that the files hold in the format of `lora.base` keep their bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,21 +20,86 @@ from weft.errors import UserError
 from weft.launch import flight
 from weft.models import hf
 from weft.models.experts import use_experts_forward
-from weft.models.quantised import QuantisedWeight, WeightPiece, is_bytes, replace_weight
+from weft.models.quantised import (
+    QuantisedWeight,
+    WeightPiece,
+    is_bytes,
+    replace_weight,
+    slices_of_codes,
+    slices_of_scales,
+)
 from weft.models.train_module import TrainModule
 from weft.models.transforms import linear_layers
-from weft.ops import nf4
-from weft.ops.nf4 import BLOCK, ScaleGroups
-from weft.parallel.shards.boxes import Box, local_box, local_values
+from weft.ops import low_bit
+from weft.ops.low_bit import FORMATS, MXFP4, NF4, Format
+from weft.ops.nf4 import GROUP
+from weft.parallel.shards.boxes import Box, local_box, local_values, overlap
 from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs
+from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.load import LoadPlan, fill_box
+from weft.parallel.shards.quantised_files import Bnb4Bits, Decoder
 from weft.terminal import counted
 
 
-def quantisable(module: TrainModule, whole_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[nn.Module, str]]:
-    """Name -> (module, name in it) of every frozen weight that 4 bits can store: of linear layers of the decoder, and
-    of fused experts. Routers, embeddings, heads, norms and mixers with state stay as they are, and so do weights whose
-    last dimension is no multiple of 64. whole_shapes: name -> whole shape, of weights that tp and ep have divided."""
+@dataclass(frozen=True)
+class BaseFormat:
+    """How lora.base stores the frozen weights. stored: weights that the files hold in this format; if there are any, no
+    other is quantised. kept: of these, those whose bytes are kept as they are."""
+
+    form: Format
+    stored: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+
+
+def base_format(name: str, load: LoadPlan | None) -> BaseFormat:
+    """The format of lora.base. load: None if no file is read. Raises UserError if only files could hold the format, and
+    these do not."""
+    form = FORMATS[name]
+    stored: dict[str, list[tuple[TensorMapping, Decoder]]] = {}
+    decoders_of = {} if load is None else load.source.decoders
+    for weight, fills in ({} if load is None else load.fills).items():
+        decoders = [(mapping, decoders_of.get(file)) for mapping, file in fills]
+        same = [(m, d) for m, d in decoders if d is not None and d.form is not None and d.form.name == name]
+        if len(same) == len(decoders):
+            stored[weight] = same
+    if form is MXFP4 and not stored and load is not None:
+        raise UserError(
+            "lora.base=mxfp4 keeps weights that the files hold in MXFP4, and model.path holds none: set lora.base to "
+            "nf4, int8, fp8 or compute."
+        )
+    forms = [decoder.form for pairs in stored.values() for _, decoder in pairs]
+    if forms and forms[0] is not None:
+        form = forms[0]  # fp8 in blocks of the files' size
+    kept = {weight for weight, pairs in stored.items() if _keeps(form, pairs, _whole_shape(m for m, _ in pairs))}
+    return BaseFormat(form, frozenset(stored), frozenset(kept))
+
+
+def _whole_shape(mappings: Iterable[TensorMapping]) -> tuple[int, ...]:
+    return tuple(max(ends) for ends in zip(*(mapping.box.end for mapping in mappings), strict=True))
+
+
+def _keeps(form: Format, pairs: Sequence[tuple[TensorMapping, Decoder]], shape: tuple[int, ...]) -> bool:
+    """Whether blocks of the files are blocks of the weight."""
+    for mapping, decoder in pairs:
+        last, box = len(shape) - 1, mapping.box
+        if decoder.form != form or mapping.dims[-2:] != (last - 1, last):
+            return False
+        if form.sharded and (len(pairs) > 1 or mapping.dims != tuple(range(len(shape)))):
+            return False
+        for dim, block in zip((last - 1, last), form.block, strict=True):
+            size = block or shape[dim]
+            if box.start[dim] % size or (box.end[dim] % size and box.end[dim] != shape[dim]):
+                return False
+    return True
+
+
+def quantisable(
+    module: TrainModule, whole_shapes: Mapping[str, tuple[int, ...]], base: BaseFormat
+) -> dict[str, tuple[nn.Module, str]]:
+    """Name -> (module, name in it) of every frozen weight that the format can store: of linear layers of the decoder,
+    and of fused experts. Routers, embeddings, heads, norms and mixers with state stay as they are, and so do weights
+    that do not divide into blocks of sharded scales. whole_shapes: name -> whole shape, of weights that tp and ep have
+    divided."""
     owners: dict[str, tuple[nn.Module, str]] = {}
     for name, layer in linear_layers(module):
         if not hf.is_transposed(layer) and not name.startswith(tuple(f"{mixer}." for mixer in module.mixers)):
@@ -46,50 +112,77 @@ def quantisable(module: TrainModule, whole_shapes: Mapping[str, tuple[int, ...]]
     return {
         name: owners[name]
         for name, weight in weights.items()
-        if weight is not None and not weight.requires_grad and not whole_shapes.get(name, weight.shape)[-1] % BLOCK
+        if weight is not None
+        and not weight.requires_grad
+        and (name in base.stored if base.stored else base.form is not MXFP4 or weight.ndim == 3)
+        and _divides(base.form, whole_shapes.get(name, tuple(weight.shape)))
     }
 
 
-def describe(shapes: Mapping[str, tuple[int, ...]], elements: int) -> str:
+def _divides(form: Format, shape: Sequence[int]) -> bool:
+    """Whether a box of this size, or that begins here, divides into blocks of sharded scales."""
+    units = _units(form)
+    return not (shape[-2] % units[0] or shape[-1] % units[1])
+
+
+def _units(form: Format) -> tuple[int, int]:
+    """Rows and columns between which a mesh may cut a weight."""
+    return (form.block[0], max(form.block[1], form.per_byte)) if form.sharded else (1, 1)
+
+
+def describe(module: TrainModule, elements: int) -> str:
     """For the opening lines of a run. elements: of all parameters."""
+    shapes, form = module.quantised_shapes, module.quantised_form
+    assert form is not None
     stored = sum(math.prod(shape) for shape in shapes.values())
+    size = sum(math.prod(shape) * form.bytes(shape) for shape in shapes.values()) / stored
+    kept = len(module.kept_as_stored)
+    origin = f", {'all' if kept == len(shapes) else kept} as the files hold them" if kept else ""
     return (
-        f"base in NF4 (not exact): {counted(len(shapes), 'weight')} of the decoder, {stored / elements:.0%} of all "
-        f"parameters, at {nf4.BYTES:.3f} bytes each; routers, embeddings, heads and norms stay as they are"
+        f"base in {form.title} (not exact): {counted(len(shapes), 'weight')} of the decoder{origin}, "
+        f"{stored / elements:.0%} of all parameters, at {size:.3f} bytes each; routers, embeddings, heads and norms "
+        "stay as they are"
     )
 
 
-def plan_quantised(module: TrainModule, cuts: ShardSpecs) -> dict[str, tuple[int, ...]]:
+def plan_quantised(module: TrainModule, cuts: ShardSpecs, base: BaseFormat) -> dict[str, tuple[int, ...]]:
     """Name -> whole shape of every weight that will be quantised, of all stages. Raises UserError if there is none, or
-    if tp cuts one inside a block."""
+    if tp cuts one inside a block whose scale is sharded."""
     shapes: dict[str, tuple[int, ...]] = {}
+    form, units = base.form, _units(base.form)
     # A rank's part decides nothing: whether a weight is quantised must not depend on the mesh.
-    for name, (owner, leaf) in quantisable(module, {name: spec.shape for name, spec in cuts.items()}).items():
+    whole_shapes = {name: spec.shape for name, spec in cuts.items()}
+    for name, (owner, leaf) in quantisable(module, whole_shapes, base).items():
         part = owner._parameters[leaf]
         assert part is not None
         spec = cuts.get(name)
         shapes[name] = tuple(part.shape) if spec is None else spec.shape
         for piece in _pieces(tuple(part.shape), spec):
-            if piece.start[-1] % BLOCK or piece.size[-1] % BLOCK:
-                width = shapes[name][-1]
-                sizes = [str(n) for n in range(1, width // BLOCK + 1) if width % (n * BLOCK) == 0]
-                raise UserError(
-                    f"lora.base=nf4: mesh.tp would cut the {width} inputs of {name} inside a block of {BLOCK}: set "
-                    f"mesh.tp to one of {', '.join(sizes)}, or lora.base=compute."
-                )
+            if _divides(form, piece.start) and _divides(form, piece.size):
+                continue
+            dim, side = (-1, "inputs") if piece.start[-1] % units[1] or piece.size[-1] % units[1] else (-2, "rows")
+            width, unit = shapes[name][dim], units[dim]
+            sizes = [str(n) for n in range(1, width // unit + 1) if width % (n * unit) == 0]
+            raise UserError(
+                f"lora.base={form.name}: mesh.tp would cut the {width} {side} of {name} inside a block of {unit}: set "
+                f"mesh.tp to one of {', '.join(sizes)}, or lora.base=compute."
+            )
     if not shapes:
         raise UserError(
-            "lora.base=nf4 finds no frozen linear layer or experts in the decoder whose rows are multiples of "
-            f"{BLOCK}: set lora.base=compute."
+            f"lora.base={form.name} finds no frozen linear layer or experts in the decoder whose rows are multiples of "
+            f"{units[1]}: set lora.base=compute."
         )
     return shapes
 
 
-def quantise_base(module: TrainModule, shapes: Mapping[str, tuple[int, ...]], cuts: ShardSpecs) -> None:
+def quantise_base(
+    module: TrainModule, shapes: Mapping[str, tuple[int, ...]], cuts: ShardSpecs, base: BaseFormat
+) -> None:
     """Replace the weights of these names, as far as this rank's stages have them, by bytes, uninitialised. Before FSDP2
     shards the module."""
     local_names = {name for name, _ in module.named_parameters()}
-    module.quantised_shapes = {**shapes}
+    module.quantised_shapes, module.quantised_form = {**shapes}, base.form
+    module.kept_as_stored = base.kept & shapes.keys()
     for name, whole_shape in shapes.items():
         if name not in local_names:
             module.quantised[name] = None
@@ -99,7 +192,8 @@ def quantise_base(module: TrainModule, shapes: Mapping[str, tuple[int, ...]], cu
         assert part is not None
         if hf.is_fused_experts(owner):
             use_experts_forward(owner)
-        module.quantised[name] = replace_weight(owner, leaf, whole_shape, _pieces(tuple(part.shape), cuts.get(name)))
+        pieces = _pieces(tuple(part.shape), cuts.get(name))
+        module.quantised[name] = replace_weight(owner, leaf, base.form, whole_shape, pieces)
 
 
 def _pieces(part: tuple[int, ...], spec: AnyShardSpec | None) -> list[WeightPiece]:
@@ -109,18 +203,13 @@ def _pieces(part: tuple[int, ...], spec: AnyShardSpec | None) -> list[WeightPiec
     return [WeightPiece(whole.start, whole.size, local.start) for whole, local, _ in spec.boxes(box)]
 
 
-def _shard_boxes(codes: Tensor, spec: AnyShardSpec | None) -> list[tuple[Box, tuple[slice, ...]]]:
+def _shard_boxes(weight: QuantisedWeight, spec: AnyShardSpec | None) -> list[tuple[Box, tuple[slice, ...]]]:
     """(box of the whole weight that this rank's shard holds, where it is in the shard), in elements."""
-    shard, _ = local_box(codes)
-    box = Box((*shard.start[:-1], 2 * shard.start[-1]), (*shard.size[:-1], 2 * shard.size[-1]))
+    shard, _ = local_box(weight.codes)
+    times = weight.form.per_byte
+    box = Box((*shard.start[:-1], times * shard.start[-1]), (*shard.size[:-1], times * shard.size[-1]))
     pairs = [(box, box)] if spec is None else [(whole, local) for whole, local, _ in spec.boxes(box)]
     return [(whole, local.within(box)) for whole, local in pairs if whole.numel]
-
-
-def _last(slices: tuple[slice, ...], divisor: int) -> tuple[slice, ...]:
-    """Slices of elements as slices of what `divisor` elements share along the last dimension."""
-    last = slices[-1]
-    return (*slices[:-1], slice(last.start // divisor, last.stop // divisor))
 
 
 @torch.no_grad()
@@ -137,38 +226,80 @@ def fill_quantised(
     the scales. device: of the collectives."""
     for name, shape in module.quantised_shapes.items():
         flight.beat()
-        weight = module.quantised[name]
-        rows = torch.zeros(*shape[:-1], shape[-1] // BLOCK, device=device)  # this rank's scales, 0 elsewhere
-        if weight is not None:
-            for box, slices in _shard_boxes(weight.codes, cuts.get(name)):
-                values = torch.empty(box.size, dtype=dtype)
-                fill_box(values, box, plan.fills[name], plan.source)
-                codes, scales = nf4.quantise(values.to(weight.codes.device))
-                local_values(weight.codes)[_last(slices, 2)] = codes
-                rows[_last(box.within(Box.from_shape(shape)), BLOCK)] = scales.to(device)
-        join_scales(rows, group)
+        weight, form = module.quantised[name], module.quantised_form
+        assert form is not None
+        if name in module.kept_as_stored:
+            if weight is not None:
+                _keep(weight, plan, name, cuts.get(name))
+            continue
+        largest = torch.zeros(form.grid(shape), device=device)  # of this rank's blocks, 0 elsewhere
+        boxes = [] if weight is None else _shard_boxes(weight, cuts.get(name))
+        values_by_box = []
+        for box, _ in boxes:
+            values = torch.empty(box.size, dtype=dtype)
+            fill_box(values, box, plan.fills[name], plan.source)
+            values_by_box.append(values.to(weight.codes.device))
+            in_grid = largest[slices_of_scales(form, box.within(Box.from_shape(shape)))]
+            of_box = low_bit.largest_of(form, values_by_box[-1], box.start)
+            in_grid.copy_(torch.maximum(in_grid, of_box.to(device)))
+        join_scales(largest, group)
         if weight is None:
             continue
-        codes, groups = nf4.quantise_scales(rows)
-        weight.groups = ScaleGroups(*(part.to(weight.codes.device) for part in groups))
-        for box, slices in _shard_boxes(weight.codes, cuts.get(name)):
-            of_box = codes[_last(box.within(Box.from_shape(shape)), BLOCK)]
-            local_values(weight.scales)[_last(slices, BLOCK)] = of_box.to(weight.scales.device)
+        scales, shared = low_bit.seal_scales(form, largest)
+        weight.shared = tuple(part.to(weight.codes.device) for part in shared)
+        for (box, slices), values in zip(boxes, values_by_box, strict=True):
+            codes = low_bit.quantise(form, values, box.start, weight.shared)
+            local_values(weight.codes)[slices_of_codes(form, slices)] = codes
+            if scales is not None:
+                of_box = scales[slices_of_scales(form, box.within(Box.from_shape(shape)))]
+                local_values(weight.scales)[slices_of_scales(form, slices)] = of_box.to(weight.codes.device)
 
 
-def join_scales(rows: Tensor, group: dist.ProcessGroup) -> None:
-    """Complete the scales of a weight by those that other ranks have computed; they are 0 here. Several ranks may have
-    the same."""
-    dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=group)
+def join_scales(largest: Tensor, group: dist.ProcessGroup) -> None:
+    """Complete the largest magnitudes of a weight's blocks by what other ranks have read; it is 0 where this rank has
+    read nothing. Several ranks may have parts of one block."""
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
 
 
-def empty_groups(module: TrainModule) -> None:
+def _keep(weight: QuantisedWeight, plan: LoadPlan, name: str, spec: AnyShardSpec | None) -> None:
+    """Fill this rank's shard with the bytes of the files. What every rank has of the scales, each reads by itself."""
+    form, source, device = weight.form, plan.source, weight.codes.device
+    pairs = [(mapping, source.decoders[file]) for mapping, file in plan.fills[name]]
+    if isinstance(pairs[0][1], Bnb4Bits):
+        weight.shared = tuple(part.to(device) for part in pairs[0][1].groups(source))
+    elif form.sharded:
+        weight.shared = ()
+    else:
+        shared = torch.empty(form.grid(weight.whole_shape))
+        for mapping, decoder in pairs:
+            in_grid = slices_of_scales(form, mapping.box.within(Box.from_shape(weight.whole_shape)))
+            scales = decoder.scales(source, mapping.disk_box(mapping.box))
+            shared[in_grid] = scales.view(shared[in_grid].shape)
+        weight.shared = (shared.to(device),)
+    for box, slices in _shard_boxes(weight, spec):
+        codes = local_values(weight.codes)[slices_of_codes(form, slices)]
+        for mapping, decoder in pairs:
+            part = overlap(mapping.box, box)
+            if part is None:
+                continue
+            stored = mapping.to_runtime(decoder.codes(source, mapping.disk_box(part)), part)
+            codes[slices_of_codes(form, part.within(box))] = stored.to(device)
+            if weight.scales is not None:
+                scales = local_values(weight.scales)[slices_of_scales(form, slices)]
+                scales.copy_(decoder.scales(source, part).to(device))
+
+
+def empty_scales(module: TrainModule) -> None:
     """What fill_quantised sets, without values, for a simulation."""
     for weight in module.quantised.values():
-        if weight is not None:
-            count = math.prod(weight.whole_shape) // BLOCK
-            largest = torch.empty(-(-count // nf4.GROUP), device=weight.codes.device)
-            weight.groups = ScaleGroups(largest, largest.new_empty(()))
+        if weight is None:
+            continue
+        grid, device = weight.form.grid(weight.whole_shape), weight.codes.device
+        if weight.form is NF4:
+            largest = torch.empty(-(-math.prod(grid) // GROUP), device=device)
+            weight.shared = (largest, largest.new_empty(()))
+        else:
+            weight.shared = () if weight.form.sharded else (torch.empty(grid, device=device),)
 
 
 class DequantisedTensors(Mapping[str, Tensor]):
@@ -195,17 +326,15 @@ class DequantisedTensors(Mapping[str, Tensor]):
 @torch.no_grad()
 def _dequantised_shard(weight: QuantisedWeight, spec: AnyShardSpec | None, dtype: torch.dtype) -> Tensor:
     """The weight, sharded as its bytes are."""
-    codes, scales, groups = local_values(weight.codes), local_values(weight.scales), weight.groups
-    assert groups is not None
-    values = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
-    for box, slices in _shard_boxes(weight.codes, spec):
-        index = WeightPiece(box.start, box.size, box.start).scale_index(weight.whole_shape, codes.device)
-        of_box = nf4.dequantise_scales(scales[_last(slices, BLOCK)], groups, index)
-        values[slices] = nf4.dequantise(codes[_last(slices, 2)], of_box, dtype)
+    codes, scales = local_values(weight.codes), None if weight.scales is None else local_values(weight.scales)
+    times = weight.form.per_byte
+    values = torch.empty(*codes.shape[:-1], times * codes.shape[-1], dtype=dtype, device=codes.device)
+    for box, slices in _shard_boxes(weight, spec):
+        values[slices] = weight.box(codes, scales, slices, box.start, dtype)
     stored = weight.codes
     if not isinstance(stored, DTensor):
         return values
-    shape = torch.Size([*stored.shape[:-1], 2 * stored.shape[-1]])
+    shape = torch.Size([*stored.shape[:-1], times * stored.shape[-1]])
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         values, stored.device_mesh, stored.placements, run_check=False, shape=shape, stride=strides

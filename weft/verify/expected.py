@@ -65,7 +65,7 @@ class ReferenceTrainer:
     is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
     changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
     their documents. seed: of the run. aliases: name of a parameter -> the name that the engine has for it.
-    matrices: parts of parameters that Muon orthogonalises. quantised: names of weights of the base in NF4.
+    matrices: parts of parameters that Muon orthogonalises. quantised: as in PeftReference.
     """
 
     path: str
@@ -82,7 +82,7 @@ class ReferenceTrainer:
     seed: int = 0
     aliases: Mapping[str, str] = field(default_factory=dict)
     matrices: Mapping[str, Sequence[Part]] = field(default_factory=dict)
-    quantised: Sequence[str] = ()
+    quantised: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
 
     def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
         """A fresh reference. dtype: of its weights, or with an adapter of the base's."""

@@ -224,14 +224,15 @@ def trainer_of(
     engine: Engine, path: str, lrs: Sequence[float], adapter: str | None, images: Images
 ) -> ReferenceTrainer:
     """The trainer of references with the settings of this engine."""
-    model = engine.config.model
+    model, form = engine.config.model, engine.module.quantised_form
+    rounded = engine.module.quantised_shapes.keys() - engine.module.kept_as_stored
     return ReferenceTrainer(
         path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers,
         resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
         seed=engine.config.seed, aliases=engine_names(engine), matrices=matrix_parts(engine),
-        quantised=tuple(engine.module.quantised_shapes),
+        quantised={} if form is None else dict.fromkeys(sorted(rounded), (form.name, form.block)),
     )  # fmt: skip
 
 

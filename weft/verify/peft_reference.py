@@ -4,19 +4,19 @@ class of weft."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import UserError
-from weft.verify.nf4_reference import nf4_and_back
+from weft.verify.low_bit_reference import rounded_base
 from weft.verify.reference import Reference
 
 
 class PeftReference(Reference):
     """A plain model with the adapter of a folder, all in fp32 unless `base` gives another dtype for the base.
-    quantised: names of the base's parameters that are rounded to NF4 first.
+    quantised: name of a parameter of the base that is rounded first -> its format, and its blocks in fp8.
 
     Tensors are named as in the adapter's file, without its prefix; those of the frozen base as in the base.
     """
@@ -29,16 +29,16 @@ class PeftReference(Reference):
         balance: float = 0.0,
         whole_step: bool = False,
         base: torch.dtype = torch.float32,
-        quantised: Sequence[str] = (),
+        quantised: Mapping[str, tuple[str, tuple[int, int]]] | None = None,
     ) -> None:
         try:
             from peft import PeftModel
         except ImportError as error:
             raise UserError("adapters are compared with peft, which is not installed: pip install peft") from error
         super().__init__(path, device, (), balance, whole_step)
-        for name in quantised:
+        for name, (form, block) in (quantised or {}).items():
             weight = self.plain.get_parameter(name)
-            weight.data = nf4_and_back(weight.data)
+            weight.data = rounded_base(weight.data, form, block)
         self.model = PeftModel.from_pretrained(self.plain.to(base), adapter, is_trainable=True).eval().to(device)
 
     def weights(self) -> dict[str, Tensor]:

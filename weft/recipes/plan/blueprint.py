@@ -42,13 +42,12 @@ from weft.models.cost import costs_of_layers
 from weft.models.experts import find_experts
 from weft.models.train_module import ScoreHead, TrainModule
 from weft.models.transforms import dense_mlps
-from weft.ops import nf4
 from weft.parallel.activations import RowSharing, Saved, saved_bytes
 from weft.parallel.ep.experts import strided
 from weft.parallel.parallelize import StagePlan, layers_of
 from weft.parallel.pp.model import LayerInterface, Pipeline, plan_pipeline
 from weft.parallel.pp.schedule import DELAYED, placement_of
-from weft.parallel.quantise import quantisable
+from weft.parallel.quantise import base_format, quantisable
 from weft.parallel.tp.plan import TPPlan, find_tp_plan
 from weft.parallel.units import Strategy, Unit, find_units, parameters_by_unit
 from weft.recipes.plan.passes import LayerPasses, head_passes, layer_passes, usual_passes
@@ -60,7 +59,8 @@ _WIDE_TP = 8
 @dataclass(frozen=True)
 class Weight:
     """A parameter of the whole model, tied ones once. itemsize: bytes of a stored element. experts: number of a layer's
-    experts, if the parameter holds them all. strided: as in parallel/ep/experts.py."""
+    experts, if the parameter holds them all. strided: as in parallel/ep/experts.py. quantised: stored in the format
+    of lora.base."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,6 +68,7 @@ class Weight:
     itemsize: float
     experts: int | None = None
     strided: bool = False
+    quantised: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,9 @@ class Blueprint:
     def weights(self) -> tuple[Weight, ...]:
         """All weights, in the model's order."""
         precision, weights = self.setup.precision, []
-        quantised = quantisable(self.module, {}) if self.config.lora.base == "nf4" else {}
+        stored = self.config.lora.base
+        base = None if stored == "compute" else base_format(stored, self.built.load)
+        quantised = {} if base is None else quantisable(self.module, {}, base)
         for name, parameter in self.parameters.items():
             owner = next((prefix for prefix in self.experts if name.startswith(f"{prefix}.")), None)
             count, fastest = None, False
@@ -149,8 +152,9 @@ class Blueprint:
                 child = self.experts[owner]
                 count, fastest = int(child.num_experts), strided(child, name.removeprefix(f"{owner}."))
             dtype = precision.master if parameter.requires_grad else precision.frozen
-            shape, size = tuple(parameter.shape), nf4.BYTES if name in quantised else dtype.itemsize
-            weights.append(Weight(name, shape, parameter.requires_grad, size, count, fastest))
+            shape = tuple(parameter.shape)
+            size = base.form.bytes(shape) if base is not None and name in quantised else dtype.itemsize
+            weights.append(Weight(name, shape, parameter.requires_grad, size, count, fastest, name in quantised))
         return tuple(weights)
 
     @cached_property

@@ -198,7 +198,7 @@ def _unit(
         return shard_elements(shape, shards, 0) * shards
 
     def gathered(weight: Weight, elements: int) -> int:
-        return round(elements * min(1.0, weight.itemsize / compute)) if weight.itemsize < 1 else elements
+        return round(elements * weight.itemsize / compute) if weight.quantised else elements
 
     return UnitShare(
         facts.name,

@@ -256,7 +256,7 @@ def _reduced(model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batch
 
 def _dequantised(model: Blueprint, mesh: MeshSizes) -> int:
     """Bytes of the largest quantised weight in the compute dtype."""
-    quantised = (weight for weight in model.weights if weight.itemsize < 1)
+    quantised = (weight for weight in model.weights if weight.quantised)
     parts = (math.prod(weight.shape) // (mesh.tp * (mesh.ep if weight.experts else 1)) for weight in quantised)
     return max(parts, default=0) * model.setup.precision.compute.itemsize
 
