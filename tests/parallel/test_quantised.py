@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.cases import describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
 from weft.errors import UserError
-from weft.ops import low_bit, nf4
+from weft.ops import nf4
 from weft.verify.low_bit_reference import nf4_and_back, rounded_base
 from weft.verify.plants import planted
 

@@ -71,6 +71,16 @@ def scales_of_one_shard(plant: Plant, original: Original, rows: Any, group: Any)
 
 
 @bug(
+    "B33", "weft.ops.low_bit:_spread",
+    "the scales of a shard are those of the weight's first rows",
+    caught_by=LOGPROB, issue="bitsandbytes-foundation/bitsandbytes#2080", ranks=2, needs="lora.base=int8",
+)  # fmt: skip
+def scales_of_the_first_rows(plant: Plant, original: Original, form: Any, scales: Any, start: Any, shape: Any) -> Any:
+    plant.hits += any(start)
+    return original(form, scales, [0] * len(shape), shape)
+
+
+@bug(
     "B53", "weft.parallel.quantise:linear_layers",
     "a pattern that should leave out routers leaves out gate_proj, too",
     caught_by=QUANTISED, issue="PrimeIntellect-ai/prime-rl#2910", needs="lora.base=nf4",
