@@ -241,7 +241,8 @@ def test_neither_partner_is_refused() -> None:
 
 
 LORA = {"alpha": "16", "rslora": "true", "targets": "[q_proj]", "modules_to_save": "[lm_head]"}
-STORED = {"base": "nf4", "dropout": "0.1"}  # of adapters, whatever their origin
+LORA |= {"dora": "true", "init": "pissa"}
+STORED = {"base": "nf4", "dropout": "0.1", "plus_ratio": "16"}  # of adapters, whatever their origin
 MUON = {"lr": "0.1", "momentum": "0.9", "scale": "original", "dtype": "fp32", "heads": "true"}
 PUSHED = ("push_at", "push_private", "push_revision")
 

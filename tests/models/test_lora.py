@@ -335,7 +335,7 @@ def test_dropout_of_fused_experts_is_refused() -> None:
     ("changes", "words"),
     [
         ({"peft_type": "LOHA"}, "of type LOHA"),
-        ({"use_dora": True}, "use_dora: True"),
+        ({"use_dora": True}, "lacks base_model.model.*lora_magnitude_vector"),
         ({"r": 5}, "should be"),
         ({"modules_to_save": ["lm_head"]}, "lacks base_model.model.lm_head.weight"),
     ],
@@ -360,7 +360,7 @@ def written(adapter: str, folder: Path, **changes: Any) -> str:
 
 # A value of each field of peft's LoraConfig by which it is used, and what is said of it; None: it is read as without.
 FIELDS: dict[str, tuple[Any, str | None]] = {
-    "bias": ("all", "bias: all"), "use_dora": (True, "use_dora"), "lora_bias": (True, "lora_bias"),
+    "bias": ("all", "bias: all"), "use_dora": (True, "lacks base_model.model"), "lora_bias": (True, "lora_bias"),
     "rank_pattern": ({"q_proj": 2}, "rank_pattern"), "alpha_pattern": ({"q_proj": 2}, "alpha_pattern"),
     "trainable_token_indices": ([1], "trainable_token_indices"), "layer_replication": ([[0, 2]], "layer_replication"),
     "alora_invocation_tokens": ([1], "alora_invocation_tokens"), "arrow_config": ({"top_k": 2}, "arrow_config"),

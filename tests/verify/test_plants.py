@@ -100,6 +100,7 @@ CASES = {
     "first-slice-of-the-adapter": ADAPTED,
     "scales-of-one-shard": Case(sections=(("lora", "rank", 4), ("lora", "base", "nf4"))),
     "scales-of-the-first-rows": Case(sections=(("lora", "rank", 4), ("lora", "base", "int8"))),
+    "norm-of-the-base": Case(sections=(("lora", "rank", 4), ("lora", "dora", True))),
     "alpha-not-divided": ADAPTED,
     "rslora-ignored": ADAPTED,
     "shared-token-counts-once": replace(BALANCED_STEP, mesh="", trees=True),

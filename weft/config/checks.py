@@ -14,7 +14,7 @@ from weft.config.keys import schema_keys
 from weft.config.migrate.names import weft_value
 from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.recompute import policy_of
-from weft.config.schema import SftConfig
+from weft.config.schema import MOVES_BASE, SftConfig
 from weft.config.sources import (
     column_problems,
     key_problems,
@@ -166,6 +166,7 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
     yield from _router_combinations(config)
     yield from _recompute_combinations(config)
     yield from _quantised_combinations(config)
+    yield from _adapter_combinations(config)
     if config.model.transforms and config.mesh.tp > 1:
         yield (
             "model.transforms",
@@ -249,6 +250,47 @@ def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
             f"eval.prompts does not go together with lora.base={config.lora.base}: the copy of the model that answers "
             "takes the base from the trainer. Set eval.prompts=null, or lora.base=compute.",
         )
+
+
+def _adapter_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    lora, optimizer = config.lora, config.optimizer
+    if not lora.on:
+        return
+    if lora.dora and lora.dropout:
+        yield (
+            "lora.dropout",
+            "lora.dropout does not go together with lora.dora in this version: peft drops the base's inputs, too. Set "
+            "lora.dropout=0, or lora.dora=false.",
+        )
+    if lora.dora and hasattr(config, "rollout") and config.rollout.engine in ("vllm", "sglang"):
+        yield (
+            "lora.dora",
+            f"lora.dora: rollout.engine={config.rollout.engine} has no magnitudes of DoRA. Set rollout.engine=hf or "
+            "embedded, or lora.dora=false.",
+        )
+    if lora.init == "loftq" and lora.base == "compute":
+        yield (
+            "lora.init",
+            "lora.init=loftq begins with the rounding errors of lora.base, and compute has none: set lora.base=nf4, or "
+            "lora.init=default.",
+        )
+    if lora.init == "loftq" and lora.base == "mxfp4":
+        yield "lora.init", "lora.init=loftq: no file has what lora.base=mxfp4 was rounded from. Set lora.init=default."
+    if lora.init in MOVES_BASE:
+        changed = [group.weight_decay for group in optimizer.groups if group.weight_decay]
+        if optimizer.weight_decay or changed:
+            yield (
+                "optimizer.weight_decay",
+                f"lora.init={lora.init}: the part of the base that adapters begin with stays in their last rows, which "
+                "weight decay would shrink. Set optimizer.weight_decay=0, in optimizer.groups, too, or "
+                "lora.init=default.",
+            )
+        if optimizer.name == "muon":
+            yield (
+                "optimizer.name",
+                f"lora.init={lora.init}: the part of the base that adapters begin with stays in their last rows, which "
+                "muon would step with the others. Set optimizer.name=adamw, or lora.init=default.",
+            )
 
 
 def _recompute_combinations(config: Any) -> Iterator[tuple[str, str]]:

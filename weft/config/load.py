@@ -81,20 +81,26 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
 
 def imports_of_run(path: str) -> tuple[str, ...]:
     """model.imports of the run that the path, a run folder or one of its checkpoints, belongs to; empty for others."""
+    named = section_of_run(path, "model").get("imports")
+    return tuple(str(name) for name in named or ()) if isinstance(named, list) else ()
+
+
+def section_of_run(path: str, section: str) -> Mapping[str, Any]:
+    """A section of the config of the run that the path, a run folder or one of its checkpoints, belongs to; empty for
+    others."""
     try:
         folder = Path(path).resolve()
         file = next(
             (candidate for candidate in (folder, *folder.parents[1:2]) if (candidate / "config.yaml").is_file()), None
         )
     except (OSError, RuntimeError, ValueError):  # no file has such a name: whoever opens it says so
-        return ()
+        return {}
     if file is None:
-        return ()
+        return {}
     try:
-        named = read_sections(str(file / "config.yaml")).get("model", {}).get("imports")
+        return read_sections(str(file / "config.yaml")).get(section) or {}
     except UserError:  # whoever needs the file says what is wrong with it
-        return ()
-    return tuple(str(name) for name in named or ()) if isinstance(named, list) else ()
+        return {}
 
 
 def _finish(tree: Node, schema: type[Schema], weights: bool, of_run: Sequence[str] = ()) -> Schema:

@@ -425,6 +425,10 @@ class DataConfig:
     )
 
 
+# Values of lora.init with which adapters begin with a part of the base.
+MOVES_BASE = ("pissa", "pissa_niter_16", "olora")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters instead of all weights (docs/reference/lora.md); on where lora.rank or lora.path is set."""
@@ -451,6 +455,25 @@ class LoraConfig:
         "results depend on how a step is cut.",
         0.0,
         within=BELOW_1,
+        unread=(when.NO_ADAPTERS,),
+    )
+    dora: bool = key(
+        "Also train the length of each row of adapted linear layers (DoRA): y = m (W + s B A) x / ||W + s B A||.",
+        False,
+        unread=(when.NO_ADAPTERS, when.FROM_ADAPTER),
+    )
+    init: Literal["default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq"] = key(
+        "How new adapters begin: `default` (A uniform) and `gaussian`, with B = 0; `pissa`, `pissa_niter_16` (faster) "
+        "and `olora`, with a part of the weights, which is subtracted from the base; `loftq`, with the rounding errors "
+        "of lora.base. Adapters of pissa and olora are saved with twice the rank, for the whole base.",
+        "default",
+        unread=(when.NO_ADAPTERS, when.FROM_ADAPTER),
+    )
+    plus_ratio: float | None = key(
+        "Learning rate of B, and of the magnitudes of DoRA, as a multiple of optimizer.lr (LoRA+); null: 1. "
+        "optimizer.groups takes precedence.",
+        None,
+        within=POSITIVE,
         unread=(when.NO_ADAPTERS,),
     )
     targets: Literal["all-linear"] | tuple[str, ...] = key(

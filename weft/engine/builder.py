@@ -45,6 +45,7 @@ from weft.models.train_module import TrainModule
 from weft.models.transforms import TRANSFORMS
 from weft.ops.communicator import CPAxis
 from weft.parallel.activations import RowSharing, Saved, saved_bytes
+from weft.parallel.adapter_values import fill_from_weights, needs_weights
 from weft.parallel.fsdp import InputCasts
 from weft.parallel.memory import (
     MemoryNeeds,
@@ -60,7 +61,7 @@ from weft.parallel.mesh import Mesh, build_mesh, cp_axis, stage_group
 from weft.parallel.parallelize import Precision, StagePlan, layers_of, materialize, move_buffers, parallelize
 from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, without_placeholders
 from weft.parallel.pp.schedule import DELAYED, Placement, Schedule, in_flight, placement_of
-from weft.parallel.quantise import base_format, empty_scales, fill_quantised
+from weft.parallel.quantise import DequantisedTensors, base_format, empty_scales, fill_quantised
 from weft.parallel.shards.adapter_files import fill_adapters, to_json
 from weft.parallel.shards.cuts import full_shape
 from weft.parallel.shards.load import LoadReport, Progress, fill_random, load_weights
@@ -530,13 +531,18 @@ def fill_weights(
         report = load_weights(module, plan, cuts, progress) if fill or lora is not None else None
         if module.quantised_shapes:
             fill_quantised(module, plan, cuts, spec.precision.frozen, spec.ranks.device, spec.mesh.world_group)
-        plan.source.close(keep=plan.drafts)  # checkpoints copy them
     rebuild_buffers(module)
     move_buffers(module, spec.ranks.device)
     if config.score is not None:
         fill_score_head(module, None if plan is None else plan.fresh, config.score.first, config.seed)
     if lora is not None:  # after the head, which an adapter's files may hold
         fill_adapters(module, lora, cuts, config.seed)
+        if needs_weights(lora):
+            assert plan is not None
+            local = DequantisedTensors(module, cuts, spec.precision.frozen)
+            fill_from_weights(module, lora, local, plan, cuts, stage_group(spec.mesh))
+    if plan is not None:
+        plan.source.close(keep=plan.drafts)  # checkpoints copy them
     return report
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weft.config.reward_schema import RewardConfig, RewardLossConfig
@@ -13,10 +13,14 @@ from weft.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    ParameterGroup,
     SftConfig,
     StepConfig,
 )
 from weft.engine.score_head import ScoreSpec
+
+# What lora.plus_ratio makes faster: B, and magnitudes (LoRA+, Hayou et al. 2024, arXiv:2402.12354).
+_FASTER = ("*.lora*.[Bm]*",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,12 @@ class EngineConfig:
     score: ScoreSpec | None = None
     replay: bool = True
     neftune_noise_alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        ratio, groups = self.lora.plus_ratio, self.optimizer.groups
+        added = ParameterGroup(match=_FASTER, lr_scale=ratio)
+        if self.lora.on and ratio is not None and added not in groups:
+            object.__setattr__(self, "optimizer", replace(self.optimizer, groups=(*groups, added)))
 
     @staticmethod
     def from_config(config: SftConfig | RlConfig) -> EngineConfig:

@@ -103,7 +103,7 @@ def elements_by_name(engine: Engine) -> dict[str, int]:
     stored = {
         name: math.prod(full_shape(name, p, cuts))
         for name, p in engine.whole_parameters().items()
-        if not is_bytes(module, name)
+        if not is_bytes(module.quantised_shapes, name)
     }
     return stored | {name: math.prod(shape) for name, shape in module.quantised_shapes.items()}
 

@@ -129,11 +129,12 @@ class EmbeddedEngine:
         for name, owner in hf.tied_parameters(self.engine.built.module.hf_model).items():
             if name in state and name not in self._tied():
                 state[name].detach().copy_(state[owner].detach())  # the walker yields only the owner
-        matrices = self._matrices([name for target in lora.targets for name in target.names])
-        for target, a, b in zip(lora.targets, matrices, matrices, strict=True):
+        matrices = self._matrices([name for target in lora.targets for name in lora.tensors(target)])
+        for target in lora.targets:
+            values = {name: next(matrices) for name in lora.tensors(target)}
             if state:
                 weight = state[target.weight].detach()
-                weight.copy_(add_delta(weight.float(), target, lora, a, b))
+                weight.copy_(add_delta(weight.float(), target, lora, values))
 
     def _matrices(self, names: Sequence[str]) -> Iterator[Tensor]:
         """The full tensors of these adapter parameters, in fp32 and in order; collective."""

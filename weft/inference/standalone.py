@@ -217,7 +217,7 @@ class LoadedWeights:
         finish the part."""
         plan, stored, values = self.plan, self._adapter_names(), dict[str, Tensor]()
         assert plan is not None
-        shapes = {name: shape for t in plan.targets for name, shape in zip(t.names, t.shapes(plan.rank), strict=True)}
+        shapes = {name: shape for target in plan.targets for name, shape in plan.tensors(target).items()}
         shapes |= {name: tuple(self.state[name].shape) for name in self.state if plan.trains(name)}
         check_manifest(part.manifest, {file: shapes[name] for file, name in stored.items()})
         for entry, data in part.tensors():
@@ -231,7 +231,7 @@ class LoadedWeights:
     def _adapter_names(self) -> dict[str, str]:
         """Name in a sync -> name in the trainer's model, for all trained tensors."""
         assert self.plan is not None, "an adapter came, and this engine was opened without"
-        matrices = [name for target in self.plan.targets for name in target.names]
+        matrices = [name for target in self.plan.targets for name in self.plan.tensors(target)]
         trained = [name for name in self.state if self.plan.trains(name)]
         return {file: name for name, file in file_names([*matrices, *trained]).items()}
 
@@ -246,9 +246,9 @@ class LoadedWeights:
         }
 
     def _merged(self, plan: LoraPlan, target: Target, values: Mapping[str, Tensor]) -> Tensor:
-        a, b = (values[name].float() for name in target.names)
+        matrices = {name: values[name].float() for name in plan.tensors(target)}
         weight = self.base[target.weight].to(torch.float32, copy=True)
-        return add_delta(weight, target, plan, a, b).to(self.model.dtype)
+        return add_delta(weight, target, plan, matrices).to(self.model.dtype)
 
     def _local_view(self, mapping: TensorMapping) -> Tensor:
         target = self.state[mapping.runtime]

@@ -222,6 +222,9 @@ class MergeOptions(CommandOptions):
     path: str = argument(_NEWEST, "RUN | ADAPTER")
     base: str | None = option("use this base model instead of the adapter's own", "MODEL")
     dtype: Dtype = option("default: each tensor as in the base", default="auto")
+    base_format: Literal["compute", "nf4", "int8", "fp8"] | None = option(
+        "merge into the base as this lora.base stores it (default: as in the files; with lora.init=loftq, the run's)"
+    )
     output: str | None = option("where to write (default: beside the adapter)", "DIR")
     imports: Sequence[str] = _imports()
 

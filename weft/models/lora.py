@@ -7,7 +7,12 @@ are without it. Its matrices have peft's shapes, so that parallel/shards/adapter
     embedding             y = W[i] + s B A[:, i]         lora_embedding.A [r, V], lora_embedding.B [H, r]
     fused experts         y = W_e x + s B_e A_e x        lora_NAME.A [E r, in], lora_NAME.B [out, r E]; NAME: of W
 
-s is alpha / r, or alpha / sqrt(r) with rslora (Kalajdzievski 2023, arXiv:2312.03732).
+s is alpha / r, or alpha / sqrt(r) with rslora (Kalajdzievski 2023, arXiv:2312.03732). With dora, a linear layer has a
+third parameter, lora.magnitude [out] (models/low_rank.py).
+
+PiSSA (Meng et al. 2024, arXiv:2404.02948) and OLoRA (arXiv:2406.01775) begin with A0 and B0 made from W, and train
+W - s B0 A0 + s B A. Here W stays as it is, and A0 and -B0 are rows of A and columns of B that are not trained, so that
+an adapter is of rank 2 r and of the whole base: peft's conversion of such adapters, from the first step on.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from weft.config.schema import LoraConfig
+from weft.config.schema import MOVES_BASE, LoraConfig
 from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.models import hf
@@ -36,6 +41,7 @@ from weft.models.train_module import Head, TrainModule
 
 Kind = Literal["linear", "embedding", "experts"]
 ALL_LINEAR = "all-linear"
+FROM_WEIGHTS = (*MOVES_BASE, "loftq")
 EMBEDDING = "lora_embedding"  # name of an embedding's adapter in its module
 # Families whose mixers read out_proj.weight and never call out_proj: an adapter would do nothing, and peft refuses it.
 _READ_ONLY = (("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), "out_proj")
@@ -81,7 +87,8 @@ class Target:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Adapters of a model. trained: modules that are trained whole. path: adapter with the initial values, if any."""
+    """Adapters of a model. trained: modules that are trained whole. path: adapter with the initial values, if any.
+    init: lora.init. frozen: how much of the rank is not trained."""
 
     rank: int
     alpha: float
@@ -90,7 +97,16 @@ class LoraPlan:
     targets: tuple[Target, ...]
     trained: tuple[str, ...]
     path: Path | None = None
+    dora: bool = False
+    init: str = "default"
+    frozen: int = 0
     switch: AdapterSwitch = field(default_factory=AdapterSwitch)
+
+    def tensors(self, target: Target) -> dict[str, tuple[int, ...]]:
+        """Name of each parameter of a target's adapter, in the adapted model -> its shape: A, B and, with dora, the
+        magnitude."""
+        named: dict[str, tuple[int, ...]] = dict(zip(target.names, target.shapes(self.rank), strict=True))
+        return named | ({f"{target.module}.{target.child}.magnitude": (target.outputs,)} if self.dora else {})
 
     @property
     def scale(self) -> float:
@@ -119,7 +135,7 @@ def parameter_of(child: str) -> str:
 def is_adapters(name: str) -> bool:
     """Whether the parameter of this name belongs to an adapter."""
     holder = (["", *name.split(".")])[-2]
-    return name.endswith((".A", ".B")) and (holder == "lora" or holder.startswith("lora_"))
+    return name.endswith((".A", ".B", ".magnitude")) and (holder == "lora" or holder.startswith("lora_"))
 
 
 def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
@@ -130,8 +146,26 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
     trained = find_trained(model, [*config.modules_to_save, *heads])
     patterns = (config.targets,) if isinstance(config.targets, str) else config.targets
     targets = find_targets(model, patterns, trained)
-    alpha = 2.0 * config.rank if config.alpha is None else config.alpha
-    return LoraPlan(config.rank, alpha, config.rslora, config.dropout, targets, trained)
+    others = [target for target in targets if target.kind != "linear" or target.module == find_facts(model).head]
+    for key, needs_linear in (("dora", config.dora), (f"init={config.init}", config.init in FROM_WEIGHTS)):
+        if needs_linear and others:
+            raise UserError(
+                f"lora.{key} is for linear layers of the decoder, and lora.targets names {others[0].name} "
+                f"({len(others)} such): leave these out of lora.targets, or set lora."
+                f"{'dora=false' if key == 'dora' else 'init=default'}."
+            )
+    rank, alpha, frozen = config.rank, 2.0 * config.rank if config.alpha is None else config.alpha, 0
+    if config.init in MOVES_BASE:
+        widest = min(min(target.inputs, target.outputs) for target in targets)
+        if rank > widest:
+            raise UserError(
+                f"lora.init={config.init}: lora.rank is {rank}, more than the {widest} of a weight's sides."
+            )
+        # As peft's conversion of such adapters, which keeps the scale.
+        rank, alpha, frozen = 2 * rank, alpha * (math.sqrt(2.0) if config.rslora else 2.0), rank
+    return LoraPlan(
+        rank, alpha, config.rslora, config.dropout, targets, trained, dora=config.dora, init=config.init, frozen=frozen
+    )
 
 
 # ---------------------------------------------------------------- targets
@@ -248,7 +282,9 @@ def attach(module: TrainModule, plan: LoraPlan) -> None:
     for target in plan.targets:
         owner = module.get_submodule(target.module)
         weight = module.get_parameter(target.weight)
-        adapter = LowRank(*target.shapes(plan.rank), plan.scale, plan.dropout, plan.switch, weight)
+        adapter = LowRank(
+            *target.shapes(plan.rank), plan.scale, plan.dropout, plan.switch, weight, dora=plan.dora, frozen=plan.frozen
+        )
         setattr(owner, target.child, adapter)
         if target.kind == "experts":
             use_experts_forward(owner)
@@ -262,10 +298,11 @@ def freeze_base(module: nn.Module, plan: LoraPlan) -> None:
         parameter.requires_grad_(plan.trains(name))
 
 
-def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def first_values(name: str, shape: tuple[int, ...], seed: int, gaussian: int | None = None) -> Tensor:
     """Initial values of an adapter's parameter, fp32, as in peft; drawn from the seed and the name alone.
 
-    A is uniform within 1 / sqrt(in) and B is 0; for an embedding A is 0 and B is normal.
+    A is uniform within 1 / sqrt(in), or normal with the deviation 1 / gaussian, and B is 0; for an embedding A is 0 and
+    B is normal. What is made from the base's weights (parallel/adapter_values.py) is 0 here.
     """
     *_, holder, matrix = name.split(".")
     drawn = "B" if holder == EMBEDDING else "A"
@@ -275,12 +312,16 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     if drawn == "B":
         return torch.randn(shape, generator=generator)
+    if gaussian is not None:
+        return torch.randn(shape, generator=generator) / gaussian
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tensor) -> Tensor:
-    """Add s B A to W in place and return it; fused experts each have their own A and B. All three are fp32."""
+def add_delta(weight: Tensor, target: Target, lora: LoraPlan, values: Mapping[str, Tensor]) -> Tensor:
+    """Add s B A to W in place and return it; fused experts each have their own A and B; with dora each output gets its
+    magnitude. values: of the target's adapter, by the names of LoraPlan.tensors. All are fp32."""
+    a, b, *magnitude = (values[name] for name in lora.tensors(target))
     if target.kind == "experts":
         a_Eri, b_orE = a.view(target.experts, lora.rank, -1), b.view(len(b), lora.rank, target.experts)
         deltas: Iterable[Tensor] = (b_orE[:, :, expert] @ a_Eri[expert] for expert in range(target.experts))
@@ -288,6 +329,9 @@ def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tens
         weight, deltas = weight[None], [b @ a]
     for matrix, delta in zip(weight, deltas, strict=True):
         matrix.add_(delta.T if target.transposed else delta, alpha=lora.scale)
+        if magnitude:
+            by_output = matrix.T if target.transposed else matrix
+            by_output.mul_((magnitude[0] / by_output.norm(dim=1))[:, None])
     return weight if target.kind == "experts" else weight[0]
 
 
@@ -298,6 +342,12 @@ def describe(plan: LoraPlan, module: nn.Module, elements: Mapping[str, int]) -> 
     kinds = list(dict.fromkeys(target.name.rpartition(".")[2] for target in plan.targets))
     formula = "alpha / sqrt(rank)" if plan.rslora else "alpha / rank"
     origin = f", from {plan.path}" if plan.path is not None else ""
+    if plan.init != "default":
+        origin += f", begun by {plan.init}"
+    if plan.frozen:
+        origin += f", of which {plan.frozen} hold the part of the base that the others began with, untrained"
+    if plan.dora:
+        origin += ", with magnitudes (DoRA)"
     lines = [
         f"rank {plan.rank}, {formula} = {plan.scale:g}, on {len(plan.targets)} weights ({', '.join(kinds) or 'none'})"
         f"{origin}; {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"

@@ -7,7 +7,7 @@ so that autograd stores bytes, not the weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models import hf
-from weft.models.train_module import TrainModule
 from weft.ops import low_bit
 from weft.ops.low_bit import Format
 
@@ -127,10 +126,10 @@ def replace_weight(
     return stored
 
 
-def is_bytes(module: TrainModule, name: str) -> bool:
-    """Whether a parameter of this name holds bytes of a quantised weight."""
+def is_bytes(quantised: Collection[str], name: str) -> bool:
+    """Whether a parameter of this name holds bytes of one of the quantised weights."""
     weight, _, end = name.rpartition("_")
-    return f"_{end}" in (CODES, SCALES) and weight in module.quantised_shapes
+    return f"_{end}" in (CODES, SCALES) and weight in quantised
 
 
 def _linear(layer: Any, x: Tensor) -> Tensor:

@@ -146,6 +146,14 @@ def dequantise(
     return out
 
 
+def rounded(form: Format, weight: Tensor) -> Tensor:
+    """The whole weight that its bytes say, in its dtype."""
+    start = (0,) * weight.ndim
+    scales, shared = seal_scales(form, largest_of(form, weight, start))
+    codes = quantise(form, weight, start, shared)
+    return dequantise(form, codes, scales, shared, start, tuple(weight.shape), weight.dtype)
+
+
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """[256, 2] values of both FP4 numbers of a byte, whose lower half is the first."""

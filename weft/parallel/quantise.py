@@ -309,7 +309,7 @@ class DequantisedTensors(Mapping[str, Tensor]):
     def __init__(self, module: TrainModule, cuts: ShardSpecs, dtype: torch.dtype) -> None:
         self._module, self._cuts, self._dtype = module, cuts, dtype
         state = module.state_dict(keep_vars=True)
-        self._tensors = {name: tensor for name, tensor in state.items() if not is_bytes(module, name)}
+        self._tensors = {name: tensor for name, tensor in state.items() if not is_bytes(module.quantised_shapes, name)}
         self._names = [*self._tensors, *(name for name, weight in module.quantised.items() if weight is not None)]
 
     def __len__(self) -> int:

@@ -1,13 +1,15 @@
 """`weft merge`: a HuggingFace model from a base and an adapter, in one process, tensor by tensor.
 
-W + s B A (LoRA, arXiv:2106.09685) is computed in fp32 and rounded once, to the dtype of the base's files or --dtype.
+W + s B A (LoRA, arXiv:2106.09685) is computed in fp32 and rounded once, to the dtype of the base's files or --dtype. If
+the run had stored W in fewer bits (lora.base), the merged model differs from the trained one by that rounding, which is
+measured; --base-format adds the adapter to the rounded W instead.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from weft.checkpoint.export import FullTensors, copy_companions, export_alone, plan_export
 from weft.checkpoint.snapshot import DTYPES
-from weft.config.load import imports_of_run
+from weft.config.load import imports_of_run, section_of_run
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.data.encode import load_tokenizer
 from weft.data.ends import GENERATION, answer_ends, template_ends
@@ -25,10 +27,15 @@ from weft.errors import UserError
 from weft.launch.options import MergeOptions
 from weft.models import hf
 from weft.models.lora import LoraPlan, add_delta
+from weft.models.train_module import TrainModule
+from weft.ops import low_bit
+from weft.ops.low_bit import FORMATS, MXFP4, Format
+from weft.parallel.quantise import base_format, quantisable
 from weft.parallel.shards.adapter_files import CONFIG, WEIGHTS, file_names, read_config
 from weft.parallel.shards.load import LoadPlan, read_whole
 from weft.parallel.shards.safetensors_files import TensorFile
 from weft.recipes.export import TensorShapes, find_checkpoint, write_folder
+from weft.terminal import say
 
 _TASKS: dict[str, hf.ScoreTask] = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}  # peft's names
 _HEAD = re.compile(r"base_model\.model\.(score|classifier)\.weight")
@@ -50,11 +57,44 @@ def run(options: MergeOptions) -> Path:
     if not base:
         raise UserError(f"{adapter / CONFIG} names no base model: set --base.")
     target = Path(options.output) if options.output else adapter.with_name(f"{adapter.name}-merged")
-    write_folder(target, lambda partial: _write(adapter, str(base), partial, DTYPES[options.dtype]))
+    lora = section_of_run(options.path, "lora")
+    trained = FORMATS.get(str(lora.get("base")))
+    trained = None if trained is MXFP4 else trained  # which is as the files hold it
+    chosen = options.base_format or (str(lora.get("base")) if lora.get("init") == "loftq" else "compute")
+    differences = Differences(trained, FORMATS.get(chosen))
+    write_folder(target, lambda partial: _write(adapter, str(base), partial, DTYPES[options.dtype], differences))
+    for line in differences.describe():
+        say(line)
     return target
 
 
-def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) -> None:
+@dataclass
+class Differences:
+    """How the merged weights differ from those that were trained. trained: the format in which the run stored the base.
+    merged: the format of the base that adapters are added to. None: the compute dtype. norms: name -> the norm of a
+    weight's difference, relative to its own."""
+
+    trained: Format | None
+    merged: Format | None
+    norms: dict[str, float] = field(default_factory=dict)
+
+    def base(self, form: Format | None, weight: Tensor, compute: torch.dtype) -> Tensor:
+        """fp32 weight of the base in a format."""
+        return (weight if form is None else low_bit.rounded(form, weight.to(compute))).float()
+
+    def describe(self) -> list[str]:
+        """Lines for the user; none if the base was not stored in fewer bits."""
+        if self.trained is None or not self.norms:
+            return []
+        mean, worst = sum(self.norms.values()) / len(self.norms), max(self.norms, key=lambda name: self.norms[name])
+        advice = "" if self.merged is self.trained else f"; --base-format {self.trained.name} merges into that base"
+        return [
+            f"merged weights differ from the trained ones, whose base was in {self.trained.title}, by {mean:.2%} of "
+            f"their norm on average and {self.norms[worst]:.2%} in {worst}{advice}"
+        ]
+
+
+def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None, differences: Differences) -> None:
     task = _TASKS.get(str(read_config(adapter).get("task_type")))
     with TensorFile.open(adapter / WEIGHTS) as file:
         heads = [entry.shape[0] for name, entry in file.entries.items() if _HEAD.fullmatch(name)]
@@ -76,7 +116,8 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
         plan = replace(plan, texts=_ends_of_another_template(adapter, base))
     with TensorFile.open(adapter / WEIGHTS) as file:
         names = list(built.module.state_dict())
-        export_alone(plan, FullTensors(names, _merged(load, lora, file, names)), folder)
+        quantised = _quantised_names(built.module, load, differences)
+        export_alone(plan, FullTensors(names, _merged(load, lora, file, names, quantised, differences)), folder)
     load.source.close()
 
 
@@ -91,19 +132,41 @@ def _ends_of_another_template(adapter: Path, base: str) -> dict[str, str]:
     return answer_ends(base, tokenizer, taught).files(base)
 
 
-def _merged(load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str]) -> Callable[[str], Tensor]:
-    """Returns a function: name of a weight -> the merged weight, in fp32 if the adapter changes it."""
+def _quantised_names(module: TrainModule, load: LoadPlan, differences: Differences) -> set[str]:
+    """Names of the weights that a format rounds: not those that the files hold in it."""
+    module.requires_grad_(False)
+    names = set[str]()
+    for form in (differences.trained, differences.merged):
+        if form is not None:
+            base = base_format(form.name, load)
+            names |= quantisable(module, {}, base).keys() - base.kept
+    return names
+
+
+def _merged(
+    load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str], quantised: set[str], differences: Differences
+) -> Callable[[str], Tensor]:
+    """Returns a function: name of a weight -> the merged weight, in fp32 if the adapter, or a format, changes it."""
     targets = {target.weight: target for target in lora.targets}
     trained = [name for name in names if lora.trains(name)]
-    stored = file_names([*(name for target in lora.targets for name in target.names), *trained])
+    stored = file_names([*(name for target in lora.targets for name in lora.tensors(target)), *trained])
 
     def merged(name: str) -> Tensor:
         if name in stored:
             return file.read(stored[name])
         weight, target = read_whole(load, name), targets.get(name)
+        compute = weight.dtype
+        if name in quantised and differences.merged is not None:
+            weight = differences.base(differences.merged, weight, compute)
         if target is None:
             return weight
-        a, b = (file.read(stored[matrix]).float() for matrix in target.names)
-        return add_delta(weight.float(), target, lora, a, b)
+        values = {matrix: file.read(stored[matrix]).float() for matrix in lora.tensors(target)}
+        merged_weight = add_delta(weight.to(torch.float32, copy=True), target, lora, values)
+        if name in quantised and differences.trained is not None:
+            start = differences.base(differences.trained, read_whole(load, name), compute)
+            trained_weight = add_delta(start, target, lora, values)
+            written = merged_weight.to(compute).float()
+            differences.norms[name] = float((written - trained_weight).norm() / trained_weight.norm())
+        return merged_weight
 
     return merged

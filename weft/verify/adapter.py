@@ -30,7 +30,7 @@ def randomize_adapters(engine: Engine) -> None:
         return
     cuts = engine.divided.cuts
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
-        if is_adapters(name):
+        if is_adapters(name) and not name.endswith(".magnitude"):  # with other A and B, it is not their norm
             shape = full_shape(name, parameter, cuts)
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # ten times more would make a model chaotic

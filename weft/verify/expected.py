@@ -65,7 +65,7 @@ class ReferenceTrainer:
     is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
     changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
     their documents. seed: of the run. aliases: name of a parameter -> the name that the engine has for it.
-    matrices: parts of parameters that Muon orthogonalises. quantised: as in PeftReference.
+    matrices: parts of parameters that Muon orthogonalises. quantised: as in PeftReference. frozen: as there.
     """
 
     path: str
@@ -83,12 +83,13 @@ class ReferenceTrainer:
     aliases: Mapping[str, str] = field(default_factory=dict)
     matrices: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     quantised: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
+    frozen: int = 0
 
     def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
         """A fresh reference. dtype: of its weights, or with an adapter of the base's."""
         if self.adapter is not None:
             return PeftReference(
-                self.path, self.adapter, self.device, self.balance, self.whole_step, dtype, self.quantised
+                self.path, self.adapter, self.device, self.balance, self.whole_step, dtype, self.quantised, self.frozen
             )
         options = (self.path, self.device, self.freeze, self.balance, self.whole_step, dtype)
         return ImageReference(self.images, *options) if self.images else reference.Reference(*options)

@@ -233,6 +233,7 @@ def trainer_of(
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
         seed=engine.config.seed, aliases=engine_names(engine), matrices=matrix_parts(engine),
         quantised={} if form is None else dict.fromkeys(sorted(rounded), (form.name, form.block)),
+        frozen=0 if engine.lora is None else engine.lora.frozen,
     )  # fmt: skip
 
 

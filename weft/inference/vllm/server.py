@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.rl_schema import RlConfig
-from weft.config.schema import LoraConfig
+from weft.config.schema import MOVES_BASE, LoraConfig
 from weft.errors import UserError
 from weft.files import read_object
 from weft.inference.process import inherited
@@ -163,7 +163,7 @@ def option(name: str, value: Any) -> list[str]:
 
 def _rank_of(lora: LoraConfig) -> int:
     if lora.rank is not None:
-        return lora.rank
+        return lora.rank * (2 if lora.init in MOVES_BASE else 1)
     assert lora.path is not None
     config = Path(lora.path).expanduser() / "adapter_config.json"
     rank = read_object(config, "the config of an adapter").get("r")

@@ -56,11 +56,11 @@ HARMLESS = frozenset((
 # Those that are read. revision: by `weft merge`, where it takes the base from the adapter.
 READ = frozenset((
     "peft_type", "r", "lora_alpha", "use_rslora", "modules_to_save", "target_parameters", "base_model_name_or_path",
-    "revision", "init_lora_weights", "ensure_weight_tying",
+    "revision", "init_lora_weights", "ensure_weight_tying", "use_dora",
 ))  # fmt: skip
 # Features of peft that weft lacks: keys of adapter_config.json -> the values that mean "not used".
 UNUSED: dict[str, tuple[Any, ...]] = {
-    "bias": ("none", None), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
+    "bias": ("none", None), "lora_bias": (False, None), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False),
     "use_qalora": (False, None), "megatron_config": (None,), "velora_config": (None,), "monteclora_config": (None,),
@@ -80,6 +80,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "r": lambda value: type(value) is int and value > 0,
     "lora_alpha": lambda value: type(value) in (int, float) and math.isfinite(value),
     "use_rslora": lambda value: value is None or isinstance(value, bool),
+    "use_dora": lambda value: value is None or isinstance(value, bool),
     "modules_to_save": _is_names,
     "target_parameters": _is_names,
     "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
@@ -134,6 +135,8 @@ def file_names(names: Iterable[str]) -> dict[str, str]:
             owner = PREFIX + module + ".base_layer" * (len(adapters) - 1 - adapters.index(adapter))
             is_embedding = adapter == EMBEDDING
             stored[name] = f"{owner}.lora_embedding_{matrix}" if is_embedding else f"{owner}.lora_{matrix}.weight"
+            if matrix == "magnitude":
+                stored[name] = f"{owner}.lora_magnitude_vector"
     return stored
 
 
@@ -161,6 +164,7 @@ def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
         "lora_alpha": int(plan.alpha) if plan.alpha == int(plan.alpha) else plan.alpha,
         "lora_dropout": plan.dropout,
         "use_rslora": plan.rslora,
+        "use_dora": plan.dora,
         "bias": "none",
         "fan_in_fan_out": any(target.kind == "linear" and target.transposed for target in plan.targets),
         "target_modules": shortest_names(adapted, modules),
@@ -249,7 +253,14 @@ def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
         targets=targets,
         trained=trained,
         path=folder,
+        dora=bool(config.get("use_dora")),
     )
+    others = [target.name for target in targets if target.kind != "linear" or target.module == find_facts(model).head]
+    if plan.dora and others:
+        raise UserError(
+            f"{folder / CONFIG}: use_dora: true with an adapter of {others[0]}: weft has DoRA for linear layers of the "
+            f"decoder only. {_by_peft(folder)}"
+        )
     tied = [name for name in untied_for(model, plan, merged=True) if config.get("ensure_weight_tying")]
     if tied:
         raise UserError(
@@ -274,11 +285,7 @@ def _targets_in(
 
 
 def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, Any], folder: Path) -> None:
-    runtime_shapes = {
-        name: shape
-        for target in plan.targets
-        for name, shape in zip(target.names, target.shapes(plan.rank), strict=True)
-    }
+    runtime_shapes = {name: shape for target in plan.targets for name, shape in plan.tensors(target).items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     runtime_shapes |= {name: tuple(p.shape) for name, p in parameters.items() if plan.trains(name)}
     expected = {stored: runtime_shapes[name] for name, stored in file_names(runtime_shapes).items()}
@@ -316,7 +323,8 @@ def fill_adapters(module: nn.Module, plan: LoraPlan, specs: ShardSpecs, seed: in
     if plan.path is None:
         for name, parameter in parameters.items():
             if is_adapters(name):
-                values = first_values(name, full_shape(name, parameter, specs), seed)
+                gaussian = plan.rank if plan.init == "gaussian" else None
+                values = first_values(name, full_shape(name, parameter, specs), seed, gaussian)
                 for shard in shards_of(parameter, specs.get(name)):
                     shard.values.copy_(values[shard.box.within(Box.from_shape(tuple(values.shape)))])
         return

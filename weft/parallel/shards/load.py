@@ -176,7 +176,9 @@ def load_weights(
     targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
     filled = {id(tensor) for tensor in targets.values()}
     state = module.state_dict(keep_vars=True).items()
-    filled_elsewhere = {name for name, _ in state if name in plan.fresh or is_adapters(name) or is_bytes(module, name)}
+    filled_elsewhere = {
+        name for name, _ in state if name in plan.fresh or is_adapters(name) or is_bytes(module.quantised_shapes, name)
+    }
     empty = [name for name, tensor in state if id(tensor) not in filled and name not in filled_elsewhere]
     assert not empty, f"nothing fills {empty[:3]}"
     fill_tensors(targets, plan.fills, plan.source, specs, progress)

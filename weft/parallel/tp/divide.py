@@ -148,7 +148,7 @@ def _hook_modules(module: TrainModule, plan: TPPlan, cuts: dict[str, ShardSpec],
         module.mixers[name].shard = MixerShard(mixer, axis.rank, axis.size, axis.neighbours, stored=True)
     for name, adapter in module.named_modules():
         if isinstance(adapter, LowRank) and cuts[f"{name}.A"].divides:
-            adapter.divide(partial(_take_last_dim, cuts[f"{name}.A"]))
+            adapter.divide(partial(_take_last_dim, cuts[f"{name}.A"]), partial(all_reduce, ranks=axis.ranks))
     divide_vocabulary(module, cuts, axis, leave)
 
 

@@ -111,6 +111,8 @@ def _adapter_specs(module: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[t
         by_outputs = spec.dim == _outputs_dim(module.get_submodule(owner_name))
         yield f"{name}.A", TPSpec() if spec.dim is None or by_outputs else TPSpec(1, spec.segments)
         yield f"{name}.B", TPSpec(0, spec.segments) if by_outputs else TPSpec()
+        if child.magnitude is not None:
+            yield f"{name}.magnitude", TPSpec(0, spec.segments) if by_outputs else TPSpec()
 
 
 def _outputs_dim(owner: Any) -> int:

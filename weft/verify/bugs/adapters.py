@@ -62,6 +62,16 @@ def rslora_ignored(plant: Plant, original: Original, alpha: float, rank: int, rs
 
 
 @bug(
+    "B33", "weft.models.low_rank:LowRank.norm",
+    "the norm of DoRA is that of the base alone",
+    caught_by=LOGPROB, issue="huggingface/peft#1984", needs="adapters with lora.dora",
+)  # fmt: skip
+def norm_of_the_base(plant: Plant, original: Original, self: Any, weight: Any) -> Any:
+    plant.hit()
+    return weight.norm(dim=1)
+
+
+@bug(
     "B33", "weft.parallel.quantise:join_scales",
     "the scales of a quantised base are relative to those of one rank's rows",
     caught_by=LOGPROB, issue="bitsandbytes-foundation/bitsandbytes#2080", ranks=2, needs="lora.base=nf4",
