@@ -61,15 +61,15 @@ def run(options: MergeOptions) -> Path:
     trained = FORMATS.get(str(lora.get("base")))
     trained = None if trained is MXFP4 else trained  # which is as the files hold it
     chosen = options.base_format or (str(lora.get("base")) if lora.get("init") == "loftq" else "compute")
-    differences = Differences(trained, FORMATS.get(chosen))
-    write_folder(target, lambda partial: _write(adapter, str(base), partial, DTYPES[options.dtype], differences))
-    for line in differences.describe():
+    report = MergeReport(trained, FORMATS.get(chosen))
+    write_folder(target, lambda partial: _write(adapter, str(base), partial, DTYPES[options.dtype], report))
+    for line in report.describe():
         say(line)
     return target
 
 
 @dataclass
-class Differences:
+class MergeReport:
     """How the merged weights differ from those that were trained. trained: the format in which the run stored the base.
     merged: the format of the base that adapters are added to. None: the compute dtype. norms: name -> the norm of a
     weight's difference, relative to its own."""
@@ -94,7 +94,7 @@ class Differences:
         ]
 
 
-def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None, differences: Differences) -> None:
+def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None, report: MergeReport) -> None:
     task = _TASKS.get(str(read_config(adapter).get("task_type")))
     with TensorFile.open(adapter / WEIGHTS) as file:
         heads = [entry.shape[0] for name, entry in file.entries.items() if _HEAD.fullmatch(name)]
@@ -116,8 +116,8 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None, di
         plan = replace(plan, texts=_ends_of_another_template(adapter, base))
     with TensorFile.open(adapter / WEIGHTS) as file:
         names = list(built.module.state_dict())
-        quantised = _quantised_names(built.module, load, differences)
-        export_alone(plan, FullTensors(names, _merged(load, lora, file, names, quantised, differences)), folder)
+        quantised = _quantised_names(built.module, load, report)
+        export_alone(plan, FullTensors(names, _merged(load, lora, file, names, quantised, report)), folder)
     load.source.close()
 
 
@@ -132,11 +132,11 @@ def _ends_of_another_template(adapter: Path, base: str) -> dict[str, str]:
     return answer_ends(base, tokenizer, taught).files(base)
 
 
-def _quantised_names(module: TrainModule, load: LoadPlan, differences: Differences) -> set[str]:
+def _quantised_names(module: TrainModule, load: LoadPlan, report: MergeReport) -> set[str]:
     """Names of the weights that a format rounds: not those that the files hold in it."""
     module.requires_grad_(False)
     names = set[str]()
-    for form in (differences.trained, differences.merged):
+    for form in (report.trained, report.merged):
         if form is not None:
             base = base_format(form.name, load)
             names |= quantisable(module, {}, base).keys() - base.kept
@@ -144,7 +144,7 @@ def _quantised_names(module: TrainModule, load: LoadPlan, differences: Differenc
 
 
 def _merged(
-    load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str], quantised: set[str], differences: Differences
+    load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str], quantised: set[str], report: MergeReport
 ) -> Callable[[str], Tensor]:
     """Returns a function: name of a weight -> the merged weight, in fp32 if the adapter, or a format, changes it."""
     targets = {target.weight: target for target in lora.targets}
@@ -156,17 +156,17 @@ def _merged(
             return file.read(stored[name])
         weight, target = read_whole(load, name), targets.get(name)
         compute = weight.dtype
-        if name in quantised and differences.merged is not None:
-            weight = differences.base(differences.merged, weight, compute)
+        if name in quantised and report.merged is not None:
+            weight = report.base(report.merged, weight, compute)
         if target is None:
             return weight
         values = {matrix: file.read(stored[matrix]).float() for matrix in lora.tensors(target)}
         merged_weight = add_delta(weight.to(torch.float32, copy=True), target, lora, values)
-        if name in quantised and differences.trained is not None:
-            start = differences.base(differences.trained, read_whole(load, name), compute)
+        if name in quantised and report.trained is not None:
+            start = report.base(report.trained, read_whole(load, name), compute)
             trained_weight = add_delta(start, target, lora, values)
             written = merged_weight.to(compute).float()
-            differences.norms[name] = float((written - trained_weight).norm() / trained_weight.norm())
+            report.norms[name] = float((written - trained_weight).norm() / trained_weight.norm())
         return merged_weight
 
     return merged
