@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant("parallel/fsdp.py", "_mesh_of", "mesh.shards", "mesh.dp_shard", "tests/parallel/test_context_parallel.py"),
     Mutant("parallel/shards/cuts.py", "_boxes_of_shard", "(cut.rank % copies, copies)", "(0, 1)", "tests/checkpoint/test_resume.py"),
     Mutant("parallel/tp/plan.py", "_mlp_specs", "(_columns(_exactly(path, hf.linear_widths(child)[1], 2)),) * 2", "(_columns(_exactly(path, hf.linear_widths(child)[1], 2)),)", "tests/parallel/test_tensor_parallel.py"),
-    Mutant("engine/optim/optimizer.py", "device_norm", "_sum_of_squares(tensors, device) / key[1]", "_sum_of_squares(tensors, device)", "tests/parallel/test_tensor_parallel.py"),
+    Mutant("engine/optim/optimizer.py", "device_norm", "_sum_of_squares(parts, device) / key[1]", "_sum_of_squares(parts, device)", "tests/parallel/test_tensor_parallel.py"),
     Mutant("models/mixer_shards.py", "mean_square", "added_up(found, ranks) / size", "added_up(found, ranks)", "tests/models/test_mixer_shards.py"),
     Mutant("models/mixer_shards.py", "_share_bias", "layer._parameters['bias'] / size", "layer._parameters['bias']", "tests/models/test_mixer_shards.py"),
     Mutant("models/mixer_shards.py", "_joined", "before + length == first", "True", "tests/models/test_mixer_shards.py"),

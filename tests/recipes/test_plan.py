@@ -555,6 +555,17 @@ def test_what_is_offloaded_is_on_the_host(capsys: pytest.CaptureFixture[str]) ->
     assert "copies from and to the host" not in off[1]
 
 
+def test_an_optimizer_on_the_host_leaves_weights_in_the_compute_dtype() -> None:
+    sizes = MeshSizes(1, 2, 1, 1, 1, 1)
+    model, parts, _ = described({"fsdp": {"cpu_offload": "optimizer"}}, {"dp_shard": 2}, [60] * 2)
+    (here,) = memory_by_stage(model, sizes, None)
+    assert here.staged == 0 and here.on_host - here.host == here.share.resident
+    assert here.resident == here.on_device == sum(u.elements * u.count for u in here.share.units) * 2 // 2
+    moved = 4 * model.trained / 2  # gradients go in fp32
+    assert parts["copies from and to the host"] == pytest.approx(moved / (50e9 * 0.8))
+    assert parts["optimizer"] == pytest.approx(36 * model.trained / 2 / 25e9)
+
+
 def test_a_single_rank_waits_for_what_comes_from_the_host() -> None:
     model, parts, _ = described({"fsdp": {"cpu_offload": True}}, {"dp_shard": 1}, [60])
     units = Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).share_of(RankCoordinates()).units

@@ -476,6 +476,7 @@ def load_state(engine: Engine, state: TrainerState) -> int:
     for name, part in parts.items():
         if filled[name] != part.box.numel:
             raise DamagedError(f"{name}: its files hold {filled[name]:,} of {part.box.numel:,} elements")
+    engine.weights_changed()
     if engine.loss_scale is not None and state.content["loss_scale"] is not None:
         engine.loss_scale.load_state_dict(state.content["loss_scale"])
     return read

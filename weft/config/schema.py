@@ -265,9 +265,11 @@ class FsdpConfig:
         None,
         within=UNITS_AHEAD,
     )
-    cpu_offload: bool = key(
-        "Keep parameters, gradients and optimizer state in the host's memory, step there, and copy each unit to the "
-        "accelerator when it runs: fits larger models, slowly.",
+    cpu_offload: bool | Literal["optimizer"] = key(
+        "`optimizer`: keep masters, gradients and optimizer state in the host's memory and step there, while the "
+        "accelerator keeps the weights in the compute dtype; gradients travel, and their norm is computed, during "
+        "backward. true: keep no weights on the accelerator either, and copy each unit there when it runs: fits larger "
+        "models, slowly.",
         False,
     )
     cast_forward_inputs: tuple[str, ...] = key(

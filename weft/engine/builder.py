@@ -173,6 +173,8 @@ def set_deterministic(deterministic: bool) -> None:
 
 def make_spec(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> EngineSpec:
     """Decide on mesh, dtypes and devices. mesh: another engine's, reused if it has the same sizes."""
+    if config.purpose == "inference" and config.fsdp.cpu_offload == "optimizer":  # there is none
+        config = replace(config, fsdp=replace(config.fsdp, cpu_offload=False))
     sizes = resolve_mesh(config.mesh, ranks.world)
     if mesh is None or mesh.sizes != sizes:
         mesh = build_mesh(sizes, ranks.mesh_device)

@@ -21,12 +21,15 @@ from weft.engine.losses.base import Batch, Loss
 from weft.engine.losses.check import check_normaliser, check_terms, chosen_tokens, comparisons_of
 from weft.engine.metrics import MetricSums, Reduced
 from weft.engine.optim.adamw import FusedAdamW
+from weft.engine.optim.early_norms import EarlyNorms
 from weft.engine.optim.optimizer import (
     OtherStages,
     clip_gradients,
     clipping_divisor,
+    clipping_factor,
     device_norm,
     global_norm,
+    multiply_gradients,
     set_learning_rate,
     unscale_gradients,
 )
@@ -41,6 +44,7 @@ from weft.launch.process import Ranks
 from weft.launch.simulated import read
 from weft.models.embedding_noise import StepNoise
 from weft.models.readouts import ReadoutSpec
+from weft.parallel.device_copies import DeviceCopies
 from weft.parallel.fsdp import fsdp_modules, reshard
 from weft.parallel.mesh import Mesh, full_tensor, local_shard
 from weft.parallel.pp.communication import P2PCommunicator, gather_over_stages, sum_shared_gradients
@@ -124,6 +128,9 @@ class Engine:
         self.optimizer, self.ema, self.loss_scale = state.optimizer, state.ema, state.loss_scale
         offloader = None if shares_with is None else shares_with.offloader
         self.offloader: Offloader = Offloader(self.device, self.storage, offloader)
+        # fsdp.cpu_offload=optimizer: both work while backward and the update run.
+        self.device_copies: DeviceCopies | None = None
+        self._early_norms: EarlyNorms | None = None
         self._nonfinite: str | None = None
         self._complete = False  # whether gradients are summed over tp and pp
         # On an accelerator, a wait in the middle of a step leaves it idle while the host prepares the update.
@@ -158,6 +165,11 @@ class Engine:
             on_device, replay, built.vision, self.module.base,
         )  # fmt: skip
         self._replicas = ReplicaCheck(self.module, self.divided.cuts, self._tied())
+        if self.optimizer is not None and config.fsdp.cpu_offload == "optimizer":
+            self.device_copies = DeviceCopies(self.module, self.device)
+            if self.loss_scale is None:  # else gradients are unscaled after backward
+                late = {*self.divided.partial, *self._tied()}
+                self._early_norms = EarlyNorms(self.module, self.divided.cuts, late)
 
     def _tied(self) -> dict[str, tuple[int, int]]:
         """For each parameter that several stages hold: (this stage's place among them, their number)."""
@@ -262,7 +274,8 @@ class Engine:
     def _accumulate(self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss) -> _Unread:
         """accumulate() up to what the host waits for."""
         assert self.optimizer is not None, "this engine was opened for inference"
-        self.require_awake("parameters", "gradients")
+        self.require_awake("gradients")
+        self._prepare_forwards()
         assert not self._complete, "these gradients have been looked at: nothing can be added to them"
         assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
         normaliser = check_normaliser(objective.normaliser(plan), objective)
@@ -340,7 +353,7 @@ class Engine:
         documents: at least those of planner.local_documents(plan).
         """
         sums, rows = MetricSums(), self.rows(plan, documents, objective)
-        self.require_awake("parameters")
+        self._prepare_forwards()
 
         def ask(row: Row) -> ForwardRequest:
             chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
@@ -402,7 +415,7 @@ class Engine:
         With mesh.pp only the last stage has them."""
         out: dict[int, dict[str, Tensor]] = {}
         rows = self._lay_out(plan, documents, every_token=every_token)
-        self.require_awake("parameters")
+        self._prepare_forwards()
 
         def use(micro: int, row: Row, readouts: dict[str, Tensor]) -> None:
             lengths = [len(documents[index]) for index in row.documents]
@@ -461,12 +474,25 @@ class Engine:
         present = [shard.clone() for shard, _ in shards]
         for shard, mean in shards:
             shard.copy_(mean)
+        self.weights_changed()
         try:
             yield
         finally:
             reshard(self.module)
             for (shard, _), before in zip(shards, present, strict=True):
                 shard.copy_(before)
+            self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Say that something else than apply() has written to the parameters. Forwards read them anew."""
+        if self.device_copies is not None:
+            self.device_copies.invalidate()
+
+    def _prepare_forwards(self) -> None:
+        """Raises RuntimeError if parameters are asleep."""
+        self.require_awake("parameters")
+        if self.device_copies is not None:
+            self.device_copies.refresh()
 
     # ------------------------------------------------------------ optimizer
 
@@ -483,6 +509,8 @@ class Engine:
         if self._unread is not None:
             queued = device_norm(named, self.divided.cuts, self._other_stages)
             norm, metrics = self._update_and_read(self._unread, queued, lr)
+        elif self.device_copies is not None:
+            norm = global_norm(named, self.divided.cuts, self._other_stages, self._early_norms)
         else:
             limit = self.config.optimizer.max_grad_norm
             norm = clip_gradients(named, limit, self.divided.cuts, self._other_stages)
@@ -493,7 +521,7 @@ class Engine:
         if not reason:
             if self._unread is None:
                 set_learning_rate(self.optimizer, lr)
-                self.optimizer.step()
+                self._update(norm)
             if self._router_biases is not None:
                 self._router_biases.step()
             if self.ema is not None:
@@ -503,6 +531,23 @@ class Engine:
         self.drop_gradients()
         loss_scale = None if self.loss_scale is None else scale
         return StepResult(norm, bool(reason), reason, loss_scale, overflow, metrics)
+
+    def _update(self, norm: float) -> None:
+        """Step all parameters. Gradients are clipped already, except where the optimizer is on the host alone: there
+        the factor is applied as they are read, and each parameter's new value goes to the device while the next is
+        stepped."""
+        assert self.optimizer is not None
+        if self.device_copies is None:
+            self.optimizer.step()
+            return
+        factor = clipping_factor(norm, self.config.optimizer.max_grad_norm)
+        if isinstance(self.optimizer, FusedAdamW):
+            self.optimizer.step_one_by_one(factor, self.device_copies.update)
+            return
+        multiply_gradients(self.module.parameters(), factor)
+        self.optimizer.step()
+        self.device_copies.invalidate()
+        self.device_copies.refresh()
 
     def _update_and_read(self, unread: _Unread, norm: Tensor, lr: float) -> tuple[float, dict[str, float | None]]:
         """Queue the update, which the device leaves out if norm or loss are not finite, and then wait for the norm and
@@ -540,7 +585,10 @@ class Engine:
             unit.reshard()
         to_move = [part for part in parts or PARTS if part not in self.asleep]
         tensors = {part: tensors_of(part, self.module, self.optimizer, self.ema) for part in to_move}
-        return sum(self.offloader.sleep(part, of_part) for part, of_part in tensors.items())
+        freed = sum(self.offloader.sleep(part, of_part) for part, of_part in tensors.items())
+        if self.device_copies is not None and "parameters" in to_move:
+            freed += self.device_copies.free()
+        return freed
 
     def wake(self, *parts: Part) -> int:
         """Bring these parts, by default all, back bit for bit; returns the bytes."""
@@ -600,6 +648,8 @@ class Engine:
         self._nonfinite = None
         self._complete = False
         self._unread = None
+        if self._early_norms is not None:
+            self._early_norms.forget()
 
     def complete_gradients(self) -> None:
         """Sum partial gradients over tp and pp, before anything reads them, and once: a second sum would count

@@ -101,8 +101,8 @@ def beside_trained(trained: EngineConfig, section: ModelSection) -> EngineConfig
         if section.path is None
         else replace(trained.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
     )
-    if section.cpu_offload is not None:
-        fsdp = replace(fsdp, cpu_offload=section.cpu_offload)
+    # fsdp.cpu_offload=optimizer keeps weights on the accelerator, and nothing else is there to offload.
+    fsdp = replace(fsdp, cpu_offload=fsdp.cpu_offload is True if section.cpu_offload is None else section.cpu_offload)
     # Separate ranks have no cp: a row holds cp times the tokens.
     factor = 1 if section.ranks is None else trained.mesh.cp
     budget = section.max_tokens_per_device or trained.step.max_tokens_per_device * factor

@@ -365,7 +365,9 @@ def fsdp_line(engine: Engine) -> str:
         f"gradients reduced: {config.reduce}",
         f"prefetch {prefetch}",
     ]
-    if config.cpu_offload:
+    if config.cpu_offload == "optimizer":
+        texts.append("masters, gradients and optimizer state on the host")
+    elif config.cpu_offload:
         texts.append("parameters, gradients and optimizer state on the host")
     if engine.loss_scale is not None:
         texts.append(f"loss scale {engine.loss_scale.scale:g}, doubled after {engine.loss_scale.interval} steps")

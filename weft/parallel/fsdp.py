@@ -6,7 +6,8 @@ FSDP's own averaging is off everywhere: the engine divides by the step's normali
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -259,6 +260,33 @@ def reduce_now(module: nn.Module) -> None:
     module._get_fsdp_state()._root_post_backward_final_callback()
 
 
+class _AnnouncedReduceScatter:
+    """A reduce-scatter that says when its unit begins to reduce, which is when its buffers are allocated."""
+
+    def __init__(self, replaced: Any, announce: Callable[[], None]) -> None:
+        self._replaced, self._announce = replaced, announce
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._announce()
+        buffer: Tensor = self._replaced.allocate(size, dtype=dtype, device=device)
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replaced(*args, **kwargs)
+
+
+def announce_reductions(unit: FSDPModule, announce: Callable[[FSDPModule], None]) -> None:
+    """Let a unit call `announce`, perhaps twice, when it begins to reduce its gradients, on one rank too.
+
+    FSDP's hook after an all-reduce would move copies to the host to another stream (hsdp-offload-race), and its hooks
+    after a gradient has accumulated would make these copies block (torch 2.13).
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        replaced = group._reduce_scatter_comm
+        unit.set_custom_reduce_scatter(_AnnouncedReduceScatter(replaced, partial(announce, unit)))
+
+
 # ---------------------------------------------------------------- inputs cast to the compute dtype
 
 
@@ -304,7 +332,10 @@ def time_collectives(module: nn.Module) -> None:
     """Report to `timing` how long the units of `module`, on a CPU, wait for gathers and reductions."""
     gather = TimedAllGather()
     for unit in fsdp_modules(module):
-        scatter = TimedReduceScatter()
+        group = unit._get_fsdp_state()._fsdp_param_group
+        if group is None:
+            continue
+        scatter = TimedReduceScatter(group._reduce_scatter_comm)
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
         unit.set_all_reduce_hook(scatter.reduced)
@@ -326,12 +357,14 @@ class TimedAllGather:
 class TimedReduceScatter:
     """The reduce-scatter over shards, and the all-reduce over replicas that follows it."""
 
-    def __init__(self) -> None:
-        self._ready_time = 0.0
+    def __init__(self, replaced: Any) -> None:
+        """replaced: the unit's reduce-scatter so far, which still allocates."""
+        self._ready_time, self._replaced = 0.0, replaced
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._ready_time = time.perf_counter()
-        return torch.empty(*size, dtype=dtype, device=device)
+        buffer: Tensor = self._replaced.allocate(size, dtype=dtype, device=device)
+        return buffer
 
     def __call__(
         self,

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from weft.config.schema import OptimizerConfig
 from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, state_dtype
 from weft.engine.optim.low_bit import BLOCK, LowBitAdamW, has_codes
 from weft.parallel.mesh import local_shard
+
+# Elements that are clipped and stepped while they are in a core's cache. A multiple of any CPU's vectors: torch's
+# kernel computes the elements behind the last whole vector by other instructions, which only a tensor's end may have.
+_CACHED = 1 << 18
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -24,6 +29,29 @@ class FusedAdamW(torch.optim.AdamW):
 
     divisor: Tensor | None = None
     skip: Tensor | None = None
+
+    @torch.no_grad()
+    def step_one_by_one(self, factor: float, stepped: Callable[[nn.Parameter], None]) -> None:
+        """Multiply gradients by `factor` and update, on a CPU, with one pass over memory; the result is that of a
+        multiplication followed by step(), bit for bit. stepped: called with each parameter once it has its new value,
+        while others are still to come."""
+        for group in self.param_groups:
+            lists: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
+            self._init_group(group, *lists)
+            beta1, beta2 = group["betas"]
+            for parameter, gradient, first, second, steps in zip(*lists[:4], lists[5], strict=True):
+                local_shard(steps).add_(1)
+                flat = [local_shard(tensor).view(-1) for tensor in (parameter, gradient, first, second)]
+                for part in zip(*(tensor.split(_CACHED) for tensor in flat), strict=True):
+                    if factor != 1.0:
+                        part[1].mul_(factor)
+                    torch._fused_adamw_(
+                        *([tensor] for tensor in part), [], [local_shard(steps)], amsgrad=False, beta1=beta1,
+                        beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+                        maximize=False,
+                    )  # fmt: skip
+                assert isinstance(parameter, nn.Parameter)
+                stepped(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from weft.config.schema import OptimizerConfig
 from weft.engine.optim.adamw import ADAMW
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
+from weft.engine.optim.early_norms import CPU_CHUNK, EarlyNorms, counted_parts, norm_dtype
 from weft.engine.optim.groups import NamedParameters, ParamGroupRule, param_group_rules, set_rates
 from weft.engine.optim.kinds import MatrixBoxes, OptimizerKind, ParameterSet, WholeTensor
 from weft.engine.optim.low_bit import LowBitAdamW, StatePart
@@ -30,10 +31,7 @@ from weft.launch.timing import waiting
 from weft.ops.communicator import process_group
 from weft.parallel.memory import StateBytes
 from weft.parallel.mesh import local_shard
-from weft.parallel.shards.cuts import ShardSpecs, split
-
-# An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
-_CPU_CHUNK = 1 << 16
+from weft.parallel.shards.cuts import ShardSpecs
 
 OPTIMIZERS: dict[str, OptimizerKind] = {"adamw": ADAMW, "muon": MUON, "sgd": SGD}
 
@@ -151,9 +149,7 @@ def stepped_on_device(optimizer: torch.optim.Optimizer | ShardOptimizer) -> set[
 @torch.no_grad()
 def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
     """Divide the gradients by the loss scale."""
-    gradients = [local_shard(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
-    if scale != 1.0 and gradients:
-        torch._foreach_mul_(gradients, 1.0 / scale)
+    multiply_gradients((parameter for _, parameter in named_parameters), 1.0 / scale)
 
 
 @dataclass(frozen=True)
@@ -178,13 +174,22 @@ def clip_gradients(
     parameters on every rank of a stage.
     """
     named = list(named_parameters)
-    parameters, norm = [parameter for _, parameter in named], global_norm(named, cuts, pp)
-    if max_norm is not None and math.isfinite(norm):
-        factor = max_norm / (norm + 1e-6)
-        gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if factor < 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+    norm = global_norm(named, cuts, pp)
+    multiply_gradients((parameter for _, parameter in named), clipping_factor(norm, max_norm))
     return norm
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients that there are by a number."""
+    gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clipping_factor(norm: float, max_norm: float | None) -> float:
+    """What clip_gradients multiplies gradients of this norm by; 1.0 leaves them as they are."""
+    return 1.0 if max_norm is None or not math.isfinite(norm) else min(1.0, max_norm / (norm + 1e-6))
 
 
 def clipping_divisor(norm: Tensor, max_norm: float | None) -> Tensor | None:
@@ -194,39 +199,45 @@ def clipping_divisor(norm: Tensor, max_norm: float | None) -> Tensor | None:
 
 @torch.no_grad()
 def global_norm(
-    named_parameters: NamedParameters, cuts: ShardSpecs | None = None, pp: OtherStages | None = None
+    named_parameters: NamedParameters,
+    cuts: ShardSpecs | None = None,
+    pp: OtherStages | None = None,
+    early: EarlyNorms | None = None,
 ) -> float:
-    """L2 norm of all gradients together, equal on every rank."""
-    return float(read(device_norm(named_parameters, cuts, pp)[None], lambda: [1.0])[0])
+    """L2 norm of all gradients together, equal on every rank. early: norms that are known already."""
+    return float(read(device_norm(named_parameters, cuts, pp, early)[None], lambda: [1.0])[0])
 
 
 @torch.no_grad()
 def device_norm(
-    named_parameters: NamedParameters, cuts: ShardSpecs | None = None, pp: OtherStages | None = None
+    named_parameters: NamedParameters,
+    cuts: ShardSpecs | None = None,
+    pp: OtherStages | None = None,
+    early: EarlyNorms | None = None,
 ) -> Tensor:
     """As `global_norm`: a scalar, fp64, on the parameters' device. Sharded elements and elements that ranks of tp, or
     stages, replicate count once. Sums of squares are all-reduced once per mesh axis on which a gradient is sharded, and
     then over the stages."""
     # Keyed by the parameters and not by the gradients at hand, so that all ranks make the same collectives.
-    shards: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
+    shards: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[_Part]] = {}
     device = torch.device("cpu")
     for name, parameter in named_parameters:
         if pp is not None and name in pp.borrowed:
             continue
         groups, device = sharding_groups(parameter), parameter.device
-        local = [] if parameter.grad is None else [(1, local_shard(parameter.grad))]
+        local = [] if parameter.grad is None else counted_parts(name, parameter, cuts)
         cut = None if cuts is None else cuts.get(name)
         numbers: tuple[int, ...] = (1,)
         if cut is not None:
             groups, numbers = (*groups, *(process_group(ranks) for ranks in cut.axes)), cut.copies
-            local = [part for _, gradient in local for part in split(parameter, gradient, cut)]
         for copies in numbers:
             shards.setdefault((groups, copies), [])
-        for copies, part in local:
-            shards[groups, copies].append(part)
+        known = None if early is None else early.known(parameter)
+        for number, (copies, part) in enumerate(local):
+            shards[groups, copies].append((part, None if known is None else known[number]))
     if not shards and pp is None:
         return torch.zeros((), dtype=torch.float64, device=device)
-    squares = {key: _sum_of_squares(tensors, device) / key[1] for key, tensors in shards.items()}
+    squares = {key: _sum_of_squares(parts, device) / key[1] for key, parts in shards.items()}
     for group in dict.fromkeys(group for groups, _ in squares for group in groups):
         keys = [key for key in squares if group in key[0]]
         part = torch.stack([squares[key] for key in keys])
@@ -255,19 +266,29 @@ def sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+# Elements of a gradient, and the norms of their pieces if these are known.
+_Part = tuple[Tensor, list[Tensor] | None]
+
+
+def _sum_of_squares(parts: Sequence[_Part], device: torch.device) -> Tensor:
     """The sum of the squares of all elements, computed from norms in fp32 or better: a scalar, fp64, on `device`."""
-    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
-    if not pieces:
+    pieces = [[] if norms is not None else _pieces(part) for part, norms in parts]
+    to_compute = [piece for of_part in pieces for piece in of_part]
+    computed = iter(torch._foreach_norm(to_compute, 2.0, dtype=norm_dtype(to_compute[0])) if to_compute else ())
+    all_norms = [
+        norm
+        for (_, norms), of_part in zip(parts, pieces, strict=True)
+        for norm in ([next(computed) for _ in of_part] if norms is None else norms)
+    ]
+    if not all_norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(pieces, 2.0, dtype=torch.float64 if pieces[0].dtype == torch.float64 else torch.float32)
-    return torch.stack(norms).double().square().sum()
+    return torch.stack(all_norms).double().square().sum()
 
 
-def _pieces(tensor: Tensor) -> Iterable[Tensor]:
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.numel() == 0:
         return ()
-    return tensor.reshape(-1).split(_CPU_CHUNK) if device_kind(tensor.device) == "cpu" else (tensor,)
+    return tensor.reshape(-1).split(CPU_CHUNK) if device_kind(tensor.device) == "cpu" else (tensor,)
 
 
 class Ema:

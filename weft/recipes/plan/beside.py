@@ -246,7 +246,7 @@ def _engine_row(model: ModelBeside, memory: Memory) -> EngineRow:
     if memory.offloaded:
         note = f"{byte_count(holdings.resident)} on the host (cpu_offload)"
         note = f"{note}; {model.note}" if model.note else note
-        return EngineRow(model.name, gathered=memory.gathered + memory.staged, note=note)
+        return EngineRow(model.name, memory.on_device, gathered=memory.gathered + memory.staged, note=note)
     return EngineRow(
         model.name, holdings.weights, holdings.gradients, holdings.optimizer, memory.gathered, note=model.note
     )

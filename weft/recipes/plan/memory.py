@@ -36,7 +36,8 @@ class Memory:
     gradients of an MLP's tiles in fp32. keeps:
     whether one data rank keeps parameters in the compute dtype for a whole step, as it does where memory allows
     (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`. hosted: activations on the host
-    (model.offload_activations)."""
+    (model.offload_activations). on_device: with fsdp.cpu_offload=optimizer, shards of all weights in the compute
+    dtype."""
 
     share: RankShare
     gathered: int
@@ -56,11 +57,12 @@ class Memory:
     keeps: bool = False
     copies: int = 0
     hosted: int = 0
+    on_device: int = 0
 
     @property
     def resident(self) -> int:
         """Bytes of the accelerator between steps."""
-        return 0 if self.offloaded else self.share.resident
+        return self.on_device if self.offloaded else self.share.resident
 
     @property
     def on_host(self) -> int:
@@ -117,8 +119,9 @@ def _of_stage(
         head=_head(model, mesh, tokens) if holdings.coordinates.pp == last_place(model, mesh) else 0,
         host=_host(model, mesh, holdings),
         lingering=_lingering(model, holdings, micro_batches) if model.setup.trained else 0,
-        offloaded=config.fsdp.cpu_offload,
-        staged=_staged(model, holdings) if config.fsdp.cpu_offload else 0,
+        offloaded=bool(config.fsdp.cpu_offload),
+        staged=_staged(model, holdings) if config.fsdp.cpu_offload is True else 0,
+        on_device=_on_device(model, holdings) if config.fsdp.cpu_offload == "optimizer" else 0,
         reduced=_reduced(model, mesh, holdings, micro_batches) if model.setup.trained else 0,
         dequantised=_dequantised(model, mesh) + _tile_sums(model, mesh, activations),
     )
@@ -238,6 +241,12 @@ def _staged(model: Blueprint, holdings: RankShare) -> int:
         stored = unit.trained * master + (unit.elements - unit.trained) * frozen
         sizes += [(stored // unit.shards, False)] * unit.count
     return gathered_elements(sizes, True)
+
+
+def _on_device(model: Blueprint, holdings: RankShare) -> int:
+    """Bytes of a rank's shards of all weights in the compute dtype."""
+    elements = sum(math.ceil(unit.elements / unit.shards) * unit.count for unit in holdings.units)
+    return elements * model.setup.precision.compute.itemsize
 
 
 def _reduced(model: Blueprint, mesh: MeshSizes, holdings: RankShare, micro_batches: int | None) -> int:

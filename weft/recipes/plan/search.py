@@ -188,16 +188,20 @@ def _divisors(number: int, limit: int) -> list[int]:
 
 
 def _could_fit(problem: Search, parts: int) -> bool:
-    """Whether weights, gradients and optimizer state alone fit, divided into `parts` equal parts; they always do on the
-    host, whose memory is not known."""
+    """Whether weights, gradients and optimizer state alone fit, divided into `parts` equal parts; what is on the host
+    always does, because the host's memory is not known."""
     setup = problem.model.setup
-    if problem.model.config.fsdp.cpu_offload:
+    offload, room = problem.model.config.fsdp.cpu_offload, problem.machine.accelerator.memory * problem.machine.usable
+    if offload is True:
         return True
+    if offload == "optimizer":
+        elements = sum(math.prod(weight.shape) for weight in problem.model.weights)
+        return elements * setup.precision.compute.itemsize / parts <= room
     trained = [weight for weight in problem.model.weights if weight.trained and setup.trained]
     state_bytes = state_bytes_of(setup, problem.model.built)
     state = sum(state_bytes(weight.name, weight.shape, math.prod(weight.shape)) for weight in trained)
     total = problem.model.stored + problem.model.trained * setup.precision.master.itemsize * setup.trained + state
-    return total / parts <= problem.machine.accelerator.memory * problem.machine.usable
+    return total / parts <= room
 
 
 def _check(problem: Search, mesh: MeshSizes) -> None:

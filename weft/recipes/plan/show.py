@@ -108,6 +108,7 @@ def _show_memory(memory: Memory, machine: Machine, *, stages: int, vision: bool)
     ]
     rows = [
         *([] if memory.offloaded else resident_rows),
+        ("weights", memory.on_device, "in the compute dtype; masters are on the host"),
         ("units from the host", memory.staged, "shards, as they are stored"),
         ("gathered units", memory.gathered, "in the compute dtype"),
         ("kept copies", memory.copies, "of parameters in the compute dtype, for a whole step"),

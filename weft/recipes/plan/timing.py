@@ -244,10 +244,10 @@ def _copies(
         phases = (0, 1) if freed else (0,)
         frozen = gathered_part(model, mesh, unit) - unit.trained
         for elements, stored in ((unit.trained, master), (frozen, precision.frozen.itemsize)):
-            cast = 0.0 if stored == compute else (stored + compute) / unit.shards
+            cast = 0.0 if stored == compute or config.cpu_offload == "optimizer" else (stored + compute) / unit.shards
             for phase in phases:
                 copied[phase] += unit.count * elements * (cast + 2 * compute) * per_row
-                if config.cpu_offload:
+                if config.cpu_offload is True:
                     # A single shard comes in the stream that computes.
                     target = waited if unit.shards == 1 else hidden
                     target[phase] += unit.count * elements * stored / unit.shards
@@ -333,7 +333,13 @@ def _update_seconds(model: Blueprint, holdings: RankShare, machine: Machine) -> 
     moved = 2 * (masters + holdings.optimizer) + of_gradients * holdings.gradients
     if holdings.average:
         moved += 2 * holdings.average + masters
-    return moved / machine.host_memory if model.config.fsdp.cpu_offload else machine.passing(moved)
+    if not model.config.fsdp.cpu_offload:
+        return machine.passing(moved)
+    seconds = moved / machine.host_memory
+    if model.config.fsdp.cpu_offload == "optimizer":  # new weights travel while others are stepped
+        trained = sum(unit.trained * unit.count / unit.shards for unit in holdings.units)
+        seconds = max(seconds, trained * model.setup.precision.compute.itemsize / (machine.host * machine.moved))
+    return seconds
 
 
 def _trained_tensors(holdings: RankShare) -> int:
