@@ -141,7 +141,7 @@ def test_norms_are_known_when_backward_ends_and_copies_follow_their_masters() ->
         assert left == 0 < slept == 2 * masters  # the device is the host here, so that masters sleep, too
         for index, before in shown["after"].items():
             assert torch.equal(before, shown["awake"][index])
-            assert not torch.equal(before, shown["other"][index])
+            assert len(before) == 1 or not torch.equal(before, shown["other"][index])
         assert shown["line"].endswith("masters, gradients and optimizer state on the host")
 
 

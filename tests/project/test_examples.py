@@ -26,6 +26,9 @@ PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-4B-128k": 4_022_468_096,
+    "Qwen3-4B-256k": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
@@ -79,6 +82,21 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
         assert ("reward   " in out or "teacher" in out) and "memory of a rank" in out and "None x" not in out
         prompts = "200 prompts of 5 to 8 tokens" if "style" in path.stem else "1 prompts of 6 to 6 tokens"
         assert "prompts  " in out if name in PARAMETERS else prompts in out
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("name", "most"), [("sft_qwen3_8b_one_gpu", 0.75), ("sft_llama_70b_qlora", 0.65), ("sft_qwen3_4b_256k", 0.45)]
+)
+def test_the_plan_that_an_example_names_fits(
+    name: str, most: float, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (command,) = re.findall(r"weft (plan examples/\S+\.yaml.*)", (ROOT / f"examples/{name}.yaml").read_text())
+    assert cli.main(shlex.split(command)) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "does not fit" not in out
+    (percent,) = re.findall(r"at the fullest \S+ GiB (\d+)% of", out)
+    assert most - 0.1 <= int(percent) / 100 <= most
 
 
 def test_a_dry_run_assumes_the_machine_that_an_example_is_for(

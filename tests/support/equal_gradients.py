@@ -49,40 +49,39 @@ def give_gradients(engine: Engine, step: int) -> None:
             parameter.grad = values
 
 
-def step_and_save(path: str, mesh: str, sections: dict[str, Any], resumed: str | None, target: str) -> None:
-    """Take three steps on a mesh, and save after the second and the third. resumed: begin after the second step, from
-    this checkpoint."""
+def step_and_save(path: str, mesh: str, sections: dict[str, Any], resumed: str | None, target: str, last: int) -> None:
+    """Take steps on a mesh, and save after the last two. resumed: begin before the last step, from this checkpoint."""
     engine = open_engine(path, mesh, **sections)
     assert engine.optimizer is not None
     if resumed is not None:
         load_state(engine, read_state(Path(resumed)))
     with Saver(engine, Path(target), CheckpointConfig(async_=False), {"config": {}}) as saver:
-        for step in (1, 2, 3) if resumed is None else (3,):
+        for step in range(1 if resumed is None else last, last + 1):
             give_gradients(engine, step)
             set_learning_rate(engine.optimizer, 1e-2 / step)
             engine.optimizer.step()
             engine.drop_gradients()
-            if step > 1:
+            if step >= last - 1:
                 saver.save(step, {"epoch": 1, "updates": 1, "summary": {}})
 
 
 def same_on_every_mesh(
-    path: str, sections: dict[str, Any], meshes: Sequence[str], folder: Path, tolerance: float = 0.0
+    path: str, sections: dict[str, Any], meshes: Sequence[str], folder: Path, tolerance: float = 0.0, last: int = 3
 ) -> dict[str, Any]:
-    """Assert that masters and state after three steps are bitwise equal on all meshes, and after the third step on each
+    """Assert that masters and state after `last` steps are bitwise equal on all meshes, and after the last step on each
     from what the mesh before it has written. tolerance: the largest difference; 0: bitwise. Returns what was saved."""
     expected, source = dict[str, Any](), None
     for mesh in meshes:
         for resumed in (None, source) if source is not None else (None,):
             target = folder / f"{mesh} {resumed is not None}"
             target.mkdir()
-            run(world_of(mesh), step_and_save, path, mesh, sections, resumed, str(target))
-            saved = whole_state(target, 3)
+            run(world_of(mesh), step_and_save, path, mesh, sections, resumed, str(target), last)
+            saved = whole_state(target, last)
             expected = expected or saved
             assert saved.keys() == expected.keys()
             differing = [name for name in saved if not _near(saved[name], expected[name], tolerance)]
             assert not differing, (mesh, resumed, differing)
-        source = str(step_folder(folder / f"{mesh} False" / "checkpoints", 2))
+        source = str(step_folder(folder / f"{mesh} False" / "checkpoints", last - 1))
     return expected
 
 

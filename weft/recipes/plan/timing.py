@@ -257,7 +257,8 @@ def _copies(
         added = 3 * master / unit.shards if further else 0
         copied[1] += unit.count * unit.trained * (compute + reduce + single + added)
         if config.cpu_offload:
-            hidden[1] += unit.count * unit.trained * reduce / unit.shards
+            sent = 1 / rows.load.micro_batches if config.reduce == "last" else 1
+            hidden[1] += unit.count * unit.trained * reduce / unit.shards * sent
     rate = machine.host * machine.moved
     forward, backward = (machine.passing(copied[phase]) + waited[phase] / rate for phase in (0, 1))
     return (forward, backward), (hidden[0] / rate, hidden[1] / rate)
