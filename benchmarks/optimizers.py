@@ -5,7 +5,9 @@
 
 Every optimizer steps weights of the same shapes, in one process on one rank, in turns. Times are medians of the
 processor time of all threads. `above` is the rise of the process's peak memory during a step, once its state exists.
-torch's Muon takes matrices only, and steps in bf16; it has torch's fused AdamW beside it for the others.
+torch's Muon takes matrices only, and steps in bf16; it has torch's fused AdamW beside it for the others. `clipped`:
+with the multiplication of gradients by the factor of clipping; `on the host` does both in one pass, as
+fsdp.cpu_offload=optimizer does.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from weft.config.schema import OptimizerConfig
-from weft.engine.optim.optimizer import build_optimizer
+from weft.engine.optim.adamw import FusedAdamW
+from weft.engine.optim.optimizer import build_optimizer, multiply_gradients
 from weft.launch.machine import keep_freed_memory
 from weft.parallel.shards.boxes import Box
 
@@ -65,14 +68,35 @@ def torch_muon(named: Model) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-5), torch.optim.AdamW(others, lr=1e-5, fused=True)]
 
 
+class Clipped:
+    """AdamW with gradients multiplied by a factor near 1 before or, if `at_once`, within the step."""
+
+    def __init__(self, named: Model, *, at_once: bool) -> None:
+        self.parameters, self.at_once = [parameter for _, parameter in named], at_once
+        built = build_optimizer(named, OptimizerConfig())
+        assert isinstance(built, FusedAdamW)
+        self.optimizer = built
+        self.state = built.state
+
+    def step(self) -> None:
+        factor = 1 - 2**-20
+        if self.at_once:
+            self.optimizer.step_one_by_one(factor, lambda parameter: None)
+        else:
+            multiply_gradients(self.parameters, factor)
+            self.optimizer.step()
+
+
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and "embed" not in name
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
-RIVALS: dict[str, tuple[torch.dtype, Callable[[Model], list[torch.optim.Optimizer]]]] = {
+RIVALS: dict[str, tuple[torch.dtype, Callable[[Model], list[Any]]]] = {
     "torch AdamW, fused": (FP32, torch_adamw),
     "adamw": (FP32, ours(FP32)),
+    "adamw, clipped": (FP32, lambda named: [Clipped(named, at_once=False)]),
+    "adamw, clipped, on the host": (FP32, lambda named: [Clipped(named, at_once=True)]),
     "adamw, state bf16": (FP32, ours(FP32, state_dtype="bf16")),
     "adamw, state int8": (FP32, ours(FP32, state_dtype="int8")),
     "adamw, state int8, masters bf16 stochastic": (BF16, ours(BF16, state_dtype="int8", rounding="stochastic")),
@@ -106,7 +130,7 @@ def measure_peak(size: str, name: str) -> int:
     return peak_bytes() - before
 
 
-def step(optimizers: list[torch.optim.Optimizer]) -> float:
+def step(optimizers: list[Any]) -> float:
     began = time.process_time()
     for optimizer in optimizers:
         optimizer.step()
@@ -117,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--optimizers", nargs="+", choices=RIVALS, default=list(RIVALS), metavar="NAME")
     parser.add_argument("--above", choices=RIVALS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.above:
@@ -125,7 +150,8 @@ def main() -> None:
     keep_freed_memory()
     for size in arguments.sizes:
         built = {}
-        for name, (dtype, build) in RIVALS.items():
+        for name in dict.fromkeys(["torch AdamW, fused", *arguments.optimizers]):
+            dtype, build = RIVALS[name]
             torch.manual_seed(0)
             named = model(*SIZES[size], dtype)
             built[name] = named, build(named)

@@ -388,3 +388,16 @@ def test_guarded_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
     assert guarded(lambda: fail(UserError("x")), debug=True) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.covers("cluster.cpu_backend")
+def test_the_backend_of_cpu_tensors_is_chosen_among_those_that_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = "cluster.cpu_backend=mpi: this torch .* has gloo for tensors on the CPU. Set cluster.cpu_backend=gloo"
+    with pytest.raises(UserError, match=refusal):
+        join("cpu", cpu_backend="mpi")
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    created: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: created.append(backend))
+    join("cpu", cpu_backend="mpi")
+    assert created == ["mpi"]
+    assert process._backend(torch.device("cuda"), "mpi") == "cpu:mpi,cuda:nccl"

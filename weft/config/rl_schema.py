@@ -480,6 +480,11 @@ class ClusterConfig:
         formerly="sleep",
         unread=(when.DISAGGREGATED,),
     )
+    cpu_backend: str = key(
+        "What carries tensors on the CPU between ranks of the trainers: gloo, or mpi, ucc or a plugin's backend where "
+        "this torch has them. Tensors on accelerators always go by NCCL.",
+        "gloo",
+    )
     max_staleness: int = key(
         "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
         "so far ahead, while training goes on. 0: they take turns. Needs an engine of its own (rollout.engine).",

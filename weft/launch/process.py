@@ -72,13 +72,15 @@ class Ranks:
             leave()
 
 
-def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
+def join(device: Device = "auto", timeout: float = 600.0, cpu_backend: str = "gloo") -> Ranks:
     """Choose this rank's device and join the process group of all ranks.
 
     The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
     alone, without any port. timeout: seconds that a collective waits before it raises. An existing process group is
-    used as it is. Raises UserError if it does not support both the CPU and this rank's device.
+    used as it is. Raises UserError if it does not support both the CPU and this rank's device. cpu_backend: what
+    carries tensors on the CPU (cluster.cpu_backend); raises UserError if this torch does not have it.
     """
+    check_cpu_backend(cpu_backend)
     if dist.is_initialized():
         return _present(device)
     environment = _rank_environment(os.environ)
@@ -88,7 +90,7 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
     if chosen.type == "cuda":
         configure_allocator()
         torch.cuda.set_device(chosen)
-    backend = _backend(chosen)
+    backend = _backend(chosen, cpu_backend)
     device_id = chosen if chosen.type == "cuda" else None
     wait = timedelta(seconds=timeout)
     if environment is None:
@@ -220,9 +222,22 @@ def _present(device: Device) -> Ranks:
     return Ranks(rank, dist.get_world_size(), local_rank, chosen, owner=False)
 
 
-def _backend(device: torch.device) -> str:
+def _backend(device: torch.device, on_cpu: str = "gloo") -> str:
     """The backend of a rank. It always supports CPU tensors, because numbers about a step are on the CPU."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    return f"cpu:{on_cpu},cuda:nccl" if device.type == "cuda" else on_cpu
+
+
+def check_cpu_backend(name: str) -> None:
+    """Raise UserError if torch cannot carry tensors on the CPU by this backend."""
+    built = {"gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available(), "ucc": dist.is_ucc_available()}
+    devices = dist.Backend.backend_capability
+    added = {kind for kind in dist.Backend._plugins if "cpu" in devices.get(kind, ())}
+    usable = [kind for kind, is_built in built.items() if is_built] + sorted(added - {*built})
+    if name not in usable:
+        raise UserError(
+            f"cluster.cpu_backend={name}: this torch ({torch.__version__}) has {', '.join(usable)} for tensors on the "
+            f"CPU. Set cluster.cpu_backend={usable[0]}, or install a torch that is built with {name}."
+        )
 
 
 def _local_rank(rank: int) -> int:

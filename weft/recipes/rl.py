@@ -32,6 +32,7 @@ from weft.inference.records import import_arrow, read_rollouts, recorded_files
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.launch import flight
 from weft.launch.options import RlOptions
+from weft.launch.process import check_cpu_backend
 from weft.launch.ray_actors import exposure, import_ray
 from weft.launch.reaper import reaping
 from weft.launch.stopping import StopSignals
@@ -73,6 +74,7 @@ _PROMISE = "the rollout step that runs is finished, trained and saved first, and
 def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> None:
     """Entry point of the controller. Raises StoppedError if a signal ended the run early."""
     check_installed(config.track)
+    check_cpu_backend(config.cluster.cpu_backend)
     import_ray()
     import_arrow()
     check_engines(config)

@@ -65,7 +65,7 @@ def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mappin
 def start_rank(config: RlConfig, device: Device) -> Ranks:
     """Join the process group of this kind of rank, and check that all ranks have the same config and versions."""
     hf.import_architectures(config.model.imports, config.model.path)
-    ranks = join(device, config.train.timeout)
+    ranks = join(device, config.train.timeout, config.cluster.cpu_backend)
     flight.watch(config.train.timeout)
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
     require_agreement(keys | versions(), ranks.group)
