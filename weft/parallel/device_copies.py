@@ -19,7 +19,7 @@ _STAGING = 2  # buffers of pinned memory, so that one is filled while another is
 
 
 @dataclass
-class _Copy:
+class _DeviceCopy:
     """A shard on the accelerator. host: FSDP's view of the master, with the padding of uneven shards. shard: the same
     elements in the compute dtype."""
 
@@ -46,7 +46,7 @@ class DeviceCopies:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._device = module, device
-        self._copies: dict[nn.Parameter, _Copy] = {}
+        self._copies: dict[nn.Parameter, _DeviceCopy] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: list[_Staging] = []
         self._turn = 0
@@ -104,7 +104,7 @@ class DeviceCopies:
             group = unit._get_fsdp_state()._fsdp_param_group
             for parameter in [] if group is None else group.fsdp_params:
                 if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
-                    copy = _Copy(parameter, parameter._sharded_param_data)
+                    copy = _DeviceCopy(parameter, parameter._sharded_param_data)
                     self._copies[parameter.sharded_param] = copy
 
     def _send(self, host: Tensor, shard: Tensor) -> None:
