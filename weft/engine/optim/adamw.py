@@ -15,8 +15,9 @@ from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, st
 from weft.engine.optim.low_bit import BLOCK, LowBitAdamW, has_codes
 from weft.parallel.mesh import local_shard
 
-# Elements that are clipped and stepped at once, while they are in a processor's cache. A multiple of any CPU's vectors: torch's
-# kernel computes the elements behind the last whole vector by other instructions, which only a tensor's end may have.
+# Elements that are clipped and stepped at once, while they are in a processor's cache. A multiple of any CPU's vectors:
+# torch's kernel computes the elements behind the last whole vector by other instructions, and only a tensor's end may
+# have such elements.
 _CACHED = 1 << 20
 
 
