@@ -39,14 +39,14 @@ from weft.parallel.activations import RowSharing
 from weft.recipes.distill import open_teachers
 from weft.recipes.dpo import Dpo
 from weft.recipes.plan import machines
-from weft.recipes.plan.beside import Beside
+from weft.recipes.plan.beside import Beside, with_readings
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.holdings import Holdings, RankCoordinates, RankShare
 from weft.recipes.plan.machines import Machine, machine_of
 from weft.recipes.plan.memory import _lingering, _unreduced, memory_by_stage
 from weft.recipes.plan.passes import layer_passes
 from weft.recipes.plan.recipe import longer
-from weft.recipes.plan.rows import RowFacts, plan_rows, planner_of
+from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows, planner_of
 from weft.recipes.plan.search import BEST, Search, _rows, meshes, search
 from weft.recipes.plan.simulate import Step, plan_of, rows_of, simulated_documents, watched_step
 from weft.recipes.plan.timing import time_of
@@ -637,7 +637,7 @@ def test_the_best_meshes_are_those_of_all() -> None:
     wanted = searched("qwen3_moe", 16, [120] * 24 + [500] * 2)
     found = search(wanted)
     every = [one for mesh in meshes(wanted) if (one := tried(wanted, mesh)) is not None]
-    every.sort(key=lambda one: (one.time.seconds, one.memory.fullest))
+    every.sort(key=lambda one: (one.time.seconds, one.fullest))
     assert [one.time.seconds for one in found.best] == [one.time.seconds for one in every[:BEST]]
     assert found.tried <= found.meshes == len(list(meshes(wanted)))
     assert all(one.mesh.world == 16 for one in found.best)
@@ -653,6 +653,29 @@ def tried(wanted: Search, mesh: MeshSizes) -> Any:
 def test_a_family_that_cannot_be_cut_is_proposed_without_that_axis() -> None:
     found = search(searched("gemma4_text", 8, [100] * 16))
     assert found.best and all(one.mesh.pp == 1 for one in found.best)
+
+
+def test_a_search_counts_the_models_beside() -> None:
+    """A reference takes memory and time on every mesh, as `weft plan` counts on that mesh; room for the trained model
+    alone is not enough."""
+    schema, given = dpo_words()
+    config: Any = load_config([], given, schema)
+    model = Blueprint(EngineConfig.from_config(config), "cpu", accelerator("h100-80gb"))
+    lengths = StepLengths([60] * 12, "stated", 2, 30)
+    problem = Search(config, model, machine(), 4, lengths.tokens, True, lengths.group, lengths.prefix)
+    found = search(problem)
+    one = found.best[0]
+    on_mesh = replace(config, mesh=replace(config.mesh, **one.mesh.named, ulysses=None))
+    beside = Beside(on_mesh, model, 4, "cpu", accelerator("h100-80gb"))
+    (reference,) = beside.rows(one.mesh)
+    assert reference.weights and one.fullest == one.memory.fullest + reference.weights
+    plan, rows = lengths.plan(model, one.mesh, one.budget)
+    readings = beside.readings(one.mesh, plan, rows, problem.machine, lengths.plan)
+    step = time_of(model, one.mesh, rows, problem.machine, one.choice.activations)
+    assert readings and one.time.seconds == pytest.approx(with_readings(step, readings).seconds)
+    tight = Accelerator("h100-80gb", int(one.memory.fullest / problem.machine.usable) + 1)
+    alone = search(replace(problem, machine=replace(problem.machine, accelerator=tight)))
+    assert (one.mesh, one.choice) not in [(other.mesh, other.choice) for other in alone.best]
 
 
 def test_a_model_that_fits_nowhere_says_what_is_nearest() -> None:

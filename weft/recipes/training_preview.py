@@ -25,7 +25,7 @@ from weft.observe.tables import EngineRow, engine_table, show
 from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
-from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows
+from weft.recipes.plan.rows import StepLengths
 from weft.recipes.plan.timing import time_of
 from weft.recipes.recipe import Recipe
 from weft.recipes.run_data import RunData, make_steps, why_unread
@@ -103,9 +103,8 @@ def _time(config: SftConfig, options: TrainOptions, mesh: MeshSizes, steps: Step
     prefix = prefix_of_pairs(config, choose(data.documents, first_step))
     first_lengths = [lengths[index] for index in first_step]
     of_first = StepLengths(first_lengths, "the first step", answers_of_example(config), prefix)
-    plan = plan_rows(model, mesh, of_first.tokens, None, of_first.group, of_first.prefix)
-    rows, machine = RowFacts.from_plan(model, plan), machine_of(device)
-    readings = Beside(config, model, mesh.world, "cpu", device).readings(mesh, of_first, plan, rows, machine)
+    (plan, rows), machine = of_first.plan(model, mesh), machine_of(device)
+    readings = Beside(config, model, mesh.world, "cpu", device).readings(mesh, plan, rows, machine, of_first.plan)
     epochs = max(1.0, len(steps) / steps.in_epoch)
     reading = sum(part.waits / (epochs if part.first_epoch else 1.0) for part in readings)
     first = time_of(model, mesh, rows, machine).seconds + reading

@@ -6,7 +6,7 @@ adapters and an average are read in the trained model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
-from weft.config.schema import SftConfig
+from weft.config.schema import MeshConfig, SftConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
 from weft.engine.frozen import named_section
@@ -32,11 +32,14 @@ from weft.recipes.frozen_models import closes_reference, preference_reference, t
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory, memory_by_stage
-from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows
+from weft.recipes.plan.rows import RowFacts
 from weft.recipes.plan.timing import Part, StepTime, forward_seconds
 from weft.rl.model_engines import critic_config, reference_config, teacher_config
 from weft.rl.reference_critic import own_ranks
 from weft.terminal import byte_count
+
+# As StepLengths.plan.
+RowsOf = Callable[[Blueprint, MeshSizes, int | None], tuple[StepPlan, RowFacts]]
 
 
 @dataclass(frozen=True)
@@ -144,18 +147,29 @@ class Beside:
     """The models beside a trained one, as blueprints."""
 
     def __init__(
-        self, config: SftConfig | RlConfig, trained: Blueprint, ranks: int, device: Device, assumed: Accelerator | None
+        self,
+        config: SftConfig | RlConfig,
+        trained: Blueprint,
+        ranks: int,
+        device: Device,
+        assumed: Accelerator | None,
+        known: dict[str, Blueprint] | None = None,
     ) -> None:
-        """ranks: of the run. Raises UserError, with the section, for what is refused on every mesh, and on its own."""
+        """ranks: of the run. known: blueprints that other Besides have made, and that this one makes, whatever their
+        meshes and budgets. Raises UserError, with the section, for what is refused on every mesh, and on its own."""
         self.config, self.trained, self.ranks = config, trained, ranks
-        self.models = models_beside(config, trained.config)
+        known = {} if known is None else known
+        self.models = models_beside(config, replace(trained.config, mesh=config.mesh, step=config.step))
         self._blueprints = list[tuple[Blueprint, MeshSizes] | None]()
         for model in self.models:
             if model.config is None:
                 self._blueprints.append(None)
                 continue
             with named_section(model.section):
-                blueprint = Blueprint(model.config, device, assumed)
+                key = repr(replace(model.config, mesh=MeshConfig(), step=StepConfig()))
+                blueprint = (
+                    known[key] if key in known else known.setdefault(key, Blueprint(model.config, device, assumed))
+                )
                 mesh = resolve_mesh(model.config.mesh, ranks, "--ranks")
                 blueprint.check(mesh)
                 self._blueprints.append((blueprint, mesh))
@@ -196,10 +210,10 @@ class Beside:
         return (vocabulary * int(head.weight.shape[1]) + biases) * source.setup.precision.compute.itemsize
 
     def readings(
-        self, mesh: MeshSizes, lengths: StepLengths, plan: StepPlan, rows: RowFacts, machine: Machine
+        self, mesh: MeshSizes, plan: StepPlan, rows: RowFacts, machine: Machine, rows_of: RowsOf
     ) -> list[Reading]:
         """What a step reads before its forward: a forward of each model beside, and of the trained one where its loss
-        needs whole examples. mesh, plan, rows: of the trained model."""
+        needs whole examples. mesh, plan, rows: of the trained model. rows_of: plans rows of the step's documents."""
         parts, forward = list[Reading](), forward_seconds(self.trained, mesh, rows, machine)
         for model, built in zip(self.models, self._blueprints, strict=True):
             seconds = forward
@@ -207,8 +221,8 @@ class Beside:
                 continue
             if built is not None:
                 blueprint, frozen_mesh = built
-                frozen_plan = plan_rows(blueprint, frozen_mesh, lengths.tokens, None, lengths.group, lengths.prefix)
-                frozen_rows = RowFacts.from_plan(blueprint, frozen_plan)
+                assert model.config is not None
+                _, frozen_rows = rows_of(blueprint, frozen_mesh, model.config.step.max_tokens_per_device)
                 seconds = forward_seconds(blueprint, frozen_mesh, frozen_rows, machine)
             seconds *= model.reads
             parts.append(Reading(f"{model.name}: forward", seconds, seconds, 0.0, model.note, model.first_epoch))

@@ -30,7 +30,7 @@ from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import Choice
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.memory import Memory, memory_by_stage
-from weft.recipes.plan.rows import RowFacts, StepLengths, plan_rows
+from weft.recipes.plan.rows import StepLengths
 from weft.recipes.plan.search import Search, search
 from weft.recipes.plan.show import show_engines, show_estimate, show_search, show_simulated
 from weft.recipes.plan.simulate import Step, simulate
@@ -67,16 +67,15 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         )  # fmt: skip
         result = search(problem)
         show_search(model, result, options.ranks, lengths, machine, Choice.of(config), longer(config, options.length))
-        if names := ", ".join(beside.name for beside in models_beside(config, engine) if beside.config is not None):
-            say(f"note     the search leaves out {names}: `weft plan` with a proposed mesh counts what they hold")
+        if names := ", ".join(beside.name for beside in models_beside(config, engine)):
+            say(f"with     {names}: in the memory and the time of every mesh")
         return
     mesh = resolve_mesh(model.config.mesh, options.ranks, "--ranks")
     model.check(mesh)
     beside = Beside(config, model, options.ranks, "cpu", assumed)
-    plan = plan_rows(model, mesh, lengths.tokens, None, lengths.group, lengths.prefix)
-    rows = RowFacts.from_plan(model, plan)
+    plan, rows = lengths.plan(model, mesh)
     memories = memory_by_stage(model, mesh, rows)
-    readings = beside.readings(mesh, lengths, plan, rows, machine)
+    readings = beside.readings(mesh, plan, rows, machine, lengths.plan)
     time = with_readings(time_of(model, mesh, rows, machine), readings)
     show_estimate(model, mesh, machine, lengths, plan, memories, time)
     if options.simulate:

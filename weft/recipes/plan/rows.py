@@ -25,6 +25,11 @@ class StepLengths:
     group: int = 1
     prefix: int = 0
 
+    def plan(self, model: Blueprint, mesh: MeshSizes, budget: int | None = None) -> tuple[StepPlan, RowFacts]:
+        """The step's rows, as plan_rows has them, and their facts."""
+        plan = plan_rows(model, mesh, self.tokens, budget, self.group, self.prefix)
+        return plan, RowFacts.from_plan(model, plan)
+
 
 @dataclass(frozen=True)
 class Load:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from weft.config.mesh import MeshSizes
 from weft.config.validate import check_config
 from weft.engine.builder import state_bytes_of
+from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError, first_line
 from weft.models.flops import document_flops
 from weft.parallel.pp.schedule import DELAYED, placement_of
+from weft.recipes.plan.beside import Beside, RowsOf, with_readings
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import Choice, choices
 from weft.recipes.plan.machines import Machine
@@ -70,14 +72,15 @@ class Search:
 @dataclass(frozen=True)
 class Proposal:
     """A mesh that fits. budget: step.max_tokens_per_device. choice: the settings of memory, of which `lossy` are not
-    exact and not the config's own. limit: the part of a step that limits its speed, and
-    "memory" if that is nearly full."""
+    exact and not the config's own. memory: of the trained model. fullest: bytes of a rank at its fullest, with models
+    beside. limit: the part of a step that limits its speed, and "memory" if that is nearly full."""
 
     mesh: MeshSizes
     budget: int
     choice: Choice
     lossy: int
     memory: Memory
+    fullest: int
     time: StepTime
     limit: str
 
@@ -85,21 +88,23 @@ class Proposal:
 @dataclass
 class SearchResult:
     """best: proposals, the fastest first. meshes: number of meshes that the axes allow. tried: number of meshes that
-    were tried. too_large: number of meshes that do not fit. nearest: of these, the one that needs the least memory.
+    were tried. too_large: number of meshes that do not fit. nearest: of these, the one that needs the least memory, and
+    its bytes.
     refused: reason -> number of meshes."""
 
     best: list[Proposal] = field(default_factory=list)
     meshes: int = 0
     tried: int = 0
     too_large: int = 0
-    nearest: tuple[MeshSizes, Memory] | None = None
+    nearest: tuple[MeshSizes, int] | None = None
     refused: dict[str, int] = field(default_factory=dict)
 
 
 def search(problem: Search) -> SearchResult:
     """Try meshes in the order of their lower bounds of time, until no other can be among the best, or _MOST_TRIED were
     tried."""
-    result, rows_cache, variants = SearchResult(), dict[object, RowFacts](), dict[object, Blueprint]()
+    result, variants, known = SearchResult(), dict[object, Blueprint](), dict[str, Blueprint]()
+    rows_of = partial(_rows, problem, dict[object, tuple[StepPlan, RowFacts]]())
     room = problem.machine.accelerator.memory * problem.machine.usable
     bounds = [(_least_seconds(problem, mesh), mesh) for mesh in meshes(problem)]
     result.meshes = len(bounds)
@@ -109,10 +114,7 @@ def search(problem: Search) -> SearchResult:
             break
         result.tried += 1
         try:
-            _check(problem, mesh)
-            budget = _budget(problem, mesh)
-            rows = _rows(problem, mesh, budget, rows_cache)
-            proposals = _proposals(problem, mesh, budget, rows, room, variants)
+            proposals = _proposals(problem, mesh, _check(problem, mesh), rows_of, room, variants, known)
         except UserError as error:
             reason = first_line(error)
             result.refused[reason] = result.refused.get(reason, 0) + 1
@@ -121,13 +123,13 @@ def search(problem: Search) -> SearchResult:
             result.best = sorted([*result.best, *proposals], key=_rank)[:BEST]
             continue
         result.too_large += 1
-        if result.nearest is None or proposals.fullest < result.nearest[1].fullest:
+        if result.nearest is None or proposals < result.nearest[1]:
             result.nearest = mesh, proposals
     return result
 
 
 def _rank(proposal: Proposal) -> tuple[int, float, int]:
-    return proposal.lossy, proposal.time.seconds, proposal.memory.fullest
+    return proposal.lossy, proposal.time.seconds, proposal.fullest
 
 
 def _least_seconds(problem: Search, mesh: MeshSizes) -> float:
@@ -204,8 +206,8 @@ def _could_fit(problem: Search, parts: int) -> bool:
     return total / parts <= room
 
 
-def _check(problem: Search, mesh: MeshSizes) -> None:
-    """Raise UserError if the config or the family forbids this mesh."""
+def _check(problem: Search, mesh: MeshSizes) -> Any:
+    """The config on this mesh. Raises UserError if the config or the family forbids the mesh."""
     axes = {name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")}
     mesh_config = replace(problem.config.mesh, **axes, ulysses=None)
     budget = _budget(problem, mesh)
@@ -213,10 +215,11 @@ def _check(problem: Search, mesh: MeshSizes) -> None:
     data = problem.config.data
     if problem.stated and getattr(data, "max_length", None):
         data = replace(data, max_length=problem.longest)
-    problems = check_config(replace(problem.config, mesh=mesh_config, step=step, data=data))
-    if problems:
+    config = replace(problem.config, mesh=mesh_config, step=step, data=data)
+    if problems := check_config(config):
         raise UserError(problems[0])
     problem.model.check(mesh)
+    return config
 
 
 def _budget(problem: Search, mesh: MeshSizes) -> int:
@@ -227,53 +230,64 @@ def _budget(problem: Search, mesh: MeshSizes) -> int:
     return max(stated, -(-needed // _UNIT) * _UNIT)
 
 
-def _rows(problem: Search, mesh: MeshSizes, budget: int, cache: dict[object, RowFacts]) -> RowFacts:
-    model, groups = problem.model, mesh.dp_replicate * mesh.dp_shard
-    key = groups, mesh.cp, mesh.tp, budget
-    if key not in cache:
+def _rows(
+    problem: Search, planned: dict[object, tuple[StepPlan, RowFacts]], model: Blueprint, mesh: MeshSizes,
+    budget: int | None,
+) -> tuple[StepPlan, RowFacts]:  # fmt: skip
+    """The rows of a model's ranks, and their facts. planned: those of meshes before."""
+    groups = mesh.dp_replicate * mesh.dp_shard
+    key = id(model), groups, mesh.cp, mesh.tp, budget
+    if key not in planned:
         # If all documents are equal, a part of the ranks has the same part of the documents.
-        repeats = math.gcd(len(problem.lengths), groups) if len(set(problem.lengths)) == 1 else 1
+        repeats = math.gcd(len(problem.lengths) // problem.group, groups) if len(set(problem.lengths)) == 1 else 1
         part = replace(mesh, dp_replicate=1, dp_shard=groups // repeats)
         plan = plan_rows(
             model, part, problem.lengths[: len(problem.lengths) // repeats], budget, problem.group, problem.prefix
         )
         rows = RowFacts.from_plan(model, plan)
-        cache[key] = replace(rows, tokens=rows.tokens * repeats, flops=rows.flops * repeats)
-    return cache[key]
+        planned[key] = plan, replace(rows, tokens=rows.tokens * repeats, flops=rows.flops * repeats)
+    return planned[key]
 
 
 def _proposals(
-    problem: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float, variants: dict[object, Blueprint]
-) -> list[Proposal] | Memory:
+    problem: Search, mesh: MeshSizes, config: Any, rows_of: RowsOf, room: float, variants: dict[object, Blueprint],
+    known: dict[str, Blueprint],
+) -> list[Proposal] | int:  # fmt: skip
     """Proposals for this mesh, each with the settings that take least time of those that fit: exact ones on the
-    accelerator; where none fit, exact ones with shards on the host, and lossy ones. Otherwise the least memory that it
-    would need."""
-    least: Memory | None = None
+    accelerator; where none fit, exact ones with shards on the host, and lossy ones. Otherwise the least bytes that it
+    would need. config: on this mesh. variants, known: blueprints of the trained model, and of models beside."""
+    machine, budget, least = problem.machine, _budget(problem, mesh), 0
+    plan, rows = rows_of(problem.model, mesh, budget)
     stated = Choice.of(problem.config)
     proposals: list[Proposal] = []
     for group in choices(problem.config, adapters=problem.model.built.lora is not None):
         model = _variant(problem, group[0][0], variants)
         if model is None:
             continue
-        fitting: list[tuple[StepTime, Memory, Choice]] = []
+        beside = Beside(group[0][0].apply(config), model, problem.ranks, "cpu", model.assumed, known)
+        engines = beside.rows(mesh)
+        resident = sum(engine.resident for engine in engines)
+        read = max((engine.gathered or 0 for engine in engines), default=0)
+        readings = beside.readings(mesh, plan, rows, machine, rows_of)
+        fitting: list[tuple[StepTime, int, Memory, Choice]] = []
         for options in group:
             for choice in options:
                 memory = memory_of(model, mesh, rows, choice.activations)
-                if least is None or memory.fullest < least.fullest:
-                    least = memory
-                if memory.fullest <= room:  # the other options of this policy take more time
-                    fitting.append((time_of(model, mesh, rows, problem.machine, choice.activations), memory, choice))
+                fullest = resident + max(memory.fullest, memory.resident + read)
+                least = min(least or fullest, fullest)
+                if fullest <= room:  # the other options of this policy take more time
+                    time = time_of(model, mesh, rows, machine, choice.activations)
+                    fitting.append((with_readings(time, readings), fullest, memory, choice))
                     break
-            if fitting and fitting[-1][2] is options[0]:
+            if fitting and fitting[-1][3] is options[0]:
                 break  # and so do the other policies
         if not fitting:
             continue
-        time, memory, choice = min(fitting, key=lambda option: (option[0].seconds, option[1].fullest))
-        limit = time.limit if memory.fullest < 0.9 * room else f"memory, {time.limit}"
-        proposals.append(Proposal(mesh, budget, choice, choice.lossy(stated), memory, time, limit))
+        time, fullest, memory, choice = min(fitting, key=lambda option: (option[0].seconds, option[1]))
+        limit = time.limit if fullest < 0.9 * room else f"memory, {time.limit}"
+        proposals.append(Proposal(mesh, budget, choice, choice.lossy(stated), memory, fullest, time, limit))
         if choice.cpu_offload == stated.cpu_offload:
             break
-    assert least is not None
     return proposals or least
 
 

@@ -193,9 +193,9 @@ def show_search(
         if result.nearest is None:
             say("none     every mesh is refused")
             return
-        mesh, memory = result.nearest
+        mesh, least = result.nearest
         say(
-            f"none     fits: {mesh_overrides(mesh)} needs the least, {byte_count(memory.fullest)} a rank. Use more "
+            f"none     fits: {mesh_overrides(mesh)} needs the least, {byte_count(least)} a rank. Use more "
             "ranks, a smaller step.max_tokens_per_device, optimizer.state_dtype=int8 or lora.rank=16"
         )
         return
@@ -206,7 +206,7 @@ def show_search(
         axes = " ".join(f"{axis} {size}" for axis, size in proposal.mesh.named.items() if size > 1) or "one rank"
         axes = ", ".join([axes, *(words.strip("'") for words in proposal.choice.changes(NOTHING_SAVED))])
         axes += " (not exact)" if proposal.lossy else ""
-        table.add_row(str(number), axes, byte_count(proposal.memory.fullest), *figures, proposal.limit)
+        table.add_row(str(number), axes, byte_count(proposal.fullest), *figures, proposal.limit)
     show(table)
     unknown = next((proposal.memory.unknown for proposal in result.best if proposal.memory.unknown), "")
     if unknown:
