@@ -254,6 +254,16 @@ def test_a_missing_number_of_a_table_is_no_margin() -> None:
         parse_answers("rows:2", row, ParseOptions(preferences=True))
 
 
+def test_answers_that_are_equal_after_truncation_are_named(tmp_path: Path) -> None:
+    row = {"prompt": "q", "chosen": "a" * 60 + "x", "rejected": "a" * 60 + "y"}
+    rows, cut = [{"prompt": "q", "chosen": "a", "rejected": "b"}, row], {"data.max_length": 30}
+    keys = {**cut, "data.long_documents": "truncate"}
+    with pytest.raises(UserError, match=r"rows.jsonl:2: both answers are the same in their first 30 tokens"):
+        pair_rows(tmp_path, *rows, **keys)
+    assert len(pair_rows(tmp_path, *rows, **keys, **{"data.bad_rows": "drop"})) == 2
+    assert len(pair_rows(tmp_path, *rows)) == 4
+
+
 def test_a_pair_that_is_too_long_goes_as_a_whole(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "chosen": "a" * 60, "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "b"}]
     dropped = pair_rows(tmp_path, *rows, **{"data.max_length": 30, "data.long_documents": "drop"})

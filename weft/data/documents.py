@@ -380,9 +380,7 @@ class _SourceDocuments:
 
     @property
     def bad(self) -> tuple[tuple[str, str], ...]:
-        return tuple(
-            (self.source.label, text) for selection in self.selections for _, text in bad_rows_of(selection.table)
-        )
+        return tuple((self.source.label, text) for selection in self.selections for _, text in selection.bad)
 
     def only(self, chosen: Array) -> _SourceDocuments:
         """The source reduced to the examples where the mask `chosen` is true."""

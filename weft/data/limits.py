@@ -21,13 +21,14 @@ LongDocuments = Literal["error", "truncate", "drop"]
 class TableSelection:
     """The documents of a table that are trained on, after truncation and dropping. source: name of the source, ""
     without data.sources. kept: their indices in the table. lengths: tokens of each after truncation. dropped: how many
-    documents were dropped as too long."""
+    documents were dropped as too long. bad: (row number, error) of rows that were left out."""
 
     table: TokenTable
     source: str
     indices: Array
     lengths: Array
     dropped: int = 0
+    bad: Sequence[BadRow] = ()
 
     @property
     def truncated(self) -> int:
@@ -94,17 +95,49 @@ class Limits:
                 f"{tables[0].origin}: data.long_documents: drop leaves no document: all {count} are longer than "
                 f"{self.max_length} tokens ({self.key}). Raise {self.key}, or set data.long_documents: truncate."
             )
+        for table in () if self.drop_untrained else tables:
+            if len(equal := self._equal_pairs(table)):
+                raise with_skip_advice(UserError(self._equal(table, int(equal[0]), len(equal))))
+
+    def _equal_pairs(self, table: TokenTable) -> Array:
+        """First documents of the pairs that have the same tokens in both answers, after truncation."""
+        starts, sizes = _example_starts(table) if table.roles.any() else (np.zeros(0, np.int64), np.zeros(0, np.int64))
+        starts = starts[sizes == 2]
+        lengths = np.minimum(table.lengths, self.max_length)
+        alike = [
+            int(index)
+            for index in starts[lengths[starts] == lengths[starts + 1]]
+            if all(
+                np.array_equal(one, other)
+                for one, other in zip(*(table.tokens(int(index) + n, int(lengths[index])) for n in (0, 1)), strict=True)
+            )
+        ]
+        return np.array(alike, np.int64)
+
+    def _equal(self, table: TokenTable, index: int, count: int = 1) -> str:
+        more = f" So it is with {count - 1:,} more." if count > 1 else ""
+        if table.lengths[index] > self.max_length:
+            return (
+                f"{table.row_name(index)}: both answers are the same in their first {self.max_length} tokens "
+                f"({self.key}), to which they are truncated.{more} Raise {self.key}, or set data.long_documents: drop."
+            )
+        return f"{table.row_name(index)}: both answers have the same tokens: there is nothing to prefer.{more}"
 
     def select(self, table: TokenTable, source: str) -> TableSelection:
         """The documents of a table that are trained on."""
         good = table.losses > 0 if self.drop_untrained else np.ones(len(table), bool)
+        equal = self._equal_pairs(table) if self.drop_untrained else np.zeros(0, np.int64)
+        good[equal] = False
         short = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
         if table.roles.any():  # a pair goes as a whole
             starts, sizes = _example_starts(table)
             good, short = (np.repeat(np.logical_and.reduceat(mask, starts), sizes) for mask in (good, short))
         selected = np.flatnonzero(good & short)
         dropped = int((good & ~short).sum())
-        return TableSelection(table, source, selected, np.minimum(table.lengths[selected], self.max_length), dropped)
+        bad = sorted([*bad_rows(table), *((int(table.numbers[i]), self._equal(table, int(i))) for i in equal)])
+        return TableSelection(
+            table, source, selected, np.minimum(table.lengths[selected], self.max_length), dropped, bad
+        )
 
     def _refuse_long(self, tables: Sequence[TokenTable]) -> None:
         count = sum(int((table.lengths > self.max_length).sum()) for table in tables)
