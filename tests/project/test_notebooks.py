@@ -25,7 +25,8 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "examples").mkdir()
-    shutil.copy(ROOT / "examples/make_arithmetic_demo.py", tmp_path / "examples")
+    for script in (ROOT / "examples").glob("make_*_demo.py"):
+        shutil.copy(script, tmp_path / "examples")
     space: dict[str, Any] = {"__name__": "__main__"}
     for number, code in enumerate(code_of(notebook)):
         shorter = code.replace("STEPS = 400", "STEPS = 8").replace("STEPS = 100", "STEPS = 8")
@@ -35,5 +36,5 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
 
 
-def test_there_are_two() -> None:
-    assert len(NOTEBOOKS) == 2
+def test_there_are_four() -> None:
+    assert len(NOTEBOOKS) == 4

@@ -15,6 +15,7 @@ import transformers
 from examples.make_style_demo import main as make_demo
 from tests.support import forked, local_rl
 from tests.support.local_rl import rollouts_of
+from tests.support.pool import run as run_in_pool
 from tests.support.toy_tokenizers import write_jsonl
 from weft import cli
 from weft.config.load import load_config
@@ -24,7 +25,10 @@ from weft.config.schema import LabelKind
 from weft.data.labels import parse_labelled
 from weft.data.records import ParseOptions
 from weft.errors import UserError
+from weft.launch.options import ChatOptions, MeasureOptions
 from weft.observe.measured import measured_config
+from weft.recipes.chat import open_chat
+from weft.recipes.measure import _losses
 from weft.recipes.reward import RewardRecipe
 
 Weft = Callable[..., subprocess.CompletedProcess[str]]
@@ -236,8 +240,18 @@ def test_keys_that_do_not_go_together(here: Path, words: list[str], expected: st
 def test_a_reward_model_is_no_model_of_text(trained: tuple[Path, str], here: Path) -> None:
     words = [f"model.path={trained[0]}/checkpoints/latest", "data.path=letters.jsonl", "run.dir=text"]
     assert cli.main(["sft", *words, "--dry-run"]) != 0
-    with pytest.raises(UserError, match="gives scores, which weft eval does not measure"):
-        measured_config(str(trained[0]), ["preferences.jsonl"])
+    with pytest.raises(UserError, match="gives scores, and no text: `weft eval .*rm DATA`"):
+        open_chat(ChatOptions(path=str(trained[0]), device="cpu"))
+
+
+def test_held_out_pairs_are_measured_alike_by_run_and_command(trained: tuple[Path, str], here: Path) -> None:
+    config = measured_config(str(trained[0]), ["held-out.jsonl"])
+    assert isinstance(config, RewardConfig)
+    options = MeasureOptions(path=str(trained[0]), device="cpu", json=True)
+    (figures,) = run_in_pool(1, _losses, config, options)
+    last = lines(trained[0])[-1]
+    for name in ("loss", "accuracy", "scores/chosen", "scores/rejected"):
+        assert figures[f"eval/{name}"] == pytest.approx(last[f"eval/{name}"], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("words", [

@@ -60,29 +60,25 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         lines.append(f"model    {summary['saved']}")
     remote = is_url(display_name(str(folder)))  # for a URL, `weft merge` requires --output
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
-        run = shlex.quote(str(folder))
-        if _gives_scores(Path(summary["saved"])):
+        run, checkpoint = shlex.quote(str(folder)), Path(summary["saved"])
+        config, adapter = (
+            read_object(checkpoint / name, "a config") if (checkpoint / name).is_file() else {}
+            for name in ("config.json", "adapter_config.json")
+        )
+        scores = "Classification" in str(config.get("architectures"))
+        commands = list[str]()
+        if scores and len(config.get("id2label") or (0, 1)) == 1:  # transformers' default is two labels
             reward = override("rl.reward", [f"model:{summary['saved']}"])
-            lines.append(f"next     weft rl ... {reward}  a policy that it rewards")
-        else:
-            lines.append(f"next     weft chat {run}      talk to it")
-        if (Path(summary["saved"]) / "adapter_config.json").is_file():
-            lines.append(f"         weft merge {run}{' --output merged' * remote}     a model of base and adapter")
-        lines.append(f"         weft report {run}    curves, phases and config on one page")
+            commands.append(f"weft rl ... {reward}  a policy that it rewards")
+        elif not scores and "_CLS" not in str(adapter.get("task_type")):
+            commands.append(f"weft chat {run}      talk to it")
+        if adapter:
+            commands.append(f"weft merge {run}{' --output merged' * remote}     a model of base and adapter")
+        commands.append(f"weft report {run}    curves, phases and config on one page")
         if rewards:
-            lines.append(f"         weft rollouts {run}  what was sampled, and how it was rewarded")
+            commands.append(f"weft rollouts {run}  what was sampled, and how it was rewarded")
+        lines += [f"{'' if number else 'next':9}{command}" for number, command in enumerate(commands)]
     return lines
-
-
-def _gives_scores(checkpoint: Path) -> bool:
-    """Whether a checkpoint is a reward model."""
-    files = {"config.json": "architectures", "adapter_config.json": "task_type"}
-    texts = [
-        str(read_object(checkpoint / name, "a config").get(key))
-        for name, key in files.items()
-        if (checkpoint / name).is_file()
-    ]
-    return any(word in text for text in texts for word in ("Classification", "_CLS"))
 
 
 def _from_to(first: Sequence[float], last: Sequence[float], has_means: bool, steps: str) -> str:

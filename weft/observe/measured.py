@@ -10,6 +10,7 @@ from weft.checkpoint.retention import chosen_step, complete_steps
 from weft.config.dpo_schema import DpoConfig
 from weft.config.keys import with_current_names
 from weft.config.load import load_config, parse_override, plain_sections, read_config_file
+from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.errors import UserError
@@ -34,7 +35,8 @@ _COPIED: dict[str, tuple[str, ...]] = {
 def measured_config(path: str, words: Sequence[str], step: int | None = None) -> SftConfig | RlConfig:
     """The config that measures a model. path: a run folder (its newest checkpoint, or that of `step`), a checkpoint, a
     model or adapter directory, or a hub id. words: the path of the data, and overrides. With a section `rl`, here or in
-    the run's config, answers are rewarded, with `preference` compared; else documents have a loss. Raises UserError."""
+    the run's config, answers are rewarded, with `preference` compared, with `reward` scored; else documents have a
+    loss. Raises UserError."""
     data = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in data]
     named = {word.partition("=")[0] for word in overrides}
@@ -44,11 +46,6 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
     run, checkpoint = _find_weights(Path(path), step)
     sections = {} if run is None else plain_sections(read_config_file(str(run / "config.yaml")))
     written = with_current_names(sections, RlConfig)
-    if "reward" in written:
-        raise UserError(
-            f"weft eval {path}: a model of weft reward gives scores, which weft eval does not measure: eval.path or "
-            "eval.share measures held-out data during training."
-        )
     rewards = "rl" in written or any(name.startswith("rl.") for name in named)
     base = _copied_keys(written, rewards)
     base["model"] = {"path": path if checkpoint is None else str(checkpoint)}
@@ -62,6 +59,9 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
         base["data"] |= {} if template is None else {"chat_template": template}
     for word in data:
         base["data"]["path"] = word
+    if "reward" in written or any(name.startswith("reward.") for name in named):
+        base["reward"] = dict(written.get("reward", {}))
+        return load_config([], overrides, RewardConfig, base=base)
     if "preference" in written or any(name.startswith("preference.") for name in named):
         base["preference"] = dict(written.get("preference", {})) | {"cache": "off"}
         if run is not None and "lora" not in base:  # the reference is the model before training

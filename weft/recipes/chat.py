@@ -84,7 +84,12 @@ def open_chat(options: ChatOptions) -> Chat:
     if adapter.is_file():
         named = read_object(adapter, "the config of an adapter").get("base_model_name_or_path")
         base = named if isinstance(named, str) and named else path
-    vision = sees_images(hf.read_config(base))
+    config, task = hf.read_config(base), ""
+    if adapter.is_file():
+        task = str(read_object(adapter, "the config of an adapter").get("task_type"))
+    if hf.classifies(config) or "_CLS" in task:
+        raise UserError(f"{path} gives scores, and no text: `weft eval {options.path} DATA` measures its scores.")
+    vision = sees_images(config)
     images = ChatImages.for_model(base, path, tokenizer) if vision else ChatImages(path, None)
     if options.system is not None:
         if tokenizer.chat_template is None:

@@ -16,7 +16,7 @@ from weft.parallel.shards.load import Progress
 from weft.recipes.answers import read_answers, require_compared
 from weft.recipes.recipe import PreparedStep, Recipe
 from weft.recipes.reference_sums import TRAINED, ReferenceSums, open_reference, reference_line
-from weft.recipes.run_data import OnProgress, RunData
+from weft.recipes.run_data import RunData
 from weft.recipes.training import run as train
 
 
@@ -37,11 +37,9 @@ class Dpo(Recipe[DpoConfig]):
             raise UserError("objective: a loss of preferences is a function of pairs, preference={'loss': ...}.")
         self.objective = PreferenceLoss(config.preference)
 
-    def read_data(self, progress: OnProgress | None = None) -> RunData:
-        data = super().read_data(progress)
-        for documents in (data.documents, *data.held_out.documents.values()):
-            require_compared(documents, self.config.preference)
-        return data
+    def prepared(self, documents: Sequence[Document]) -> Sequence[Document]:
+        require_compared(documents, self.config.preference)
+        return documents
 
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
         super().open_models(engine, data, progress)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.dpo_schema import DpoConfig
+from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.encode import load_tokenizer
@@ -31,10 +32,10 @@ from weft.observe.folder import lock_folder
 from weft.observe.progress import loading, number
 from weft.observe.tables import new_table, show
 from weft.recipes import rl as reinforcement
-from weft.recipes.answers import require_compared
 from weft.recipes.dpo import Dpo
 from weft.recipes.evaluate import PREFIX, Evaluator, HeldOut
 from weft.recipes.recipe import Recipe
+from weft.recipes.reward import RewardRecipe
 from weft.recipes.run_data import RunData, dated, read_data
 from weft.rl.actors import open_actors
 from weft.rl.evaluate import EvaluationResult, HeldOutPrompts
@@ -76,7 +77,11 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
             "training measure each of eval.sources."
         )
     config = dated(config)
-    recipe: Recipe[Any] = Dpo(config) if isinstance(config, DpoConfig) else Recipe(config)
+    recipe: Recipe[Any] = Recipe(config)
+    if isinstance(config, DpoConfig):
+        recipe = Dpo(config)
+    elif isinstance(config, RewardConfig):
+        recipe = RewardRecipe(config)
     objective = recipe.held_out_objective
     with join(options.device, config.train.timeout) as ranks:
         flight.enter("data")
@@ -84,10 +89,8 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
         images = read_images(config.model.path, tokenizer, config.data)
         with loading(ranks.is_first and not options.json, "tokenising") as shown:
             documents, report = read_data(config, config.data, tokenizer, images, shown)
-        if isinstance(config, DpoConfig):
-            require_compared(documents, config.preference)
         require_agreement({"documents": report.digest}, ranks.group)
-        held_out = HeldOut({"": documents}, {"": report})
+        held_out = HeldOut({"": recipe.prepared(documents)}, {"": report})
         flight.enter("load")
         engine_config = replace(EngineConfig.from_config(config), purpose="inference")
         with loading(ranks.is_first and not options.json) as shown:

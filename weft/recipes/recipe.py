@@ -19,7 +19,7 @@ the rows are laid out again (lays_out_again).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from weft.config.schema import SftConfig
@@ -72,7 +72,16 @@ class Recipe(Generic[Config]):
 
     def read_data(self, progress: OnProgress | None = None) -> RunData:
         """Reads the data of the run. progress: called with (bytes done, total bytes)."""
-        return read_run_data(self.config, progress)
+        data = read_run_data(self.config, progress)
+        held_out = {name: self.prepared(documents) for name, documents in data.held_out.documents.items()}
+        return replace(
+            data, documents=self.prepared(data.documents), held_out=replace(data.held_out, documents=held_out)
+        )
+
+    def prepared(self, documents: Sequence[Document]) -> Sequence[Document]:
+        """The documents of a data set as steps and evaluations read them. Raises UserError if they are not of the kind
+        that this command trains on."""
+        return documents
 
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
         """Opens the models that are only read, beside the trained one, before the first step and after a resumed run's

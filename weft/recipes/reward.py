@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from weft.config.reward_schema import RewardConfig
 from weft.data.documents import Documents, require_pairs
@@ -18,7 +17,7 @@ from weft.models import hf
 from weft.observe.hooks import NO_HOOKS, Hooks
 from weft.parallel.shards.load import Progress
 from weft.recipes.recipe import PreparedStep, Recipe
-from weft.recipes.run_data import OnProgress, RunData
+from weft.recipes.run_data import RunData
 from weft.recipes.training import run as train
 from weft.terminal import counted
 
@@ -36,14 +35,7 @@ class RewardRecipe(Recipe[RewardConfig]):
         elif config.reward.loss == "regression":
             self.objective = ScoreRegressionLoss()
 
-    def read_data(self, progress: OnProgress | None = None) -> RunData:
-        data = super().read_data(progress)
-        held_out = {name: self._scored(documents) for name, documents in data.held_out.documents.items()}
-        return replace(
-            data, documents=self._scored(data.documents), held_out=replace(data.held_out, documents=held_out)
-        )
-
-    def _scored(self, documents: Sequence[Document]) -> Documents:
+    def prepared(self, documents: Sequence[Document]) -> Sequence[Document]:
         assert isinstance(documents, Documents)
         if self.pairs is not None:
             require_pairs(
