@@ -135,8 +135,9 @@ def load_and_save(config: Any, source: str, target: str) -> None:
         saver.save(2, {"epoch": 1, "updates": 2, "summary": {}})
 
 
-OTHERS = [("dpo, a reference of the whole step", "1"), ("reward, pairs", "tp2")]
+OTHERS = [("dpo, a reference of the whole step", "1")]
 OTHERS_TABLE = [
+    ("reward, pairs", "tp2"),
     ("dpo, adapters", "tp2"), ("dpo, kto", "2"), ("dpo, cached on disk", "1"), ("dpo, stages", "2"),
     ("reward, stages", "1"), ("reward, adapters and a head", "1"), ("reward, classes", "2"), ("reward, pairs", "pp2"),
     ("distill, an average", "tp2"), ("distill, a teacher", "1"), ("distill, kept on disk", "1"),

@@ -20,7 +20,10 @@ def code_of(notebook: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(n, id=n.stem, marks=pytest.mark.table if "distillation" in n.stem else ()) for n in NOTEBOOKS],
+)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
