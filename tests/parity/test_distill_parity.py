@@ -131,7 +131,7 @@ CASES = [
 
 TEACHERS = {1: "1", 2: "2", 4: "2x2"}  # by ranks: their meshes
 TABLE = [
-    (student, mesh, ("qwen3", TEACHERS[world_of(mesh)]), {"loss": "jsd"})
+    (student, mesh, ("llama" if student == "qwen3" else "qwen3", TEACHERS[world_of(mesh)]), {"loss": "jsd"})
     for student, meshes in {
         "llama": ("2x2", "tp2", "2xtp2", "pp2xcp2"), "qwen3": ("1", "2", "tp2", "cp2", "pp2"),
         "gemma3_text": ("1", "2", "2x2", "cp2", "pp2"), "qwen3_moe": ("2", "tp2", "pp2xep2", "ep2xcp2"),
