@@ -285,8 +285,8 @@ LR = 0.05
 SEVERAL = [("llama", "1"), ("qwen3", "2xtp2"), ("qwen3_moe", "ep2"), ("llama", "cp2")]
 TABLE = [
     ("gemma3_text", "2"), ("llama", "2x2"), ("llama", "tp2"), ("llama", "pp2"), ("llama", "pp2xcp2"), ("qwen3", "1"),
-    ("qwen3", "2"), ("qwen3", "cp2"), ("qwen3", "pp2"), ("gemma3_text", "2x2"), ("gemma3_text", "tp2"), ("gemma3_text", "cp2"),
-    ("gemma3_text", "pp2"), ("qwen3_moe", "2"), ("qwen3_moe", "tp2"), ("qwen3_moe", "pp2xep2"),
+    ("qwen3", "2"), ("qwen3", "cp2"), ("qwen3", "pp2"), ("gemma3_text", "2x2"), ("gemma3_text", "tp2"),
+    ("gemma3_text", "cp2"), ("gemma3_text", "pp2"), ("qwen3_moe", "2"), ("qwen3_moe", "tp2"), ("qwen3_moe", "pp2xep2"),
     ("qwen3_moe", "ep2xcp2"), ("lfm2", "2"), ("qwen3_5_text", "2"), ("qwen3_5_text", "tp2"), ("qwen3_5_text", "pp2"),
 ]  # fmt: skip
 

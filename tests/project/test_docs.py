@@ -22,6 +22,7 @@ from tests.support.local_rl import local_actors
 from tests.support.toy_tokenizers import byte_tokenizer, chat
 from tests.support.zoo import tiny_config
 from weft import cli
+from weft.config.commands import schema_of
 from weft.config.load import load_config
 from weft.config.migrate.trainer import TABLES
 from weft.config.rl_schema import RlAlgorithm
@@ -181,7 +182,8 @@ def test_what_stands_beside_a_foreign_config_is_a_config(page: Path, workplace: 
     overrides = [re.sub(r"(?<=model=\{)path: [\w./-]+", "recompute: none", text) for text in overrides]
     overrides = [re.sub(r"(?<=data=\{)path: [\w./-]+", "shuffle: true", text) for text in overrides]
     known = [text for text in overrides if not text.startswith(("lora=", "eval=", "model.path=", "data.path="))]
-    config = load_config([], ["model.path=Qwen/Qwen3-0.6B", "data.path=chat.jsonl", *known])
+    schema: Any = schema_of([re.split(r"[.=]", text)[0] for text in known])
+    config = load_config([], ["model.path=Qwen/Qwen3-0.6B", "data.path=chat.jsonl", *known], schema)
     assert config.step.documents or config.step.tokens
 
 
