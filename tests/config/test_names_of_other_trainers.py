@@ -59,7 +59,7 @@ def test_every_name_sentence_and_key_of_the_tables_is_one_that_there_is() -> Non
         ("verl.yaml", "[use_torch_compile]", "[micro_batch_size]", "micro_batch_size stands under The batch and under"),
         ("miles.yaml", "GROUP:", "GRUOP:", "miles.yaml: rl: GRUOP is no sentence of sentences.yaml."),
         ("axolotl.yaml", "reinforcement learning: {", "rl: {", "axolotl.yaml: tasks: rl is none of distillation"),
-        ("axolotl.yaml", "note: ACTIVATION_OFFLOAD", "note: ACTIVATION", "gradient_checkpointing: ACTIVATION is no"),
+        ("torchtune.yaml", "note: ALPACA", "note: ALPAC", "dataset._component_: ALPAC is no"),
         ("axolotl.yaml", "adapter: lora\n", "adapter: qlora\n", "axolotl.yaml: silent: adapter: qlora stands under"),
         ("shared.yaml", "run.dir: [output_dir", "run.dir: [seed, output_dir", "seed stands under train.seed and under"),
         ("shared.yaml", "sharing: [", "shared: [", "shared.yaml: ranks: `shared` is no key of a table: did you mean"),

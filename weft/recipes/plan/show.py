@@ -133,6 +133,8 @@ def _show_memory(memory: Memory, machine: Machine, *, stages: int, vision: bool)
     if memory.offloaded:
         on_host = ", ".join(f"{name} {byte_count(size)}" for name, size, _ in resident_rows if size)
         say(f"host     {byte_count(holdings.resident)} a rank, by fsdp.cpu_offload: {on_host}")
+    if memory.hosted:
+        say(f"host     {byte_count(memory.hosted)} a rank for activations (model.offload_activations)")
     say(f"host     {byte_count(memory.host)} a rank for checkpoint copies. Not counted: temporary tensors of a layer,")
     images = ", images" if vision else ""
     say(f"         memory of libraries, engines that generate{images}\n")
