@@ -38,10 +38,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
     "experts": ("qwen3_moe", {}, INT8, ("1", "ep2", "ep2xtp2", "pp2xep2")),
 }
 
+# Of `make verify-all`: adapters as wide as blocks, and sizes that no number of ranks divides.
+TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "adapters": ("qwen3", {}, INT8 | {"lora": {"rank": 64}}, ("1", "2", "tp2", "pp2")),
+    "uneven": ("llama_tied", WIDE | {"vocab_size": 130, "intermediate_size": 334}, INT8, ("1", "3", "2x2", "4", "tp2")),
+}
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.table) for name in TABLE)])
 def test_codes_scales_and_masters_are_those_of_one_process(name: str, tmp_path: Path) -> None:
-    family, changes, sections, meshes = CASES[name]
+    family, changes, sections, meshes = (CASES | TABLE)[name]
     saved = same_on_every_mesh(saved_model(family, **changes), sections, meshes, tmp_path)
     coded = sections["optimizer"].get("state_dtype") == "int8"
     assert any(entry.startswith("optimizer/exp_avg_scale/") for entry in saved) is coded

@@ -49,6 +49,10 @@ from weft.verify.show import print_verdict
 EPSILON = 1e-5
 LEARNING_RATE = 1e-3  # the updates of a smaller one would be lost in the rounding of the weights
 Config = TypeVar("Config", SftConfig, RlConfig)
+_BF16_MASTERS = (
+    "masters  in bf16 (fsdp.master_dtype, optimizer.rounding): not exact. Their rounding is not compared with one "
+    "process: steps were compared with masters in fp32"
+)
 _CROSS_ENTROPY = "compared is cross entropy on this mesh; preference.loss and the reference are not"
 # Peak memory, as multiples of the fp32 weights. In the host's memory: the reference and the results of both sides
 # (measured with one rank), and the records of each further rank. On an accelerator: the training reference, whose
@@ -116,6 +120,8 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     shown, images, image_plan = steps_for(engine, subject.path, steps)
     verdict = verify(engine, subject.path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)
     remarks = [text for text in (remark, _CROSS_ENTROPY if config.command == "dpo" else None) if text]
+    if config.fsdp.master_dtype == "bf16":
+        remarks.append(_BF16_MASTERS)
     if verdict is not None:
         verdict = replace(verdict, remarks=[*verdict.remarks, *remarks])
     same_dtypes = Precision.from_config(config.fsdp, ranks.device) == Precision.from_config(exact.fsdp, ranks.device)

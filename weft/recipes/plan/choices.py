@@ -22,7 +22,7 @@ class Choice:
     recompute: RecomputeSetting
     offload: Offload
     tile: int | None
-    cpu_offload: bool
+    cpu_offload: bool | Literal["optimizer"]
     state_dtype: Literal["auto", "fp32", "bf16", "int8"]
     base: Literal["compute", "nf4"]
 
@@ -80,8 +80,8 @@ def _policy(value: Any) -> Any:
 
 def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
     """Groups of settings, each as the options of a recompute policy, those first that take less time; policies, too.
-    Groups to try in this order: exact ones; exact ones with shards on the host; and, alone and together,
-    lossy ones. adapters: of LoRA are trained."""
+    Groups to try in this order: exact ones; exact ones with the optimizer on the host, and with all shards there; and,
+    alone and together, lossy ones. adapters: of LoRA are trained."""
     base = Choice.of(config)
     policies = (*POLICIES, *([] if base.recompute in POLICIES else [base.recompute]))
     whole = config.model.compile is True or config.lora.dropout > 0
@@ -97,8 +97,8 @@ def choices(config: Any, *, adapters: bool) -> Iterator[list[list[Choice]]]:
     lossy: list[dict[str, Any]] = [{"state_dtype": "int8"}] if quantises else []
     if adapters and base.base == "compute":
         lossy += [{"base": "nf4"}, *(options | {"base": "nf4"} for options in lossy)]
-    on_host: dict[str, Any] = {"cpu_offload": True}
-    for options in [{}, *([] if base.cpu_offload else [on_host]), *lossy, *(one | on_host for one in lossy)]:
+    on_host: list[dict[str, Any]] = [{"cpu_offload": "optimizer"}, {"cpu_offload": True}]
+    for options in [{}, *([] if base.cpu_offload else on_host), *lossy, *(one | on_host[1] for one in lossy)]:
         yield [[replace(choice, **options) for choice in by_time] for by_time in stored]
 
 
