@@ -430,6 +430,7 @@ OUT_OF_RANGE = {
     "train.neftune_noise_alpha": "0",
     "lora.rank": "0",
     "lora.alpha": "0",
+    "lora.plus_ratio": "0",
     "lora.dropout": "1",
     "lora.targets": "[]",
     "eval.every": "-1",
