@@ -166,10 +166,6 @@ def test_teachers_see_the_images_of_their_students(family: str, mesh: str) -> No
     check(saved_vision_model(family), mesh, [(saved_vision_model(family, 3), mesh)], alpha=0.2)
 
 
-def step_is_the_plain_one(plant: str | None) -> bool:
-    return passes([(saved_model("gemma2"), "1")], plant)
-
-
 def step_with_lists_is_the_plain_one(plant: str | None) -> bool:
     return passes([(LISTS, "")], plant)
 

@@ -39,7 +39,6 @@ from weft.verify.adapter import as_in_files, randomize_adapters
 from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verify.observed import Tensors
 from weft.verify.peft_reference import PeftReference
-from weft.verify.plants import planted
 
 KEYS = {"preference.beta": plain_dpo.BETA, "preference.gamma": 0.5}
 PAIRED = [name for name, facts in LOSSES.items() if facts.paired]
@@ -251,30 +250,6 @@ def test_tokens_beyond_the_shorter_answer_weigh_less_on_both_sides() -> None:
 
 
 KTO = {"preference.loss": "kto", "preference.desirable_weight": 1.3, "preference.undesirable_weight": 0.7}
-
-
-def steps_under(plant: str | None, groups: Sequence[Sequence[DpoConfig]]) -> list[Any]:
-    with planted(plant):
-        return [result for configs in groups for result in ours(configs)]
-
-
-def steps_are_the_plain_ones(plant: str | None) -> bool:
-    """KTO, a mix that needs the whole step, a mix of pairs, and LD-DPO, with a known bug planted or none."""
-    mixes = [MIXES[1], (["sigmoid", "sft"], [1.0, 0.3])]
-    pairs = [
-        config_of("llama", "1", 64, "pairs", **{"preference.loss": names, "preference.weights": weights})
-        for names, weights in mixes
-    ]
-    pairs.append(config_of("llama", "1", 64, "pairs", **{"preference.ld_alpha": 0.4}))
-    kto = config_of("llama", "1", 64, "kto", **KTO)
-    found = run(1, steps_under, plant, [[kto], pairs])[0]
-    loss, _, gradients = plain_kto("llama", 1.3, 0.7)
-    expected = [(loss, gradients), *(plain("llama", *mix) for mix in mixes), plain("llama", ["sigmoid"], [1.0], 0.4)]
-    return all(
-        metrics["loss"] == pytest.approx(loss, rel=SCALAR, abs=SCALAR)
-        and all(figure.value <= GRADIENT for figure in compare_gradients(actual, gradients, {}))
-        for (metrics, actual), (loss, gradients) in zip(found, expected, strict=True)
-    )
 
 
 # ---------------------------------------------------------------- several steps

@@ -40,6 +40,7 @@ def model(family: str, mesh: str = "1") -> str:
 
 
 def config_of(path: str, mesh: str, *keys: str) -> RlConfig:
+    keys = tuple(key.replace("TEACHER", saved_model("gemma2")) for key in keys)
     sizes = [f"mesh.{axis}={size}" for axis, size in MESHES[mesh].items()]
     return load_config([], [f"model.path={path}", *KEYS, *sizes, *keys], RlConfig)
 
@@ -75,14 +76,15 @@ CASES = [
                     "rl.kl_estimator=k1", "rl.kl_unbiased=true", "optimizer.name=sgd", "optimizer.eps=null")),
     ("llama", "1", ("rl.algorithm=rloo", "rl.old_logprobs=rollout", "rl.kl_coef=0.1", "rl.kl_in=reward")),
     ("llama", "2", ("rl.epochs=2", "rl.mask_truncated=true", "rl.count_masked=true", "rl.kl_coef=0.1",
-        "rl.kl_clamp=0.001",
+        "rl.kl_clamp=0.001", "rl.teacher=TEACHER", "rl.teacher_in=advantage", "rl.teacher_coef=0.3",
                     "rl.entropy_coef=0.1", "rl.entropy_aggregation=token_mean", "rl.dual_clip=3")),
     ("llama", "1", ("rl.preset=trl", "rl.algorithm=rloo", "rl.epochs=2", "rl.entropy_coef=0.1",
                     "rl.entropy_aggregation=sequence_mean")),
     ("llama", "1", ("rl.algorithm=reinforce++", "rl.epochs=2", "rl.correction=mis", "rl.correction_level=sequence")),
     ("llama", "1", ("rl.algorithm=reinforce++_baseline", "rl.epochs=2", "rl.policy_loss=reinforce", "rl.kl_coef=0.1",
                     "rl.kl_in=reward")),
-    ("qwen3", "tp2", ("rl.kl_coef=0.05", "rl.entropy_coef=0.01", "rl.minibatches=2")),
+    ("qwen3", "tp2", ("rl.kl_coef=0.05", "rl.entropy_coef=0.01", "rl.minibatches=2", "rl.teacher=TEACHER",
+                      "rl.teacher_divergence=jsd", "rl.teacher_beta=0.3")),
     ("llama", "tp2", PPO),
     ("qwen3", "cp2", ("rl.kl_coef=0.05", "rl.entropy_coef=0.01", "rl.minibatches=2")),
     ("llama", "cp2u2", PPO),

@@ -28,7 +28,6 @@ from weft.rl.documents import build_documents
 from weft.rl.stop_conditions import FlatSteps
 from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verify.observed import Tensors
-from weft.verify.plants import planted
 
 CASES: dict[str, dict[str, Any]] = {
     "loss": {"teacher_divergence": "jsd", "teacher_beta": 0.3, "teacher_coef": 0.7},
@@ -37,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def accumulate(
-    path: str, of_teacher: str, mesh: str, case: str, rows: list[Row], rewarded: bool, plant: str | None
+    path: str, of_teacher: str, mesh: str, case: str, rows: list[Row], rewarded: bool
 ) -> tuple[float, Tensors]:
     """(Loss, gradients) of an update, as the recipe has it made."""
     rl = algorithm("grpo", teacher=of_teacher, correction="none", **CASES[case])
@@ -51,21 +50,20 @@ def accumulate(
     correct(samples, rl)
     advantages.advantages(groups, rl)
     loss = None
-    with planted(plant):
-        if rl.teacher_in_advantage:
-            for sample, row in zip(samples, rows, strict=True):
-                sample.teacher_logprobs = torch.zeros(len(row.ids)).numpy()
-                logprob = plain_rl.current(plain_model(of_teacher), row, TEMPERATURE)[0]
-                sample.teacher_logprobs[sample.sampled] = logprob.detach().numpy()
-            rl_teacher.add_teacher_advantages(samples, rl)
-        else:
-            loss = rl_teacher.teacher_loss(rl, teacher, engine, TEMPERATURE)
-        documents = build_documents(samples, rl_config(rl, max_new_tokens=LONGEST))
-        plan = engine.plan(engine.planner.metadata(documents))
-        local = {index: documents[index] for index in engine.planner.local_documents(plan)}
-        if loss is not None:
-            local = with_teachers([Teacher(teacher)], None, documents, local, engine)
-        result = engine.accumulate(plan, local, PolicyLoss(rl, teacher=loss))["loss"]
+    if rl.teacher_in_advantage:
+        for sample, row in zip(samples, rows, strict=True):
+            sample.teacher_logprobs = torch.zeros(len(row.ids)).numpy()
+            logprob = plain_rl.current(plain_model(of_teacher), row, TEMPERATURE)[0]
+            sample.teacher_logprobs[sample.sampled] = logprob.detach().numpy()
+        rl_teacher.add_teacher_advantages(samples, rl)
+    else:
+        loss = rl_teacher.teacher_loss(rl, teacher, engine, TEMPERATURE)
+    documents = build_documents(samples, rl_config(rl, max_new_tokens=LONGEST))
+    plan = engine.plan(engine.planner.metadata(documents))
+    local = {index: documents[index] for index in engine.planner.local_documents(plan)}
+    if loss is not None:
+        local = with_teachers([Teacher(teacher)], None, documents, local, engine)
+    result = engine.accumulate(plan, local, PolicyLoss(rl, teacher=loss))["loss"]
     assert result is not None
     return result, {n: g.cpu() for n, g in engine.gradients() if g is not None}
 
@@ -95,13 +93,11 @@ def plain(path: str, of_teacher: str, case: str, rows: list[Row], rewarded: bool
     return float(total.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def differs(
-    mesh: str, case: str, rewarded: bool, plant: str | None = None, family: str = "llama", of_teacher: str = "qwen3"
-) -> float:
+def differs(mesh: str, case: str, rewarded: bool, family: str = "llama", of_teacher: str = "qwen3") -> float:
     """The largest difference, relative to its tolerance."""
     path, teacher = saved_model(family), saved_model(of_teacher, num_hidden_layers=3)
     rows = rollouts(path)
-    loss, gradients = run(world_of(mesh), accumulate, path, teacher, mesh, case, rows, rewarded, plant)[0]
+    loss, gradients = run(world_of(mesh), accumulate, path, teacher, mesh, case, rows, rewarded)[0]
     expected = plain(path, teacher, case, rows, rewarded)
     figures = compare_gradients(gradients, expected[1], {})
     apart = abs(loss - expected[0]) / max(abs(expected[0]), 1.0) / SCALAR
@@ -121,10 +117,6 @@ def differs(
 )
 def test_an_update_with_a_teacher(mesh: str, case: str, rewarded: bool) -> None:
     assert differs(mesh, case, rewarded) <= 1.0
-
-
-def advantage_is_the_plain_one(plant: str | None) -> bool:
-    return differs("1", "advantage", False, plant) <= 1.0
 
 
 @pytest.mark.parametrize(("teacher_in", "lines"), [("loss", 0), ("advantage", 3)])

@@ -30,6 +30,7 @@ from weft.engine.batch.document import Document
 from weft.engine.batch.rows import StepRows
 from weft.engine.engine import Engine
 from weft.engine.teacher_cache import HiddenCache
+from weft.engine.teachers import check_hidden
 from weft.errors import UserError
 from weft.launch.options import TrainOptions, VerifyOptions
 from weft.ops.divergence import differentiated, terms_of
@@ -469,3 +470,12 @@ def test_another_tokenizer_is_refused_by_name(capsys: pytest.CaptureFixture[str]
     paths = [f"model.path={home()}/student", f"data.path={home()}/a.jsonl", f"distill.teacher={other}"]
     assert cli.main(["distill", *paths, "--dry-run"]) != 0
     assert "is another one than that of" in capsys.readouterr().err
+
+
+def test_hidden_states_that_make_no_sense_are_an_error() -> None:
+    document = Document(torch.tensor([1, 2, 3]), torch.ones(3), source="a.jsonl:3")
+    check_hidden(torch.ones(3, 4), document, "the teacher t")
+    with pytest.raises(FloatingPointError, match="the teacher t gives hidden states that are not finite, of a.jsonl:3"):
+        check_hidden(torch.tensor([[1.0], [float("nan")], [2.0]]), document, "the teacher t")
+    with pytest.raises(RuntimeError, match=r"hidden states of shape \(2, 4\) for a.jsonl:3 of 3 tokens"):
+        check_hidden(torch.ones(2, 4), document, "the teacher t")

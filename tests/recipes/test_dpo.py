@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tests.parity.test_dpo_parity import folder, models
 from tests.support.cases import byte_tokenizer
 from tests.support.pool import run
+from tests.support.toy_tokenizers import metaspace_tokenizer
 from weft.config.dpo_schema import DpoConfig
 from weft.config.load import load_config
 from weft.data.documents import Documents
@@ -95,7 +97,9 @@ def test_a_cached_reference_is_the_live_one_on_any_mesh(tmp_path: Path) -> None:
 def trained_on_own_disks(config: DpoConfig) -> list[int]:
     """`trained`, where data.cache is a disk of each rank, and only the first rank's has rows."""
     read = reference_sums._read
-    with mock.patch.object(reference_sums, "_read", lambda folder: read(folder) if dist.get_rank() == 0 else {}):
+    with mock.patch.object(
+        reference_sums, "_read", lambda folder: read(folder) if dist.get_rank() == 0 else ({}, False)
+    ):
         return trained(config)
 
 
@@ -351,3 +355,28 @@ def test_the_example_is_a_config_of_weft_dpo() -> None:
     words = ["model.path=org/m", "data.path=org/d", "eval.path=org/e"]
     config = load_config([str(root / "examples" / "dpo_style_cpu.yaml")], words, DpoConfig)
     assert config.preference.losses == ("sigmoid",) and config.eval.prompts is not None
+
+
+def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(models("llama")[1], other)
+    metaspace_tokenizer().save_pretrained(other)
+    with pytest.raises(UserError, match="reference.path: the tokenizer of .* is another one .*the same family"):
+        dpo.Dpo(config_of(tmp_path, **{"reference.path": str(other)}))
+
+
+def of_nan(config: DpoConfig) -> None:
+    spoilt = mock.patch.object(
+        reference_sums, "read_sums", lambda engine, documents: torch.full((len(documents),), torch.nan)
+    )
+    with spoilt:
+        trained(config)
+
+
+def test_a_reference_of_nan_is_named(tmp_path: Path) -> None:
+    """And not taken for a row that the cache lacks."""
+    with pytest.raises(
+        Exception,
+        match=r"the reference \(.*\) gives log probabilities that are not finite, of documents .*pairs.jsonl:\d",
+    ):
+        run(1, of_nan, config_of(tmp_path / "run"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,19 +12,25 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from examples.judge_reward import judged
-from tests.support.cases import write_small_job
-from tests.support.local_rl import lines_of, make_task, rollouts_of, start
+from tests.support.cases import MESHES, open_engine, world_of, write_small_job
+from tests.support.local_rl import lines_of, make_task, rollouts_of, start, write_reward_model
 from tests.support.pool import run
+from tests.support.rl_samples import group
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig, reward_names
 from weft.errors import ActorError, UserError
+from weft.rl.reference_critic import check_readings
 from weft.rl.reward_models import Conversation, RewardModelRank
 from weft.rl.rewards.calls import RewardOutcome
+from weft.verify.harness import Figure
+from weft.verify.plants import planted
+from weft.verify.score_check import score_figures
 
 MODEL = "rl.reward=[model:{task}/rm, length]"
 
@@ -34,14 +41,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_reward_model(folder / "adder", folder / "rm", 0)
     write_reward_model(folder / "adder", folder / "rm-2", 1)
     return folder
-
-
-def write_reward_model(base: Path, target: Path, seed: int, labels: int = 1) -> None:
-    shutil.copytree(base, target)
-    config = transformers.AutoConfig.from_pretrained(base)
-    config.num_labels, config.initializer_range = labels, 0.2
-    torch.manual_seed(seed)
-    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(target)
 
 
 def plain_score(folder: Path, text: str) -> float:
@@ -121,6 +120,21 @@ def test_conversations_go_through_the_models_own_template(chat_model: Path, worl
         assert long.value is None and "more than reward_model.max_tokens_per_device" in str(long.error)
 
 
+def verified(folder: str, mesh: str, plant: str | None) -> list[Figure]:
+    sizes = [f"mesh.{axis}={size}" for axis, size in MESHES[mesh].items()]
+    base = str(Path(folder).parent / "model")
+    words = [f"model.path={base}", "data.path=owner/data", f"rl.reward=[model:{folder}]", *sizes]
+    engine = open_engine(base, mesh)
+    with planted(plant):
+        return score_figures(load_config([], words, RlConfig), engine.ranks, engine)
+
+
+@pytest.mark.parametrize(("mesh", "plant"), [("2", None), ("1", "score-one-token-early")])
+def test_verify_compares_scores(chat_model: Path, mesh: str, plant: str | None) -> None:
+    (figure,) = run(world_of(mesh), verified, str(chat_model), mesh, plant)[0]
+    assert figure.name == "reward_model: scores" and figure.passed == (plant is None)
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -133,6 +147,20 @@ def test_a_score_that_is_no_number_loses_its_samples_and_is_named(task: Path, tm
     model.save_pretrained(folder)
     with pytest.raises(UserError, match="rl.reward: reward_model failed for every one of the 6 samples.*score is nan"):
         start(task, tmp_path / "run", f"rl.reward=[model:{folder}, length]", "train.steps=1")
+
+
+def test_readings_that_make_no_sense_name_their_role() -> None:
+    (first, *_) = group([1.0], [3]).samples
+    values = np.zeros(len(first), np.float32)
+    check_readings("teacher", values, first)
+    with pytest.raises(
+        RuntimeError, match=f"the teacher has read .* of sample {re.escape(first.id)} of {len(first)} tokens"
+    ):
+        check_readings("teacher", values[1:], first)
+    with pytest.raises(
+        FloatingPointError, match="the reference gives log probabilities that are not finite, of sample"
+    ):
+        check_readings("reference", values + np.float32("nan"), first)
 
 
 def test_a_rank_that_dies_ends_the_run(task: Path, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -37,6 +38,10 @@ def write_shared(path: Path) -> Path:
         hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path / name)
     chats = [chat(("user", "a" * (i % 5 + 1)), ("assistant", "bcd" * (i % 7 + 1))) for i in range(20)]
     write_jsonl(path / "chats.jsonl", *chats)
+    pairs = [
+        {"prompt": "a" * (i % 5 + 1), "chosen": "bcd" * (i % 7 + 1), "rejected": "e" * (i % 4 + 2)} for i in range(20)
+    ]
+    write_jsonl(path / "pairs.jsonl", *pairs)
     return path
 
 
@@ -52,7 +57,7 @@ class Case:
 
     says: patterns that standard error matches, in this order. within: seconds, from the fault to the end of all ranks.
     saved: the last step whose checkpoint stands, None for the one before the fault. megabytes: of memory that the
-    kernel lets it have, 0 for all there is.
+    kernel lets it have, 0 for all there is. command: of weft. when: for the table, where it is not the fault's phase.
     """
 
     fault: Fault
@@ -64,6 +69,8 @@ class Case:
     traceback: bool = False
     saved: int | None = None
     megabytes: int = 0
+    command: str = "sft"
+    when: str = ""
 
 
 DOCUMENTS = r"documents ../chats\.jsonl:\d+"
@@ -332,7 +339,61 @@ def every_phase() -> dict[str, Case]:
     return found
 
 
-MORE = every_phase()
+# command -> words, and the model that it only reads, as flight records and messages name it
+READ_MODELS = {
+    "dpo": (["data.path=../pairs.jsonl", "preference.beta=0.1"], "the reference"),
+    "distill": (["distill.teacher=../model"], "the teacher"),
+}
+
+
+def of_read_models() -> dict[str, Case]:
+    """The reference of `weft dpo` and the teacher of `weft distill`: killed, stopped, raising in each phase, and
+    answers that make no sense."""
+    found = {}
+    for command, (words, model) in READ_MODELS.items():
+        name = f"{model} of weft {command}"
+        for phase, step, doing, says in (
+            ("load", 0, "loaded", f"^loading {model}$"), ("evaluate", 3, "read", f"^in step 3 of 6, reading {model}")
+        ):  # fmt: skip
+            when = "loading it" if phase == "load" else "reading it, step 3"
+            if command == "distill" and phase == "evaluate":
+                phase = "readout"
+            fault = Fault(do="kill", phase=phase, step=step, rank=1, role=model)
+            common: dict[str, Any] = {"command": command, "when": when}
+            found[f"{name} is killed, being {doing}"] = Case(
+                fault, 2, 10, ["^rank 1 was killed by SIGKILL", says], words, **common
+            )
+            found[f"{name} raises, being {doing}"] = Case(
+                replace(fault, do="raise"), 2, 1, ["^rank 1 failed: RuntimeError: boom", says], words, traceback=True,
+                **common,
+            )  # fmt: skip
+            found[f"{name} is stopped, being {doing}"] = Case(
+                replace(fault, do="stop"), 2, 11, [r"^rank 1 .*is stopped \(SIGSTOP\)", says],
+                [*words, "train.timeout=4"], within=90.0, **common,
+            )  # fmt: skip
+    nan = Fault(do="reference gives NaN", phase="evaluate", step=3, rank=-1)
+    of_dpo: dict[str, Any] = {"words": READ_MODELS["dpo"][0], "command": "dpo", "when": "reading it, step 3"}
+    of_distill: dict[str, Any] = {"words": READ_MODELS["distill"][0], "command": "distill", "when": of_dpo["when"]}
+    found["the reference of weft dpo gives NaN"] = Case(
+        nan,
+        2,
+        14,
+        [r"the reference \(../model\) gives log probabilities that are not finite.*pairs\.jsonl:\d+"],
+        **of_dpo,
+    )
+    found["the teacher of weft distill gives NaN"] = Case(
+        replace(nan, do="teacher gives NaN"), 2, 14,
+        [r"the teacher ../model gives hidden states that are not finite, of ../chats\.jsonl:\d+"], **of_distill,
+    )  # fmt: skip
+    found["the teacher of weft distill gives too few hidden states"] = Case(
+        replace(nan, do="teacher gives too few"), 2, 1,
+        [r"RuntimeError: the teacher ../model gives hidden states of shape \(\d+, \d+\) for ../chats\.jsonl:\d+ of"],
+        traceback=True, **of_distill,
+    )  # fmt: skip
+    return found
+
+
+MORE = every_phase() | of_read_models()
 
 
 def saved_before(case: Case) -> int:
@@ -361,7 +422,9 @@ def run_case(name: str, case: Case, shared: Path) -> tuple[Run, Path]:
     """The run, ended, and its folder, beside the model and the data."""
     folder = write_config(shared / re.sub(r"\W+", "-", name))
     with memory_group(case.megabytes) as group:
-        return Run(["sft", "c.yaml", "--nproc", str(case.nproc), *case.words], folder, case.fault, group).wait(), folder
+        return Run(
+            [case.command, "c.yaml", "--nproc", str(case.nproc), *case.words], folder, case.fault, group
+        ).wait(), folder
 
 
 def check(case: Case, run: Run, folder: Path) -> None:

@@ -69,7 +69,7 @@ def measure_rl(name: str, case: RlCase, task: Path) -> Row:
         lost = lost_of_rl(case)
         check_resume(case, run, folder)
     except AssertionError as error:
-        return name, "", str(error)[:2000]
+        return name, "", str(error)[:2000] or "it did not end as the case says"
     seconds = f"{run.seconds():.1f}" if run.struck.exists() and case.status else "-"
     return name, kept(f"{rl_row_begins(name, case)} {seconds} | {lost} |"), ""
 
@@ -93,7 +93,7 @@ def measure(name: str, case: Case, shared: Path) -> Row:
     try:
         check(case, run, folder)
     except AssertionError as error:
-        return name, "", str(error)[:2000]
+        return name, "", str(error)[:2000] or "it did not end as the case says"
     seconds = f"{run.seconds():.1f}" if run.struck.exists() else "-"  # not struck: refused before that
     return name, kept(f"{row_begins(name, case)} {seconds} | {lost(case, folder / 'run')} |"), ""
 
@@ -101,7 +101,7 @@ def measure(name: str, case: Case, shared: Path) -> Row:
 def row_begins(name: str, case: Case) -> str:
     """What is known of the row before the case has run."""
     fault = case.fault
-    when = PHASES.get(fault.phase, fault.phase) + (f", step {fault.step}" if fault.step else "")
+    when = case.when or PHASES.get(fault.phase, fault.phase) + (f", step {fault.step}" if fault.step else "")
     return f"| {name} | {case.nproc} | {when} | {case.status} |"
 
 

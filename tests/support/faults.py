@@ -26,8 +26,9 @@ from tests.support.control_group import enter
 class Fault:
     """What `rank` does to itself when it comes to `phase` (of micro-batch `micro`, if given) of `step`; see DO.
 
-    rank -1: all of them. nth: of the times that it comes there. after: a file that has to exist. once: a file; where it
-    exists the fault is over, and it is made when the fault strikes.
+    rank -1: all of them. role: of a phase of another model than the trained one, how its name begins. nth: of the times
+    that it comes there. after: a file that has to exist. once: a file; where it exists the fault is over, and it is
+    made when the fault strikes.
     """
 
     do: str
@@ -35,6 +36,7 @@ class Fault:
     step: int = 2
     micro: int | None = None
     rank: int = 0
+    role: str = ""
     nth: int = 1
     after: str = ""
     once: str = ""
@@ -79,6 +81,7 @@ def prepare(fault: Fault, folder: Path = Path()) -> None:
         original(phase, micro_batch, *about, **more)
         record = flight.recorder.record()
         here = (phase, record.step) == (fault.phase, fault.step) and fault.rank in (-1, record.rank)
+        here = here and record.role.startswith(fault.role)
         here = here and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once))
         if here and (not fault.after or os.path.exists(fault.after)) and next(times) == fault.nth:
             if fault.once:
@@ -315,7 +318,33 @@ def _tokenising(who: str, number: signal.Signals) -> Callable[[Fault], None]:
     return prepare
 
 
+def _nonsense(target: str, change: Callable[[Any], Any]) -> Callable[[Fault], None]:
+    """From a step on, what a function returns for another model than the trained one is changed. target: as of Bug."""
+
+    def prepare(fault: Fault) -> None:
+        from weft.launch import flight
+        from weft.verify.plants import owner_of
+
+        module, attribute = owner_of(target)
+        original = getattr(module, attribute)
+
+        def spoilt(*arguments: Any, **options: Any) -> Any:
+            result, record = original(*arguments, **options), flight.recorder.record()
+            if record.step < fault.step or fault.rank not in (-1, record.rank) or not record.role:
+                return result
+            Path("struck-at").write_text(str(time.monotonic()))
+            return change(result)
+
+        setattr(module, attribute, spoilt)
+
+    return prepare
+
+
+_HIDDEN = "weft.engine.engine:Engine.last_hidden"
 BEFORE: dict[str, Callable[[Fault], None]] = {
+    "reference gives NaN": _nonsense("weft.recipes.reference_sums:read_sums", lambda sums: sums * float("nan")),
+    "teacher gives NaN": _nonsense(_HIDDEN, lambda hidden: {i: x * float("nan") for i, x in hidden.items()}),
+    "teacher gives too few": _nonsense(_HIDDEN, lambda hidden: {i: x[:-1] for i, x in hidden.items()}),
     "not a number": _not_a_number,
     "other order": _plan(lambda metadata: metadata[::-1]),
     "other weight": _plan(lambda metadata: [replace(metadata[0], weight=metadata[0].weight + 1), *metadata[1:]]),

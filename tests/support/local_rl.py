@@ -18,6 +18,7 @@ from unittest import mock
 
 import pyarrow.parquet as pq
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from examples.make_arithmetic_demo import make_model, make_tokenizer, problems, write
@@ -59,6 +60,23 @@ def make_task(folder: Path) -> Path:
     write(folder / "additions.jsonl", problems()[:9])
     write(folder / "held-out.jsonl", problems()[9:12])
     return folder
+
+
+def write_reward_model(base: Path, target: Path, seed: int, labels: int = 1) -> None:
+    """A random reward model with the config and the tokenizer of a model at `base`."""
+    shutil.copytree(base, target)
+    config = transformers.AutoConfig.from_pretrained(base)
+    config.num_labels, config.initializer_range = labels, 0.2
+    torch.manual_seed(seed)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(target)
+
+
+def write_teacher(base: Path, target: Path) -> None:
+    """A model with the config and the tokenizer of one at `base`, which is yet to be drawn."""
+    shutil.copytree(base, target)
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.from_pretrained(base)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(target)
 
 
 def shrink(model: Path, layers: int) -> None:

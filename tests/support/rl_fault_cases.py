@@ -6,11 +6,12 @@ import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tests.support.control_group import memory_group
 from tests.support.fault_cases import last_whole
-from tests.support.local_rl import KEYS
+from tests.support.local_rl import KEYS, write_reward_model, write_teacher
 from tests.support.rl_faults import RlFault, RlRun
 from weft.inference.records import FOLDER, rollout_files
 
@@ -59,6 +60,8 @@ def run_rl_case(name: str, case: RlCase, task: Path) -> tuple[RlRun, Path]:
     """The run, ended, and its folder, beside the model and the data."""
     folder = task / re.sub(r"\W+", "-", name)
     folder.mkdir()
+    if any("../rm" in word or "../adder-3" in word for word in case.words):
+        make_models(task)
     with memory_group(case.megabytes) as group:
         return RlRun(words_of(task, case), folder, case.fault, on_ray=case.on_ray, group=group).wait(), folder
 
@@ -199,6 +202,62 @@ def stages() -> dict[str, RlCase]:
             says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"], **common,
         ),
     }  # fmt: skip
+
+
+SCORED, TAUGHT = ["rl.reward=[model:../rm, length]"], ["rl.teacher=../adder-3"]
+_making = Lock()
+
+
+def make_models(task: Path) -> None:
+    """A reward model, rm, and a teacher, adder-3, beside the models of a task."""
+    with _making:
+        if not (task / "rm").exists():
+            write_reward_model(task / "adder", task / "rm", 0)
+            write_teacher(task / "adder-2", task / "adder-3")
+
+
+def read_models() -> dict[str, RlCase]:
+    """A reward model with ranks of its own is killed, or stopped, in every phase that it has; the teacher is in the
+    trainer's ranks; and answers that make no sense."""
+    later, found = "run/checkpoints/step-000001", {}
+    for name, (when, fault, saved, says) in {
+        "loading": ("loading the models", {"phase": "load"}, 0, "loading the model"),
+        "scoring": ("asking for rewards, step 2", {"phase": "score", "after": later}, 1, "scoring conversations"),
+    }.items():
+        common: dict[str, Any] = {"when": when, "on": "Ray, a reward model", "saved": saved}
+        for do, status, gives, more in (
+            ("kill", 10, "reward model rank 0 died", []),
+            ("stop", 11, r"reward model rank 0 .*is stopped \(SIGSTOP\)", SOON),
+        ):
+            words = [*SCORED, *more]
+            found[f"a reward model is {'killed' if do == 'kill' else 'stopped'} {name}"] = RlCase(
+                fault=RlFault(who="reference_critic", do=do, step=0, **fault), status=status, words=words, within=90.0,
+                says=[gives, says], **common,
+            )  # fmt: skip
+    found["a reward model raises scoring"] = RlCase(
+        fault=RlFault(who="reference_critic", do="raise", phase="score", step=0, after=later), status=1, words=SCORED,
+        says=["reward model rank 0 failed: RuntimeError: boom", "scoring conversations"], traceback=True, saved=1,
+        when="asking for rewards, step 2", on="Ray, a reward model",
+    )  # fmt: skip
+    found["a reward model gives too few scores"] = RlCase(
+        fault=RlFault(do="few scores"), status=1, words=SCORED, saved=0, when="asking for rewards, step 1",
+        says=[r"the reward.model.* has given \d+ scores for \d+ conversations"], traceback=True,
+    )  # fmt: skip
+    in_advantage = [*TAUGHT, "rl.teacher_in=advantage"]
+    found["the teacher of weft rl is killed reading"] = RlCase(
+        fault=RlFault(do="kill", phase="logprobs", step=1, role="the teacher"), status=10, words=in_advantage, saved=1,
+        says=["trainer rank 0 died", "reading the teacher"], when="computing logprobs, step 2", on="Ray, 1 rank",
+    )  # fmt: skip
+    found["the teacher of weft rl is stopped reading"] = RlCase(
+        fault=RlFault(do="stop", phase="logprobs", step=1, role="the teacher"), status=11, saved=1, within=90.0,
+        words=[*in_advantage, *SOON], says=[r"trainer rank 0 .*is stopped \(SIGSTOP\)", "reading the teacher"],
+        when="computing logprobs, step 2", on="Ray, 1 rank",
+    )  # fmt: skip
+    found["the teacher of weft rl gives NaN"] = RlCase(
+        fault=RlFault(do="teacher gives NaN"), status=14, words=in_advantage, saved=0,
+        says=["the teacher gives log probabilities that are not finite, of sample"], when="computing logprobs, step 1",
+    )  # fmt: skip
+    return found
 
 
 # ---------------------------------------------------------------- the controller
@@ -450,4 +509,15 @@ ALWAYS = {
     ),
 }  # fmt: skip
 
-RL_CASES = trainers() | engines() | stages() | controllers() | parts_of_ray() | raising() | OTHERS | users() | ALWAYS
+RL_CASES = (
+    trainers()
+    | engines()
+    | stages()
+    | read_models()
+    | controllers()
+    | parts_of_ray()
+    | raising()
+    | OTHERS
+    | users()
+    | ALWAYS
+)

@@ -37,13 +37,14 @@ from weft.launch.stopping import announce_ending_signal
 
 ROOT = Path(__file__).parents[2]
 CASE = "WEFT_TEST_CASE"  # a variable of all processes of a run
-Who = Literal["controller", "trainer", "engine", "user"]
+Who = Literal["controller", "trainer", "engine", "user", "reference_critic"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlFault(Fault):
-    """who: has it. phase: of a controller one of CONTROLLER; of the user's code `reward`, or `start` or `step` of an
-    environment. prompt: that the user's code is asked about; empty: all."""
+    """who: has it; reference_critic: the ranks of a reference, a critic or a reward model. phase: of a controller one
+    of CONTROLLER; of the user's code `reward`, or `start` or `step` of an environment. prompt: that the user's code is
+    asked about; empty: all."""
 
     who: Who = "trainer"
     prompt: str = ""
@@ -210,6 +211,27 @@ def _other_checksum() -> None:
     protocol.checksum = lambda data: 1
 
 
+def _few_scores() -> None:
+    """A reward model gives a score less than it was asked for."""
+    from weft.rl.reward_models import RewardModelRank
+
+    original = RewardModelRank.score
+    RewardModelRank.score = lambda self, conversations: original(self, conversations)[1:]  # type: ignore[method-assign]
+
+
+def _teacher_of_nan() -> None:
+    """What a teacher reads of the policy's samples is not a number."""
+    from weft.rl import trainer
+
+    original = trainer.readout
+
+    def spoilt(*arguments: Any, **options: Any) -> Any:
+        read = original(*arguments, **options)
+        return {i: x * float("nan") for i, x in read.items()} if "routes" not in options else read
+
+    trainer.readout = spoilt
+
+
 def _port_in_use() -> None:
     """Where trainer ranks are to meet somebody listens already."""
     from weft.launch import ray_actors
@@ -234,4 +256,5 @@ def _few_files() -> None:
 _kept: list[Any] = []
 PLANTS: dict[str, Callable[[], None]] = {
     "another checksum": _other_checksum, "port in use": _port_in_use, "few files": _few_files,
+    "few scores": _few_scores, "teacher gives NaN": _teacher_of_nan,
 }  # fmt: skip

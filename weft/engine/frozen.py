@@ -20,6 +20,7 @@ from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerCon
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
+from weft.launch import flight
 from weft.launch.process import Ranks
 from weft.parallel.shards.load import Progress
 
@@ -73,7 +74,8 @@ def open_frozen(
     readouts: Collection[str] = (),
 ) -> Engine:
     """The engine of such a config. section: its name, for errors. Other arguments: as of Engine. Collective."""
-    with named_section(section):
+    with flight.computing(f"the {section}"), named_section(section):
+        flight.enter("load")
         return Engine(config, ranks, weights=weights, shares_with=shares_with, progress=progress, readouts=readouts)
 
 

@@ -20,6 +20,7 @@ from weft.config.schema import TeacherConfig
 from weft.engine.batch.document import Document, choose
 from weft.engine.engine import Engine
 from weft.engine.losses.distillation import HIDDEN, TEACHER, Listed
+from weft.launch import flight
 from weft.launch.timing import waiting
 from weft.ops.communicator import GroupCommunicator
 from weft.ops.divergence import TeacherHead
@@ -81,10 +82,22 @@ class Teacher:
 
     def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
         """Index -> last hidden states [T, H] (Engine.last_hidden) of the documents that this rank's plan of them has;
-        the plan is that of the teacher's mesh and budget. Collective."""
-        plan, local = self.engine.plan_step(documents)
-        with self._reading():
-            return self.engine.last_hidden(plan, local)
+        the plan is that of the teacher's mesh and budget. Raises as check_hidden.
+        Collective."""
+        with flight.computing(self.name):
+            plan, local = self.engine.plan_step(documents)
+            with self._reading():
+                hidden = self.engine.last_hidden(plan, local)
+            for index, states in hidden.items():
+                check_hidden(states, local[index], self.name)
+        return hidden
+
+    @property
+    def name(self) -> str:
+        """Of this teacher, for messages."""
+        if self.weights == "own":
+            return f"the teacher {self.engine.config.model.path}"
+        return f"the teacher, the student's {self.weights}"
 
     def head(self, student: Engine) -> TeacherHead | None:
         """teacher_head of the weights that are read. Collective."""
@@ -95,6 +108,21 @@ class Teacher:
         if self.weights == "base":
             return self.engine.without_adapter()
         return self.engine.averaged() if self.weights == "average" else nullcontext()
+
+
+def check_hidden(states: Tensor, document: Document, teacher: str) -> None:
+    """Raises FloatingPointError if hidden states are not finite, and RuntimeError if their number is not that of the
+    document's tokens. teacher: its name."""
+    if states.ndim != 2 or len(states) != len(document):
+        raise RuntimeError(
+            f"{teacher} gives hidden states of shape {tuple(states.shape)} for {document.source or 'a document'} of "
+            f"{len(document)} tokens"
+        )
+    if not bool(states.isfinite().all()):
+        raise FloatingPointError(
+            f"{teacher} gives hidden states that are not finite, of {document.source or 'a document'}. Look at its "
+            "weights, or set teacher.param_dtype=fp32."
+        )
 
 
 def teacher_head(teacher: Engine, student: Engine) -> TeacherHead | None:

@@ -16,8 +16,8 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,13 @@ _WORDS = {
     "sync": "syncing weights",
     "generate": "generating",
     "serve": "serving completions",
+    "score": "scoring conversations",
     "logprobs": "computing logprobs, forward of micro-batch {micro_batch}",
+}
+# Of a phase of a model other than the trained one.
+_ROLE_WORDS = {
+    "load": "loading {role}",
+    **dict.fromkeys(("evaluate", "logprobs", "readout"), "reading {role}, forward of micro-batch {micro_batch}"),
 }
 _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "evaluate")
 
@@ -64,9 +70,10 @@ _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "e
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
     """One rank at one moment. since: when the phase began or last made progress. limit: seconds that the phase may take
-    without progress. timeout: those that a usual phase may take. step: 0 before the first. documents: sources of the
-    first few of the phase's `count` documents. plan: digest of the step's plan. changes: number of phases so far, equal
-    on ranks that are equally far. trail: the last phases, oldest first: since, step, phase, micro_batch."""
+    without progress. timeout: those that a usual phase may take. step: 0 before the first. role: the model that is
+    computed, if it is not the trained one. documents: sources of the first few of the phase's `count` documents. plan:
+    digest of the step's plan. changes: number of phases so far, equal on ranks that are equally far. trail: the last
+    phases, oldest first: since, step, phase, micro_batch."""
 
     rank: int = 0
     world: int = 1
@@ -77,6 +84,7 @@ class FlightRecord:
     step: int = 0
     steps: int = 0
     plan: str = ""
+    role: str = ""
     documents: Sequence[str] = ()
     count: int = 0
     phase: str = "start"
@@ -87,7 +95,10 @@ class FlightRecord:
 
     def activity(self) -> str:
         """`in step 3 of 6, forward of micro-batch 1, documents a.jsonl:3, a.jsonl:7`."""
-        words = _WORDS.get(self.phase, self.phase).format(micro_batch=self.micro_batch)
+        words = _WORDS.get(self.phase, self.phase)
+        if self.role:
+            words = _ROLE_WORDS.get(self.phase, words + " ({role})")
+        words = words.format(micro_batch=self.micro_batch, role=self.role)
         if not self.step:
             return words
         text = f"in step {self.step} of {self.steps}, {words}"
@@ -108,7 +119,7 @@ class FlightRecorder:
         self._path: Path | None = None
         self._is_in_run = False  # whether the file is in RUN, because no launcher reads it
         self._fixed: dict[str, Any] = {"rank": 0, "world": 1, "pid": os.getpid(), "run": ""}
-        self._step: dict[str, Any] = {"step": 0, "steps": 0, "plan": ""}
+        self._step: dict[str, Any] = {"step": 0, "steps": 0, "plan": "", "role": ""}
         self._about = '"documents":[],"count":0'
         self._head = ""  # the part that changes with the step only, as JSON
         self._trail: deque[str] = deque(maxlen=_TRAIL)
@@ -159,13 +170,25 @@ class FlightRecorder:
         """Begin a step. documents: sources of its documents, at least the first few. count: number of all its
         documents, if `documents` has only some."""
         self._first_step = self._first_step or number
-        self._step, self._head = {"step": number, "steps": steps, "plan": ""}, ""
+        self._step, self._head = {"step": number, "steps": steps, "plan": "", "role": ""}, ""
         self.enter("plan", documents=documents, count=count)
 
     def planned(self, digest: str) -> None:
         """Set the digest of this rank's plan of the step."""
         self._step["plan"] = digest
         self._head = ""
+
+    @contextmanager
+    def computing(self, role: str) -> Iterator[None]:
+        """Inside, phases are of another model than the trained one. role: its name, as in `the reference`. After an
+        error the record keeps it."""
+        self._set_role(role)
+        yield
+        self._set_role("")
+
+    def _set_role(self, role: str) -> None:
+        self._step["role"], self._head = role, ""
+        self._write()
 
     def enter(
         self, phase: str, micro_batch: int = 0, documents: Sequence[str] | None = None, count: int | None = None
@@ -321,6 +344,7 @@ def last_collectives(count: int = 16) -> list[dict[str, Any]]:
 # The record of this process: global, because it belongs to the process, as its pid does.
 recorder = FlightRecorder()
 enter, beat, step, planned = recorder.enter, recorder.beat, recorder.step, recorder.planned
+computing = recorder.computing
 begin, watch, in_run = recorder.begin, recorder.watch, recorder.in_run
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weft.config.dpo_schema import DpoConfig
+from weft.config.dpo_schema import DpoConfig, own_reference
+from weft.data.same_tokenizer import check_same_tokenizer
 from weft.engine.batch.document import Document, choose
 from weft.engine.engine import Engine
 from weft.engine.losses.preference.objective import PreferenceLoss
@@ -35,6 +36,9 @@ class Dpo(Recipe[DpoConfig]):
         super().__init__(config, hooks)
         if hooks.objective is not None:
             raise UserError("objective: a loss of preferences is a function of pairs, preference={'loss': ...}.")
+        if own_reference(config) and config.reference.path is not None:
+            remedy = "Log probabilities of other tokens cannot be compared: choose a reference of the same family."
+            check_same_tokenizer(config.model.path, config.reference.path, "reference.path", remedy)
         self.objective = PreferenceLoss(config.preference)
 
     def prepared(self, documents: Sequence[Document]) -> Sequence[Document]:

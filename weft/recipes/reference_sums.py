@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.config.dpo_schema import DpoConfig, own_reference
-from weft.engine.batch.document import Document, choose
+from weft.engine.batch.document import Document, choose, first_sources
 from weft.engine.config import EngineConfig
 from weft.engine.document_sums import read_sums
 from weft.engine.engine import Engine
@@ -73,11 +73,21 @@ class ReferenceSums:
         return known[chosen]
 
     def read(self, documents: Sequence[Document]) -> Tensor:
-        """[documents] fp64: the sums of any documents, computed now. Collective."""
+        """[documents] fp64: the sums of any documents, computed now. Raises FloatingPointError for one that is not
+        finite, on every rank. Collective."""
         if self.engine is None:
             raise RuntimeError("logprobs of the reference are missing in the cache, and the reference is closed")
-        with self.engine.without_adapter() if self.adapters_off else nullcontext():
-            return read_sums(self.engine, documents)
+        with flight.computing("the reference"):
+            with self.engine.without_adapter() if self.adapters_off else nullcontext():
+                sums = read_sums(self.engine, documents)
+            if len(bad := (~sums.isfinite()).nonzero()[:, 0]):
+                sources = ", ".join(first_sources(documents, bad[:4].tolist()))
+                more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+                raise FloatingPointError(
+                    f"the reference ({self.engine.config.model.path}) gives log probabilities that are not finite, of "
+                    f"documents {sources}{more}. Look at its weights, or set reference.param_dtype=fp32."
+                )
+        return sums
 
     def state(self) -> dict[str, str]:
         """The sums of training data that are in memory only, base64 of their bytes (fp64)."""
@@ -103,7 +113,7 @@ class ReferenceSums:
         Collective."""
         engine = self.engine
         assert engine is not None and self.config.data.cache is not None
-        folder, stored = self._stored(engine)
+        folder, stored, is_damaged = self._stored(engine)
         digests = {name: [document_digest(d) for d in data_set] for name, data_set in self.documents.items()}
         read, total = 0, sum(len(data_set) for data_set in self.documents.values())
         for name, documents in self.documents.items():
@@ -122,14 +132,16 @@ class ReferenceSums:
                 raise RuntimeError(f"{folder}: rows of the reference's logprobs are missing")
         if read:
             run_on_first_rank(lambda: _write(folder, stored), engine.ranks)
+        damaged = [f"cache    {folder / _FILE} was damaged: its rows were read again by the reference"] * is_damaged
         return [
-            f"cache    reference logprobs of {total:,} answers in {folder}: {total - read:,} were there, {read:,} read"
+            *damaged,
+            f"cache    reference logprobs of {total:,} answers in {folder}: {total - read:,} were there, {read:,} read",
         ]
 
-    def _stored(self, engine: Engine) -> tuple[Path, dict[int, float]]:
+    def _stored(self, engine: Engine) -> tuple[Path, dict[int, float], bool]:
         """(The folder of this reference's cache, what is there, as in _read), the first rank's on every rank, because
         data.cache may be on a disk of each machine. Collective."""
-        shared: list[tuple[Path, dict[int, float]]] = [(Path(), {})]
+        shared: list[tuple[Path, dict[int, float], bool]] = [(Path(), {}, False)]
         if engine.ranks.is_first:
             config, digest = engine.config, hashlib.blake2b(digest_size=16)
             for file in _weight_files(config):
@@ -140,7 +152,7 @@ class ReferenceSums:
             words = (str(engine.precision.compute), config.model.attention, config.lora.base, drawn, __version__)
             digest.update("\0".join(words).encode())
             folder = Path(str(self.config.data.cache)).expanduser() / "reference" / digest.hexdigest()
-            shared = [(folder, _read(folder))]
+            shared = [(folder, *_read(folder))]
         dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
         return shared[0]
 
@@ -199,18 +211,20 @@ def document_digest(document: Document) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _read(folder: Path) -> dict[int, float]:
-    """Digest of a document -> its sum. {} without a readable file: all is read again then."""
+def _read(folder: Path) -> tuple[dict[int, float], bool]:
+    """(Digest of a document -> its sum, whether there is a file that cannot be used). All is read again then."""
+    if not (folder / _FILE).exists():
+        return {}, False
     try:
         with np.load(folder / _FILE, allow_pickle=False) as arrays:
             digests: NDArray[np.uint64] = arrays["digests"]
             sums: NDArray[np.float64] = arrays["sums"]
             check = hashlib.blake2b(digests.tobytes() + sums.tobytes(), digest_size=16).hexdigest()
             if len(digests) != len(sums) or str(arrays["check"]) != check:
-                return {}
-            return dict(zip(digests.tolist(), sums.tolist(), strict=True))
+                return {}, True
+            return dict(zip(digests.tolist(), sums.tolist(), strict=True)), False
     except (OSError, KeyError, ValueError, EOFError, BadZipFile):
-        return {}
+        return {}, True
 
 
 def _write(folder: Path, stored: Mapping[int, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,37 +13,55 @@ import torch
 import torch.distributed as dist
 
 from weft.config.distill_schema import AVERAGE, BASE, DATA, DistillConfig, is_served
+from weft.config.dpo_schema import DpoConfig
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
 from weft.data.encode import load_tokenizer
+from weft.engine.batch.document import choose
 from weft.engine.config import EngineConfig
+from weft.engine.document_sums import read_sums
 from weft.engine.engine import Engine
 from weft.engine.losses.load import choose_objective
 from weft.engine.optim.custom_optimizer import find_class
 from weft.engine.selfcheck.kinds import kinds_of
 from weft.engine.selfcheck.shrink import fewer_layers
 from weft.errors import UserError
+from weft.launch import flight
 from weft.launch.options import VerifyOptions
 from weft.launch.process import Ranks, join
 from weft.launch.scratch import scratch_folder
 from weft.models import hf
 from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
+from weft.recipes import answers
 from weft.recipes.distill import Distillation, open_teacher
+from weft.recipes.dpo import Dpo
+from weft.recipes.reference_sums import TRAINED
 from weft.recipes.reward import RewardRecipe
+from weft.recipes.verified_steps import RecipeSteps
 from weft.rl.trainer import TrainerRank
 from weft.terminal import counted
+from weft.verify.adapter import randomize_adapters
 from weft.verify.distill_harness import DrawnLists, PlainTeachers, verify_distillation
 from weft.verify.documents import awkward_steps, forest_steps, special_ids
-from weft.verify.harness import Verdict, verify
+from weft.verify.dpo_harness import (
+    Readings,
+    awkward_preferences,
+    preference_data,
+    shows_whole_step,
+    verify_preferences,
+)
+from weft.verify.harness import Figure, Verdict, cut_documents, verify, worst_five
 from weft.verify.image_documents import steps_for
 from weft.verify.narrow import compare_as_configured
 from weft.verify.plants import planted
-from weft.verify.reward_harness import verify_reward
+from weft.verify.reward_harness import answer_data, awkward_answers, verify_reward
 from weft.verify.rl_harness import verify_rl
 from weft.verify.rl_rollouts import recorded_rollouts
+from weft.verify.score_check import score_figures
 from weft.verify.show import print_verdict
+from weft.verify.training import disturb_weights
 
 # Adam divides each element by its own size. With a smaller epsilon, the rounding of a gradient near zero becomes a full
 # step, in the reference as in the engine, and would dominate the comparison of weights.
@@ -53,7 +72,6 @@ _BF16_MASTERS = (
     "masters  in bf16 (fsdp.master_dtype, optimizer.rounding): not exact. Their rounding is not compared with one "
     "process: steps were compared with masters in fp32"
 )
-_CROSS_ENTROPY = "compared is cross entropy on this mesh; preference.loss and the reference are not"
 # Peak memory, as multiples of the fp32 weights. In the host's memory: the reference and the results of both sides
 # (measured with one rank), and the records of each further rank. On an accelerator: the training reference, whose
 # optimizer has two states, and a copy of its gradients, beside the engine.
@@ -119,7 +137,7 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
         steps += forest_steps(hf.vocabulary_size(subject.path))[:1]
     shown, images, image_plan = steps_for(engine, subject.path, steps)
     verdict = verify(engine, subject.path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)
-    remarks = [text for text in (remark, _CROSS_ENTROPY if config.command == "dpo" else None) if text]
+    remarks = [remark] if remark else []
     if config.fsdp.master_dtype == "bf16":
         remarks.append(_BF16_MASTERS)
     if verdict is not None:
@@ -138,32 +156,36 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
 
 def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
     """The verdict for reinforcement learning, in fp32 only: updates of the configured algorithm from given rollouts."""
-    if config.rl.teacher is not None:
-        raise UserError(
-            "weft verify does not compare the part of rl.teacher: set rl.teacher=null, and rl.reward if it is empty."
-        )
     exact: RlConfig = verified_config(config, subject.path)
     model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # `check` verifies that loss
-    critic, reference = replace(exact.critic, lr=exact.optimizer.lr), exact.reference  # the rates are multiples of it
-    if critic.ranks is not None:  # the critic and the reference are verified in the policy's ranks
+    critic = replace(exact.critic, lr=exact.optimizer.lr)  # the rates are multiples of it
+    reference, teacher = replace(exact.reference, param_dtype=None), replace(exact.teacher, param_dtype=None)
+    if critic.ranks is not None:  # models with separate ranks are verified in the policy's ranks
         critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     if reference.ranks is not None:
         reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
-    exact = replace(exact, model=model, critic=critic, reference=reference)
+    scorer = replace(
+        exact.reward_model, param_dtype=None, dp_replicate=None, dp_shard=None, tp=exact.mesh.tp, pp=exact.mesh.pp
+    )
+    exact = replace(exact, model=model, critic=critic, reference=reference, teacher=teacher, reward_model=scorer)
     rollouts = None if options.rollouts is None else recorded_rollouts(options.rollouts)
     trainer = TrainerRank(exact, ranks.device.type)
-    return verify_rl(trainer, LEARNING_RATE, rollouts)
+    figures = score_figures(exact, ranks, trainer.engine)
+    verdict = verify_rl(trainer, LEARNING_RATE, rollouts)
+    return None if verdict is None else replace(verdict, figures=[*figures, *verdict.figures])
 
 
 def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict of `check`, and distillation's loss and gradients against full logits."""
+    """The verdict of `check`, and training by distillation's loss, against full logits."""
     exact: DistillConfig = verified_config(config, subject.path)
-    exact = replace(exact, teacher=replace(exact.teacher, param_dtype="fp32"))
-    recipe = Distillation(exact)
-    engine = Engine(EngineConfig.from_config(exact), ranks)
+    exact = replace(exact, teacher=replace(exact.teacher, param_dtype=None))  # the student's
+    recipe, distill = Distillation(exact), exact.distill
+    engine = Engine(EngineConfig.from_config(_without_balance(exact)), ranks)
     special, _ = special_ids(engine, subject.path)
-    step = awkward_steps(hf.vocabulary_size(subject.path), special=special)[0]
-    drawn, distill = DrawnLists(hf.vocabulary_size(subject.path)), exact.distill
+    steps = awkward_steps(hf.vocabulary_size(subject.path), special=special)
+    if distill.teacher == AVERAGE:  # which moves with each update
+        steps = steps[:1]
+    drawn = DrawnLists(hf.vocabulary_size(subject.path))
     is_listed = [name == DATA or is_served(name) for name in distill.named]
     named = [
         drawn if lists else subject.path if name in (BASE, AVERAGE) else name
@@ -173,33 +195,80 @@ def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, option
         drawn if lists else open_teacher(exact, name, engine)
         for name, lists in zip(distill.named, is_listed, strict=True)
     ]
-    plain = PlainTeachers(named, [index % len(teachers) for index in range(len(step))])
-    figures = verify_distillation(engine, subject.path, step, recipe.objective, teachers, plain, exact.distill)
+    plain = PlainTeachers(named, [[index % len(teachers) for index in range(len(step))] for step in steps])
+    figures, worst = verify_distillation(
+        engine, subject.path, steps, recipe.objective, teachers, plain, distill, LEARNING_RATE
+    )
     del engine, teachers
     verdict = check(config, subject, ranks, options)
-    if verdict is None:
-        return None
     words = ", ".join("drawn lists" if name is drawn else str(name) for name in named)
-    remark = f"distill  {distill.loss} of {words}, in fp32, on the first step"
-    return replace(verdict, figures=[*figures, *verdict.figures], remarks=[*verdict.remarks, remark])
+    return _joined(verdict, figures, worst, f"distill  {distill.loss} of {words}, in fp32")
 
 
 def check_reward(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict of one step of the configured loss of scores, in fp32 and on random tokens."""
+    """The verdict of training by the configured loss of scores, in fp32 and on random tokens."""
     exact: RewardConfig = verified_config(config, subject.path)
-    if exact.lora.on:
-        raise UserError(
-            "lora: a reward model with adapters is not verified in this version: leave lora.rank and lora.path out."
-        )
-    engine = Engine(EngineConfig.from_config(exact), ranks)
-    step = awkward_steps(hf.vocabulary_size(subject.path))[0]
-    pad, pairs = hf.padding_id(subject.path), len(step) // 2 * 2
-    step = [(ids if ids[-1] != pad else [*ids[:-1], (ids[-1] + 1) % 5], mask) for ids, mask in step[:pairs]]
-    figures = verify_reward(engine, subject.path, step, RewardRecipe(exact).objective, exact.reward)
-    return Verdict(figures, remarks=[f"reward   {exact.reward.loss}, in fp32, of one step"]) if figures else None
+    engine = Engine(EngineConfig.from_config(_without_balance(exact)), ranks)
+    randomize_adapters(engine)
+    steps, recipe = awkward_answers(hf.vocabulary_size(subject.path), exact.reward), RewardRecipe(exact)
+    counts = [sum(len(example) for example in step) for step in steps]
+    documents = recipe.prepared(answer_data(steps, exact.reward))
+    prepared = RecipeSteps(engine, recipe, documents, counts, paired=recipe.pairs is not None)
+    figures, worst = verify_reward(engine, subject.path, prepared, steps, exact.reward, LEARNING_RATE)
+    return Verdict(figures, worst, [f"reward   {exact.reward.loss}, in fp32"]) if figures else None
 
 
-CHECKS = {"rl": check_rl, "distill": check_distillation, "reward": check_reward}
+def _without_balance(config: Config) -> Config:
+    """Without the auxiliary loss of experts, which `check` verifies."""
+    return replace(config, model=replace(config.model, router_aux_loss="none", router_aux_loss_coef=None))
+
+
+def _joined(verdict: Verdict | None, figures: Sequence[Figure], worst: Sequence[Figure], remark: str) -> Verdict | None:
+    """The verdict of `check` behind the figures of a loss; None except on the first rank."""
+    if verdict is None:
+        return None
+    remarks, most = [*verdict.remarks, remark], worst_five([*worst, *verdict.worst])
+    return replace(verdict, figures=[*figures, *verdict.figures], worst=most, remarks=remarks)
+
+
+def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
+    """The verdict of `check`, and training by the losses of preferences, with the reference, pair by pair."""
+    exact: DpoConfig = verified_config(config, subject.path)
+    exact = replace(exact, reference=replace(exact.reference, param_dtype=None))  # the trained model's
+    with scratch_folder() as cache:
+        if exact.preference.cache == "disk":  # a new one, which is written and read
+            exact = replace(exact, data=replace(exact.data, cache=str(cache)))
+        engine = Engine(EngineConfig.from_config(_without_balance(exact)), ranks)
+        steps = awkward_preferences(hf.vocabulary_size(subject.path), exact)
+        randomize_adapters(engine)
+        disturb_weights(engine)
+        recipe, documents = Dpo(exact), preference_data(steps, exact)
+        counts = [sum(len(example) for example in step) for step in steps]
+        prepared = RecipeSteps(engine, recipe, documents, counts, paired=exact.preference.is_paired)
+        readings = Readings(None)
+        if (reference := recipe.reference) is not None:
+            longest = max(len(answer.ids) for step in steps for example in step for answer in example)
+            if reference.engine not in (None, engine):
+                cut_documents(reference.engine, longest)
+            readings = Readings(reference.of(TRAINED, range(len(documents))))
+        for seed in range(1, 9):
+            kl = 0.0
+            if "kto" in exact.preference.losses:
+                kl = answers.mismatched_kl(exact, engine, reference, documents, prepared.indices(0))
+            if shows_whole_step(exact, read_sums(engine, choose(documents, prepared.indices(0))), readings, kl):
+                break
+            disturb_weights(engine, seed)
+        readings = replace(readings, kl=kl)
+        flight.enter(flight.ENDLESS)
+        figures, worst = verify_preferences(engine, subject.path, exact, prepared, steps, readings, LEARNING_RATE)
+        del engine, recipe, prepared, reference
+    verdict = check(config, subject, ranks, options)
+    losses, against = " + ".join(exact.preference.losses), exact.reference.path or "the model before training"
+    remark = f"dpo      {losses}{f' against {against}' if exact.preference.has_reference else ''}, in fp32"
+    return _joined(verdict, figures, worst, remark)
+
+
+CHECKS = {"rl": check_rl, "dpo": check_preferences, "distill": check_distillation, "reward": check_reward}
 
 
 def verified_config(config: Config, path: str) -> Config:

@@ -18,6 +18,7 @@ from weft.engine.frozen import beside_trained, frozen_config, named_section, ope
 from weft.engine.score_head import ScoreSpec
 from weft.engine.teachers import TeacherSection
 from weft.inference.cache_support import caches
+from weft.launch import flight
 from weft.launch.process import Ranks
 
 
@@ -86,7 +87,7 @@ def critic_engine(
     engine_config = critic_config(config)
     if engine_config is None:
         return None
-    with named_section("critic"):
+    with flight.computing("the critic"), named_section("critic"):
         return Engine(engine_config, ranks, weights=weights, fill=fill, shares_with=shares_with)
 
 

@@ -55,11 +55,26 @@ def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
 
 
 def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:
-    """Set on each sample the arrays that the roles have read. parts: the result of read_all on each rank."""
+    """Set on each sample the arrays that the roles have read. parts: the result of read_all on each rank. Raises as
+    check_readings."""
     for part in parts:
         for role, readings in part.items():
             for index, values in readings.items():
+                check_readings(role, values, samples[index])
                 setattr(samples[index], READS[role], values)
+
+
+def check_readings(role: Role, values: Floats, sample: Sample) -> None:
+    """Raises RuntimeError if a role has not read each token of a sample, and FloatingPointError for a value that is not
+    finite. Those of the policy are checked later, with the rollout's (corrections.py)."""
+    if values.shape != (len(sample),):
+        raise RuntimeError(f"the {role} has read {values.shape} values of sample {sample.id} of {len(sample)} tokens")
+    if role != "policy" and not np.isfinite(values).all():
+        kind = "values" if role == CRITIC else "log probabilities"
+        raise FloatingPointError(
+            f"the {role} gives {kind} that are not finite, of sample {sample.id}. Look at its weights, or set "
+            f"{'fsdp' if role == CRITIC else role}.param_dtype=fp32."
+        )
 
 
 def start_rank(config: RlConfig, device: Device) -> Ranks:

@@ -26,7 +26,7 @@ from weft.errors import UserError, first_line
 from weft.inference.types import Sample
 from weft.launch import flight
 from weft.launch.options import Device
-from weft.launch.process import leave
+from weft.launch.process import Ranks, leave
 from weft.launch.ray_actors import ActorGroup
 from weft.models import hf
 from weft.rl.model_engines import policy_config
@@ -109,17 +109,48 @@ def reward_model_config(config: RlConfig, path: str) -> EngineConfig:
     )  # fmt: skip
 
 
+class ConversationScorer:
+    """The engine of a reward model, with its tokenizer and chat template. Raises UserError for a model that the mesh
+    cannot hold. Collective."""
+
+    def __init__(self, config: RlConfig, path: str, ranks: Ranks, *, shares_with: Engine | None = None) -> None:
+        """shares_with: another engine of these ranks."""
+        try:
+            self.engine = Engine(reward_model_config(config, path), ranks, shares_with=shares_with)
+        except UserError as error:
+            raise UserError(f"the reward model (rl.reward: model:{path}, keys reward_model.*): {error}") from error
+        self.encoder = Encoder(load_tokenizer(path), Encoding("all"))
+        self.pad = hf.padding_id(path)
+
+    def score(self, conversations: Sequence[Conversation]) -> list[RewardOutcome]:
+        """The score of each conversation, or the error for which it has none; the same on every rank. Collective."""
+        documents, outcomes = list[Document](), list[RewardOutcome | None]()
+        for conversation in conversations:
+            try:
+                ids = self.encoder.encode([conversation.record])[0].ids
+            except ValueError as error:  # of a template that refuses the conversation
+                outcomes.append(RewardOutcome(None, first_line(error)))
+                continue
+            if len(ids) > self.engine.budget:
+                text = f"the conversation has {len(ids)} tokens, more than reward_model.max_tokens_per_device"
+                outcomes.append(RewardOutcome(None, f"{text} = {self.engine.budget}"))
+                continue
+            documents.append(scored_document(torch.tensor(ids), self.pad, source=conversation.source))
+            outcomes.append(None)
+        if not documents:
+            return [outcome for outcome in outcomes if outcome is not None]
+        plan, local = self.engine.plan_step(documents)
+        scores = iter(step_scores(self.engine, plan, local).values())
+        return [_outcome(next(scores)) if outcome is None else outcome for outcome in outcomes]
+
+
 class RewardModelRank:
     """One of the ranks of a reward model. Methods are called on all of them together."""
 
     def __init__(self, config: RlConfig, path: str, device: Device = "auto") -> None:
         self.path, self.ranks = path, start_rank(config, device)
-        try:
-            self.engine = Engine(reward_model_config(config, path), self.ranks)
-        except UserError as error:
-            raise UserError(f"the reward model (rl.reward: model:{path}, keys reward_model.*): {error}") from error
-        self.encoder = Encoder(load_tokenizer(path), Encoding("all"))
-        self.pad = hf.padding_id(path)
+        self.scorer = ConversationScorer(config, path, self.ranks)
+        self.engine = self.scorer.engine
 
     def describe(self) -> list[str]:
         """A line that describes this reward model at start."""
@@ -146,24 +177,7 @@ class RewardModelRank:
     def score(self, conversations: Sequence[Conversation]) -> list[RewardOutcome]:
         """The score of each conversation, or the error for which it has none; the same on every rank."""
         flight.enter("score")
-        documents, outcomes = list[Document](), list[RewardOutcome | None]()
-        for conversation in conversations:
-            try:
-                ids = self.encoder.encode([conversation.record])[0].ids
-            except ValueError as error:  # of a template that refuses the conversation
-                outcomes.append(RewardOutcome(None, first_line(error)))
-                continue
-            if len(ids) > self.engine.budget:
-                text = f"the conversation has {len(ids)} tokens, more than reward_model.max_tokens_per_device"
-                outcomes.append(RewardOutcome(None, f"{text} = {self.engine.budget}"))
-                continue
-            documents.append(scored_document(torch.tensor(ids), self.pad, source=conversation.source))
-            outcomes.append(None)
-        if not documents:
-            return [outcome for outcome in outcomes if outcome is not None]
-        plan, local = self.engine.plan_step(documents)
-        scores = iter(step_scores(self.engine, plan, local).values())
-        return [_outcome(next(scores)) if outcome is None else outcome for outcome in outcomes]
+        return self.scorer.score(conversations)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -194,7 +208,13 @@ class RewardModelClient:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                outcomes, *_ = await self._group.call_all("score", [c for part, _ in batch for c in part])
+                conversations = [conversation for part, _ in batch for conversation in part]
+                outcomes, *_ = await self._group.call_all("score", conversations)
+                if len(outcomes) != len(conversations):
+                    raise RuntimeError(
+                        f"the {self._group.name} has given {len(outcomes)} scores for {len(conversations)} "
+                        "conversations"
+                    )
             except Exception as error:
                 for _, answer in [*batch, *self._waiting]:
                     if not answer.done():

@@ -277,11 +277,13 @@ class TrainerRank:
         """Index -> [T] for this rank's samples: the policy's or reference's logprob of each sampled token, or the
         critic's value before the token."""
         engines = self._engines()
-        if role == "reference" and role not in engines:
-            with self.engine.without_adapter():
-                return readout(self.engine, samples, "logprob", self.opener)
-        name = "value" if role == CRITIC else "logprob"
-        return readout(engines[role], samples, name, self.opener, routes=role == "policy")
+        if role == "policy":
+            return readout(self.engine, samples, "logprob", self.opener, routes=True)
+        with flight.computing(f"the {role}"):
+            if role == "reference" and role not in engines:
+                with self.engine.without_adapter():
+                    return readout(self.engine, samples, "logprob", self.opener)
+            return readout(engines[role], samples, "value" if role == CRITIC else "logprob", self.opener)
 
     # ------------------------------------------------------------ training
 

@@ -1,4 +1,4 @@
-"""`weft verify` of a config of `weft distill`: its loss and gradients against full logits of two plain models.
+"""`weft verify` of a config of `weft distill`: training by its loss against full logits of two plain models.
 
 The plain side is transformers in one process, one document at a time, and formulas of its own; it shares nothing with
 ops/divergence.py. In place of lists of the data or of a server (distill.teacher) both sides get drawn lists.
@@ -6,7 +6,7 @@ ops/divergence.py. In place of lists of the data or of a server (distill.teacher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,19 @@ from torch import Tensor
 from weft.config.distill_schema import DistillSection
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
+from weft.engine.losses.base import Loss
 from weft.engine.losses.distillation import DistillationLoss, Listed
+from weft.engine.step_plan.plan import StepPlan
 from weft.engine.teachers import TeacherSource, pack_lists, with_teachers
 from weft.importing import import_named
-from weft.verify.adapter import as_in_files, randomize_adapters, saved_adapter
-from weft.verify.expected import ExpectedGradient, norm_of, on_cpu
-from weft.verify.harness import Figure, objective_figures, trainer_of
-from weft.verify.observed import Step, Tensors, gradient_of, short_budget, to_documents
+from weft.verify.adapter import randomize_adapters
+from weft.verify.harness import Figure, cut_documents, trainer_of
+from weft.verify.observed import Step, short_budget, to_documents
+from weft.verify.plain_divergence import divergence_of
 from weft.verify.reference import Reference
+from weft.verify.training import TrainedLoss, verify_training
 
-NAME = "distillation"
+NAME = "distillation: "
 
 
 _LISTED = 7  # tokens of a drawn list
@@ -57,77 +60,78 @@ class DrawnLists:
 @dataclass(frozen=True)
 class PlainTeachers:
     """The teachers on the plain side. named: of each, the path of a model, or drawn lists. chosen: which one each
-    document has."""
+    document of each step has."""
 
     named: Sequence[str | DrawnLists]
-    chosen: Sequence[int]
+    chosen: Sequence[Sequence[int]]
+
+
+class _TaughtSteps:
+    """The mesh's side of the steps (training.py:PreparedSteps)."""
+
+    def __init__(
+        self, engine: Engine, steps: Sequence[Step], objective: DistillationLoss, teachers: Sequence[TeacherSource],
+        chosen: Sequence[Sequence[int]],
+    ) -> None:  # fmt: skip
+        self.engine, self.steps, self.teachers, self.chosen = engine, steps, teachers, chosen
+        objective.heads = [head for teacher in teachers if (head := teacher.head(engine)) is not None]
+        self.objective: Loss = objective
+        cut_documents(engine, max(len(ids) for step in steps for ids, _ in step))
+        self.short = [short_budget(engine, steps[0])]
+
+    def prepare(self, number: int, budget: int | None) -> tuple[StepPlan, Mapping[int, Document]]:
+        engine, chosen = self.engine, list(self.chosen[number]) if len(self.teachers) > 1 else None
+        documents, metas = to_documents(engine, self.steps[number])
+        plan = engine.plan(metas, budget=budget)
+        local = {index: documents[index] for index in engine.planner.local_documents(plan)}
+        return plan, with_teachers(self.teachers, chosen, list(documents.values()), local, engine)
 
 
 def verify_distillation(
-    engine: Engine,
-    path: str,
-    step: Step,
-    objective: DistillationLoss,
-    teachers: Sequence[TeacherSource],
-    plain_teachers: PlainTeachers,
-    config: DistillSection,
-) -> list[Figure]:
-    """Figures of one step, in rows as configured and in short ones; empty except on the first rank. The engine keeps
-    its weights. Collective. path: of the student's weights."""
+    engine: Engine, path: str, steps: Sequence[Step], objective: DistillationLoss, teachers: Sequence[TeacherSource],
+    plain_teachers: PlainTeachers, config: DistillSection, lr: float,
+) -> tuple[list[Figure], list[Figure]]:  # fmt: skip
+    """(Figures, the parameters that differ most); empty except on the first rank. Trains the engine. Collective. path:
+    of the student's weights."""
     randomize_adapters(engine)
-    objective.heads = [head for teacher in teachers if (head := teacher.head(engine)) is not None]
-    chosen = list(plain_teachers.chosen) if len(teachers) > 1 else None
-    documents, metas = to_documents(engine, step)
-    observed = []
-    for budget in (None, short_budget(engine, step)):
-        plan = engine.plan(metas, budget=budget)
-        local = {index: documents[index] for index in engine.planner.local_documents(plan)}
-        local = with_teachers(teachers, chosen, list(documents.values()), local, engine)
-        loss, gradients, _ = gradient_of(engine, plan, local, objective)
-        observed.append((loss, as_in_files(engine, gradients)))
-    with saved_adapter(engine) as adapter:
-        if not engine.ranks.is_first:
-            return []
-        student = trainer_of(engine, path, [], adapter, {}).reference()
-        models = [
-            teacher if isinstance(teacher, DrawnLists) else Reference(teacher, str(engine.device))
-            for teacher in plain_teachers.named
-        ]
-        loss, gradients = _plain(student, models, step, plain_teachers.chosen, config)
-        reverse = _plain(student, models, step[::-1], plain_teachers.chosen[::-1], config)[1]
-    return objective_figures(NAME, observed, ExpectedGradient(loss, norm_of(gradients), gradients, [reverse]))
+    prepared = _TaughtSteps(engine, steps, objective, teachers, plain_teachers.chosen)
+    models: list[Reference | DrawnLists] = []
+    known: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # of a teacher and a document: its logits
 
+    def open_plain(adapter: str | None) -> Reference:
+        if not models:
+            device = str(engine.device)
+            models.extend(t if isinstance(t, DrawnLists) else Reference(t, device) for t in plain_teachers.named)
+        return trainer_of(engine, path, [], adapter, {}).reference()
 
-def _plain(
-    student: Reference,
-    teachers: Sequence[Reference | DrawnLists],
-    step: Step,
-    chosen: Sequence[int],
-    config: DistillSection,
-) -> tuple[float, Tensors]:
-    """(Loss, gradients) of sum w (alpha ce + (1 - alpha) scale divergence) / sum w."""
-    student.model.zero_grad(set_to_none=True)
-    total, loss_sum = sum(sum(mask[1:]) for _, mask in step) or 1.0, 0.0
-    scale = config.temperature**2 if config.temperature_squared else 1.0
-    for (ids, mask), number in zip(step, chosen, strict=True):
-        z_TV = student.logits(ids)[:-1]
-        teacher = teachers[number]
-        if isinstance(teacher, DrawnLists):
-            top_ids, logprobs = (x[1:].to(z_TV.device) for x in teacher.lists(ids))
-            log_p, log_q = _bins((z_TV / config.temperature).log_softmax(-1), top_ids, logprobs)
-        else:
-            with torch.no_grad():
-                of_teacher_TV = teacher.logits(ids)[:-1]
-            common = min(z_TV.shape[1], of_teacher_TV.shape[1])
-            log_p, log_q = ((x[:, :common] / config.temperature).log_softmax(-1) for x in (z_TV, of_teacher_TV))
-        weights = torch.tensor(mask[1:], device=z_TV.device)
-        ce = -z_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=z_TV.device)[:, None])[:, 0]
-        divergence = _divergence(log_p, log_q, config)
-        loss = (weights * (config.alpha * ce + (1 - config.alpha) * scale * divergence)).sum() / total
-        if loss.requires_grad:
-            loss.backward()
-        loss_sum += float(loss.detach())
-    return loss_sum, on_cpu(student.current_gradients())
+    @torch.no_grad()
+    def logits(teacher: Reference, number: int, ids: list[int]) -> Tensor:
+        key = number, tuple(ids)
+        if key not in known:
+            known[key] = teacher.logits(ids)[:-1].cpu()
+        return known[key].to(teacher.device)
+
+    def losses(student: Reference, step: Sequence[tuple[list[int], list[float], int]]) -> Iterator[Tensor]:
+        total = sum(sum(mask[1:]) for _, mask, _ in step) or 1.0
+        scale = config.temperature**2 if config.temperature_squared else 1.0
+        for ids, mask, number in step:
+            z_TV, teacher = student.logits(ids)[:-1], models[number]
+            if isinstance(teacher, DrawnLists):
+                top_ids, logprobs = (x[1:].to(z_TV.device) for x in teacher.lists(ids))
+                log_p, log_q = _bins((z_TV / config.temperature).log_softmax(-1), top_ids, logprobs)
+            else:
+                z_q_TV = logits(teacher, number, ids)
+                common = min(z_TV.shape[1], z_q_TV.shape[1])
+                log_p, log_q = ((x[:, :common] / config.temperature).log_softmax(-1) for x in (z_TV, z_q_TV))
+            ce = -z_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=z_TV.device)[:, None])[:, 0]
+            terms_T = config.alpha * ce + (1 - config.alpha) * scale * _divergence(log_p, log_q, config)
+            yield torch.tensor(mask[1:], device=z_TV.device) * terms_T / total
+
+    examples = [
+        [(*document, number) for document, number in zip(step, chosen, strict=True)]
+        for step, chosen in zip(steps, plain_teachers.chosen, strict=True)
+    ]
+    return verify_training(engine, TrainedLoss(NAME, prepared, examples, losses), open_plain, lr)
 
 
 def _bins(log_p_TV: Tensor, ids_TK: Tensor, logprobs_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,17 +149,8 @@ def _bins(log_p_TV: Tensor, ids_TK: Tensor, logprobs_TK: Tensor) -> tuple[Tensor
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, config: DistillSection) -> Tensor:
-    """[T] by the definitions."""
-
-    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-        return (log_a.exp() * (log_a - log_b)).sum(-1)
-
-    if config.loss == "forward_kl":
-        return kl(log_q, log_p)
-    if config.loss == "reverse_kl":
-        return kl(log_p, log_q)
-    if config.loss == "jsd":
-        log_m = (config.beta * log_q.exp() + (1 - config.beta) * log_p.exp()).log()
-        return config.beta * kl(log_q, log_m) + (1 - config.beta) * kl(log_p, log_m)
+    """[T] by the definitions, or the user's."""
+    if config.loss in ("forward_kl", "reverse_kl", "jsd"):
+        return divergence_of(config.loss, log_p, log_q, config.beta)
     terms: Tensor = import_named(config.loss, "distill.loss")(log_p, log_q)
     return terms.sum(-1)

@@ -35,15 +35,19 @@ class Reference:
         whole_step: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        named = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).architectures[0]
-        cls = getattr(transformers, named, transformers.AutoModelForCausalLM)  # which knows what a user registered
-        self.plain = cls.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().to(device)
+        self.plain = self.load(path, dtype=dtype, attn_implementation="eager").eval().to(device)
         self.model: nn.Module = self.plain
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in freeze))
         self.device, self.balance, self.whole_step = device, balance, whole_step and balance > 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.scale = 1.0
+
+    def load(self, path: str, **options: Any) -> Any:
+        """The model. options: of from_pretrained."""
+        named = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).architectures[0]
+        cls = getattr(transformers, named, transformers.AutoModelForCausalLM)  # which knows what a user registered
+        return cls.from_pretrained(path, **options)
 
     def logits(self, ids: list[int]) -> Tensor:
         """[T, V] of one document alone."""
@@ -146,9 +150,17 @@ class Reference:
     def step(self, documents: Sequence[Document], lr: float, padded: bool = False) -> tuple[float, float]:
         """Take one optimizer step; returns (loss, gradient norm before clipping). padded: use padded_gradients; the
         loss is 0 then."""
+        loss = 0.0
+        if padded:
+            self.padded_gradients(documents)
+        else:
+            loss, _ = self.gradients(documents)
+        return loss, self.update(lr)
+
+    def update(self, lr: float) -> float:
+        """One optimizer step by the current gradients; returns their norm before clipping."""
         assert self.optimizer is not None
-        loss, gradients = (0.0, self.padded_gradients(documents)) if padded else self.gradients(documents)
-        norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
+        norm = torch.stack([g.double().norm() for g in self.current_gradients().values()]).norm()
         if self.clip is not None:  # torch's own clipping sums squares in fp32: 1% off on a CPU at 1e8 elements
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -159,4 +171,4 @@ class Reference:
         for value in (value for state in self.optimizer.state.values() for value in state.values()):
             if isinstance(value, Tensor) and value.ndim:
                 value.copy_(value.to(self.state))
-        return loss, float(norm)
+        return float(norm)

@@ -1,88 +1,143 @@
-"""`weft verify` of a config of `weft reward`: its loss and gradients against transformers' classifier in one process,
-one answer at a time."""
+"""`weft verify` of a config of `weft reward`: its loss, gradients and training against transformers' classifier in one
+process, one answer at a time."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from torch.nn import functional as F
 
 from weft.config.reward_schema import RewardLossConfig
+from weft.data.documents import Documents
+from weft.data.records import Role
 from weft.engine.engine import Engine
-from weft.engine.losses.base import Loss
-from weft.engine.losses.reward import BradleyTerryLoss
-from weft.engine.scores import parts_pairs, scored_document, step_scores
-from weft.verify.expected import ExpectedGradient, norm_of, on_cpu
-from weft.verify.harness import Figure, objective_figures
-from weft.verify.observed import Step, Tensors, gradient_of, short_budget
+from weft.models.freeze import resolved
+from weft.verify.expected import ReferenceTrainer
+from weft.verify.harness import Figure, trainer_of
+from weft.verify.peft_reference import PeftReference
+from weft.verify.reference import Reference
+from weft.verify.synthetic_data import SyntheticDocument, synthetic_data
+from weft.verify.training import PreparedSteps, TrainedLoss, verify_training
+
+NAME = "scores: "
+# Steps of pairs: (tokens of the prompt, of the chosen answer, of the rejected one).
+_PAIRS = (((9, 21, 3), (1, 30, 9), (17, 3, 16), (23, 1, 1), (5, 12, 38)), ((16, 17, 5),), ((3, 13, 2), (20, 2, 29)))
+_STEP = 7  # tokens of a step of process rewards
 
 
-def verify_reward(engine: Engine, path: str, step: Step, objective: Loss, config: RewardLossConfig) -> list[Figure]:
-    """Figures of one step, in rows as configured and in short ones; empty except on the first rank. Collective.
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """ids: the whole document. value: the margin of its pair, or the label of the answer. marks: position of the last
+    token of a step -> the step's label, for process rewards."""
 
-    path: of the model's weights. step: an even number of documents, which are taken for pairs where the loss has such.
-    """
-    values = [_value(config, index) for index in range(len(step))]
-    array = "margin" if config.loss == "bradley_terry" else "label"
-    documents = [
-        scored_document(torch.tensor(ids), None, {array: value}, group=index // 2 if array == "margin" else None)
-        for index, ((ids, _), value) in enumerate(zip(step, values, strict=True))
-    ]
-    head = {name: w.cpu() for name, w in engine.tensors() if name.startswith(f"{engine.module.facts.head}.")}
-    observed = []
-    for budget in (None, short_budget(engine, step) + 1):
-        plan = engine.plan(engine.planner.metadata(documents), budget=budget)
-        local = {index: documents[index] for index in engine.planner.local_documents(plan)}
-        if isinstance(objective, BradleyTerryLoss):
-            objective.scores = step_scores(engine, plan, local) if parts_pairs(plan) else {}
-        observed.append(gradient_of(engine, plan, local, objective)[:2])
-    if not engine.ranks.is_first:
-        return []
-    model = _plain_model(path, head, config, str(engine.device))
-    loss, gradients = _plain(model, step, values, config)
-    reverse = _plain(model, step[::-1], values[::-1], config, turned=True)[1]
-    return objective_figures(config.loss, observed, ExpectedGradient(loss, norm_of(gradients), gradients, [reverse]))
+    ids: list[int]
+    value: float
+    marks: dict[int, int]
 
 
-def _value(config: RewardLossConfig, index: int) -> float:
-    """The margin of a pair, the same for both of its answers; or the label of an answer."""
-    if config.loss == "bradley_terry":
-        return 0.1 * (index // 2)
-    return 0.3 * index - 1.0 if config.loss == "regression" else float(index % config.labels)
+Example = tuple[ScoredAnswer, ...]  # (chosen, rejected), or one answer
 
 
-def _plain_model(path: str, head: Tensors, config: RewardLossConfig, device: str) -> Any:
-    kind = "Token" if config.loss == "process" else "Sequence"
-    auto_class = getattr(transformers, f"AutoModelFor{kind}Classification")
-    model = auto_class.from_pretrained(
-        path, num_labels=config.labels, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    )
-    model = model.eval().to(device)
-    with torch.no_grad():
-        for name, values in head.items():
-            model.get_parameter(name).copy_(values)
-    return model
+def verify_reward(
+    engine: Engine, path: str, prepared: PreparedSteps, steps: Sequence[Sequence[Example]], config: RewardLossConfig,
+    lr: float,
+) -> tuple[list[Figure], list[Figure]]:  # fmt: skip
+    """(Figures, the parameters that differ most); empty except on the first rank. Trains the engine. Collective. path:
+    of the model's weights. prepared: the mesh's side of the steps."""
+
+    def open_plain(adapter: str | None) -> Reference:
+        device = str(engine.device)
+        if adapter is not None:
+            return _PeftScorer(path, adapter, device, config, trainer_of(engine, path, [], adapter, {}))
+        return PlainScorer(path, device, resolved(engine.module, engine.config.model.freeze), config)
+
+    def losses(plain: Reference, step: Sequence[Example]) -> Iterator[Tensor]:
+        yield _losses(plain, step, config)
+
+    return verify_training(engine, TrainedLoss(NAME, prepared, steps, losses), open_plain, lr)
 
 
-def _plain(
-    model: Any, step: Step, values: list[float], config: RewardLossConfig, turned: bool = False
-) -> tuple[float, Tensors]:
-    """(Loss, gradients). turned: of each pair the rejected answer comes first."""
-    model.zero_grad(set_to_none=True)
-    device = next(model.parameters()).device
-    rows = [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0] for ids, _ in step]
-    score_NL = torch.stack([row[-1] if config.loss == "process" else row for row in rows])
-    value_N = torch.tensor(values, device=device)
-    if config.loss == "bradley_terry":
-        first, second = score_NL[:, 0].view(-1, 2).unbind(1)
-        chosen, rejected = (second, first) if turned else (first, second)
-        loss = -F.logsigmoid(chosen - rejected - value_N[::2]).mean()
-        loss = loss + config.center_rewards_coefficient * ((chosen + rejected) ** 2).mean()
-    elif config.loss == "regression":
-        loss = ((score_NL[:, 0] - value_N) ** 2).mean()
-    else:
-        loss = F.cross_entropy(score_NL, value_N.long())
-    loss.backward()
-    return float(loss.detach()), on_cpu({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+def awkward_answers(vocabulary: int, config: RewardLossConfig, seed: int = 0) -> list[list[Example]]:
+    """Steps of pairs, or of answers with a label, of random tokens."""
+    source, steps = random.Random(seed), list[list[Example]]()
+
+    def answer(prompt: list[int], count: int, margin: float) -> ScoredAnswer:
+        ids = prompt + [source.randrange(3, vocabulary) for _ in range(count)]
+        ends = {*range(len(prompt) + _STEP - 1, len(ids), _STEP), len(ids) - 1}
+        marks = {end: source.randrange(2) for end in sorted(ends)} if config.loss == "process" else {}
+        value = source.randrange(config.labels) if config.loss == "classification" else source.uniform(-1, 1)
+        return ScoredAnswer(ids, margin if config.loss == "bradley_terry" else value, marks)
+
+    for shape in _PAIRS:
+        pairs = list[Example]()
+        for length, *lengths in shape:
+            prompt, margin = [source.randrange(3, vocabulary) for _ in range(length)], source.random()
+            pairs.append(tuple(answer(prompt, count, margin) for count in lengths))
+        if config.loss != "bradley_terry":
+            singles: list[Example] = [(each,) for pair in pairs for each in pair]
+            pairs = singles[: len(pairs) + 2]
+        steps.append(pairs)
+    return steps
+
+
+def answer_data(steps: Sequence[Sequence[Example]], config: RewardLossConfig) -> Documents:
+    """The data set of these examples."""
+    documents = list[SyntheticDocument]()
+    for number, example in enumerate((example for step in steps for example in step), start=1):
+        for index, answer in enumerate(example):
+            trained = [answer.marks[i] + 1 if i in answer.marks else 0 for i in range(len(answer.ids))]
+            if not answer.marks:
+                trained[-1] = 1
+            if config.loss == "bradley_terry":
+                role: Role = "rejected" if index else "chosen"
+                documents.append(SyntheticDocument(answer.ids, trained, number, role, answer.value))
+            else:
+                documents.append(SyntheticDocument(answer.ids, trained, number, margin=answer.value))
+    return synthetic_data(documents)
+
+
+class PlainScorer(Reference):
+    """transformers' classifier of sequences, or of tokens for process rewards."""
+
+    def __init__(self, path: str, device: str, freeze: Sequence[str], config: RewardLossConfig) -> None:
+        self.config = config
+        super().__init__(path, device, freeze)
+
+    def load(self, path: str, **options: Any) -> Any:
+        kind = "Token" if self.config.loss == "process" else "Sequence"
+        auto_class = getattr(transformers, f"AutoModelFor{kind}Classification")
+        return auto_class.from_pretrained(path, num_labels=self.config.labels, trust_remote_code=False, **options)
+
+
+class _PeftScorer(PlainScorer, PeftReference):
+    """A PlainScorer with an adapter, whose head is in the adapter's files."""
+
+    def __init__(
+        self, path: str, adapter: str, device: str, config: RewardLossConfig, trainer: ReferenceTrainer
+    ) -> None:
+        self.config = config
+        PeftReference.__init__(self, path, adapter, device, quantised=trainer.quantised, frozen=trainer.frozen)
+
+
+def _losses(plain: Reference, step: Sequence[Example], config: RewardLossConfig) -> Tensor:
+    """The terms of a step's loss."""
+    answers = [answer for example in step for answer in example]
+    scores = [plain.logits(answer.ids) for answer in answers]
+    if config.loss == "process":
+        rows = torch.cat([row[list(answer.marks)] for row, answer in zip(scores, answers, strict=True)])
+        labels = torch.tensor([label for answer in answers for label in answer.marks.values()], device=rows.device)
+        return F.cross_entropy(rows, labels, reduction="none") / len(rows)
+    score_NL, value_N = torch.stack(scores), torch.tensor([answer.value for answer in answers], device=scores[0].device)
+    if config.loss == "classification":
+        return F.cross_entropy(score_NL, value_N.long(), reduction="none") / len(answers)
+    if config.loss == "regression":
+        return (score_NL[:, 0] - value_N) ** 2 / len(answers)
+    chosen, rejected = score_NL[:, 0].view(-1, 2).unbind(1)
+    losses = -F.logsigmoid(chosen - rejected - value_N[::2])
+    return (losses + config.center_rewards_coefficient * (chosen + rejected) ** 2) / len(step)

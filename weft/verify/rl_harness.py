@@ -23,12 +23,13 @@ from weft.engine.batch.replay import LIVE, align_routes
 from weft.engine.engine import Engine
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.losses.value import ValueLoss
+from weft.engine.teachers import Teacher, with_teachers
 from weft.errors import UserError
 from weft.inference.types import Floats, Sample, SampleGroup, samples_of
 from weft.launch import flight
 from weft.models import hf
 from weft.models.routing import replace_choices, replaced
-from weft.rl import advantages
+from weft.rl import advantages, teacher
 from weft.rl.algorithms import ADVANTAGES, TOKEN_LOSSES
 from weft.rl.corrections import comparable, correct, old_is_current
 from weft.rl.documents import TrainedSamples, build_documents, is_trained
@@ -44,40 +45,16 @@ from weft.verify.adapter import (
     saved_adapter,
 )
 from weft.verify.expected import norm_of, plain_optimizer, widen
-from weft.verify.harness import (
-    SCALAR,
-    Figure,
-    Verdict,
-    compare_gradients,
-    compare_weights,
-    cut_documents,
-    gradient_noise,
-    may_be_rounding,
-    rounds,
-    widened,
-    worst_five,
-    worst_of,
-)  # fmt: skip
+from weft.verify.harness import SCALAR, Figure, Verdict, cut_documents, may_be_rounding, rounds, worst_five
 from weft.verify.observed import Tensors
-from weft.verify.rl_reference import PeftPolicy, PlainCritic, PlainPolicy, PlainSample, UpdateSettings
+from weft.verify.rl_reference import PeftPolicy, PlainCritic, PlainPolicy, PlainSample, UpdateSettings, distributions
 from weft.verify.rl_rollouts import awkward_rollouts, disturb, noise
+from weft.verify.training import ModelResults, figures_of, full_tensors
 
 PASSES = 2  # updates of each rollout step
 CRITIC = "critic: "
 
 Rollouts = Sequence[Sequence[SampleGroup]]
-
-
-@dataclass
-class ModelResults:
-    """One side's results for the policy or the critic. first: (loss, size, norm, gradients) of the first update. micro:
-    the same gradients from many micro-batches. curve: (loss, size, gradient norm) of each update. weights: after all
-    updates. size: sum of the absolute values of the loss's terms; 1 on the mesh's side."""
-
-    first: tuple[float, float, float, Tensors] = (0.0, 0.0, 0.0, {})
-    micro: Tensors = field(default_factory=dict)
-    curve: list[tuple[float, float, float]] = field(default_factory=list)
-    weights: Tensors = field(default_factory=dict)
 
 
 @dataclass
@@ -104,7 +81,7 @@ def verify_rl(trainer: TrainerRank, lr: float, rollouts: Rollouts | None = None)
         figures.append(_mismatch(trainer, rollouts))
         for groups in rollouts:
             disturb(groups)
-    for engine in (trainer.engine, trainer.reference, trainer.critic):
+    for engine in (trainer.engine, trainer.reference, trainer.teacher, trainer.critic):
         if engine is not None:
             cut_documents(engine, max(len(sample) for groups in rollouts for sample in samples_of(groups)))
     plain: RunResults | None = None
@@ -145,16 +122,16 @@ def _judge(
     figures: list[Figure],
 ) -> Verdict:
     """All comparisons, after those in `figures`. noise_runs: the plain side by other orders of summation."""
-    figures, worst = _learner_figures(
-        observed.policy, plain.policy, [run.policy for run in noise_runs], start[0], config, "", figures
+    optimizer = config.optimizer.name
+    of_policy, worst = figures_of(
+        observed.policy, plain.policy, [run.policy for run in noise_runs], start[0], optimizer, ""
     )
+    figures = [*figures, *of_policy]
     if observed.critic is not None:
         assert plain.critic is not None and start[1] is not None
         noisy = [run.critic for run in noise_runs if run.critic is not None]
-        figures, figures_of_learner = _learner_figures(
-            observed.critic, plain.critic, noisy, start[1], config, CRITIC, figures
-        )
-        worst = worst_five([*worst, *figures_of_learner])
+        of_critic, worst_of_critic = figures_of(observed.critic, plain.critic, noisy, start[1], optimizer, CRITIC)
+        figures, worst = [*figures, *of_critic], worst_five([*worst, *worst_of_critic])
     return Verdict(figures, worst)
 
 
@@ -172,12 +149,7 @@ def _require_known(config: RlConfig) -> None:
 
 def _weights(trainer: TrainerRank) -> tuple[Tensors, Tensors | None]:
     """(Whole weights of the policy, those of the critic or None), by the names of the plain side; collective."""
-    policy = as_in_files(trainer.engine, _full_tensors(trainer.engine))
-    return policy, None if trainer.critic is None else _full_tensors(trainer.critic)
-
-
-def _full_tensors(engine: Engine) -> Tensors:
-    return {name: tensor.detach().cpu().float().clone() for name, tensor in engine.tensors()}
+    return full_tensors(trainer.engine), None if trainer.critic is None else full_tensors(trainer.critic)
 
 
 # ---------------------------------------------------------------- the mesh
@@ -226,6 +198,8 @@ def _observe(trainer: TrainerRank, rollouts: Rollouts, lr: float) -> RunResults:
                     ).astype(np.float32)
         correct(samples, config.rl)
         advantages.advantages(groups, config.rl)
+        if config.rl.teacher_in_advantage:
+            teacher.add_teacher_advantages(samples, config.rl)
         if fused:
             for sample in samples:
                 sample.old_logprobs = None
@@ -258,7 +232,11 @@ def _observe_gradients(trainer: TrainerRank, samples: Sequence[Sample], observed
     longest = max((len(document) for document in documents.values()), default=1)
     fused = "old_logprobs" not in documents[0].arrays if documents else False
     pairs: list[tuple[Engine, Any, ModelResults]] = [
-        (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused, masked=masked), observed.policy)
+        (
+            trainer.engine,
+            lambda: PolicyLoss(trainer.config.rl, old_is_current=fused, masked=masked, teacher=trainer.teacher_loss),
+            observed.policy,
+        )
     ]
     if trainer.critic is not None and observed.critic is not None:
         pairs.append((trainer.critic, lambda: ValueLoss(trainer.config.critic.clip), observed.critic))
@@ -266,6 +244,8 @@ def _observe_gradients(trainer: TrainerRank, samples: Sequence[Sample], observed
         for budget in (None, longest):
             plan = engine.plan(engine.planner.metadata(documents.values()), budget=budget)
             local = {index: documents[index] for index in engine.planner.local_documents(plan)}
+            if trainer.teacher is not None and trainer.teacher_loss is not None and engine is trainer.engine:
+                local = with_teachers([Teacher(trainer.teacher)], None, list(documents.values()), local, engine)
             metrics = engine.accumulate(plan, local, objective())
             gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
             gradients = as_in_files(engine, gradients)
@@ -273,7 +253,7 @@ def _observe_gradients(trainer: TrainerRank, samples: Sequence[Sample], observed
             if budget is None:
                 learner.first = loss or 0.0, 1.0, engine.gradient_norm(), gradients
             else:
-                learner.micro = gradients
+                learner.micro.append((loss or 0.0, gradients))
             engine.drop_gradients()
     flight.enter(flight.ENDLESS)
 
@@ -295,9 +275,14 @@ class _Plain:
             if adapter is None
             else PeftPolicy(path, adapter, self.device)
         )
+        self.teacher: PlainPolicy | None = None
         rule = UpdateSettings(
-            config.rl, config.rollout.temperature, config.rollout.max_new_tokens, config.critic.clip, self._following
-        )
+            config.rl, config.rollout.temperature, config.rollout.max_new_tokens, config.critic.clip, self._following,
+            self._taught if trainer.teacher_loss is not None else None,
+        )  # fmt: skip
+        if config.rl.teacher is not None:
+            self.teacher = PlainPolicy(config.rl.teacher, self.device)
+            self._prepare(self.teacher, rule)
         self._prepare(self.policy, rule)
         self.policy.start(self._optimizer(engine), config.optimizer.max_grad_norm)
         self.reference: PlainPolicy | None = None
@@ -319,6 +304,11 @@ class _Plain:
         c, plain = optimizer_by_files(engine), self.policy if engine is self.trainer.engine else self.critic
         assert plain is not None
         return plain_optimizer(c, engine.config.seed, engine_names(engine), matrix_parts(engine)).over(plain.named())
+
+    @torch.no_grad()
+    def _taught(self, row: PlainSample) -> torch.Tensor:
+        assert self.teacher is not None
+        return distributions(self.teacher.model, row, self.config.rollout.temperature)
 
     @contextmanager
     def _following(self, row: PlainSample) -> Iterator[None]:
@@ -390,6 +380,8 @@ class _Plain:
                 readouts["ref_logprobs"] = self.policy.look(rows, follow=False)
         elif self.reference is not None:
             readouts["ref_logprobs"] = self.reference.look(rows, follow=False)
+        if self.teacher is not None and rl.teacher_in_advantage:
+            readouts["teacher_logprobs"] = self.teacher.look(rows, follow=False)
         if self.critic is not None:
             readouts["values"] = self.critic.look(rows)
         for name, values in readouts.items():
@@ -411,52 +403,11 @@ def _in_double(
 
 def _read_figures(observed: RunResults, plain: RunResults) -> list[Figure]:
     names = {
-        "old_logprobs": "readout: old logprob", "ref_logprobs": "readout: reference logprob", "values": "readout: value"
+        "old_logprobs": "readout: old logprob", "ref_logprobs": "readout: reference logprob",
+        "teacher_logprobs": "readout: teacher logprob", "values": "readout: value",
     }  # fmt: skip
     figures = []
     for name in plain.reads[0]:
         pairs = zip(observed.reads[0][name], plain.reads[0][name], strict=True)
         figures.append(Figure(names[name], max(_difference(*pair) for pair in pairs), SCALAR))
     return figures
-
-
-def _along(side: ModelResults, plain: ModelResults) -> tuple[float, float]:
-    """The largest differences of the losses and of the gradient norms of all updates from those of the plain side."""
-    pairs = list(zip(side.curve, plain.curve, strict=True))
-    losses = [abs(actual[0] - loss) / max(size, 1e-6) for actual, (loss, size, _) in pairs]
-    norms = [abs(actual[2] - norm) / max(norm, 1e-6) for actual, (_, _, norm) in pairs]
-    return max(losses), max(norms)
-
-
-def _learner_figures(
-    observed: ModelResults,
-    plain: ModelResults,
-    noise_runs: Sequence[ModelResults],
-    start: Tensors,
-    config: RlConfig,
-    prefix: str,
-    before: list[Figure],
-) -> tuple[list[Figure], list[Figure]]:
-    """(The figures `before` and those of a policy or critic, its five parameters that differ most). noise_runs: the
-    plain side's results by other orders of summation, and in fp64. prefix: of the figures' names."""
-    noise_of_gradients = gradient_noise(plain.first[3], [run.first[3] for run in noise_runs])
-    parameters = compare_gradients(observed.first[3], plain.first[3], noise_of_gradients)
-    micro = compare_gradients(observed.micro, plain.first[3], noise_of_gradients)
-    updates, along = len(plain.curve), _along(observed, plain)
-    moved = [_along(run, plain) for run in noise_runs]
-    noises = [max((pair[position] for pair in moved), default=None) for position in range(2)]
-    loss, size, norm, _ = plain.first
-    weights, optimizer = [run.weights for run in noise_runs], config.optimizer.name
-    figures = [
-        Figure("loss", abs(observed.first[0] - loss) / max(size, 1e-6), SCALAR),
-        Figure("gradient norm", abs(observed.first[2] - norm) / max(norm, 1e-6), SCALAR),
-        worst_of("gradients, every parameter", parameters),
-        worst_of("gradients, many micro-batches", micro),
-        *(
-            Figure(f"{name} along {updates} updates", value, widened(10 * SCALAR, noise), noise)
-            for name, value, noise in zip(("loss", "gradient norm"), along, noises, strict=True)
-        ),
-        compare_weights(f"weights after {updates} updates", observed.weights, plain.weights, start, weights, optimizer),
-    ]
-    named = [Figure(prefix + f.name, f.value, f.tolerance, f.noise, f.note) for f in figures]
-    return [*before, *named], [Figure(prefix + f.name, f.value, f.tolerance, f.noise) for f in worst_five(parameters)]

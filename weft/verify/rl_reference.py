@@ -20,6 +20,7 @@ from torch import Tensor
 
 from weft.rl.algorithms import ADVANTAGES, TOKEN_LOSSES
 from weft.verify.peft_reference import PeftReference
+from weft.verify.plain_divergence import divergence_of
 from weft.verify.reference import Reference
 
 _NONE = torch.zeros(0)
@@ -29,8 +30,8 @@ _LIMITS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 @dataclass
 class PlainSample:
     """A sample. drawn: places of the tokens that the policy drew. reward: None if the sample does not count. trained:
-    whether its tokens are trained. Arrays are [G], one entry per drawn token. old_logprobs, ref_logprobs and
-    values are read from models; correction, advantage and returns are derived from them."""
+    whether its tokens are trained. Arrays are [G], one entry per drawn token. old_logprobs, ref_logprobs,
+    teacher_logprobs and values are read from models; correction, advantage and returns are derived from them."""
 
     ids: list[int]
     drawn: list[int]
@@ -41,6 +42,7 @@ class PlainSample:
     routes: Any = None
     old_logprobs: Tensor = _NONE
     ref_logprobs: Tensor = _NONE
+    teacher_logprobs: Tensor = _NONE
     values: Tensor = _NONE
     correction: Tensor = _NONE
     advantage: Tensor = _NONE
@@ -50,13 +52,14 @@ class PlainSample:
 @dataclass(frozen=True)
 class UpdateSettings:
     """The settings of an update. rl: weft's section `rl`. longest: the divisor of sequence_sum. follow: a context in
-    which experts follow a row's routes."""
+    which experts follow a row's routes. teacher: with rl.teacher_in=loss, a row -> the teacher's `distributions`."""
 
     rl: Any
     temperature: float
     longest: int
     value_clip: float | None = None
     follow: Callable[[PlainSample], AbstractContextManager[Any]] = field(default=lambda row: nullcontext())
+    teacher: Callable[[PlainSample], Tensor] | None = None
 
     def weights(self, row: PlainSample) -> float:
         """The weight of each of the row's tokens in the sums of a step, by rl.loss_aggregation."""
@@ -65,10 +68,14 @@ class UpdateSettings:
         ]
 
 
-def read(model: Any, row: PlainSample, temperature: float) -> tuple[Tensor, Tensor]:
-    """(Logprobs of the drawn tokens, entropies of their distributions), [G] each."""
+def distributions(model: Any, row: PlainSample, temperature: float) -> Tensor:
+    """[G, V] log-probabilities of all tokens where the policy drew one."""
     logits = model(input_ids=torch.tensor([row.ids], device=_device(model)), use_cache=False).logits[0].float()
-    all_scores = (logits / temperature).log_softmax(-1)[[position - 1 for position in row.drawn]]
+    return (logits / temperature).log_softmax(-1)[[position - 1 for position in row.drawn]]
+
+
+def read(all_scores: Tensor, row: PlainSample) -> tuple[Tensor, Tensor]:
+    """(Logprobs of the drawn tokens, entropies of their distributions), [G] each. all_scores: of `distributions`."""
     chosen = all_scores[torch.arange(len(row.drawn)), [row.ids[position] for position in row.drawn]]
     return chosen, -(all_scores.exp() * all_scores).sum(-1)
 
@@ -105,6 +112,8 @@ def compare(rows: Sequence[PlainSample], rl: Any) -> None:
     estimates = ADVANTAGES[rl.advantage].plain(rewarded, [_token_rewards(row, rl) for row in rewarded], rl)
     for row, advantage in zip(rewarded, estimates, strict=True):
         row.advantage = advantage
+        if rl.teacher is not None and rl.teacher_in == "advantage":
+            row.advantage = advantage + rl.teacher_coef * (row.teacher_logprobs - row.old_logprobs).double()
 
 
 def _token_rewards(row: PlainSample, rl: Any) -> Tensor:
@@ -160,13 +169,19 @@ class _Policy(_Update):
 
     def losses(self, row: PlainSample) -> Tensor:
         rl = self.rule.rl
-        logprob, entropy = read(self.model, row, self.rule.temperature)
+        all_scores = distributions(self.model, row, self.rule.temperature)
+        logprob, entropy = read(all_scores, row)
         loss = TOKEN_LOSSES[rl.policy_loss].plain(logprob, row, rl) * row.correction
         if rl.kl_coef > 0 and rl.kl_in == "loss":
             ratio, d = (logprob - row.old_logprobs).exp(), logprob - row.ref_logprobs
             if rl.kl_unbiased:
                 ratio = ratio.detach() if rl.kl_estimator == "k2" else ratio
             loss = loss + rl.kl_coef * _kl(d, rl) * (ratio if rl.kl_unbiased else 1.0)
+        if self.rule.teacher is not None:
+            of_teacher = self.rule.teacher(row)
+            common = min(all_scores.shape[1], of_teacher.shape[1])  # one vocabulary may be padded
+            log_p, log_q = (scores[:, :common].log_softmax(-1) for scores in (all_scores, of_teacher))
+            loss = loss + rl.teacher_coef * divergence_of(rl.teacher_divergence, log_p, log_q, rl.teacher_beta)
         return loss - rl.entropy_coef * entropy * self._entropy_share(row)
 
     def _entropy_share(self, row: PlainSample) -> float:
@@ -191,7 +206,7 @@ class _Policy(_Update):
         advantages = []
         for row in rows:
             with self.rule.follow(row) if follow else nullcontext():
-                advantages.append(read(self.model, row, self.rule.temperature)[0].cpu())
+                advantages.append(read(distributions(self.model, row, self.rule.temperature), row)[0].cpu())
         return advantages
 
 

@@ -12,26 +12,26 @@ from torch import Tensor
 from weft.engine.losses.base import Batch, LossOutput
 from weft.inference.types import Sample
 from weft.ops.divergence import Terms
-from weft.verify.bugs import Original, Plant, bug
+from weft.verify.bugs import GRADIENTS, Original, Plant, bug
 
-TEACHER_ADVANTAGE = "tests/parity/test_rl_teacher_parity.py: an update with a teacher is that of plain PyTorch"
+EVERY = "distillation: gradients, every parameter"
+MICRO = "distillation: gradients, many micro-batches"
 LISTED = "tests/parity/test_distill_parity.py: a step with lists of likely tokens is that of plain PyTorch"
-DISTILLED = "tests/parity/test_distill_parity.py: a step of distillation is that of plain PyTorch"
 
 
 @bug(
-    "B43", "weft.engine.losses.distillation:DistillationLoss.__call__",
+    "B38", "weft.engine.losses.distillation:DistillationLoss.__call__",
     "distillation is averaged over each micro-batch, however many tokens it trains",
-    caught_by=DISTILLED, issue="verl-project/verl#7225", needs="micro-batches of unlike sizes",
+    caught_by=MICRO, issue="verl-project/verl#7225", needs="micro-batches of unlike sizes",
 )  # fmt: skip
 def distilled_by_micro_batch(plant: Plant, original: Original, self: Any, batch: Batch) -> LossOutput:
     return plant.averaged(original(self, batch), float(batch.weights_N.sum()))
 
 
 @bug(
-    "B43", "weft.engine.losses.distillation:DistillationLoss.normaliser",
+    "B38", "weft.engine.losses.distillation:DistillationLoss.normaliser",
     "distillation is divided by all tokens, those of prompts included",
-    caught_by=DISTILLED, issue="huggingface/trl#6452", needs="tokens without a loss weight",
+    caught_by=EVERY, issue="huggingface/trl#6452", needs="tokens without a loss weight",
 )  # fmt: skip
 def prompts_in_the_count(plant: Plant, original: Original, self: Any, plan: Any) -> float:
     plant.hits += plan.totals.tokens != original(self, plan)
@@ -39,9 +39,9 @@ def prompts_in_the_count(plant: Plant, original: Original, self: Any, plan: Any)
 
 
 @bug(
-    "B44", "weft.ops.divergence:terms_of",
+    "B37", "weft.ops.divergence:terms_of",
     "the gradient of distillation also flows through the teacher's logits, as if they were the student's",
-    caught_by=DISTILLED, issue="radixark/miles#1966",
+    caught_by=EVERY, issue="radixark/miles#1966",
 )  # fmt: skip
 def gradient_into_the_teacher(plant: Plant, original: Original, name: str, beta: float) -> Terms:
     terms: Terms = original(name, beta)
@@ -68,10 +68,10 @@ def no_tail(plant: Plant, original: Original, self: Any, *arguments: Any) -> Any
 
 
 @bug(
-    "B45", "weft.rl.teacher:add_teacher_advantages",
+    "B36", "weft.rl.teacher:add_teacher_advantages",
     "the KL from the teacher at a token's position is its advantage, whatever token was drawn, so that the expected "
     "gradient is zero",
-    caught_by=TEACHER_ADVANTAGE, issue="radixark/miles#2362", needs="rl.teacher_in=advantage",
+    caught_by=GRADIENTS, issue="radixark/miles#2362", needs="rl.teacher_in=advantage",
 )  # fmt: skip
 def divergence_as_advantage(plant: Plant, original: Original, samples: Sequence[Sample], config: Any) -> Any:
     before = [None if sample.advantages is None else sample.advantages.copy() for sample in samples]

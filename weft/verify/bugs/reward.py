@@ -39,7 +39,7 @@ def score_one_token_early(plant: Plant, original: Original, tokens: Tensor) -> T
 @bug(
     "B57", "weft.engine.losses.reward:BradleyTerryLoss.__call__",
     "the margin of a pair is added to the difference of its scores instead of taken off",
-    caught_by=PREFERRED, issue="",
+    caught_by="scores: gradients, every parameter", issue="", needs="reward.loss=bradley_terry",
 )  # fmt: skip
 def margin_added(plant: Plant, original: Original, self: Any, batch: Batch) -> LossOutput:
     plant.hits += bool(batch.arrays["margin"].any())
@@ -51,7 +51,8 @@ def margin_added(plant: Plant, original: Original, self: Any, batch: Batch) -> L
 @bug(
     "B34", "weft.engine.losses.reward:BradleyTerryLoss.__call__",
     "the loss of pairs is averaged over each micro-batch, however many answers it has",
-    caught_by=PREFERRED, issue="huggingface/trl#4104", needs="micro-batches with unlike numbers of answers",
+    caught_by="scores: gradients, many micro-batches", issue="huggingface/trl#4104",
+    needs="micro-batches with unlike numbers of answers",
 )  # fmt: skip
 def pairs_by_micro_batch(plant: Plant, original: Original, self: Any, batch: Batch) -> LossOutput:
     return plant.averaged(original(self, batch), len(batch.weights_N))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.inference.types import Flags, Sample, SampleGroup
-from weft.verify.bugs import Original, Plant, bug
+from weft.inference.types import Flags, Floats, Sample, SampleGroup
+from weft.verify.bugs import GRADIENTS, Original, Plant, bug
 
 UPDATE = "tests/parity/test_policy_parity.py: the update of grpo is that of plain PyTorch"
 
@@ -50,3 +50,13 @@ def environment_trained(plant: Plant, original: Original, sample: Sample) -> Fla
     between = drawn | (np.arange(len(drawn)) >= drawn.argmax())
     plant.hits += bool((between != drawn).any())
     return between
+
+
+@bug(
+    "B55", "weft.rl.corrections:comparable",
+    "tokens are drawn with top_p below 1, and their logprobs are compared with those of the whole vocabulary",
+    caught_by=GRADIENTS, issue="", needs="rollout.top_p below 1, and rl.epochs above 1",
+)  # fmt: skip
+def truncation_ignored(plant: Plant, original: Original, sample: Sample) -> Floats:
+    plant.hits += sample.kept_logmass is not None and bool((sample.kept_logmass[sample.sampled] < 0).any())
+    return sample.rollout_logprobs

@@ -1,0 +1,69 @@
+"""`weft verify` of reward models in `weft rl`: scores of whole conversations against transformers' classifier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+
+from weft.config.rl_schema import RlConfig, reward_models
+from weft.data.encode import has_template
+from weft.engine.engine import Engine
+from weft.launch import flight
+from weft.launch.process import Ranks
+from weft.rl.reward_models import Conversation, ConversationScorer
+from weft.verify.harness import SCALAR, Figure
+
+_ROOM = 256  # tokens, enough for these:
+# (prompt, answer), of uneven lengths.
+_TEXTS = (
+    ("What is 14 + 56?", "14 + 56 = 70."), ("Yes or no?", "No"), ("Write a line of verse about the sea.", "-"),
+    ("a b c " * 9, "d e f " * 3), ("x", "Tides fold the moon into the sand. " * 2),
+)  # fmt: skip
+
+
+def score_figures(config: RlConfig, ranks: Ranks, trained: Engine) -> list[Figure]:
+    """A figure for each model of rl.reward; empty except on the first rank. Each is built in these ranks, and scores
+    the same conversations as transformers does one by one. Collective."""
+    figures = list[Figure]()
+    for role, path in reward_models(config.rl.reward).items():
+        room = max(_ROOM, config.reward_model.max_tokens_per_device or config.step.max_tokens_per_device)
+        section = replace(config.reward_model, max_tokens_per_device=room)
+        scorer = ConversationScorer(replace(config, reward_model=section), path, ranks, shares_with=trained)
+        chat = has_template(scorer.encoder.tokenizer, None)
+        conversations = [_conversation(f"{role}:{n}", *texts, chat) for n, texts in enumerate(_TEXTS)]
+        outcomes = scorer.score(conversations)
+        flight.enter(flight.ENDLESS)
+        if ranks.is_first:
+            worst, note = 0.0, ""
+            plain = transformers.AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            ).eval().to(trained.device)  # fmt: skip
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            for (prompt, answer), outcome in zip(_TEXTS, outcomes, strict=True):
+                expected = _plain_score(plain, tokenizer, prompt, answer, chat)
+                value = float("inf") if outcome.value is None else abs(outcome.value - expected) / max(1, abs(expected))
+                if not value <= worst:
+                    worst, note = value, outcome.error or repr(prompt[:20])
+            figures.append(Figure(f"{role}: scores", worst, SCALAR, note=note))
+    return figures
+
+
+def _conversation(source: str, prompt: str, answer: str, chat: bool) -> Conversation:
+    if not chat:
+        return Conversation(source, prompt, answer, {})
+    messages = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answer}]
+    return Conversation(source, *messages, {})
+
+
+@torch.no_grad()
+def _plain_score(model: transformers.PreTrainedModel, tokenizer: Any, prompt: str, answer: str, chat: bool) -> float:
+    if chat:
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+    else:
+        ids = [*tokenizer(prompt)["input_ids"], *tokenizer(answer, add_special_tokens=False)["input_ids"]]
+        ids.append(tokenizer.eos_token_id)
+    return float(model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, 0])
