@@ -88,6 +88,7 @@ CASES = {
     "state-runs-on": Case("lfm2"),
     "recompute-in-low-precision": Case(sections=(("model", "recompute", "full"),)),
     "results-out-of-order": Case(sections=(("model", "recompute", "selective"),)),
+    "gradient-of-a-tile": Case(sections=(("model", "tiled_mlp", 16),)),
     "positions-not-reset": Case("gpt2"),
     "padding-trained": Case("falcon"),
     "head-untied": Case("llama_tied"),
