@@ -40,7 +40,6 @@ def model(family: str, mesh: str = "1") -> str:
 
 
 def config_of(path: str, mesh: str, *keys: str) -> RlConfig:
-    keys = tuple(key.replace("TEACHER", saved_model("gemma2")) for key in keys)
     sizes = [f"mesh.{axis}={size}" for axis, size in MESHES[mesh].items()]
     return load_config([], [f"model.path={path}", *KEYS, *sizes, *keys], RlConfig)
 
@@ -114,6 +113,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "mesh", "keys"), CASES)
 def test_updates_are_those_of_one_plain_process(family: str, mesh: str, keys: tuple[str, ...]) -> None:
+    keys = tuple(key.replace("TEACHER", saved_model("gemma2")) for key in keys)
     results = run(world_of(mesh), verdict_on_trees, model(family, mesh), mesh, keys)
     verdict: Verdict = results[0][0]
     assert verdict.passed, describe(verdict)
