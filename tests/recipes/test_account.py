@@ -57,7 +57,7 @@ def test_the_cheapest_settings_save_what_they_say(checkout: Path) -> None:
 @pytest.mark.covers("model.recompute")
 def test_auto_takes_the_least_time_of_what_fits(checkout: Path) -> None:
     chosen = []
-    for gib in (200, 80, 40, 22, 1):
+    for gib in (200, 80, 40, 24, 1):
         policy, line = chosen_recompute(config_of("model.recompute=auto"), 8, "cpu", replace(H100, memory=gib << 30))
         chosen.append(str(policy_of(policy) or "none"))
         assert ("nothing fits" in line) == (gib == 1)

@@ -795,4 +795,4 @@ def test_rows_of_equal_documents_are_planned_for_some_of_the_ranks_and_counted_f
     wanted = searched("llama", 4, [64] * 8)
     sizes = resolve_mesh(MeshConfig(dp_shard=4), 4)
     whole = RowFacts.from_plan(wanted.model, plan_rows(wanted.model, sizes, wanted.lengths, 128))
-    assert _rows(wanted, sizes, 128, {}) == whole and whole.tokens == 512
+    assert _rows(wanted, {}, wanted.model, sizes, 128)[1] == whole and whole.tokens == 512
