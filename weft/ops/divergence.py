@@ -462,7 +462,7 @@ class _ListReader(_Reader):
             self.shard.ranks.sum_(sums)
         lse = self._log_sum_exp([rest, z])
         self.logprob[rows] = torch.where(sums[:, -1] > 0, sums[:, -2] - lse[1], float("nan"))
-        log_p, log_q, has_tail = self._bins(sums[:, :-2], lse[0], is_used, self.logprobs[rows])
+        log_p, log_q, has_tail = self.bins(sums[:, :-2], lse[0], is_used, self.logprobs[rows])
         if self.agreement is not None:
             likeliest = ids.gather(1, log_q[:, :-1].argmax(1, keepdim=True))[:, 0]
             self.agreement[rows] = (self._likeliest(z) == likeliest).to(self.wide)
@@ -478,7 +478,7 @@ class _ListReader(_Reader):
         z.scatter_add_(1, columns, g_bins[:, :-1] * is_here)
         self._finish_gradient(x, z, slope, (is_inside, local), g_logprob)
 
-    def _bins(self, listed: Tensor, tail: Tensor, is_used: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def bins(self, listed: Tensor, tail: Tensor, is_used: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(log p, log q of the bins [b, K + 1], whether there is a tail [b]). listed, tail: the student's logits [b, K]
         and [b]. Bins that are not used have both models' probability 0."""
         absent = torch.tensor(_ABSENT, dtype=self.wide, device=listed.device)

@@ -90,7 +90,7 @@ def quantise(form: Format, values: Tensor, start: Sequence[int], shared: Sequenc
     """uint8 codes of `values`, a box of the weight that begins at `start`. shared: of seal_scales."""
     if form is NF4:
         return nf4.quantise(values)[0]
-    scales = _spread(form, shared[0], start, values.shape)
+    scales = spread_scales(form, shared[0], start, values.shape)
     if form is INT8:  # a row of zeros has no scale
         factors = torch.where(scales > 0, 127.0 / scales, 0.0)
         return torch.round(values.float() * factors).to(torch.int8).view(torch.uint8)
@@ -98,7 +98,7 @@ def quantise(form: Format, values: Tensor, start: Sequence[int], shared: Sequenc
     return ratio.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def _spread(form: Format, scales: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+def spread_scales(form: Format, scales: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """The scale of each element of a box, broadcastable to its shape. scales: of all blocks of the weight."""
     for dim in range(len(shape) - 2):
         scales = scales.narrow(dim, start[dim], shape[dim])
@@ -138,7 +138,7 @@ def dequantise(
     rows = max(1, _SLAB * len(codes) // max(1, out.numel()))
     for number, (slab, of_slab) in enumerate(zip(out.split(rows), codes.split(rows), strict=True)):
         first = (start[0] + number * rows, *start[1:])
-        spread = _spread(form, shared[0], first, of_slab.shape)
+        spread = spread_scales(form, shared[0], first, of_slab.shape)
         if form is INT8:
             slab.copy_(of_slab.view(torch.int8).float().mul_(spread).mul_(_INT8_STEP))
         else:

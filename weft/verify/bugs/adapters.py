@@ -81,7 +81,7 @@ def scales_of_one_shard(plant: Plant, original: Original, rows: Any, group: Any)
 
 
 @bug(
-    "B33", "weft.ops.low_bit:_spread",
+    "B33", "weft.ops.low_bit:spread_scales",
     "the scales of a shard are those of the weight's first rows",
     caught_by=LOGPROB, issue="bitsandbytes-foundation/bitsandbytes#2080", ranks=2, needs="lora.base=int8",
 )  # fmt: skip

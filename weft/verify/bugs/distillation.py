@@ -56,7 +56,7 @@ def gradient_into_the_teacher(plant: Plant, original: Original, name: str, beta:
 
 
 @bug(
-    "B43", "weft.ops.divergence:_ListReader._bins",
+    "B43", "weft.ops.divergence:_ListReader.bins",
     "a teacher's likeliest tokens are compared without a bin for all others, so that the sum is no divergence",
     caught_by=LISTED, issue="", needs="a teacher that is known by lists",
 )  # fmt: skip

@@ -144,7 +144,7 @@ def tied_head_twice(plant: Plant, original: Original, module: nn.Module, divided
 
 
 @bug(
-    "B17", "weft.engine.optim.optimizer:split",
+    "B17", "weft.engine.optim.early_norms:split",
     "the gradient norm counts what every rank of tp has once for each",
     caught_by=NORM, issue="NVIDIA-NeMo/RL#3788", ranks=2, needs=NEEDS,
 )  # fmt: skip
