@@ -40,7 +40,6 @@ def _all_reduce_buffers_stay() -> bool:
     return not _communication_keeps("all_reduce_state")
 
 
-@cache
 def _communication_keeps(name: str) -> bool:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 

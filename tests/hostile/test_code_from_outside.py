@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Who can write to the config, or to modules that it names, can run code: that is what these keys are for.
 PLACES = {
     ("weft/__init__.py", "__getattr__", "import_module"): "weft's own modules, from a table of public names",
+    ("weft/config/__init__.py", "__getattr__", "import_module"): "the same",
     ("weft/api.py", "_run", "import_module"): "weft's own recipes, by the commands of the table of schemas",
     ("weft/cli.py", "_train.body", "import_module"): "the same",
     ("weft/former_modules.py", "_FormerModules.create_module", "import_module"): "weft's own, by their former names",

@@ -86,7 +86,9 @@ def plain(path: str, of_teacher: str, case: str, rows: list[Row], rewarded: bool
             z = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0][places] / TEMPERATURE
             with torch.no_grad():
                 z_q = teacher(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0][places] / TEMPERATURE
-            loss = loss + keys["teacher_coef"] * divergence("jsd", z, z_q, keys["teacher_beta"])
+            loss = loss + keys["teacher_coef"] * divergence(
+                "jsd", z.log_softmax(-1), z_q.log_softmax(-1), keys["teacher_beta"]
+            )
         losses.append(loss)
     total = plain_rl.sequence_mean(losses)
     total.backward()

@@ -245,7 +245,7 @@ def test_a_reward_model_is_no_model_of_text(trained: tuple[Path, str], here: Pat
 
 
 def test_held_out_pairs_are_measured_alike_by_run_and_command(trained: tuple[Path, str], here: Path) -> None:
-    config = measured_config(str(trained[0]), ["held-out.jsonl"])
+    config = measured_config(str(trained[0]), [str(here / "held-out.jsonl")])
     assert isinstance(config, RewardConfig)
     options = MeasureOptions(path=str(trained[0]), device="cpu", json=True)
     (figures,) = run_in_pool(1, _losses, config, options)

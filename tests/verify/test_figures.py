@@ -243,6 +243,6 @@ def test_the_plain_reference_is_the_model_that_the_config_names(
     monkeypatch.setattr(rl_harness._Plain, "_optimizer", lambda *_: None)
     config = rl_config(algorithm(kl_coef=0.1))
     config = replace(config, reference=replace(config.reference, path=path))
-    trainer: Any = SimpleNamespace(config=config, engine=SimpleNamespace(device="cpu"), critic=None)
+    trainer: Any = SimpleNamespace(config=config, engine=SimpleNamespace(device="cpu"), critic=None, teacher_loss=None)
     rl_harness._Plain(trainer, ({}, None), None)
     assert made == read

@@ -328,6 +328,8 @@ def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
         arrays |= {name: _mapped(folder / name, dtype) for name, dtype in (_TOKENS | _LISTS | _PLACES).items()}
     except (FileNotFoundError, ValueError) as error:
         raise DamagedTableError(str(error)) from error
+    if any(len(arrays[name]) != meta["documents"] for name in _DOCUMENTS):
+        raise DamagedTableError(f"{folder} is not what was written")
     digest, tokens = Digest(), int(arrays["lengths"].sum(dtype=np.int64))
     digest.update(arrays["ids"], arrays["trained"], arrays["lengths"])
     digest.update_images(arrays["images"], arrays["places"], arrays["sizes"])
@@ -338,7 +340,6 @@ def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
     counts = [
         *(len(arrays[name]) - tokens for name in _TOKENS),
         *(len(arrays[name]) - listed for name in _LISTS),
-        *(len(arrays[n]) - meta["documents"] for n in _DOCUMENTS),
         int(arrays["images"].sum()) - len(arrays["sizes"]),
         int(arrays["sizes"].sum()) - len(arrays["places"]),
     ]

@@ -274,7 +274,7 @@ class Engine:
     def _accumulate(self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss) -> _Unread:
         """accumulate() up to what the host waits for."""
         assert self.optimizer is not None, "this engine was opened for inference"
-        self.require_awake("gradients")
+        self.require_awake("parameters", "gradients")
         self._prepare_forwards()
         assert not self._complete, "these gradients have been looked at: nothing can be added to them"
         assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
