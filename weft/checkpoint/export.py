@@ -120,7 +120,7 @@ def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_byt
     drafts, manifest = _drafts(engine), manifest_of(engine, dtype)
     usual = _most_common_dtype(manifest)
     for name, tensor in drafts.items():
-        target_dtype = tensor.source.dtypes.get(name, usual)  # quantised tensors are written as others are
+        target_dtype = engine.built.source_dtypes.get(name, usual)  # quantised tensors are written as others are
         manifest[name] = torch.empty(tensor.box.size, dtype=target_dtype, device="meta")
     split = split_torch_state_dict_into_shards(manifest, max_shard_size=shard_bytes)
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None

@@ -494,7 +494,7 @@ _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 
 def draft_layers(config: PretrainedConfig) -> int:
-    """The number of layers for multi-token prediction that config.json promises, 0 for none."""
+    """The number of layers for multi-token prediction that the config has, 0 for none."""
     text = config.get_text_config()
     counts = [getattr(text, key, None) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
     return max(count if isinstance(count, int) else 0 for count in counts)

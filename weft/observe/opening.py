@@ -112,7 +112,7 @@ def print_opening(
         if loaded.drafts:
             text += f"; {counted(len(loaded.drafts), 'tensor')} of draft layers are copied into exports, untrained"
         elif layers := hf.draft_layers(engine.built.config):
-            text += f"; config.json promises {counted(layers, 'draft layer')}, but the files hold none"
+            text += f"; the config has {counted(layers, 'draft layer')}, but the files hold none"
         model = replace(model, lines=[text, *model.lines])
     show_opening([*lines, *notes], model, folder, detail)
 
