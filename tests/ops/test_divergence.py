@@ -186,6 +186,20 @@ def of_shards(
         return list(threads.map(of_rank, range(ranks)))
 
 
+def near_sum_of_shards(
+    results: Sequence[tuple[list[Tensor], list[Tensor]]], values: Sequence[Tensor], expected: Sequence[Tensor]
+) -> None:
+    """Each rank reads these values; the gradients of hidden states add up, those of weight and bias are the ranks'
+    rows. expected: gradients of hidden states, weight and bias."""
+    for read, _ in results:
+        for actual, value in zip(read, values, strict=True):
+            near(actual, value)
+    hidden, weight, bias = zip(*(grads for _, grads in results), strict=True)
+    near(torch.stack(hidden).sum(0), expected[0])
+    near(torch.cat(weight), expected[1])
+    near(torch.cat(bias), expected[2])
+
+
 @pytest.mark.parametrize("rows", [(37, 37), (44, 37), (37, 44)], ids=["", "student padded", "teacher padded"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd 0.1", "skewed"])
@@ -203,13 +217,7 @@ def test_a_divided_vocabulary(name: str, ranks: int, rows: tuple[int, int]) -> N
             head = head.rows(part.start, part.stop - part.start)
         comparisons.append(Comparison(DIVERGENCES[name], TeacherLogits(given.hidden_q, head), 2.0))
     results = of_shards(given, ranks, comparisons, upstream)
-    for read, _ in results:
-        for one, other in zip(read, [*values, agreement], strict=True):
-            near(one, other)
-    grads = [grads for _, grads in results]
-    near(torch.stack([grad[0] for grad in grads]).sum(0), expected[0])
-    near(torch.cat([grad[1] for grad in grads]), expected[1])
-    near(torch.cat([grad[2] for grad in grads]), expected[2])
+    near_sum_of_shards(results, [*values, agreement], expected)
 
 
 def test_agreement_is_equality_of_the_likeliest_tokens() -> None:
@@ -311,13 +319,7 @@ def test_a_list_and_a_tail_equal_bins_of_full_logits(name: str, ranks: int, coun
     expected = torch.autograd.grad(values, inputs, list(upstream))
     comparison = Comparison(DIVERGENCES[name], teacher, temperature)
     results = of_shards(given, ranks, [comparison] * ranks, upstream)
-    for read, _ in results:
-        for one, other in zip(read, [*values, agreement], strict=True):
-            near(one, other)
-    grads = [grads for _, grads in results]
-    near(torch.stack([grad[0] for grad in grads]).sum(0), expected[0])
-    near(torch.cat([grad[1] for grad in grads]), expected[1])
-    near(torch.cat([grad[2] for grad in grads]), expected[2])
+    near_sum_of_shards(results, [*values, agreement], expected)
 
 
 def test_the_minimum_of_a_list_is_the_teacher() -> None:
