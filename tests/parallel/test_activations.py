@@ -6,7 +6,7 @@ Of families whose attention needs no mask: on the CPU a window is one, and keeps
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -57,11 +57,20 @@ def kept(path: str, dtype: torch.dtype, mode: Activations) -> tuple[int, int]:
         recompute_layers(mode.recompute, module, mode.offload)
     ids = [torch.arange(TOKENS) % module.head.weight.shape[0]]
     bounds = Bounds.packed((TOKENS,), torch.device("cpu"))
-    size = kept_by(module, lambda: hidden_of(module, ids, "packed", bounds))
+    append, results = LayerResults.append, list[LayerResults]()
+
+    def watched(of_layer: LayerResults, kind: str, result: Any) -> None:
+        append(of_layer, kind, result)
+        results.append(of_layer)
+
+    with mock.patch.object(LayerResults, "append", watched):
+        size = kept_by(module, lambda: hidden_of(module, ids, "packed", bounds), results)
     return size, 0 if module.offload is None else module.offload.traffic.bytes
 
 
-def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
+def kept_by(module: TrainModule, forward: Callable[[], Any], results: Sequence[LayerResults] = ()) -> int:
+    """Bytes of the device. results: of layers that are recomputed, which forward adds to. Threads may call this at the
+    same time, so that it replaces nothing."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     found: dict[int, torch.UntypedStorage] = {}
 
@@ -71,14 +80,7 @@ def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
             found[storage.data_ptr()] = storage
         return tensor
 
-    append, results = LayerResults.append, list[Any]()
-
-    def watched(of_layer: LayerResults, kind: str, result: Any) -> None:
-        append(of_layer, kind, result)
-        results.append(of_layer)
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, mock.patch.object(LayerResults, "append", watched):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = forward()
     for of_layer in results:
         for item in tree_leaves(list(of_layer._results.values())):
