@@ -9,7 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
+from unittest.mock import NonCallableMock
 
 import pytest
 
@@ -75,6 +77,29 @@ def _no_group_outlives_its_file(request: pytest.FixtureRequest) -> Iterator[None
     process = sys.modules.get("weft.launch.process")
     if process is not None and request.path.parent.name != "cuda":
         process.leave()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_replacement_outlives_its_file() -> Iterator[None]:
+    """What a test replaces in the package is put back. Two threads that replace the same function restore each other's
+    replacement; later files of the same worker would then fail, or not, by the order of files."""
+    yield
+    assert not (left := list(replacements())), f"left in the package by this file: {', '.join(left)}"
+
+
+def replacements() -> Iterator[str]:
+    """Functions, classes and mocks of tests among the attributes of the package's modules and classes."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "weft":
+            continue
+        for holder in (module, *(item for item in vars(module).values() if _defined_in(item) == name)):
+            for key, item in list(vars(holder).items()) if isinstance(holder, (type, ModuleType)) else ():
+                if isinstance(item, NonCallableMock) or str(_defined_in(item)).startswith("tests."):
+                    yield f"{name}.{getattr(holder, '__qualname__', '')}.{key}".replace("..", ".")
+
+
+def _defined_in(item: object) -> object:
+    return getattr(item, "__module__", None) if isinstance(item, (type, FunctionType)) else None
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
