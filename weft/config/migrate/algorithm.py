@@ -7,18 +7,33 @@ something else, the quantity says so (`Quantity.same`), and the draft has to be 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.yaml12 import show
 
 
 class Algorithm:
-    """One config's algorithm, being written into a draft. settings: all names of the config with their values.
-    defaults: name -> the trainer's default, of everything that is read."""
+    """One config's algorithm, being written into a draft. settings: all names of the config with their values. A
+    subclass reads one trainer. defaults: name -> the trainer's default, of everything that is read."""
 
-    def __init__(self, draft: Draft, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.draft, self.settings, self.defaults = draft, settings, defaults
+    defaults: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, draft: Draft, settings: Mapping[str, Any]) -> None:
+        self.draft, self.settings = draft, settings
+        for name in settings:
+            if self.handles(name):
+                draft.notes.pop(name, None)
+
+    @classmethod
+    def handles(cls, name: str) -> bool:
+        """Whether `settle` says what becomes of a name."""
+        return name in cls.defaults
+
+    def settle(self, gpus: int | None, data_ranks: int | None) -> None:
+        """Set every key that defines the algorithm, and note each quantity in draft.quantities. gpus, data_ranks: of
+        the old run, if known."""
+        raise NotImplementedError
 
     def value(self, name: str) -> Any:
         """The value of a name; the trainer's default if the config does not have it."""

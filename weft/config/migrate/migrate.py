@@ -16,15 +16,18 @@ from typing import Any, get_args
 from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys
 from weft.config.load import build, fill_presets, read_config_file
-from weft.config.migrate import roll, trl, verl
+from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_datasets, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
 from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
+from weft.config.migrate.roll import Roll
 from weft.config.migrate.rollouts import settle_roles, take_rewards, take_rl_columns
 from weft.config.migrate.scripts import PROGRAM, read_script
 from weft.config.migrate.trainer import ITSELF, TABLES, Trainer
+from weft.config.migrate.trl import Trl
+from weft.config.migrate.verl import Verl
 from weft.config.migrate.vision import add_vision, config_has
 from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.schema import SftConfig
@@ -39,7 +42,8 @@ _HEAD = """\
 """
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
 _REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # beside model and data
-_ALGORITHMS = {"roll": roll, "trl": trl, "verl": verl}  # trainer -> what reads its algorithms
+# trainer -> what reads its algorithms
+_ALGORITHMS: dict[str, type[Algorithm]] = {"roll": Roll, "trl": Trl, "verl": Verl}
 _SIGNS = 4  # how many of the names by which a trainer was recognised are shown
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds
@@ -78,7 +82,7 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     if draft.rl is None:
         _take_batch(draft, settings, data_ranks)
     else:
-        _ALGORITHMS[trainer.name].settle(draft, settings, gpus, data_ranks)
+        _ALGORITHMS[trainer.name](draft, settings).settle(gpus, data_ranks)
     settle_mesh(draft, settings, gpus)
     if draft.rl is not None:
         settle_roles(draft, settings, gpus)

@@ -12,13 +12,12 @@ something else, the quantity says so (`Quantity.same`), and the draft has to be 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from weft.config.conditions import KEEPS_ALL, SERVERS
 from weft.config.migrate.algorithm import Algorithm
-from weft.config.migrate.draft import Draft, numbers_of
+from weft.config.migrate.draft import numbers_of
 from weft.config.migrate.rollouts import settle_rollouts
 from weft.config.yaml12 import show
 
@@ -109,30 +108,20 @@ _WITHIN_1 = ("math",)  # weft's rewards that are ROLL's, between 0 and 1
 _SCALES = {None: "none", "group": "group", "batch": "batch"}
 
 
-def handles(name: str) -> bool:
-    """Whether `settle` says what becomes of a name."""
-    return name in ALGORITHM
+class Roll(Algorithm):
+    """The algorithm of ROLL's RLVR and agentic pipelines. samples: of an optimizer step; None if that is not known."""
 
+    defaults = DEFAULTS
 
-def settle(draft: Draft, settings: Mapping[str, Any], gpus: int | None, data_ranks: int | None) -> None:
-    """Set every key that defines the algorithm, and note each quantity in draft.quantities. settings: all names of the
-    config with their values. gpus, data_ranks: of the old run, if known."""
-    assert draft.rl is not None
-    _Algorithm(draft, settings, settle_rollouts(draft, draft.rl, settings, gpus, data_ranks)).settle()
+    @classmethod
+    def handles(cls, name: str) -> bool:
+        return name in ALGORITHM
 
-
-class _Algorithm(Algorithm):
-    """One config's algorithm. samples: of an optimizer step; None if that is not known."""
-
-    def __init__(self, draft: Draft, settings: Mapping[str, Any], samples: int | None) -> None:
-        super().__init__(draft, settings, DEFAULTS)
-        self.samples = samples
+    def settle(self, gpus: int | None, data_ranks: int | None) -> None:
+        assert self.draft.rl is not None
+        self.samples = settle_rollouts(self.draft, self.draft.rl, self.settings, gpus, data_ranks)
         self.group = int(self.number("num_return_sequences_in_group"))
-
-    def settle(self) -> None:
         for name in self.settings:
-            if name in DEFAULTS or name in UNREAD:
-                self.draft.notes.pop(name, None)
             if name in UNREAD and self.settings[name]:
                 self.draft.notes[name] = "no code of ROLL reads it: remove it."
         self.take("rl.epochs", int(self.number("ppo_epochs")), "ppo_epochs")

@@ -7,12 +7,10 @@ is written, as algorithm.py says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from weft.config.conditions import KEEPS_ALL
 from weft.config.migrate.algorithm import Algorithm
-from weft.config.migrate.draft import Draft
 from weft.config.yaml12 import show
 
 # Name -> TRL's default, of everything that is read here.
@@ -77,22 +75,12 @@ _CORRECTIONS = {
 }
 
 
-def handles(name: str) -> bool:
-    """Whether `settle` says what becomes of a name."""
-    return name in DEFAULTS
+class Trl(Algorithm):
+    """GRPOTrainer's algorithm."""
 
+    defaults = DEFAULTS
 
-def settle(draft: Draft, settings: Mapping[str, Any], gpus: int | None, data_ranks: int | None) -> None:
-    """Set every key that defines the algorithm, and note each quantity in draft.quantities. settings: all names of the
-    config with their values. gpus, data_ranks: of the old run, if known."""
-    _Trl(draft, settings, DEFAULTS).settle(gpus, data_ranks)
-
-
-class _Trl(Algorithm):
     def settle(self, gpus: int | None, data_ranks: int | None) -> None:
-        for name in self.settings:
-            if handles(name):
-                self.draft.notes.pop(name, None)
         updates = self.sizes(data_ranks)
         self.rewards()
         self.advantage()

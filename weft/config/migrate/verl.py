@@ -8,13 +8,11 @@ commit b178a3cd. Every key that defines the algorithm is written, as algorithm.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from weft.config.conditions import KEEPS_ALL, SERVERS
 from weft.config.migrate.algorithm import Algorithm
-from weft.config.migrate.draft import Draft
 from weft.config.yaml12 import show
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -121,22 +119,16 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 _OFFLOADED = {"param_offload": ["parameters", "gradients"], "optimizer_offload": ["optimizer"]}
 
 
-def handles(name: str) -> bool:
-    """Whether `settle` says what becomes of a name."""
-    return name in DEFAULTS or name.startswith(("critic.", "reward_model.", "custom_reward_function."))
+class Verl(Algorithm):
+    """main_ppo's algorithm; its batches do not depend on data ranks."""
 
+    defaults = DEFAULTS
 
-def settle(draft: Draft, settings: Mapping[str, Any], gpus: int | None, data_ranks: int | None) -> None:
-    """Set every key that defines the algorithm, and note each quantity in draft.quantities. settings: all names of the
-    config with their values. gpus: of the old run, if known. data_ranks: verl's batches do not depend on them."""
-    _Verl(draft, settings, DEFAULTS).settle(gpus)
+    @classmethod
+    def handles(cls, name: str) -> bool:
+        return name in DEFAULTS or name.startswith(("critic.", "reward_model.", "custom_reward_function."))
 
-
-class _Verl(Algorithm):
-    def settle(self, gpus: int | None) -> None:
-        for name in self.settings:
-            if handles(name):
-                self.draft.notes.pop(name, None)
+    def settle(self, gpus: int | None, data_ranks: int | None) -> None:
         self.data()
         self.rewards()
         estimator = self.advantage()
@@ -152,7 +144,7 @@ class _Verl(Algorithm):
         self.devices(gpus)
         self.steps()
         for name in self.settings:
-            if handles(name) and name not in DEFAULTS and name not in _CRITIC and not _is_idle(name):
+            if self.handles(name) and name not in DEFAULTS and name not in _CRITIC and not _is_idle(name):
                 self.draft.notes[name] = self.draft.advice(name) or "weft does not know it."
 
     def data(self) -> None:
