@@ -6,9 +6,11 @@ something else, the quantity says so (`Quantity.same`), and the draft has to be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from weft.config.conditions import KEEPS_ALL, SERVERS
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.yaml12 import show
 
@@ -73,6 +75,109 @@ class Algorithm:
         for quantity, key in quantities.items():
             if key in self.draft.values:
                 self.same(quantity, show(self.draft.value(key)), show(self.draft.value(key)))
+
+    def draws(self, names: Mapping[str, str], engine: str) -> None:
+        """Set rollout.temperature, top_p, top_k and min_p. names: leaf of `rollout` -> the trainer's name; a trainer
+        without a name for a leaf keeps all tokens. engine: of the draft."""
+        limits = {}
+        for leaf, keeps_all in KEEPS_ALL.items():
+            number = self.number(names[leaf]) if leaf in names else keeps_all
+            limits[leaf] = max(0, int(number)) if leaf == "top_k" else number
+        short = self.draft.trainer.short
+        for leaf, value in {"temperature": self.number(names["temperature"]), **limits}.items():
+            name = names.get(leaf, f"rollout.{leaf}")
+            self.take(f"rollout.{leaf}", value, name, "" if leaf in names else f"{short} has none")
+        self.compare_values({
+            "temperature of sampling and training": "rollout.temperature",
+            **{leaf: f"rollout.{leaf}" for leaf in names if leaf != "temperature"},
+        })  # fmt: skip
+        if limits != KEEPS_ALL and engine in SERVERS:
+            self.take("rollout.allow_truncated", True, names["top_p"],
+                      f"{short} trains such samples as if all tokens were drawn from")  # fmt: skip
+
+    def clip_ratio(self, low: float, high: float, name: str, origin: str, dual: float | None, dual_name: str) -> None:
+        """Set rl.clip and rl.dual_clip of a clipped loss. name, dual_name: that decide them."""
+        low = min(1.0, low)  # a ratio is never below 0
+        self.take("rl.clip", [low, high], name, origin)
+        self.same("clip of the ratio", *[f"{1 - low:g} to {1 + high:g}"] * 2)
+        self.take("rl.dual_clip", dual, dual_name)
+        self.same("dual clip", *["none" if dual is None else f"{dual:g} x advantage, where that is negative"] * 2)
+
+    def penalty(
+        self,
+        coef: float,
+        name: str,
+        used_in: str,
+        estimator: str,
+        clamp: float | None,
+        unbiased: bool,
+        original: str = "",
+    ) -> None:
+        """Set rl.kl_coef and what belongs to it. name: of the coefficient. original: what the trainer computes, if weft
+        has no such; "" if it is the same."""
+        self.take("rl.kl_coef", coef, name)
+        if not coef:
+            self.same("KL", "none", "none")
+            return
+        short = self.draft.trainer.short
+        self.take("rl.kl_in", used_in, name, f"{short}'s KL is in the {used_in}")
+        self.take("rl.kl_estimator", estimator, name, f"{short}'s estimate")
+        self.take("rl.kl_clamp", clamp, name, f"{short}'s limit of {estimator}")
+        if used_in == "loss":
+            self.take("rl.kl_unbiased", unbiased, name, "" if unbiased else f"{short} has no such factor")
+        text = f"{coef:g} in the {used_in}, {estimator}{f' cut at {clamp:g}' if clamp else ''}{' x ratio' * unbiased}"
+        (self.differs if original else self.same)("KL", original or text, text)
+
+    def corrects(self, kind: str, level: str, low: float, high: float, name: str, original: str = "") -> None:
+        """Set rl.correction, its level and limits. name: that decides them. original: what the trainer computes, if
+        weft has no such; "" if it is the same."""
+        self.take("rl.correction", kind, name)
+        if kind == "none":
+            (self.differs if original else self.same)("correction of the engine's mismatch", original or "none", "none")
+            return
+        self.take("rl.correction_level", level, name)
+        self.take("rl.correction_limits", [low, high], name)
+        text = f"{kind} of each {level}, {low:g} to {high:g}"
+        differs = bool(original) or not low <= 1 <= high
+        (self.differs if differs else self.same)("correction of the engine's mismatch", original or text, text)
+
+    def functions(self, paths: Sequence[str], name: str, signature: str) -> None:
+        """Set rl.reward to functions that are to be written. paths: of the trainer's own, as in a/b.py or a.b.c.
+        signature: of theirs, in words."""
+        stems = [path.removesuffix(".py").rpartition("/")[2].rpartition(".")[2].rpartition(":")[2] for path in paths]
+        rewards = [f"my_rewards:{re.sub(r'[^0-9A-Za-z_]', '_', stem)}" for stem in stems]
+        self.take("rl.reward", rewards, name, f"write it after {', '.join(paths)}: docs/how-to/write-a-reward.md")
+        self.differs("reward", f"{', '.join(paths)}, of {signature}", f"{', '.join(rewards)}, of lists of completions")
+
+    def updates(self, samples: int, name: str, origin: str) -> int:
+        """Set rl.minibatches from the samples of an optimizer step; null if they do not divide a rollout step's.
+        Returns the optimizer steps of one pass over a rollout step's samples, 1 if they are not known."""
+        prompts, group = self.draft.value("rl.prompts_per_step", 0), self.draft.value("rl.group_size", 1)
+        count = prompts * group // samples if samples and prompts * group % samples == 0 else 0
+        if count and prompts % count == 0:
+            self.take("rl.minibatches", count, name, f"{prompts * group} samples / {origin}")
+            return count
+        text = (
+            f"set it: {prompts * group} samples / {origin}, if that is a whole number that divides rl.prompts_per_step"
+        )
+        self.draft.values["rl.minibatches"] = (None, text, name)
+        return 1
+
+    def compare_steps(self) -> None:
+        """Note sizes, lengths and the learning rate, which the draft takes unchanged."""
+        self.compare_values({
+            "prompts of a rollout step": "rl.prompts_per_step", "samples of a prompt": "rl.group_size",
+            "optimizer steps of a rollout step": "rl.minibatches", "epochs": "rl.epochs",
+            "longest prompt": "rollout.max_prompt_tokens", "longest completion": "rollout.max_new_tokens",
+            "learning rate": "optimizer.lr",
+        })  # fmt: skip
+
+    def warmed(self, original: str) -> None:
+        """Note the learning rate of the first steps, where there is a warm-up. original: the trainer's rate in update
+        k, counted from 1, of W."""
+        steps = self.draft.value("schedule.warmup_steps")
+        if steps or self.draft.value("schedule.warmup_ratio"):
+            self.differs("warm-up of W updates, in update k", original, "lr x k / W")
 
     def aggregation(self, mode: str, name: str, norm_name: str) -> None:
         """Set rl.loss_aggregation, and the gradient norm and eps that go with it. mode: as ROLL and verl name it. name,

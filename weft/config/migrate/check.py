@@ -88,6 +88,7 @@ def _of_rl_draft(trainer: Trainer, tables: Tables) -> Iterator[str]:
     for key in (*rl.moves, *rl.defaults, *rl.per_rollout, *meant):
         if key != NOTE and key not in schema_keys(RlConfig):
             yield f"{location}: {key} is no key of `weft rl`."
+    yield from _of_sentences(f"{location}: families", trainer.families, _known_names(RlConfig))
     for name in (*trainer.rl_moves, *trainer.rl_means, *trainer.rl_columns, *rl.longest):
         if name not in trainer.rl and name not in tables.names:
             yield f"{location}: {name} stands neither under `rl` nor under `names` of any table."

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from weft.config.coerce import MismatchError, coerce, describe
@@ -115,7 +116,11 @@ class Draft:
         """The advice about a name."""
         if self.rl is None and self.job is not None and (entry := entry_of(name, self.job.names)):
             return self.job.names[entry]
-        return advice_for(name, reinforcement=self.rl is not None)
+        advice = advice_for(name, reinforcement=self.rl is not None)
+        if advice is None and self.rl is not None:
+            families = self.trainer.families.items()
+            advice = next((text for pattern, text in families if fnmatchcase(name, pattern)), None)
+        return advice
 
     def count_updates(self, keys: Iterable[str], updates: int) -> None:
         """Multiply keys that count optimizer steps, of which the trainer makes `updates` in one of its steps."""

@@ -25,6 +25,7 @@ from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.migrate.roll import Roll
 from weft.config.migrate.rollouts import settle_roles, take_rewards, take_rl_columns
 from weft.config.migrate.scripts import PROGRAM, read_script
+from weft.config.migrate.slime import Slime
 from weft.config.migrate.trainer import ITSELF, TABLES, Trainer
 from weft.config.migrate.trl import Trl
 from weft.config.migrate.verl import Verl
@@ -43,7 +44,7 @@ _HEAD = """\
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
 _REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # beside model and data
 # trainer -> what reads its algorithms
-_ALGORITHMS: dict[str, type[Algorithm]] = {"roll": Roll, "trl": Trl, "verl": Verl}
+_ALGORITHMS: dict[str, type[Algorithm]] = {"miles": Slime, "roll": Roll, "trl": Trl, "verl": Verl}
 _SIGNS = 4  # how many of the names by which a trainer was recognised are shown
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from weft.files import regular_file
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
+_ARRAY = re.compile(r"(\w+)(\+?)=\((.*)", re.DOTALL)
+_ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_PYTHON = re.compile(r"(?ms)python[\d.]* - <<-?\s*(['\"]?)(\w+)\1.*?^\s*\2\s*$")  # a program in the script
 _MAX_WORD = 100_000  # characters of a word: variables that hold variables can grow exponentially
 # A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
 _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|swift|llamafactory-cli|\S+\.py)")
@@ -36,17 +39,44 @@ def read_script(path: str) -> Node:
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as a shell script: {error}") from error
-    values = {name: [read_value(word, path).value for word in words] for name, words in words_by_name.items()}
-    return node_of({name: words[0] if len(words) == 1 else words or True for name, words in values.items()}, path)
+    nodes = {name: [read_value(word, path) for word in words] for name, words in words_by_name.items()}
+    return Node(
+        {
+            name: values[0] if len(values) == 1 else node_of([value.value for value in values] or True, path)
+            for name, values in nodes.items()
+        },
+        path,
+    )
 
 
 def _read_words(text: str) -> dict[str, list[str]]:
     """The last values of each option and override. Raises ValueError for text that no shell would read."""
     variables, branches = {"HOME": os.path.expanduser("~")}, _Branches()
     words_by_name: dict[str, list[str]] = {}
+    arrays, passed = dict[str, list[str]](), set[str]()
+    array = ""  # that the lines being read fill
+    text = _PYTHON.sub("", re.sub(r"(?m)(^|\s)#.*$", "", text))
     for words in _lines(text):
         words = _computed(words, variables)
-        words_by_name |= _values(_arguments(branches.command_in_branch(words, variables), variables))
+        if not array:
+            words = [*branches.command_in_branch(words, variables)]
+            if words and (opening := _ARRAY.fullmatch(words[0])):
+                array = opening[1]
+                arrays[array] = arrays.get(array, []) if opening[2] else []
+                words[0] = opening[3]
+        if array:
+            closes = bool(words) and words[-1].count(")") > words[-1].count("(")
+            if closes:
+                words[-1] = words[-1].removesuffix(")")
+            arrays[array] += [part for word in words if word for part in _parts(word, variables)]
+            array = "" if closes else array
+            continue
+        if arguments := _arguments(words, variables, arrays):
+            passed |= {name for word in words for name in _ELEMENTS.findall(word)}
+            words_by_name |= _values(arguments)
+    # an array that no command gets has no effect; of a command that is not read here, as in a function, it has
+    elsewhere = [name for name in arrays if name not in passed and name in _ELEMENTS.findall(text)]
+    words_by_name = dict(_values([word for name in elsewhere for word in arrays[name]])) | words_by_name
     ranks = {name.lower(): [variables[name]] for name in _LAUNCHED if variables.get(name, "").isdigit()}
     return ranks | words_by_name if words_by_name else {}
 
@@ -142,9 +172,8 @@ def _without(word: str, variables: dict[str, str]) -> str:
 
 
 def _lines(text: str) -> Iterator[list[str]]:
-    """The words of each command, over continued lines and without comments."""
-    text = re.sub(r"(?m)^\s*#.*$", "", text).replace("\\\n", " ")
-    text = re.sub(r"(?m)\s#.*$", "", text)
+    """The words of each command, over continued lines. text: without comments."""
+    text = text.replace("\\\n", " ")
     words = shlex.shlex(text, posix=True, punctuation_chars="\n;&|")
     words.whitespace, words.whitespace_split, words.commenters = " \t\r", True, ""
     line: list[str] = []
@@ -157,21 +186,22 @@ def _lines(text: str) -> Iterator[list[str]]:
     yield line
 
 
-def _arguments(words: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """The words of a line that runs a program or fills an array; [] for others. Assignments are put into
+def _arguments(words: Sequence[str], variables: dict[str, str], arrays: Mapping[str, list[str]]) -> list[str]:
+    """The words of a line that runs a program, with the elements of arrays; [] for others. Assignments are put into
     `variables`."""
     remaining = [word for word in words if word != "export"]
-    if remaining and (array := re.match(r"\w+\+?=\((.*)", remaining[0], re.DOTALL)):
-        remaining[0] = array[1]
-        words = remaining = [*remaining[:-1], remaining[-1].removesuffix(")")]
-    elif any("$(" in word or "`" in word for word in remaining):
-        return []  # the output of a command is not known here
+    command = next((index for index, word in enumerate(remaining) if _COMMAND.fullmatch(word)), len(remaining) - 1)
+    if any("$(" in word or "`" in word for word in remaining[: command + 1]):
+        return []  # the output of a command is not known here; as an option's value it stays as it is
     while remaining and (assignment := _ASSIGNMENT.fullmatch(remaining[0])):
         variables[assignment[1]] = _expanded(assignment[2], variables)
         remaining = remaining[1:]
     if "--" in remaining:  # ray job submit ... -- python3 train.py ...
         remaining = remaining[remaining.index("--") + 1 :]
-    expanded = [part for word in remaining for part in _parts(word, variables)]
+    expanded = list[str]()
+    for word in remaining:
+        elements = _ELEMENTS.fullmatch(word)
+        expanded += arrays.get(elements[1], []) if elements else _parts(word, variables)
     options = bool(expanded) and expanded[0].startswith("--")
     return expanded if options or any(_COMMAND.fullmatch(word) for word in expanded) else []
 

@@ -45,7 +45,8 @@ class RlDraft:
     sample and of the longest prompt; their difference is the longest completion, if the former is given. engines: name
     of the list of the engines' devices. reward: pattern of names whose value is a reward's class. rewards: end of a
     class's name -> weft's function that does the same. per_rollout: keys of weft that count optimizer steps, where the
-    trainer counts rollout steps.
+    trainer counts rollout steps. families: SENTENCE -> patterns of names, as in `sglang_*`, to which it is the answer
+    where no name of a table fits.
     """
 
     algorithms: tuple[str, ...]
@@ -59,6 +60,7 @@ class RlDraft:
     reward: str = ""
     rewards: dict[str, str] = field(default_factory=dict)
     per_rollout: tuple[str, ...] = ()
+    families: Groups = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,9 +228,11 @@ class Trainer:
         self.rl_moves = {} if rl is None else inverse(rl.moves, f"{location} moves:")
         self.rl_columns = {} if rl is None else inverse(rl.columns, f"{location} columns:")
         self.rl_means: Meanings = {}
+        self.families: dict[str, str] = {}
         if rl is not None:
             sentences = {**say.sft, **say.rl}
             self.rl_means = _meanings(rl.means, rl.silent, sentences, f"{location} means:", f"{location} silent:")
+            self.families = advice_by_name(rl.families, sentences, f"{location} families:")
         self.jobs = {command: _job(job, say, f"{file} jobs: {command}:") for command, job in table.jobs.items()}
         if rl is not None:
             self.jobs["rl"] = JobNames(self.rl, self.rl_moves, self.rl_means, rl.defaults, self.rl_columns)

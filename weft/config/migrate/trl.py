@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.config.conditions import KEEPS_ALL
 from weft.config.migrate.algorithm import Algorithm
 from weft.config.yaml12 import show
 
@@ -88,11 +87,7 @@ class Trl(Algorithm):
         self.kl()
         self.sampling()
         self.engines(gpus)
-        self.compare_values({
-            "prompts of a rollout step": "rl.prompts_per_step", "samples of a prompt": "rl.group_size",
-            "optimizer steps of a rollout step": "rl.minibatches", "epochs": "rl.epochs",
-            "longest completion": "rollout.max_new_tokens", "learning rate": "optimizer.lr",
-        })  # fmt: skip
+        self.compare_steps()
 
     def sizes(self, ranks: int | None) -> int:
         """Set prompts, samples and updates of a rollout step, and lengths. Returns the optimizer steps of one pass over
@@ -222,33 +217,14 @@ class Trl(Algorithm):
 
     def kl(self) -> None:
         """Set rl.kl_coef and what belongs to it."""
-        beta = self.number("beta")
-        self.take("rl.kl_coef", beta, "beta")
-        if not beta:
-            self.same("KL", "none", "none")
-            return
-        unbiased = self.on("use_bias_correction_kl")
-        self.take("rl.kl_in", "loss", "beta", "TRL's KL is in the loss")
-        self.take("rl.kl_estimator", "k3", "beta", "TRL's KL is k3")
-        self.take("rl.kl_clamp", None, "beta", "TRL does not limit it")
-        self.take("rl.kl_unbiased", unbiased, "use_bias_correction_kl")
-        self.same("KL", *[f"{beta:g} in the loss, k3{' x ratio' * unbiased}"] * 2)
+        self.penalty(self.number("beta"), "beta", "loss", "k3", None, self.on("use_bias_correction_kl"))
 
     def sampling(self) -> None:
         """Set rollout.temperature, top_p, top_k and min_p."""
-        self.take("rollout.temperature", self.number("temperature"), "temperature")
-        limits = {"top_p": self.number("top_p"), "top_k": max(0, int(self.number("top_k")))}
-        for leaf, value in {**limits, "min_p": self.number("min_p")}.items():
-            self.take(f"rollout.{leaf}", value, leaf)
-        self.compare_values({
-            "temperature of sampling and training": "rollout.temperature", "top_p": "rollout.top_p",
-            "top_k": "rollout.top_k", "min_p": "rollout.min_p",
-        })  # fmt: skip
-        cut = any(value != KEEPS_ALL[leaf] for leaf, value in limits.items()) or self.number("min_p") > 0
-        if cut and self.on("use_vllm"):
-            self.take(
-                "rollout.allow_truncated", True, "top_p", "TRL trains such samples as if all tokens were drawn from"
-            )
+        self.draws(
+            {leaf: leaf for leaf in ("temperature", "top_p", "top_k", "min_p")},
+            "vllm" if self.on("use_vllm") else "embedded",
+        )
         if self.number("repetition_penalty") != 1:
             self.differs("repetition_penalty", show(self.value("repetition_penalty")), "none")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-from weft.config.conditions import KEEPS_ALL, SERVERS
+from weft.config.conditions import SERVERS
 from weft.config.migrate.algorithm import Algorithm
 from weft.config.yaml12 import show
 
@@ -219,14 +219,14 @@ class Verl(Algorithm):
         loss = _LOSSES.get(mode, "ppo")
         self.take("rl.policy_loss", loss, f"{_ACTOR}.policy_loss.loss_mode")
         (self.same if mode in _LOSSES else self.differs)("policy loss", mode, loss)
-        low, high = min(1.0, self.bound("low")), self.bound("high")  # a ratio is never below 0
-        if loss != "reinforce":
-            self.take("rl.clip", [low, high], f"{_ACTOR}.clip_ratio_low", "clip_ratio_low, clip_ratio_high")
-            self.same("clip of the ratio", f"1 - {low:g} to 1 + {high:g}", f"1 - {low:g} to 1 + {high:g}")
         if loss == "ppo":
             dual = self.number(f"{_ACTOR}.clip_ratio_c")
-            self.take("rl.dual_clip", dual, f"{_ACTOR}.clip_ratio_c")
-            self.same("dual clip", *[f"{dual:g} x advantage, where that is negative"] * 2)
+            self.clip_ratio(self.bound("low"), self.bound("high"), f"{_ACTOR}.clip_ratio_low",
+                       "clip_ratio_low, clip_ratio_high", dual, f"{_ACTOR}.clip_ratio_c")  # fmt: skip
+        elif loss != "reinforce":
+            low, high = min(1.0, self.bound("low")), self.bound("high")
+            self.take("rl.clip", [low, high], f"{_ACTOR}.clip_ratio_low", "clip_ratio_low, clip_ratio_high")
+            self.same("clip of the ratio", *[f"{1 - low:g} to {1 + high:g}"] * 2)
         name = f"{_ACTOR}.loss_agg_mode"
         aggregation = "seq-mean-token-mean" if loss == "gspo" else str(self.value(name))  # gspo reads no other
         self.aggregation(aggregation, name, f"{_ACTOR}.grad_clip")
@@ -336,21 +336,8 @@ class Verl(Algorithm):
         greedy = not self.on(f"{_ROLLOUT}.do_sample")
         if greedy:
             self.differs("sampling", "greedy (do_sample false)", "sampled")
-        self.take("rollout.temperature", self.number(f"{_ROLLOUT}.temperature"), f"{_ROLLOUT}.temperature")
-        limits = {"top_p": self.number(f"{_ROLLOUT}.top_p"), "top_k": max(0, int(self.number(f"{_ROLLOUT}.top_k")))}
-        for leaf, value in limits.items():
-            self.take(f"rollout.{leaf}", value, f"{_ROLLOUT}.{leaf}")
-        self.take("rollout.min_p", 0.0, "rollout.min_p", "verl has none")
-        self.compare_values(
-            {
-                "temperature of sampling and training": "rollout.temperature",
-                "top_p": "rollout.top_p",
-                "top_k": "rollout.top_k",
-            }
-        )
-        if any(value != KEEPS_ALL[leaf] for leaf, value in limits.items()) and self.engine in SERVERS:
-            self.take("rollout.allow_truncated", True, f"{_ROLLOUT}.top_p",
-                      "verl trains such samples as if all tokens were drawn from")  # fmt: skip
+        names = {leaf: f"{_ROLLOUT}.{leaf}" for leaf in ("temperature", "top_p", "top_k")}
+        self.draws(names, self.engine)
 
     @property
     def engine(self) -> str:
@@ -412,12 +399,7 @@ class Verl(Algorithm):
             draft.values["rl.minibatches"] = (None, text, name)
             return
         self.take("rl.minibatches", prompts // batch, name, f"{prompts} prompts / ppo_mini_batch_size {batch}")
-        self.compare_values({
-            "prompts of a rollout step": "rl.prompts_per_step", "samples of a prompt": "rl.group_size",
-            "optimizer steps of a rollout step": "rl.minibatches", "epochs": "rl.epochs",
-            "longest prompt": "rollout.max_prompt_tokens", "longest completion": "rollout.max_new_tokens",
-            "learning rate": "optimizer.lr",
-        })  # fmt: skip
+        self.compare_steps()
         if self.on(f"{_ACTOR}.shuffle"):
             self.same("samples of an update", "drawn at random", "groups in the order of their prompts")
         updates = prompts // batch * epochs
