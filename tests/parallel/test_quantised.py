@@ -14,6 +14,7 @@ from tests.support.cases import describe, open_engine, parity, saved_model, worl
 from tests.support.pool import run
 from weft.errors import UserError
 from weft.ops import nf4
+from weft.parallel import quantise
 from weft.verify.low_bit_reference import nf4_and_back, rounded_base
 from weft.verify.plants import planted
 
@@ -62,13 +63,14 @@ def test_parity(family: str, mesh: str, sections: dict[str, Any]) -> None:
 def bytes_of_base(path: str, mesh: str, form: str = "nf4") -> dict[str, Any]:
     """Name -> the weight that its bytes say, whole; the memory of a rank; the most that was read at once."""
     read: list[int] = []
-    quantise_values = nf4.quantise
+    fill_box = quantise.fill_box
 
-    def watched(values: torch.Tensor) -> Any:
-        read.append(values.numel())
-        return quantise_values(values)
+    def watched(local: torch.Tensor, *arguments: Any) -> None:
+        read.append(local.numel())
+        fill_box(local, *arguments)
 
-    with mock.patch.object(nf4, "quantise", watched):
+    # Slabs of a few rows, which end inside of blocks of 128.
+    with mock.patch.object(quantise, "fill_box", watched), mock.patch.object(quantise, "_SLAB", 5000):
         engine = open_engine(path, mesh, **base_in(form))
     stored = sum(
         parameter.numel() * parameter.element_size()

@@ -33,12 +33,14 @@ from weft.models.transforms import linear_layers
 from weft.ops import low_bit
 from weft.ops.low_bit import FORMATS, MXFP4, NF4, Format
 from weft.ops.nf4 import GROUP
-from weft.parallel.shards.boxes import Box, local_box, local_values, overlap
+from weft.parallel.shards.boxes import Box, local_box, local_values, overlap, slabs
 from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs
 from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.load import LoadPlan, fill_box
 from weft.parallel.shards.quantised_files import Bnb4Bits, Decoder
 from weft.terminal import counted
+
+_SLAB = 1 << 22  # elements that are quantised at once, in fp32
 
 
 @dataclass(frozen=True)
@@ -222,8 +224,8 @@ def fill_quantised(
     group: dist.ProcessGroup,
 ) -> None:
     """Quantise the base from its files, one weight after the other: a rank reads its own rows, rounds them to `dtype`,
-    and never has more of the base in that dtype than its shard of one weight. Collective over all ranks, which agree on
-    the scales. device: of the collectives."""
+    and never has more of the base in that dtype than its shard of one weight. fp32 copies are of slabs of it.
+    Collective over all ranks, which agree on the scales. device: of the collectives."""
     for name, shape in module.quantised_shapes.items():
         flight.beat()
         weight, form = module.quantised[name], module.quantised_form
@@ -239,17 +241,20 @@ def fill_quantised(
             values = torch.empty(box.size, dtype=dtype)
             fill_box(values, box, plan.fills[name], plan.source)
             values_by_box.append(values.to(weight.codes.device))
-            in_grid = largest[slices_of_scales(form, box.within(Box.from_shape(shape)))]
-            of_box = low_bit.largest_of(form, values_by_box[-1], box.start)
-            in_grid.copy_(torch.maximum(in_grid, of_box.to(device)))
+            for slab in slabs(box, _SLAB):
+                in_grid = largest[slices_of_scales(form, slab.within(Box.from_shape(shape)))]
+                of_slab = low_bit.largest_of(form, values_by_box[-1][slab.within(box)], slab.start)
+                in_grid.copy_(torch.maximum(in_grid, of_slab.to(device)))
         join_scales(largest, group)
         if weight is None:
             continue
         scales, shared = low_bit.seal_scales(form, largest)
         weight.shared = tuple(part.to(weight.codes.device) for part in shared)
         for (box, slices), values in zip(boxes, values_by_box, strict=True):
-            codes = low_bit.quantise(form, values, box.start, weight.shared)
-            local_values(weight.codes)[slices_of_codes(form, slices)] = codes
+            codes = local_values(weight.codes)[slices_of_codes(form, slices)]
+            for slab in slabs(box, _SLAB):
+                part = slab.within(box)
+                codes[slices_of_codes(form, part)] = low_bit.quantise(form, values[part], slab.start, weight.shared)
             if scales is not None:
                 of_box = scales[slices_of_scales(form, box.within(Box.from_shape(shape)))]
                 local_values(weight.scales)[slices_of_scales(form, slices)] = of_box.to(weight.codes.device)
