@@ -172,3 +172,110 @@ def test_every_default_is_read(trainer: str) -> None:
         leaf = name.rpartition(".")[2]
         families = (f"{leaf.rpartition('_')[0]}_{{", f"{name.rpartition('.')[0]}.{{")  # as in f"rollout_{leaf}"
         assert leaf in body or any(family in body for family in families) or leaf in ("horizon", "target_kl"), name
+
+
+OPENRLHF = {
+    "model.path": "org/base-8b", "model.recompute": "full", "data.path": "/data/math.jsonl",
+    "data.columns": {"prompt": "question", "answer": "label"}, "rl.chat": True, "rl.reward": ["my_rewards:is_right"],
+    "rl.prompts_per_step": 128, "rl.group_size": 8, "rl.minibatches": 2, "rl.epochs": 1,  # 1,024 samples / 512
+    "rl.advantage": "grpo", "rl.advantage_norm": "group", "rl.policy_loss": "ppo", "rl.clip": [0.2, 0.27],
+    "rl.dual_clip": None, "rl.loss_aggregation": "token_mean", "rl.entropy_coef": 0,
+    "rl.kl_coef": 0.001, "rl.kl_in": "loss", "rl.kl_estimator": "k3", "rl.kl_clamp": 10, "rl.kl_unbiased": False,
+    "rl.old_logprobs": "recompute", "rl.correction": "tis", "rl.correction_level": "token",
+    "rl.correction_limits": [0.5, 5], "rl.dynamic_sampling": 0,
+    "rollout.engine": "vllm", "rollout.tp": 4, "rollout.num_engines": 4, "rollout.gpu_memory_utilization": 0.6,
+    "rollout.max_prompt_tokens": 1024, "rollout.max_new_tokens": 8192, "rollout.temperature": 1, "rollout.top_p": 1,
+    "rollout.engine_kwargs": {"enforce_eager": True},
+    "cluster.trainer_ranks": 16, "cluster.placement": "colocated",
+    "cluster.offload_during_rollout": ["parameters", "optimizer", "gradients"],
+    "mesh.cp": 2, "fsdp.param_dtype": "bf16", "fsdp.cpu_offload": "optimizer", "step.max_tokens_per_device": 16384,
+    "optimizer.name": "adamw", "optimizer.lr": 5e-7, "optimizer.weight_decay": 0, "optimizer.betas": [0.9, 0.95],
+    "optimizer.eps": 1e-8, "optimizer.max_grad_norm": 1,
+    # warm-up and schedule count optimizer steps there, too; checkpoints count rollout steps
+    "schedule.name": "cosine", "schedule.warmup_ratio": 0.03, "schedule.min_lr_ratio": 0.1, "train.epochs": 3,
+    "checkpoint.every": 40, "checkpoint.keep": 3, "run.dir": "/checkpoints/grpo", "track.report_to": ["wandb"],
+}  # fmt: skip
+WARM_UP = "warm-up of W updates, in update k"
+
+
+def test_grpo_of_openrlhf(draw: Draw) -> None:
+    values, differs, text = draw("openrlhf_grpo.sh")
+    assert {key: values.get(key) for key in OPENRLHF} == OPENRLHF
+    assert set(differs) == {"reward", WARM_UP} and values["rl.algorithm"] is None and "does not know" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "differing"),
+    [
+        (["--algo.advantage.estimator gae --critic.adam.lr 2e-6"],
+         {"rl.advantage": "gae", "rl.advantage_norm": "batch", "critic.lr": 2e-6, "critic.clip": 0.5,
+          "optimizer.lr": 5e-7}, {"critic's head at the start"}),
+        (["--algo.advantage.estimator gae --critic.adam.weight_decay 0.1"], {"optimizer.weight_decay": 0},
+         {"critic's head at the start", "adam.weight_decay of the critic"}),
+        (["--algo.advantage.estimator reinforce --algo.advantage.gamma 0.9"],
+         {"rl.advantage": "reinforce++", "rl.gamma": 0.9}, set()),
+        (["--algo.advantage.estimator reinforce_baseline"], {"rl.advantage": "reinforce++_baseline"}, set()),
+        (["--algo.advantage.estimator reinforce_baseline --algo.advantage.no_std_norm"], {}, {"advantage"}),
+        (["--algo.advantage.estimator rloo"], {"rl.advantage": "rloo"}, set()),
+        (["--algo.advantage.estimator dr_grpo"], {"rl.advantage": "grpo", "rl.advantage_norm": "none"}, set()),
+        (["--actor.policy_loss_type gspo --algo.kl.init_coef 0"],
+         {"rl.policy_loss": "gspo", "rl.loss_aggregation": "sequence_mean", "rl.old_logprobs": "rollout",
+          "rl.correction": None}, set()),
+        (["--actor.dual_clip 3"], {"rl.dual_clip": 3}, set()),
+        (["--algo.kl.target 6"], {}, {"KL"}),
+        (["--algo.advantage.is_correction_type icepop --algo.advantage.is_correction_threshold 0.2 3"],
+         {"rl.correction": "icepop", "rl.correction_limits": [0.2, 3]}, set()),
+        (["--algo.advantage.is_correction_type seq-mask-tis"],
+         {"rl.correction": "icepop", "rl.correction_level": "geometric"}, {"correction of the engine's mismatch"}),
+        (["--algo.dynamic_filtering_enable"], {"rl.dynamic_sampling": 100}, {"groups that are replaced"}),
+        (["--reward.overlong_buffer_len 512"], {"rl.overlong_buffer": 512, "rl.overlong_penalty": 1}, set()),
+        (["--reward.clip_range -1 1"], {}, {"clip of rewards"}),
+        (["--reward.stop_properly_penalty_coef 0"], {}, {"reward of samples that did not end"}),
+        (["--train.async_enable --train.partial_rollout_enable"],
+         {"cluster.placement": "disaggregated", "cluster.max_staleness": 1, "rollout.on_weight_update": "continue"},
+         set()),
+        (["--train.max_epochs 2"], {"rl.epochs": 2, "checkpoint.every": 80}, set()),
+        (["--eval.dataset /data/aime.jsonl --eval.steps 5"],
+         {"eval.path": "/data/aime.jsonl", "eval.every": 5, "eval.samples": 4, "eval.temperature": 0.6}, set()),
+    ],
+)  # fmt: skip
+def test_what_arguments_of_openrlhf_mean(
+    draw: Draw, arguments: list[str], expected: dict[str, Any], differing: set[str]
+) -> None:
+    values, differs, _ = draw("openrlhf_grpo.sh", *arguments)
+    assert {key: values.get(key) for key in expected} == expected
+    assert set(differs) - {"reward", WARM_UP} == differing
+
+
+def test_where_the_kl_is_in_the_reward(draw: Draw, tmp_path: Path) -> None:
+    """Of estimators that compare a group theirs is taken off afterwards."""
+    text = (FOREIGN / "openrlhf_grpo.sh").read_text().replace("   --algo.kl.use_loss \\\n", "")
+    for estimator, differs in (("group_norm", True), ("gae", False), ("reinforce", False), ("rloo", True)):
+        (tmp_path / "a.sh").write_text(text.replace("group_norm", estimator))
+        draft = migrate([str(tmp_path / "a.sh")])
+        assert "kl_in: reward" in draft and ("#   KL: " in draft) == differs
+
+
+def test_former_names_of_openrlhf(tmp_path: Path) -> None:
+    """Of flags without dots, which the quick starts of former versions have."""
+    (tmp_path / "a.sh").write_text(
+        "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 1 --actor_num_gpus_per_node 4 "
+        "--vllm_num_engines 2 --vllm_tensor_parallel_size 2 --pretrain org/base --reward_pretrain org/rm "
+        "--micro_train_batch_size 8 --train_batch_size 128 --rollout_batch_size 128 --n_samples_per_prompt 1 "
+        "--prompt_max_len 512 --generate_max_len 768 --zero_stage 3 --actor_learning_rate 5e-7 "
+        "--critic_learning_rate 9e-6 --init_kl_coef 0.02 --prompt_data org/prompts --input_key context "
+        "--apply_chat_template --normalize_reward --packing_samples --adam_offload\n"
+    )
+    text = migrate([str(tmp_path / "a.sh")])
+    assert "does not know" not in text and "max_new_tokens: 768" in text and "max_prompt_tokens: 512" in text
+    config = assert_loads(text.replace("path: org/rm", "path: org/base"), tmp_path)
+    assert (config.rl.advantage, config.rl.kl_coef, config.rl.kl_in, config.rl.kl_estimator, config.rl.minibatches) == (
+        "gae", 0.02, "reward", "k1", 1,
+    )  # fmt: skip
+    assert (config.critic.lr, config.optimizer.lr, config.cluster.trainer_ranks) == (9e-6, 5e-7, 4)
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "gae", "reinforce", "reinforce_baseline", "rloo", "dr_grpo"])
+def test_drafts_of_openrlhf_load(draw: Draw, tmp_path: Path, estimator: str) -> None:
+    _, _, text = draw("openrlhf_grpo.sh", "--algo.advantage.estimator", estimator)
+    assert assert_loads(text, tmp_path).rl.minibatches == 2

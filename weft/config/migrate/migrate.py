@@ -20,6 +20,7 @@ from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_datasets, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
+from weft.config.migrate.openrlhf import OpenRlhf
 from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.migrate.roll import Roll
@@ -44,7 +45,7 @@ _HEAD = """\
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
 _REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # beside model and data
 # trainer -> what reads its algorithms
-_ALGORITHMS: dict[str, type[Algorithm]] = {"miles": Slime, "roll": Roll, "trl": Trl, "verl": Verl}
+_ALGORITHMS: dict[str, type[Algorithm]] = {"miles": Slime, "openrlhf": OpenRlhf, "roll": Roll, "trl": Trl, "verl": Verl}
 _SIGNS = 4  # how many of the names by which a trainer was recognised are shown
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds

@@ -17,7 +17,12 @@ from weft.config.migrate.trainer import TABLES, RlDraft
 
 def take_rl_columns(draft: Draft, column_settings: Mapping[str, str]) -> None:
     """Set data.columns. column_settings: the trainer's key -> the column."""
-    columns = {draft.trainer.rl_columns[draft.entry(name)]: column for name, column in column_settings.items()}
+    columns = {}
+    for name, column in column_settings.items():
+        if (weft_column := draft.trainer.rl_columns.get(draft.entry(name))) is not None:
+            columns[weft_column] = column
+        else:
+            draft.notes[name] = draft.advice(name) or ""
     renamed = {our_name: foreign for our_name, foreign in columns.items() if our_name != foreign}
     if renamed:
         draft.take("data.columns", renamed, next(iter(column_settings)), ", ".join(map(draft.entry, column_settings)))

@@ -24,6 +24,7 @@ _MAX_WORD = 100_000  # characters of a word: variables that hold variables can g
 # A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
 _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|swift|llamafactory-cli|\S+\.py)")
 _SUBCOMMANDS = ("trl", "swift", "llamafactory-cli")  # programs whose first argument says what they do
+_LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")  # modules that start another program
 PROGRAM = "(program)"  # name of the script that runs, without .py, or of the subcommand
 _LAUNCHED = ("NPROC_PER_NODE", "NNODES")  # variables that say how many ranks a command starts
 _SUM = re.compile(r"\$\(\s*expr\s+(\S+)\s+\\?([-+*/])\s+(\S+)\s*\)|\$\(\(\s*(\S+)\s*([-+*/])\s*(\S+)\s*\)\)")
@@ -228,9 +229,22 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
 def _values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(name, values) of `--name value ...`, `--name=value`, `name.name=value` and `+name=value`."""
     name, arguments, before = "", list[str](), ""
+    runs = False  # whether the program was named: a .py behind it is an option's value
     for word in words:
-        if word.endswith(".py") or (before.rpartition("/")[2] in _SUBCOMMANDS and not word.startswith("-")):
+        if before in ("-m", "--module") and not runs:
+            runs = not word.startswith(_LAUNCHERS)
+            if runs:
+                yield PROGRAM, [word.rpartition(".")[2]]
+            name, before = "", word
+            continue
+        subcommand = before.rpartition("/")[2] in _SUBCOMMANDS and not word.startswith("-")
+        if not runs and (word.endswith(".py") or subcommand):
+            runs = True
             yield PROGRAM, [word.rpartition("/")[2].removesuffix(".py")]
+            if name:
+                yield name, arguments
+            name, before = "", word
+            continue
         before = word
         if word.startswith("--"):
             if name:
@@ -239,7 +253,7 @@ def _values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             name, arguments = name.replace("-", "_"), [value] if value else []
         elif override := _OVERRIDE.fullmatch(word):
             yield override[1], [override[2]]
-        elif word == "-m" or _COMMAND.fullmatch(word):
+        elif not runs and (word == "-m" or _COMMAND.fullmatch(word)):
             if name:
                 yield name, arguments
             name = ""  # the options of a launcher end

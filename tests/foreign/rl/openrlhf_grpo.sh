@@ -1,0 +1,42 @@
+# GRPO of OpenRLHF with a function for rewards
+set -x
+python3 -m openrlhf.cli.train_ppo_ray \
+   --ref.num_nodes 1 \
+   --ref.num_gpus_per_node 8 \
+   --actor.num_nodes 2 \
+   --actor.num_gpus_per_node 8 \
+   --vllm.num_engines 4 \
+   --vllm.tensor_parallel_size 4 \
+   --vllm.gpu_memory_utilization 0.6 \
+   --vllm.enforce_eager \
+   --train.colocate_all \
+   --ds.enable_sleep \
+   --actor.model_name_or_path org/base-8b \
+   --reward.remote_url /work/rewards/is_right.py \
+   --algo.advantage.estimator group_norm \
+   --algo.kl.init_coef 1e-3 \
+   --algo.kl.use_loss \
+   --algo.kl.estimator k3 \
+   --algo.advantage.is_correction_enable \
+   --actor.eps_clip_low_high 0.2 0.27 \
+   --data.prompt_dataset /data/math.jsonl \
+   --data.input_key question \
+   --data.label_key label \
+   --data.apply_chat_template \
+   --data.max_len 9216 \
+   --rollout.max_new_tokens 8192 \
+   --rollout.batch_size 128 \
+   --rollout.n_samples_per_prompt 8 \
+   --train.batch_size 512 \
+   --train.dynamic_batch_enable \
+   --train.max_tokens_per_gpu 16384 \
+   --train.num_episodes 3 \
+   --ds.zero_stage 3 \
+   --ds.param_dtype bf16 \
+   --ds.ring_attn_size 2 \
+   --ds.adam_offload \
+   --actor.adam.lr 5e-7 \
+   --actor.gradient_checkpointing_enable \
+   --ckpt.output_dir /checkpoints/grpo \
+   --ckpt.save_steps 20 \
+   --logger.wandb.key KEY
