@@ -65,6 +65,13 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
             ["cluster.max_staleness=1", "rollout.engine=hf", "cluster.placement=colocated"],
             "with cluster.placement=colocated engines take turns with training: set cluster.max_staleness=0, or",
         ),
+        (["rl.agent=a:b", "rl.environment=c:D"], "rl.agent and rl.environment are both set"),
+        (["rl.agent=a:b", "rl.advantage=reinforce++"], "set rl.advantage to one of grpo, rloo, max_rl"),
+        (["rl.agent=a:b", "rl.policy_loss=gspo"], "set rl.policy_loss=ppo"),
+        (["rl.agent=a:b", "rl.correction_level=sequence"], "set rl.correction_level=token"),
+        (["rl.agent=a:b", "rl.overlong_buffer=2"], "set rl.overlong_buffer=null"),
+        (["rl.agent=a:b", "rl.kl_coef=0.1", "rl.kl_in=reward"], "set rl.kl_in=loss"),
+        (["rl.agents_at_once=2"], "rl.agents_at_once would have no effect: rl.agent is not set"),
         (["cluster.placement=colocated"], "cluster.placement would have no effect: rollout.engine=embedded is in"),
         (
             ["rollout.engine=hf", "rollout.on_weight_update=drop"],

@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant("rl/documents.py", "_Samples._media", "sample.images", "sample.prompt.images", "tests/rl/test_reply_images.py"),
     Mutant("inference/records.py", "_row", "_replied(sample.reply_images)", "_replied(None)", "tests/rl/test_reply_images.py"),
     Mutant("rl/environments/episodes.py", "Episodes.max_completion_tokens", "self.room.tokens - self.room.in_tokens(reply_images.patches)", "self.room.tokens", "tests/rl/test_reply_images.py"),
-    Mutant("rl/rollouts.py", "TrajectoryBuilder.sample", "not (self.error or self.untrained)", "True", "tests/rl/test_environments.py tests/rl/test_colocation.py"),
+    Mutant("rl/trajectory.py", "TrajectoryBuilder.sample", "not (self.error or self.untrained)", "True", "tests/rl/test_environments.py tests/rl/test_colocation.py"),
     Mutant("rl/evaluate.py", "RlEvaluator.due", "step == steps", "False", "tests/rl/test_rl_eval.py"),
     Mutant("inference/base.py", "seed_of", "f'{run}:{prompt}:{sample}:{turn}'", "f'{prompt}:{sample}:{turn}'", "tests/inference/test_generate.py tests/inference/test_embedded.py"),
     Mutant("inference/base.py", "seed_of", "f'{run}:{prompt}:{sample}:{turn}'", "f'{run}:{prompt}:{sample}'", "tests/inference/test_generate.py tests/rl/test_environments.py tests/rl/test_colocation.py"),

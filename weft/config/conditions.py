@@ -151,6 +151,10 @@ NO_TEACHER = Unread(lambda c: c.rl.teacher is None, "rl.teacher is not set")
 TEACHER_IN_ADVANTAGE = Unread(lambda c: c.rl.teacher_in == "advantage", "only rl.teacher_in=loss reads it")
 NO_TEACHER_JSD = Unread(lambda c: c.rl.teacher_divergence != "jsd", "only rl.teacher_divergence=jsd reads it")
 NO_REWARD = Unread(lambda c: not c.rl.reward, "rl.reward is empty")
+NO_AGENT = Unread(lambda c: c.rl.agent is None, "rl.agent is not set")
+ONE_TURN = Unread(
+    lambda c: c.rl.environment is None and c.rl.agent is None, "neither rl.environment nor rl.agent is set"
+)
 NO_ENVIRONMENT = Unread(lambda c: c.rl.environment is None, "rl.environment is not set")
 ONLY_EMBEDDED = only_with("rollout.engine", "embedded", " (others have rollout.gpu_memory_utilization)")
 ONLY_SERVERS = Unread(lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")

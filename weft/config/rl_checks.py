@@ -165,6 +165,7 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
+    yield from _agent_combinations(config.rl)
     yield from _exact_combinations(config)
     yield from _truncated_combinations(config)
     yield from _teacher_combinations(config)
@@ -226,7 +227,7 @@ def _teacher_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
                 f"rollout.{name} is {getattr(config.rollout, name)}, so that samples leave tokens out, but rl.teacher "
                 f"compares distributions over the whole vocabulary: set rollout.{name}={neutral}.",
             )
-    if config.rl.dynamic_sampling and not config.rl.reward and config.rl.environment is None:
+    if config.rl.dynamic_sampling and not (config.rl.reward or config.rl.environment or config.rl.agent):
         yield (
             "rl.dynamic_sampling",
             f"rl.dynamic_sampling is {config.rl.dynamic_sampling}, but without rl.reward no group has rewards that "
@@ -325,11 +326,11 @@ def _truncated_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
 
 
 def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
-    if not rl.reward and rl.environment is None and rl.teacher is None:
+    if not (rl.reward or rl.environment or rl.agent or rl.teacher):
         yield (
             "rl.reward",
             f"rl.reward is empty: name at least one reward function, as in {override('rl.reward', ['math'])} "
-            "(docs/how-to/write-a-reward.md), an rl.environment that gives rewards, or an rl.teacher.",
+            "(docs/how-to/write-a-reward.md), an rl.environment or rl.agent that gives rewards, or an rl.teacher.",
         )
     for path in rl.reward:
         if path.startswith(REWARD_MODEL):
@@ -375,6 +376,42 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
             f"rl.environment is {rl.environment}, which is no import path: write package.module:Name, as in "
             "my_envs:Calculator for the class Calculator in my_envs.py.",
         )
+
+
+def _agent_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
+    """An episode of an agent may be several documents, with one reward and one advantage."""
+    if rl.agent is None:
+        return
+    if rl.environment is not None:
+        yield "rl.agent", "rl.agent and rl.environment are both set: an agent has its own environment. Leave one out."
+    if not rl.agent.strip():
+        yield "rl.agent", "rl.agent is empty: name a function, as in my_agents:solve, or a command; or leave it out."
+    if rl.advantage in ADVANTAGES and ADVANTAGES[rl.advantage].per_token:
+        yield (
+            "rl.advantage",
+            f"rl.advantage is {rl.advantage}, which gives each token of a sample an advantage of its own, and an "
+            "episode of rl.agent may be several documents: set rl.advantage to one of "
+            f"{', '.join(name for name, spec in ADVANTAGES.items() if not spec.per_token)}.",
+        )
+    if rl.policy_loss in TOKEN_LOSSES and TOKEN_LOSSES[rl.policy_loss].ratio != "ratio":
+        yield (
+            "rl.policy_loss",
+            f"rl.policy_loss is {rl.policy_loss}, which reads the ratio of a whole sample, and an episode of rl.agent "
+            "may be several documents: set rl.policy_loss=ppo.",
+        )
+    of_samples = {
+        "correction_level": (rl.correction_level != "token", "token"),
+        "entropy_aggregation": (rl.entropy_aggregation == "sequence_mean", "null"),
+        "overlong_buffer": (rl.overlong_buffer is not None, "null"),
+        "kl_in": (rl.kl_coef > 0 and rl.kl_in == "reward", "loss"),
+    }
+    for leaf, (is_of_samples, instead) in of_samples.items():
+        if is_of_samples:
+            yield (
+                f"rl.{leaf}",
+                f"rl.{leaf} is {getattr(rl, leaf)}, which is computed for each sample by itself, and an episode of "
+                f"rl.agent may be several documents: set rl.{leaf}={instead}.",
+            )
 
 
 def _eval_combinations(evaluation: RlEvalConfig) -> Iterator[tuple[str, str]]:

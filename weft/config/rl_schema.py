@@ -96,11 +96,38 @@ class RlAlgorithm:
         "policy answers once. docs/how-to/environments.md",
         None,
     )
+    agent: str | None = key(
+        "Agent that asks the policy over HTTP, in place of an environment: the import path of a function, as in "
+        "my_agents:solve, or a command, as in 'python solve.py'. weft serves it an endpoint like OpenAI's, and runs it "
+        "once for each sample; null: none. docs/how-to/agents.md",
+        None,
+    )
+    agent_timeout: float = key(
+        "Seconds that one run of rl.agent may take. Its process is ended then, and the sample is not trained.",
+        600.0,
+        within=POSITIVE,
+        unread=(when.NO_AGENT,),
+    )
+    agents_at_once: int = key(
+        "Runs of rl.agent at the same time; others wait.", 64, within=PROCESSES, unread=(when.NO_AGENT,)
+    )
+    agent_host: str = key(
+        "Address that the endpoint of rl.agent listens on. Any other than 127.0.0.1 lets programs of other machines "
+        "try their API keys.",
+        "127.0.0.1",
+        unread=(when.NO_AGENT,),
+    )
+    agent_port: int = key(
+        "Port of that endpoint; 0: any free one.",
+        0,
+        within=Range(lambda v: 0 <= v < 65_536, "0 to 65,535"),
+        unread=(when.NO_AGENT,),
+    )
     max_turns: int = key(
-        "How often the policy may answer in one conversation with rl.environment.",
+        "How often the policy may answer in one conversation with rl.environment, or in one run of rl.agent.",
         8,
         within=AT_LEAST_1,
-        unread=(when.NO_ENVIRONMENT,),
+        unread=(when.ONE_TURN,),
     )
     environment_timeout: float = key(
         "Seconds that one step of rl.environment may take.", 60.0, within=POSITIVE, unread=(when.NO_ENVIRONMENT,)

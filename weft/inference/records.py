@@ -100,12 +100,12 @@ class Answer:
     images: Any = None
 
 
-_READ = ("prompt_index", "visit", "number", "prompt", "completion", "reward", "rewards", "finish", "columns")
+_READ = ("prompt_index", "visit", "number", "branch", "prompt", "completion", "reward", "rewards", "finish", "columns")
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers of one file, in order, without their tokens and logprobs, which are most of it. UserError if it is
-    not a file of weft's rollouts."""
+    """The answers of one file, in order, one for each episode of an agent, without their tokens and logprobs, which are
+    most of it. UserError if it is not a file of weft's rollouts."""
     _, pq = import_arrow()
     try:
         table = pq.ParquetFile(regular_file(path, "a file of rollouts")).read([*_READ, "sampled"])
@@ -114,7 +114,7 @@ def read_answers(path: Path) -> list[Answer]:
         offsets = sampled.offsets.to_numpy()
         lengths = (drawn[offsets[1:]] - drawn[offsets[:-1]]).tolist()
         rows = table.select(_READ).to_pylist()
-        return [_answer(row, length) for row, length in zip(rows, lengths, strict=True)]
+        return [_answer(row, length) for row, length in zip(rows, lengths, strict=True) if not row["branch"]]
     except UserError:
         raise
     except Exception as error:  # as in read_rollouts
@@ -177,6 +177,7 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
         "prompt_index": prompt.index,
         "visit": prompt.visit,
         "number": sample.number,
+        "branch": sample.branch,
         "source": prompt.source,
         "prompt": prompt.text,
         "completion": sample.text,
@@ -234,7 +235,7 @@ def _routes(row: dict[str, Any]) -> Any:
 
 # Types that columns must have when they are read.
 _TYPES: dict[str, type | UnionType] = {
-    "prompt_index": int, "visit": int, "number": int, "turns": int, "prompt_tokens": int, "tokens": list,
+    "prompt_index": int, "visit": int, "number": int, "branch": int, "turns": int, "prompt_tokens": int, "tokens": list,
     "prompt": str, "completion": str, "source": str, "finish": str, "reward": float | int | NoneType,
 }  # fmt: skip
 
@@ -268,6 +269,7 @@ def _sample(row: dict[str, Any]) -> Sample:
     return Sample(
         prompt=prompt,
         number=row["number"],
+        branch=row["branch"],
         finish=row["finish"],
         turns=row["turns"],
         text=row["completion"],

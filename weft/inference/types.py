@@ -47,7 +47,9 @@ class Prompt:
 class Sample:
     """One answer to a prompt, its rewards, and what is computed from it. Arrays are [T]; their entry 0 is never used.
 
-    number: index in the group. sampled: whether the policy sampled each token; only sampled tokens are trained.
+    number: index in the group. branch: of an agent's episode, which is several samples if its calls do not extend each
+    other (weft/rl/agents/session.py); they share number, rewards and the episode's advantage, and the one with branch 0
+    is scored. sampled: whether the policy sampled each token; only sampled tokens are trained.
     rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs: logprobs of the sampled tokens, 0 elsewhere: under
     the engine, under the trainer with the rollout's weights, under the reference policy, and under a teacher. values: a
     critic's values. versions: of the weights that sampled each token; -1 for other tokens. kept_logmass: as in
@@ -87,6 +89,7 @@ class Sample:
     trained: bool = True
     reply_images: PromptImages | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    branch: int = 0
     beginnings: dict[bool, Beginning | None] | None = None
 
     def forget_readings(self) -> None:
@@ -104,8 +107,8 @@ class Sample:
 
     @property
     def id(self) -> str:
-        """For example "17.0/3": the prompt's index and visit, and the number in the group."""
-        return f"{self.prompt.id}/{self.number}"
+        """For example "17.0/3": the prompt's index and visit, and the number in the group; "17.0/3.1" for a branch."""
+        return f"{self.prompt.id}/{self.number}" + (f".{self.branch}" if self.branch else "")
 
     @property
     def counts(self) -> bool:
@@ -131,8 +134,13 @@ class SampleGroup:
     samples: list[Sample]
 
     @property
+    def episodes(self) -> list[Sample]:
+        """One sample of each episode: those that are no further branches."""
+        return [sample for sample in self.samples if not sample.branch]
+
+    @property
     def rewards(self) -> list[float | None]:
-        return [sample.reward for sample in self.samples]
+        return [sample.reward for sample in self.episodes]
 
     @property
     def has_signal(self) -> bool:

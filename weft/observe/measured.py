@@ -25,7 +25,8 @@ _COPIED: dict[str, tuple[str, ...]] = {
     "train": ("seed", "loss"),
     "rl": (
         "reward", "reward_weights", "reward_column", "reward_options", "reward_timeout", "reward_workers",
-        "environment", "max_turns", "environment_timeout", "chat", "instruction",
+        "environment", "max_turns", "environment_timeout", "agent", "agent_timeout", "agents_at_once", "agent_host",
+        "agent_port", "chat", "instruction",
     ),
     "rollout": ("max_prompt_tokens", "max_new_tokens", "stop"),
     "eval": ("samples", "pass_at", "temperature", "top_p", "top_k", "max_new_tokens", "correct_from"),

@@ -45,11 +45,13 @@ from weft.observe.resume import advice_after_last_step
 from weft.observe.trackers import check_installed
 from weft.rl.actors import open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
+from weft.rl.agents.agents import Agents, agent_metrics, load_agents
+from weft.rl.agents.base import check_agent
 from weft.rl.colocation import DeviceSharing, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
 from weft.rl.documents import deal, longest_samples
 from weft.rl.environments.base import environment_class
-from weft.rl.environments.episodes import load_environment
+from weft.rl.environments.episodes import Episodes, load_environment
 from weft.rl.evaluate import RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
 from weft.rl.failure import report_failures, watching_controller
@@ -153,6 +155,8 @@ def check_task(config: RlConfig) -> PretrainedConfig:
     choose_policy_loss(config.rl.policy_loss)
     check_reward_models(config)
     environment_class(config)
+    if config.rl.agent is not None:
+        check_agent(config.rl.agent)
     shape = hf.read_config(config.model.path).get_text_config()
     check_lengths(config, shape)
     return shape
@@ -163,7 +167,8 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> RlTask:
     vocabulary = check_task(config).vocab_size
     tokenizer = load_tokenizer(config.model.path)
     images = read_images(config.model.path, tokenizer, config.data)  # first, because it may set the chat template
-    episodes = load_environment(config, tokenizer, images=images)
+    agents = load_agents(config, tokenizer, has_images=images is not None)
+    episodes = agents or load_environment(config, tokenizer, images=images)
     prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary, images=images)
     if config.rollout.engine == "sglang" and any(prompt.images for prompt in prompts):
         raise UserError(
@@ -173,7 +178,9 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> RlTask:
     held_out = read_held_out_prompts(config, tokenizer, vocabulary, images)
     ends = template_ends(tokenizer, read_encoding(config.data, tokenizer))
     # A text that holds the template's end of turn was rendered with it before. Other texts end as documents do.
-    chats = any(p.messages is not None or not set(ends).isdisjoint(p.tokens) for p in (*prompts, *held_out.all()))
+    chats = agents is not None or any(
+        p.messages is not None or not set(ends).isdisjoint(p.tokens) for p in (*prompts, *held_out.all())
+    )
     ends_of_answers = answer_ends(config.model.path, tokenizer, ends if chats else ())
     return RlTask(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes, ends_of_answers)
 
@@ -309,7 +316,9 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
     config, task, trainers, start = run.config, run.task, run.actors.trainers, run.start
     opened.push_async_callback(task.rewards.close)
     if task.episodes is not None:
-        opened.push_async_callback(task.episodes.pool.close)
+        opened.push_async_callback(task.episodes.close)
+    if isinstance(task.episodes, Agents):
+        await task.episodes.start()
     run.phases.add(start.seconds)
     task.stream.take(start.taken)
     run.version, run.updates = start.rollout, start.updates
@@ -320,7 +329,7 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
         await task.rewards.start([*task.prompts, *task.held_out.all()])
         opening = await run.trainer_group.describe()
         await run.trainer_group.check_images(longest_samples(task.prompts, config.rollout.max_new_tokens))
-        if task.episodes is not None and task.episodes.chats.images is not None:
+        if isinstance(task.episodes, Episodes) and task.episodes.chats.images is not None:
             episodes = replace(task.episodes, room=await run.trainer_group.image_room())
             run.task = task = replace(task, episodes=episodes)
         run.compute = await trainers.call_one(0, "compute_dtype")
@@ -387,7 +396,7 @@ async def roll_out(run: RlRun, engine: RolloutEngine, sampling: SamplingParams, 
 
     async def generate(prompt: Prompt) -> SampleGroup:
         group = await rollout_group(prompt, rl.group_size, engine, sampling, run.task.episodes, run.config.train.seed)
-        meter.done += len(group.samples)
+        meter.done += len(group.episodes)
         return group
 
     async def reward(group: SampleGroup) -> None:
@@ -403,6 +412,8 @@ async def roll_out(run: RlRun, engine: RolloutEngine, sampling: SamplingParams, 
         # Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) judges groups by unshaped rewards.
         step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
     shape_rewards(step.groups, run.config)
+    if rl.agent is not None:
+        step.metrics |= agent_metrics(step.samples)
     if rl.dynamic_sampling:
         step.metrics["rollout/replaced"] = float(replaced)
     step.taken = run.task.stream.taken

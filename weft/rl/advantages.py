@@ -6,6 +6,7 @@ sampled tokens, in order. Results do not depend on how samples are distributed o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,13 +31,18 @@ def advantages(groups: Sequence[SampleGroup], config: RlAlgorithm) -> dict[str, 
     for group in groups:
         for sample in group.samples:
             sample.advantages = np.zeros(len(sample), np.float32)
-    compared = [SampleGroup(group.prompt, [s for s in group.samples if s.counts]) for group in groups]
+    compared = [SampleGroup(group.prompt, [s for s in group.episodes if s.counts]) for group in groups]
     compared = [group for group in compared if group.samples]
     if not compared:
         return {}
+    branches = defaultdict[tuple[str, int], list[Sample]](list)
+    for sample in samples_of(groups):
+        if sample.branch and sample.counts:
+            branches[sample.prompt.id, sample.number].append(sample)
     for group, estimates in zip(compared, choose_estimator(config.advantage)(compared, config), strict=True):
         for sample, estimate in zip(group.samples, estimates, strict=True):
-            _set(sample, estimate, config.advantage)
+            for part in (sample, *branches[sample.prompt.id, sample.number]):
+                _set(part, estimate, config.advantage)
     return reward_metrics(compared) | value_metrics(compared)
 
 
@@ -101,13 +107,13 @@ def shape_rewards(groups: Sequence[SampleGroup], config: RlConfig) -> None:
 def reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Metrics of rewards, under TRL's names. reward: mean over all samples. reward_std: mean over the groups' standard
     deviations."""
-    rewards = [np.array([s.reward for s in group.samples], np.float64) for group in groups]
+    rewards = [np.array(group.rewards, np.float64) for group in groups]
     metrics = {
         "reward": float(np.concatenate(rewards).mean()),
         "reward_std": float(np.mean([deviation(r) for r in rewards])),
         "frac_reward_zero_std": float(np.mean([not group.has_signal for group in groups])),
     }
-    samples = samples_of(groups)
+    samples = [sample for group in groups for sample in group.episodes]
     for name in sorted({name for sample in samples for name in sample.rewards}):
         values = np.array([r for r in (s.rewards.get(name) for s in samples) if r is not None], np.float64)
         if len(values):

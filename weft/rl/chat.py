@@ -66,6 +66,23 @@ class ChatRenderer:
         except RenderLimitError as error:
             raise UserError(limit_message(source, error)) from None
 
+    @property
+    def template_source(self) -> str:
+        """The Jinja source of the chat template."""
+        return str(self.encoding.chat_template or self.tokenizer.get_chat_template())
+
+    def rendered_question(self, source: str, messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[int, ...]:
+        """Token ids of a conversation up to the start of the answer. Unlike question(), it accepts what the template
+        leaves out, such as the thoughts of earlier answers. UserError if the template cannot render it."""
+        chat = self._conversation(source, messages, row)
+        answers, kwargs = self._answers(source, chat, ())
+        try:
+            return tuple(self.rendered([self._render_question(answers.template, chat, kwargs)])[0])
+        except RenderError as error:
+            raise template_refusal(source, error) from error
+        except RenderLimitError as error:
+            raise UserError(limit_message(source, error)) from None
+
     def continuation(
         self,
         prompt: Prompt,

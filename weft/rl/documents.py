@@ -7,7 +7,7 @@ so the loss does not depend on how a step is divided into micro-batches and over
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,7 +116,8 @@ class ReadSamples(_Samples):
 
 
 class TrainedSamples(_Samples):
-    """One document per trained sample, in order; may be empty. places: index in `samples` of each document.
+    """One document per trained sample, in order; may be empty. places: index in `samples` of each document. masked:
+    episodes that only rl.mask_truncated leaves out. branches: documents beyond the first of each episode.
 
     Samples that do not count or have no sampled token are left out; with rl.mask_truncated, also those with finish
     `length`.
@@ -125,9 +126,15 @@ class TrainedSamples(_Samples):
     def __init__(self, samples: Sequence[Sample], config: RlConfig, opener: ImageOpener | None = None) -> None:
         self.places = [index for index, sample in enumerate(samples) if is_trained(sample, config)]
         trained = [samples[index] for index in self.places]
-        # Number of samples that only rl.mask_truncated leaves out.
-        self.masked = sum(sample.counts and sample.length > 0 for sample in samples) - len(trained)
-        super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True, opener=opener)
+        lengths = Counter[tuple[str, int]]()  # trained tokens of each episode, which may have several samples
+        for sample in trained:
+            lengths[_episode(sample)] += int(np.count_nonzero(trained_tokens(sample)))
+        self.masked = len({_episode(sample) for sample in samples if sample.counts and sample.length > 0}) - len(
+            lengths
+        )
+        self.branches = len(trained) - len(lengths)
+        weights = [_weight(lengths[_episode(sample)], config) for sample in trained]
+        super().__init__(trained, weights, routed=True, opener=opener)
         self.old_is_known = (
             bool(trained) and trained[0].old_logprobs is not None
         )  # else the current policy is the old one
@@ -221,11 +228,15 @@ def trained_tokens(sample: Sample) -> Flags:
     return sample.sampled
 
 
-def _weight(sample: Sample, config: RlConfig) -> np.float32:
-    """The weight of each trained token: 1 / G with sequence_mean (of a sample with G trained tokens),
+def _episode(sample: Sample) -> tuple[str, int]:
+    return sample.prompt.id, sample.number
+
+
+def _weight(length: int, config: RlConfig) -> np.float32:
+    """The weight of each trained token: 1 / G with sequence_mean (of an episode with G = `length` trained tokens),
     1 / rollout.max_new_tokens with sequence_sum, else 1."""
     if config.rl.loss_aggregation == "sequence_mean":
-        return np.float32(1.0 / np.count_nonzero(trained_tokens(sample)))
+        return np.float32(1.0 / length)
     return np.float32(1.0 / config.rollout.max_new_tokens if config.rl.loss_aggregation == "sequence_sum" else 1.0)
 
 

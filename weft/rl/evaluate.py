@@ -22,6 +22,7 @@ from weft.data.documents import leak_hint
 from weft.data.images import Images
 from weft.inference.base import RolloutEngine, SamplingParams
 from weft.inference.types import Prompt, Sample, SampleGroup
+from weft.rl.agents.agents import Agents
 from weft.rl.environments.episodes import Episodes
 from weft.rl.meter import Meter, Show
 from weft.rl.prompts import Prompts, load_rl_prompts
@@ -110,7 +111,7 @@ class RlEvaluator:
         engine: RolloutEngine,
         rewards: Rewards,
         tokenizer: PreTrainedTokenizerBase,
-        episodes: Episodes | None = None,
+        episodes: Episodes | Agents | None = None,
         ends: Sequence[int] = (),
         show: Show = lambda text: None,
     ) -> None:
@@ -118,7 +119,7 @@ class RlEvaluator:
         self.config, self.held_out, self.engine, self.rewards = config.eval, held_out, engine, rewards
         self.tokenizer, self.seed = tokenizer, config.train.seed
         longest = config.eval.max_new_tokens or config.rollout.max_new_tokens
-        self.episodes = None if episodes is None else replace(episodes, most_tokens=longest)
+        self.episodes = replace(episodes, most_tokens=longest) if isinstance(episodes, Episodes) else episodes
         self.sampling = SamplingParams(longest, temperature=0.0, ends=tuple(ends), stop=config.rollout.stop)
 
     def due(self, step: int, steps: int) -> bool:
@@ -155,7 +156,7 @@ class RlEvaluator:
         async def answered(name: str, prompt: Prompt) -> SampleGroup:
             label = f"eval/{name}/{kind}/"
             group = await rollout_group(prompt, count, self.engine, sampling, self.episodes, self.seed, label)
-            meter.done += len(group.samples)
+            meter.done += len(group.episodes)
             decode(group.samples, self.tokenizer)
             with meter.scoring(len(group.samples)):
                 await self.rewards.score(group.samples, failures)
@@ -178,7 +179,7 @@ def evaluation_metrics(
     for name in [_UNNAMED, *(name for name in greedy if name)]:
         prefix = f"{PREFIX}{name}/" if name else PREFIX
         greedy_groups = greedy.values() if name == _UNNAMED else (greedy[name],)
-        samples = [sample for groups in greedy_groups for group in groups for sample in group.samples]
+        samples = [sample for groups in greedy_groups for group in groups for sample in group.episodes]
         metrics[f"{prefix}reward"] = _mean(sample.reward or 0.0 for sample in samples)
         metrics[f"{prefix}accuracy"] = _mean(float(is_correct(sample, config.correct_from)) for sample in samples)
         metrics[f"{prefix}length"] = _mean(float(sample.length) for sample in samples)
@@ -187,7 +188,7 @@ def evaluation_metrics(
         drawn_groups = drawn.values() if name == _UNNAMED else (drawn.get(name, ()),)
         groups = [group for part in drawn_groups for group in part]
         if groups:
-            right = [sum(is_correct(sample, config.correct_from) for sample in group.samples) for group in groups]
+            right = [sum(is_correct(sample, config.correct_from) for sample in group.episodes) for group in groups]
             for k in config.pass_at or _powers(config.samples):
                 metrics[f"{prefix}pass@{k}"] = _mean(pass_at(config.samples, c, k) for c in right)
     return metrics

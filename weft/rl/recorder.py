@@ -25,6 +25,7 @@ from weft.observe.recorder import BadSteps
 from weft.observe.starts import note_end, note_start
 from weft.observe.system import SYSTEM, SystemMonitor
 from weft.observe.trackers import Trackers
+from weft.rl.agents.agents import Agents
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import EvaluationResult
 from weft.rl.state import RlPlan, RlRun, RlStart, RolloutStep
@@ -221,7 +222,7 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
     config, plan = run.config, run.plan
     rl, rollout = config.rl, config.rollout
     like = "" if rl.preset is None else f" like {rl.preset}"
-    rewards = [*rl.reward, *([] if rl.environment is None else [f"those of {rl.environment}"])]
+    rewards = [*rl.reward, *(f"those of {giver}" for giver in (rl.environment, rl.agent) if giver is not None)]
     lines = [
         f"run      {run.run_lock.folder}",
         f"prompts  {run.task.prompts}",
@@ -236,6 +237,9 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}",
     ]
+    if isinstance(run.task.episodes, Agents):
+        agents = f"{rl.agents_at_once} at once, up to {counted(rl.max_turns, 'call')} each"
+        lines.append(f"agent    {rl.agent}, {agents}, to {run.task.episodes.endpoint.base_url}")
     if rollout.truncated:
         lines.append(f"sampled  {truncation_line(rollout)}")
     show_opening(lines, model, run.run_lock.folder, run.detail)

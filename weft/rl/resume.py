@@ -33,7 +33,8 @@ from weft.rl.state import RlPlan, RlRun, RlStart
 
 # Keys that a resumed run may change: they affect how it computes or generates, not what it learns.
 MAY_CHANGE = (
-    "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout",
+    "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout", "rl.agent_timeout",
+    "rl.agents_at_once", "rl.agent_host", "rl.agent_port",
     *(f"rollout.{leaf}" for leaf in ("engine", "num_engines", "tp", "gpu_memory_utilization", "python", "engine_kwargs",
         "timeout")),
     *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "kv_cache_tokens")),

@@ -17,6 +17,7 @@ from weft.observe.folder import RunLock
 from weft.observe.hooks import OnStep
 from weft.observe.resume import Start
 from weft.rl.actors import Actors
+from weft.rl.agents.agents import Agents
 from weft.rl.environments.episodes import Episodes
 from weft.rl.evaluate import HeldOutPrompts
 from weft.rl.meter import Show
@@ -27,15 +28,15 @@ from weft.rl.trainer_group import TrainerGroup
 
 @dataclass(frozen=True)
 class RlTask:
-    """Prompts, rewards and environment of a run. stream: the order of the training prompts. ends: of answers, in
-    every engine and in checkpoints."""
+    """Prompts, rewards and environment or agent of a run. stream: the order of the training prompts. ends: of answers,
+    in every engine and in checkpoints."""
 
     prompts: Prompts
     held_out: HeldOutPrompts
     stream: PromptStream
     tokenizer: PreTrainedTokenizerBase
     rewards: Rewards
-    episodes: Episodes | None
+    episodes: Episodes | Agents | None
     ends: AnswerEnds
 
 

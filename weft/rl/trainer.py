@@ -301,7 +301,7 @@ class TrainerRank:
             return UpdateResult({**skipped, **_NO_STEP})
         loss = PolicyLoss(
             self.config.rl, old_is_current=not documents.old_is_known, masked=documents.masked,
-            teacher=self.teacher_loss,
+            branches=documents.branches, teacher=self.teacher_loss,
         )  # fmt: skip
         # Only the policy's step is timed: readouts and the critic pass through phases of the same names.
         with contextlib.nullcontext() if self.times is None else contextlib.closing(self.times.open()):

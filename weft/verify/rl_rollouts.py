@@ -11,8 +11,8 @@ import torch.distributed as dist
 from weft.inference.base import Request, SamplingParams
 from weft.inference.records import read_rollouts, recorded_files
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
-from weft.rl.rollouts import TrajectoryBuilder
 from weft.rl.trainer import TrainerRank
+from weft.rl.trajectory import TrajectoryBuilder
 
 # Steps of groups: (tokens of the prompt, longest completion, rewards). A sample with reward None does not count. One
 # group has no signal, one has a single sample that counts, and one step has one sample, so that some ranks have none.

@@ -129,15 +129,17 @@ class PolicyLoss:
         *,
         old_is_current: bool = False,
         masked: int = 0,
+        branches: int = 0,
         teacher: DistillationLoss | None = None,
     ) -> None:
         """old_is_current: documents bring no old_logprobs, because nothing was updated since the rollout. masked:
-        number of the step's samples that rl.mask_truncated leaves out. teacher: of rl.teacher_in=loss, whose
-        divergence is read."""
+        number of the step's samples that rl.mask_truncated leaves out. branches: number of the step's documents beyond
+        the first of each episode; an episode counts as one document in the means of sequences. teacher: of
+        rl.teacher_in=loss, whose divergence is read."""
         self.config, self.old_is_current, self.teacher = config, old_is_current, teacher
         if teacher is not None:
             self.readouts = self.readouts | {"divergence"}
-        self.masked = masked if config.count_masked else 0
+        self.masked, self.branches = masked if config.count_masked else 0, branches
         self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
         self.loss = choose_policy_loss(config.policy_loss)
         spec = TOKEN_LOSSES.get(config.policy_loss)
@@ -153,7 +155,7 @@ class PolicyLoss:
         return old
 
     def normaliser(self, plan: StepPlan) -> float:
-        samples = sum(document.loss_tokens > 0 for document in plan.documents)
+        samples = sum(document.loss_tokens > 0 for document in plan.documents) - self.branches
         self._tokens = float(sum(document.loss_tokens for document in plan.documents)) or 1.0
         self._samples = float(samples) or 1.0
         summed = self.config.loss_aggregation == "token_mean"

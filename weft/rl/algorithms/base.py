@@ -24,7 +24,8 @@ class AdvantageSpec:
     Every sample of the groups has a reward. plain: (rows, rewards, keys of `rl`) -> for each row, a tensor [G] in fp64;
     rewards: for each row, [G] rewards of its tokens. It must share no code with `estimate`, because `weft verify`
     compares the two. formula: for the docs. reads: keys of `rl` that only some advantages read. compares_group: whether
-    a reward is compared with those of the same prompt. needs_critic: whether a critic's values are read.
+    a reward is compared with those of the same prompt. needs_critic: whether a critic's values are read. per_token:
+    whether the advantages of a sample's tokens depend on how many tokens it has, or on their order.
     """
 
     name: str
@@ -34,6 +35,7 @@ class AdvantageSpec:
     reads: tuple[str, ...] = ()
     compares_group: bool = False
     needs_critic: bool = False
+    per_token: bool = False
 
 
 @dataclass(frozen=True)

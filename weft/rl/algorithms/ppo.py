@@ -84,6 +84,7 @@ DECLARES = (
         "`rl.advantage_norm: batch`",
         reads=("advantage_norm", "gamma", "gae_lambda"),
         needs_critic=True,
+        per_token=True,
     ),
     TokenLossSpec(
         "ppo",

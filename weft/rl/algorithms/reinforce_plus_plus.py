@@ -67,6 +67,7 @@ DECLARES = (
         "G_t = sum over k >= t of gamma^(k-t) r_k, whitened: minus its mean over all tokens of the step, divided by "
         "their std",
         reads=("gamma",),
+        per_token=True,
     ),
     AdvantageSpec(
         "reinforce++_baseline",
@@ -74,6 +75,7 @@ DECLARES = (
         plain_baseline,
         "r - mean of the group, whitened in the same way",
         compares_group=True,
+        per_token=True,
     ),
     TokenLossSpec(
         "reinforce",

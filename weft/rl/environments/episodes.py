@@ -50,6 +50,10 @@ class Episodes:
     timeout: float
     room: ImageRoom | None = None
 
+    async def close(self) -> None:
+        """End all environments."""
+        await self.pool.close()
+
     async def open(self) -> EnvironmentSession:
         """A new environment in its own process. UserError if it cannot be imported there."""
         return EnvironmentSession(self.kind.__qualname__, await self.pool.open(), self.timeout)

@@ -1,4 +1,4 @@
-"""The controller's side of the environment processes: one process per conversation."""
+"""The controller's side of the processes of environments and agents: one process per conversation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _AT_ONCE = 1024  # conversations; a large held-out set waits for free places
 
 
 class EnvironmentPool:
-    """Starts one process per conversation with the environment class at this import path."""
+    """Starts one process per conversation with the environment class at this import path, or with an agent. key: which
+    key of the config names it, `rl.environment` or `rl.agent`."""
 
-    def __init__(self, path: str, at_once: int = _AT_ONCE) -> None:
-        self.path = path
+    def __init__(self, path: str, at_once: int = _AT_ONCE, key: str = "rl.environment") -> None:
+        self.path, self.key = path, key
         self._room = asyncio.Semaphore(at_once)
         self._server: _ForkServer | None = None
         self._starting = asyncio.Lock()
@@ -31,7 +32,7 @@ class EnvironmentPool:
         await self._room.acquire()
         async with self._starting:
             if self._server is None or not self._server.alive:
-                self._server = await _ForkServer.start(self.path)
+                self._server = await _ForkServer.start(self.key, self.path)
         return await self._server.open(self._room.release)
 
     async def close(self) -> None:
@@ -53,14 +54,14 @@ class _ForkServer:
         asyncio.get_running_loop().add_reader(control.fileno(), self._listen)
 
     @classmethod
-    async def start(cls, path: str) -> _ForkServer:
+    async def start(cls, key: str, path: str) -> _ForkServer:
         _allow_many_files()
         control, server_end = socket.socketpair()
         with server_end:
             words, descriptors = [str(server_end.fileno())], [server_end.fileno()]
-            refused = f"rl.environment: the process that imports {path}"
+            refused = f"{key}: the process that imports {path}"
             try:
-                worker, _ = await start_worker("weft.rl.environments.worker", path, refused, words, descriptors)
+                worker, _ = await start_worker("weft.rl.environments.worker", (key, path), refused, words, descriptors)
             except BaseException:
                 control.close()
                 raise

@@ -1,5 +1,5 @@
-"""The fork server of environments. It imports the user's class once, so that a process for a conversation costs only a
-fork: milliseconds and a megabyte.
+"""The fork server of environments and agents. It imports the user's code once, so that a process for a conversation
+costs only a fork: milliseconds and a megabyte.
 
 The controller sends a conversation's number with a socket for it, or the negative number to end the conversation. It
 receives (number, status) when a conversation's process has ended. No user code runs in the fork server after the
@@ -29,7 +29,8 @@ import numpy as np
 from weft.errors import UserError, first_line
 from weft.importing import import_named
 from weft.launch.machine import end_with_parent
-from weft.rl.environments.base import Environment, Reply
+from weft.rl.agents.process import agent_factory
+from weft.rl.environments.base import Reply
 from weft.rl.user_process import (
     IMPORT_SECONDS,
     add_import_folders,
@@ -55,10 +56,10 @@ def main() -> None:
     signal.alarm(IMPORT_SECONDS)  # ends a process that hangs in the import and does not see the controller end
     requests, answers = take_over_streams()
     control = socket.socket(fileno=int(sys.argv[1]))
-    path, name = receive(requests)
+    path, (key, name) = receive(requests)
     add_import_folders(path)
     try:
-        kind = import_named(name, "rl.environment")
+        kind = agent_factory(name) if key == "rl.agent" else import_named(name, key)
     except UserError as error:
         send(answers, str(error))
         return
@@ -72,7 +73,7 @@ def main() -> None:
 class ForkServer:
     """Forks a process per conversation, kills it on request, and reports how it ended."""
 
-    def __init__(self, kind: type[Environment], control: socket.socket) -> None:
+    def __init__(self, kind: Callable[[], Any], control: socket.socket) -> None:
         self._kind, self._control = kind, control
         self._numbers = dict[int, int]()  # process id -> number, of running processes
         self._woken, self._wakes = socket.socketpair()
@@ -147,11 +148,11 @@ class ForkServer:
             os._exit(status)
 
 
-def converse(kind: type[Environment], connection: socket.socket) -> None:
-    """Serve calls to one environment until the connection closes: (method, arguments, timeout in seconds) -> (result,
-    error)."""
+def converse(kind: Callable[[], Any], connection: socket.socket) -> None:
+    """Serve calls to one environment, or one run of an agent, until the connection closes: (method, arguments, timeout
+    in seconds) -> (result, error)."""
     stream = connection.makefile("rwb")
-    environment: Environment | None = None
+    environment: Any = None
     while (request := receive(stream)) is not None:
         name, arguments, seconds = request
         answer: tuple[Any, str | None]
@@ -159,7 +160,7 @@ def converse(kind: type[Environment], connection: socket.socket) -> None:
             if environment is None:
                 environment = kind()
             result = _call(getattr(environment, name), arguments, seconds)
-            answer = (plain(result) if name == "step" else None), None
+            answer = (plain(result) if name == "step" else result if name == "run" else None), None
         except LateError:
             answer = None, f" took more than {seconds:g} seconds"
         except (Exception, SystemExit) as error:

@@ -21,7 +21,9 @@ from weft.rl.rewards.builtin import INLINE, has_reference, reference_answers
 from weft.rl.rewards.calls import STANDARD, RewardBatch, RewardFunction, RewardOutcome, RewardSignature, RewardSpec
 from weft.rl.rewards.pool import RewardPool
 
-ENVIRONMENT = "environment"  # the reward that comes from replies of an environment
+# Rewards that come from replies of an environment, and from an agent -> the key that names it.
+ENVIRONMENT, AGENT = "environment", "agent"
+_GIVEN = {ENVIRONMENT: "rl.environment", AGENT: "rl.agent"}
 Scorer = Callable[[Sequence[Sample]], Awaitable[list[RewardOutcome]]]
 _OF_A_MODEL = RewardSignature("list", (), (), False, False)
 _NEWS = 3  # most messages about failures between two calls of `metrics`
@@ -65,7 +67,7 @@ class Failures:
         self._calls, self._failed, self._last = Counter(), Counter(), {}
         for name, count in failed.items():
             if count == calls[name]:
-                key = "rl.environment" if name == ENVIRONMENT else f"rl.reward: {name}"
+                key = _GIVEN.get(name, f"rl.reward: {name}")
                 raise UserError(
                     f"{key} failed for every one of the {count} samples of this step: nothing is left to learn from. "
                     f"The last: {last[name]}{_about_messages(last[name])}"
@@ -90,11 +92,15 @@ class Rewards:
             for name, path in zip(reward_names(config.reward), config.reward, strict=True)
         ]
         weights = config.reward_weights or (1.0,) * len(self.functions)
-        self.weights = {ENVIRONMENT: 1.0, **{f.name: w for f, w in zip(self.functions, weights, strict=True)}}
+        self.weights = {
+            ENVIRONMENT: 1.0,
+            AGENT: 1.0,
+            **{f.name: w for f, w in zip(self.functions, weights, strict=True)},
+        }
         self.column = config.reward_column
-        self._environment = config.environment is not None
+        self._given = AGENT if config.agent is not None else ENVIRONMENT if config.environment is not None else None
         # Samples that only a teacher judges have a reward of 0, so that they count.
-        self._unrewarded = config.teacher is not None and not config.reward and config.environment is None
+        self._unrewarded = config.teacher is not None and not config.reward and self._given is None
         self._inline = {f.name: RewardFunction(f) for f in self.functions if f.path in INLINE}
         self._models = [f.name for f in self.functions if f.path.startswith(REWARD_MODEL)]
         self.scorers: dict[str, Scorer] = {}  # of the reward models, once their ranks have started
@@ -144,15 +150,24 @@ class Rewards:
     async def score(self, samples: Sequence[Sample], failures: Failures) -> None:
         """Set `rewards` and `reward` of each sample, from its text.
 
-        Consecutive samples of one prompt are scored in one call per function. `reward` stays None, and the sample is
+        Consecutive samples of one prompt are scored in one call per function; branches of an episode get its rewards.
+        `reward` stays None, and the sample is
         not trained, if all functions return None or one fails. failures: counts the calls.
         """
         if not self._signatures:
             await self.start()
-        groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
+        episodes = [sample for sample in samples if not sample.branch]
+        groups = [
+            list(group) for _, group in groupby(episodes, lambda sample: (sample.prompt.id, sample.prompt.source))
+        ]
         await asyncio.gather(*(self._call(f, group, failures) for group in groups for f in self.functions))
-        for sample in samples:
+        for sample in episodes:
             self._sum(sample, failures)
+        scored = {(sample.prompt.id, sample.prompt.source, sample.number): sample for sample in episodes}
+        for sample in samples:
+            if sample.branch:
+                episode = scored[sample.prompt.id, sample.prompt.source, sample.number]
+                sample.rewards, sample.reward = dict(episode.rewards), episode.reward
 
     async def __aenter__(self) -> Rewards:
         return self
@@ -202,7 +217,7 @@ class Rewards:
         if not errors:
             return line
         # A slow function may be waking a judge, and replies of an environment, which a function may need, are missing.
-        if len(errors) < len(samples) or any(outcome.late for outcome in outcomes) or self._environment:
+        if len(errors) < len(samples) or any(outcome.late for outcome in outcomes) or self._given:
             return f"{line}; the last error: {errors[-1]}"
         source = self._signatures[function.name].source
         raise UserError(
@@ -212,9 +227,9 @@ class Rewards:
 
     def _sum(self, sample: Sample, failures: Failures) -> None:
         error = sample.notes.get("error")
-        if ENVIRONMENT in sample.rewards or error:
-            failures.count(ENVIRONMENT, sample, error)
-        order = [*(f.name for f in self.functions), ENVIRONMENT]  # calls end in any order
+        if error or not sample.rewards.keys().isdisjoint(_GIVEN):
+            failures.count(self._given or ENVIRONMENT, sample, error)
+        order = [*(f.name for f in self.functions), *_GIVEN]  # calls end in any order
         sample.rewards = {name: sample.rewards[name] for name in order if name in sample.rewards}
         values = {name: value for name, value in sample.rewards.items() if value is not None}
         lost = error or "reward_errors" in sample.notes

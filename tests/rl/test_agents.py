@@ -1,0 +1,352 @@
+"""Agents: what they ask over HTTP, and the samples that their calls become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.rl.test_environments import END, TOKENIZER, Scripted
+from tests.support.agents import PLAYS, post
+from tests.support.cases import open_engine, saved_model
+from tests.support.pool import run
+from tests.support.rl_samples import algorithm, rl_config
+from weft.data.encode import Encoding
+from weft.engine.engine import Engine
+from weft.engine.losses.policy import PolicyLoss
+from weft.errors import UserError
+from weft.inference.base import Completion, Request, SamplingParams
+from weft.inference.embedded import EmbeddedEngine
+from weft.inference.types import Prompt, SampleGroup, samples_of
+from weft.rl.advantages import advantages
+from weft.rl.agents.agents import Agents, load_agents
+from weft.rl.agents.base import check_agent
+from weft.rl.agents.session import AgentCall, Session, chains, samples_of_calls
+from weft.rl.documents import ReadSamples, TrainedSamples, note_beginnings
+from weft.rl.exact import require_exact
+from weft.rl.prompts import PromptRules, read_prompts
+from weft.rl.rewards.base import Failures, Rewards, decode
+from weft.rl.rollouts import rollout_group
+from weft.verify.harness import compare_gradients
+
+SAMPLING = SamplingParams(max_new_tokens=8, ends=(END,))
+GROUP = 3
+Played = tuple[list[Request], list[SampleGroup]]
+
+
+class Local:
+    """The embedded engine in this process, which keeps what it was asked."""
+
+    drawn = 0
+
+    def __init__(self, engine: Engine, late: Prompt) -> None:
+        """late: a prompt that takes a while to be answered."""
+        self.embedded = EmbeddedEngine(engine, TOKENIZER)
+        self.embedded.wake()
+        self.late, self.requests = late, list[Request]()
+
+    async def generate(self, request: Request) -> list[Completion]:
+        self.requests.append(request)
+        await asyncio.sleep(0.3 if request.tokens == self.late.tokens else 0)
+        return self.embedded.generate([request])[0]
+
+
+def prompts(plays: Sequence[str]) -> list[Prompt]:
+    rows = [{"messages": [{"role": "user", "content": f"{n}+{n}?"}], "play": play} for n, play in enumerate(plays)]
+    return list(read_prompts(rows, TOKENIZER, Encoding(), PromptRules(999)))
+
+
+def agents(function: str = "solve", **keys: Any) -> Agents:
+    agent = function if "/" in function else f"tests.support.agents:{function}"
+    config = rl_config(algorithm(reward=(), agent=agent, **keys), max_prompt_tokens=2000, max_new_tokens=8)
+    loaded = load_agents(config, TOKENIZER)
+    assert loaded is not None
+    return loaded
+
+
+def play(engine: Any, asked: Agents, questions: Sequence[Prompt], count: int = 1) -> list[SampleGroup]:
+    """The rewarded groups of these prompts, at the same time."""
+
+    async def played() -> list[SampleGroup]:
+        await asked.start()
+        try:
+            calls = (rollout_group(prompt, count, engine, SAMPLING, asked, seed=11) for prompt in questions)
+            groups = list(await asyncio.gather(*calls))
+            async with Rewards(asked.config.rl) as rewards:
+                for group in groups:
+                    decode(group.samples, TOKENIZER)
+                    await rewards.score(group.samples, Failures())
+            return groups
+        finally:
+            await asked.close()
+
+    return asyncio.run(played())
+
+
+# ---------------------------------------------------------------- with a model: what is trained is what was sampled
+
+
+def trained(path: str) -> tuple[list[SampleGroup], list[Request], dict[str, Tensor], tuple[int, int]]:
+    """(Groups of all plays, their requests, gradients of one step, (tokens forwarded, nodes of the tries))."""
+    engine = open_engine(path, "1", exact=True, step={"max_tokens_per_device": 4096})
+    questions = prompts([*PLAYS])
+    local = Local(engine, questions[[*PLAYS].index("leave")])
+    groups = play(local, agents(), questions, GROUP)
+    samples = samples_of(groups)
+    note_beginnings(samples)
+    read = ReadSamples(samples, routed=False)
+    plan, local_documents = engine.plan_step(read)
+    for index, found in engine.readout(plan, local_documents).items():
+        samples[index].old_logprobs = np.where(samples[index].sampled, found["logprob"].numpy(), np.float32(0))
+    require_exact(samples)
+    for sample in samples:
+        sample.old_logprobs = None
+    config = rl_config(algorithm(reward=(), agent="a:b", correction="none"), max_new_tokens=8)
+    advantages(groups, config.rl)
+    documents = TrainedSamples(samples, config)
+    loss = PolicyLoss(config.rl, old_is_current=True, branches=documents.branches)
+    plan, rows = engine.plan_step(documents)
+    engine.accumulate(plan, rows, loss)
+    nodes = {(sample.prompt.id, *sample.tokens[:end].tolist()) for sample in samples for end in range(1, len(sample))}
+    gradients = {name: gradient for name, gradient in engine.gradients() if gradient is not None}
+    assert documents.branches == sum(sample.branch > 0 for sample in samples)
+    return groups, local.requests, gradients, (plan.tokens_forwarded, len(nodes))
+
+
+def plain_gradients(path: str, groups: Sequence[SampleGroup]) -> dict[str, Tensor]:
+    """The same of plain transformers, which forwards each call alone: its prompt and its answer, as the agent heard
+    them. Every episode counts once, and each of its sampled tokens the same."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    loss, episodes = torch.zeros(()), [sample for group in groups for sample in group.episodes]
+    for group in groups:
+        rewards = torch.tensor([sample.reward for sample in group.episodes], dtype=torch.float64)
+        for sample in group.episodes:
+            assert sample.reward is not None
+            spread = float(rewards.std()) if bool((rewards != rewards[0]).any()) else 0.0
+            advantage = float(sample.reward - rewards.mean()) / (spread + 1e-4) if spread else 0.0
+            count = sum(len(ids) for _, ids, _ in sample.notes["heard"])
+            for prompt, ids, _ in sample.notes["heard"]:
+                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                logprobs = logits[torch.arange(len(ids)), ids]
+                loss = loss - advantage * logprobs.sum() / count / len(episodes)
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.covers("rl.agent")
+def test_what_is_trained_is_what_agents_heard() -> None:
+    """Ids, logprobs to the last bit, and every gradient, for continued, cut, parallel, repeated and broken calls; a
+    token that calls share is forwarded once."""
+    path = saved_model("qwen3", vocab_size=len(TOKENIZER), initializer_range=0.05)
+    ((groups, requests, gradients, (forwarded, nodes)),) = run(1, trained, path)
+    by_play = dict(zip(PLAYS, groups, strict=True))
+    counts = {name: [len(group.samples) // GROUP, group.samples[0].notes["calls"]] for name, group in by_play.items()}
+    assert counts == {
+        "follow": [1, 3], "forget": [2, 3], "team": [3, 5], "again": [2, 2], "leave": [1, 1], "stream": [1, 2]
+    }  # fmt: skip
+    for group in groups:
+        for episode in group.episodes:
+            parts = [sample for sample in group.samples if sample.number == episode.number]
+            heard = sorted((*prompt, *ids) for prompt, ids, _ in episode.notes["heard"])
+            drawn = [token for part in parts for token in part.tokens[part.sampled].tolist()]
+            assert sorted(drawn) == sorted(token for _, ids, _ in episode.notes["heard"] for token in ids)
+            logprobs = [x for part in parts for x in part.rollout_logprobs[part.sampled].tolist()]
+            said = [x for _, _, answered in episode.notes["heard"] for x in answered]
+            assert sorted(logprobs) == sorted(said)
+            whole = [tuple(part.tokens.tolist()) for part in parts]
+            assert all(any(path[: len(call)] == call for path in whole) for call in heard)
+            assert {part.reward for part in parts} == {episode.reward}
+    assert len({tuple(request.seeds) for request in requests}) == len(requests) - GROUP  # of `leave`
+    assert forwarded == nodes
+    figures = compare_gradients(gradients, plain_gradients(path, groups), {})
+    assert all(figure.value <= 1e-5 for figure in figures), max(figures, key=lambda figure: figure.value)
+
+
+def test_chains_of_calls() -> None:
+    """A call continues the longest of the earlier calls that its prompt begins with; equal answers to equal prompts are
+    two documents; the path of the last call comes first, and each call is sampled once."""
+
+    def call(prompt: str, answer: str) -> AgentCall:
+        completion = Completion(tuple(map(ord, answer)), (-1.0,) * len(answer), "end", ((0, len(answer)),))
+        return AgentCall(None, tuple(map(ord, prompt)), completion, SimpleNamespace(message={}), True)  # type: ignore[arg-type]
+
+    a, b, c, d = call("p", "x"), call("px-", "y"), call("p", "x"), call("px-y+", "z")
+    e, f = call("px-", "yy"), call("q", "x")
+    assert chains([a, b, c, d, e, f]) == [[f], [a, e], [a, b, d], [c]]
+    for one in (a, b, c, d, e, f):
+        object.__setattr__(one, "request", SimpleNamespace(messages=()))
+    samples = samples_of_calls(Prompt(0, 0, (1,), "p"), 2, [a, b, c, d, e, f])
+    texts = ["".join(map(chr, sample.tokens)) for sample in samples]
+    assert texts == ["qx", "px-yy", "px-y+z", "px"] and [s.id for s in samples] == [
+        "0.0/2",
+        *(f"0.0/2.{n}" for n in (1, 2, 3)),
+    ]
+    drawn = ["".join(map(chr, sample.tokens[sample.sampled])) for sample in samples]
+    assert drawn == ["x", "xyy", "yz", "x"]
+
+
+# ---------------------------------------------------------------- failures, rewards and refusals
+
+
+@pytest.mark.covers("rl.agent_timeout")
+def test_an_agent_that_fails_costs_its_episode(tmp_path: Path) -> None:
+    plays = ("raises", "exits", "hangs", "text", "nothing", "posts", "well")
+    groups = play(Scripted("four"), agents("fails", agent_timeout=1.0), prompts(plays))
+    found = {name: group.samples[0] for name, group in zip(plays, groups, strict=True)}
+    errors = {name: sample.notes.get("error", "") for name, sample in found.items()}
+    assert errors["raises"].endswith(": ValueError: no idea")
+    assert errors["exits"].endswith(": its process ended with status 3")
+    assert errors["hangs"].endswith(" took more than 1 seconds")
+    assert "gave 'good' for a reward, which is no number" in errors["text"]
+    assert "gave no reward: return one" in errors["nothing"]
+    assert not any(found[name].counts for name in ("raises", "exits", "hangs", "text", "nothing"))
+    assert (found["posts"].reward, found["posts"].notes["why"], found["well"].reward) == (0.5, "posted", 1.0)
+    assert all(sample.length for sample in found.values())  # what they drew is recorded
+
+
+def test_a_command_is_an_agent(tmp_path: Path) -> None:
+    """It reads its row from standard input, and the last line of its output is its reward."""
+    program = tmp_path / "agent.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "from tests.support.agents import post\n"
+        "row = json.load(sys.stdin)\n"
+        "body = {'model': os.environ['OPENAI_MODEL'], 'messages': row['messages']}\n"
+        "status, text = post(os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'], '/chat/completions', body)\n"
+        "print('asked')\n"
+        "if row['play'] == 'bad': sys.exit('no luck')\n"
+        "print(json.dumps({'reward': status / 100, 'text': json.loads(text)['choices'][0]['message']['content']}))\n"
+    )
+    groups = play(Scripted("four"), agents(f"{sys.executable} {program}"), prompts(["good", "bad"]))
+    good, bad = (group.samples[0] for group in groups)
+    assert (good.reward, good.notes["text"]) == (2.0, "four")
+    assert bad.notes["error"].endswith("ended with status 1: no luck") and not bad.counts
+
+
+@pytest.mark.covers("rl.agents_at_once")
+def test_more_agents_than_may_run_at_once_wait() -> None:
+    running, most = 0, 0
+
+    class Counting(Scripted):
+        async def generate(self, request: Request) -> list[Completion]:
+            nonlocal running, most
+            running, most = running + 1, max(most, running + 1)
+            await asyncio.sleep(0.1)
+            running -= 1
+            return await super().generate(request)
+
+    groups = play(Counting("four"), agents("fails", agents_at_once=2), prompts(["well"] * 5))
+    assert most == 2 and [group.samples[0].reward for group in groups] == [1.0] * 5
+
+
+@pytest.mark.covers("rl.agent_host", "rl.agent_port")
+def test_where_the_endpoint_listens() -> None:
+    """On loopback unless told otherwise; a port that is taken is an error before agents start."""
+
+    async def listening() -> tuple[str, str, str]:
+        one = agents()
+        await one.start()
+        port = int(one.endpoint.base_url.rpartition(":")[2].removesuffix("/v1"))
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}") as error:
+            await agents(agent_port=port).start()
+        other = agents(agent_host="127.0.0.2", agent_port=port)
+        await other.start()
+        await one.close()
+        await other.close()
+        return one.endpoint.base_url, other.endpoint.base_url, str(error.value)
+
+    one, other, error = asyncio.run(listening())
+    assert one.startswith("http://127.0.0.1:") and other == one.replace("127.0.0.1", "127.0.0.2")
+    assert "Set rl.agent_port=0" in error
+
+
+REFUSED = {
+    "temperature": (0.2, "the run samples with rollout.temperature=1"), "seed": (3, "seeds are those of the run"),
+    "n": (2, "which this endpoint does not do"), "model": ("gpt-9", "is not served here"),
+    "messages": ([{"role": "assistant", "content": "x"}], "the last message is the assistant's"),
+    "max_tokens": (0, "must be 1 or more"), "best_of": (2, "has no effect here"),
+    "tool_choice": ("required", "the policy decides itself"),
+}  # fmt: skip
+
+
+def asked(
+    engine: Any, *bodies: Any, path: str = "/chat/completions", key: str = "", longest: int = 8, **keys: Any
+) -> list[tuple[int, Any]]:
+    """(Status, JSON) of POSTs in one session."""
+
+    async def run_them() -> list[tuple[int, Any]]:
+        served, sampling = agents(**keys), replace(SAMPLING, max_new_tokens=longest)
+        await served.start()
+        (prompt,) = prompts(["-"])
+        limits = served.config.rl.max_turns, served.config.rollout.max_prompt_tokens
+        session = Session(prompt, 0, prompt.id, engine, sampling, served.chats, 11, *limits)
+        try:
+            with served.endpoint.serving("k", session):
+                call = partial(asyncio.to_thread, post, served.endpoint.base_url, key or "k", path)
+                answers = [await call(body) for body in bodies]
+                return [(status, json.loads(text)) for status, text in answers]
+        finally:
+            await served.close()
+
+    return asyncio.run(run_them())
+
+
+def test_what_would_be_ignored_is_refused() -> None:
+    body = {"model": "policy", "messages": [{"role": "user", "content": "2?"}]}
+    answers = asked(Scripted("four"), *({**body, name: value} for name, (value, _) in REFUSED.items()))
+    for (status, answer), (name, (_, message)) in zip(answers, REFUSED.items(), strict=True):
+        assert status == (404 if name == "model" else 400) and message in answer["error"]["message"], (name, answer)
+    assert asked(Scripted("four"), body, key="other")[0][0] == 401
+    status, answer = asked(Scripted("four"), body, path="/responses")[0]
+    assert status == 404 and "there are POST /v1/chat/completions" in answer["error"]["message"]
+    long = {**body, "messages": [{"role": "user", "content": "2" * 2500}]}
+    assert asked(Scripted("four"), long)[0][1]["error"]["code"] == "context_length_exceeded"
+    statuses = [status for status, _ in asked(Scripted("four"), *[body] * 3, max_turns=2)]
+    assert statuses == [200, 200, 403]
+
+
+def test_calls_of_tools_and_stop_texts() -> None:
+    """Calls are parsed from an answer, and the history that repeats them continues its tokens."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    body = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "2?"}],
+        "tools": [tool],
+        "return_token_ids": True,
+    }
+    engine = Scripted('so <tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>')
+    ((_, first),) = asked(engine, body, longest=100)
+    (choice,) = first["choices"]
+    call = choice["message"]["tool_calls"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "so"
+    assert call["function"] == {"name": "add", "arguments": '{"a": 2}'}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
+    longer = {**body, "messages": [*body["messages"], choice["message"], result]}
+    (_, _), (_, second) = asked(engine, body, longer, longest=100)
+    known = first["prompt_token_ids"] + choice["token_ids"]
+    assert second["prompt_token_ids"][: len(known)] == known
+    assert "<tool_response>\n4" in TOKENIZER.decode(second["prompt_token_ids"][len(known) :])
+    stopped = asked(Scripted("a STOP", end=False), {**body, "tools": None, "stop": "STOP"})[0][1]["choices"][0]
+    assert stopped["message"]["content"] == "a " and stopped["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [("tests.support.agents:nobody", "has no nobody"), ("tests.support.agents:said", "is no agent"),
+     ("./no/such --program", "there is no program ./no/such")],
+)  # fmt: skip
+def test_what_is_no_agent_is_refused(agent: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_agent(agent)

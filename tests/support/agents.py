@@ -1,0 +1,139 @@
+"""Agents as users write them, good ones and bad ones. No torch, no transformers: their processes import this."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+
+def post(base_url: str, api_key: str, path: str, body: Any, **headers: str) -> tuple[int, str]:
+    """(Status, text) of a POST."""
+    url = urlsplit(base_url)
+    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=60)
+    connection.request("POST", url.path + path, json.dumps(body), {"Authorization": f"Bearer {api_key}", **headers})
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+class Client:
+    """Asks, and remembers (ids of the prompt, ids and logprobs of the answer) of each answer."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self.base_url, self.api_key, self.heard = base_url, api_key, list[Any]()
+
+    def ask(self, messages: list[dict[str, Any]], retries: int = 0, **keys: Any) -> dict[str, Any]:
+        body = {"model": "policy", "messages": messages, "logprobs": True, "return_token_ids": True, **keys}
+        headers = {"X-Stainless-Retry-Count": str(retries)}
+        status, text = post(self.base_url, self.api_key, "/chat/completions", body, **headers)
+        assert status == 200, text
+        value = json.loads(text)
+        (choice,) = value["choices"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        self.heard.append((value["prompt_token_ids"], choice["token_ids"], logprobs))
+        message: dict[str, Any] = choice["message"]
+        return message
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def follow(client: Client, row: Any) -> None:
+    """Three calls, each of which repeats all that was said."""
+    messages = list(row["messages"])
+    for text in ("more", "again", ""):
+        messages += [client.ask(messages, max_tokens=6), said("user", text)]
+
+
+def forget(client: Client, row: Any) -> None:
+    """The third call leaves the first exchange out."""
+    messages = list(row["messages"])
+    messages += [client.ask(messages, max_tokens=5), said("user", "and then?")]
+    messages += [client.ask(messages, max_tokens=5), said("user", "so?")]
+    client.ask([messages[0], *messages[2:]], max_tokens=5)
+
+
+def team(client: Client, row: Any) -> None:
+    """Two helpers with instructions of their own, at the same time; then one that reads both."""
+
+    def helper(name: str) -> str:
+        messages = [said("system", f"You are {name}."), *row["messages"]]
+        messages += [client.ask(messages, max_tokens=4), said("user", "go on")]
+        return str(client.ask(messages, max_tokens=4)["content"])
+
+    with ThreadPoolExecutor(2) as threads:
+        texts = list(threads.map(helper, ("red", "blue")))
+    client.ask([*row["messages"], said("user", " / ".join(texts))], max_tokens=4)
+
+
+def again(client: Client, row: Any) -> None:
+    """An answer that the client asks for once more, and two of its own to the same question."""
+    one = client.ask(row["messages"], max_tokens=6)
+    assert client.ask(row["messages"], 1, max_tokens=6) == one
+    client.heard.pop()
+    client.ask(row["messages"], max_tokens=6)
+
+
+def leave(client: Client, row: Any) -> None:
+    """A connection that closes before the answer; then the same question."""
+    url, body = urlsplit(client.base_url), json.dumps({"model": "policy", "messages": row["messages"], "max_tokens": 6})
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\nAuthorization: Bearer {client.api_key}\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        time.sleep(0.1)
+    time.sleep(0.5)  # the endpoint sees that it has closed
+    client.ask(row["messages"], max_tokens=6)
+
+
+def stream(client: Client, row: Any) -> None:
+    """An answer in events, and the same question continued."""
+    body = {"model": "policy", "messages": row["messages"], "max_tokens": 6, "stream": True, "return_token_ids": True}
+    body |= {"stream_options": {"include_usage": True}, "logprobs": True}
+    _, text = post(client.base_url, client.api_key, "/chat/completions", body)
+    *events, done, end = text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert done == "data: [DONE]" and end == "" and chunks[-1]["usage"]["completion_tokens"] == 6
+    (choice,), (last,) = chunks[0]["choices"], chunks[1]["choices"]
+    assert choice["delta"]["role"] == "assistant" and last["finish_reason"] == "length"
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    client.heard.append((chunks[0]["prompt_token_ids"], choice["token_ids"], logprobs))
+    answer = said("assistant", choice["delta"]["content"])
+    client.ask([*row["messages"], answer, said("user", "go on")], max_tokens=3)
+
+
+PLAYS = {play.__name__: play for play in (follow, forget, team, again, leave, stream)}
+
+
+def solve(row: Any, base_url: str, api_key: str) -> dict[str, Any]:
+    """Plays what the row says. The reward is a number of the first answer."""
+    client = Client(base_url, api_key)
+    PLAYS[row["play"]](client, row)
+    return {"reward": float(sum(client.heard[0][1]) % 7), "heard": client.heard}
+
+
+async def fails(row: Any, base_url: str, api_key: str) -> float | None:
+    """Asks once, and then fails as the row says."""
+    client = Client(base_url, api_key)
+    await asyncio.to_thread(client.ask, row["messages"], max_tokens=3)
+    match row["play"]:
+        case "raises":
+            raise ValueError("no idea")
+        case "exits":
+            os._exit(3)
+        case "hangs":
+            await asyncio.sleep(1000)
+        case "text":
+            return "good"  # type: ignore[return-value]
+        case "nothing":
+            return None
+        case "posts":
+            post(base_url, api_key, "/reward", {"reward": 0.5, "why": "posted"})
+            return None
+    return 1.0

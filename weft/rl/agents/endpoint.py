@@ -1,0 +1,93 @@
+"""The endpoint that agents ask: /v1/chat/completions and /v1/models, as OpenAI has them, and /v1/reward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weft.config.rl_schema import RlConfig
+from weft.errors import UserError
+from weft.rl.agents.chat_api import completion_body, parse_request, parses_calls
+from weft.rl.agents.http_server import HttpError, HttpRequest, HttpResponse, HttpServer
+from weft.rl.agents.process import outcome
+from weft.rl.agents.session import Session
+from weft.rl.chat import ChatRenderer
+
+MODEL = "policy"
+_RETRY = "x-stainless-retry-count"  # how often OpenAI's clients have sent a request before
+
+
+class Endpoint:
+    """Answers calls of agents; an API key is a session. base_url: as in OPENAI_BASE_URL."""
+
+    def __init__(self, chats: ChatRenderer, config: RlConfig) -> None:
+        self._rollout, self._models = config.rollout, (MODEL, config.model.path)
+        self._parses_calls = parses_calls(chats.template_source)
+        self._sessions: dict[str, Session] = {}
+        self._server = HttpServer(self._handle)
+        self.base_url = ""
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. port: 0 for any free one. UserError if that is not possible."""
+        try:
+            await self._server.start(host, port)
+        except OSError as error:
+            raise UserError(
+                f"rl.agent_host, rl.agent_port: cannot listen on {host}:{port}: {error}. Set rl.agent_port=0 for any "
+                "free port, and rl.agent_host to an address of this machine."
+            ) from error
+        reached = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        self.base_url = f"http://{f'[{reached}]' if ':' in reached else reached}:{self._server.port}/v1"
+
+    async def close(self) -> None:
+        """End the server and all calls."""
+        await self._server.close()
+
+    @contextmanager
+    def serving(self, api_key: str, session: Session) -> Iterator[None]:
+        """Answer calls with this key from `session`. Calls that are unanswered at the end are cancelled."""
+        self._sessions[api_key] = session
+        try:
+            yield
+        finally:
+            del self._sessions[api_key]
+            session.end()
+
+    async def _handle(self, request: HttpRequest) -> HttpResponse:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        session = self._sessions.get(key)
+        if session is None:
+            raise HttpError(
+                401, "the API key is of no running episode: use OPENAI_API_KEY as the agent got it", "invalid_api_key"
+            )
+        match request.method, request.path:
+            case "POST", "/v1/chat/completions":
+                return await self._chat(session, request)
+            case "GET", "/v1/models":
+                listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "weft"}]
+                return HttpResponse(200, json.dumps({"object": "list", "data": listed}).encode())
+            case "POST", "/v1/reward":
+                try:
+                    session.posted.append(outcome(json.loads(request.body)))
+                except (TypeError, ValueError) as error:
+                    raise HttpError(400, f"a reward is a number, or an object with `reward`: {error}") from error
+                return HttpResponse(200, b"{}")
+        raise HttpError(
+            404,
+            f"{request.method} {request.path} is not served: there are POST /v1/chat/completions, GET /v1/models and "
+            "POST /v1/reward",
+        )
+
+    async def _chat(self, session: Session, request: HttpRequest) -> HttpResponse:
+        asked = parse_request(request.body, self._models, self._rollout)
+        if asked.tools and not self._parses_calls:
+            raise HttpError(
+                400,
+                "the chat template of this model writes calls of tools in a format that this endpoint cannot parse "
+                "(it reads <tool_call>{...}</tool_call>, as of Qwen3 and Hermes): describe tools in a message, and "
+                "parse calls in the agent",
+            )
+        call = await session.answer(asked, retry=request.headers.get(_RETRY, "0") != "0")
+        kind = "text/event-stream" if asked.stream else "application/json"
+        return HttpResponse(200, completion_body(asked, call.answer, MODEL), kind, lambda: session.forget(call))
