@@ -531,7 +531,6 @@ def test_accelerate_alone() -> None:
     ("text", "words"),
     [
         ("base_model: m\nsequence_len: 2048\nrl: grpo\n", "it is a GRPO config of axolotl (rl: grpo). `weft migrate`"),
-        ("model_name_or_path: m\nrloo_k: 2\n", "a RLOO config of TRL and the HuggingFace Trainer (rloo_k"),
         ("model_name_or_path: m\nreward_model_path: r\n", "a PPO config of TRL and the HuggingFace Trainer (reward"),
         ("base_model: m\nsequence_len: 9\nkd_trainer: true\n", "it is a distillation config of axolotl (kd_trainer"),
         ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "it is a DPO config of torchtune (loss._component_: "),

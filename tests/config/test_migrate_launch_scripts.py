@@ -152,8 +152,9 @@ def test_an_array_that_no_command_gets_says_nothing(draw: Draw, tmp_path: Path) 
 @pytest.mark.parametrize("trainer", [path.stem for path in sorted((FOREIGN / "arguments").glob("*.txt"))])
 def test_every_argument_is_answered(trainer: str) -> None:
     """Of each argument of the trainer's own parser, the code, a key or a sentence says what becomes of it."""
-    draft = Draft(next(table for table in TABLES.trainers if table.name == trainer), RlConfig)
-    algorithm = _ALGORITHMS[trainer]
+    settings = {"(program)": trainer.rpartition("_")[2]}
+    draft = Draft(next(table for table in TABLES.trainers if table.name == trainer.partition("_rloo")[0]), RlConfig)
+    algorithm = _ALGORITHMS[draft.trainer.name].class_for(settings)
     names = (FOREIGN / "arguments" / f"{trainer}.txt").read_text().split()
     assert len(names) > 50
     unanswered = [

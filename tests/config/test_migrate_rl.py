@@ -240,8 +240,63 @@ def test_drafts_of_trl_load(tmp_path: Path) -> None:
     assert config.rl.prompts_per_step == 32 and config.rl.loss_aggregation == "sequence_sum"
 
 
-@pytest.mark.parametrize("text", ["rloo_k: 2", "reward_model_path: org/rm"])
+@pytest.mark.parametrize("text", ["num_ppo_epochs: 2\nreward_model_path: org/rm", "reward_model_path: org/rm"])
 def test_other_algorithms_of_trl_are_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.yaml").write_text(f"model_name_or_path: m\ndataset_name: d\n{text}\n")
-    with pytest.raises(Exception, match="PPO|RLOO"):
+    with pytest.raises(Exception, match="PPO"):
         migrate([str(tmp_path / "a.yaml")])
+
+
+RLOO = {
+    "rl.reward": ["math"], "rl.advantage": "rloo", "rl.policy_loss": "ppo_sequence", "rl.clip": [0.2, 0.28],
+    "rl.dual_clip": None, "rl.loss_aggregation": "sequence_mean", "rl.kl_coef": 0.05, "rl.kl_in": "reward",
+    "rl.kl_estimator": "k1", "rl.kl_clamp": None, "rl.entropy_coef": 0, "rl.correction": "none",
+    "rl.old_logprobs": "recompute", "rl.mask_truncated": False, "rl.dynamic_sampling": 0,
+    # 8 a device x 4 x 4 devices = 128 samples, in groups of two
+    "rl.prompts_per_step": 64, "rl.group_size": 2, "rl.minibatches": 1, "rl.epochs": 1,
+    "rollout.engine": "vllm", "rollout.max_new_tokens": 512, "optimizer.lr": 1e-6, "schedule.name": "linear",
+}  # fmt: skip
+RLOO_SCRIPT = (
+    "accelerate launch --num_processes 4 examples/scripts/rloo.py --model_name_or_path org/base --dataset_name org/d "
+    "--reward_funcs accuracy_reward --use_vllm true --gradient_accumulation_steps 4 --epsilon_high 0.28"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected", "differing"),
+    [
+        ("", {}, set()),
+        ("--num_generations 4 --beta 0", {"rl.group_size": 4, "rl.kl_coef": 0}, set()),
+        ("--normalize_advantages true", {"rl.advantage": "rloo"}, {"advantage"}),
+        ("--reward_clip_range -1 1", {}, {"clip of rewards"}),
+        ("--mask_truncated_completions true", {"rl.mask_truncated": True, "rl.count_masked": True}, set()),
+        ("--steps_per_generation 8 --num_iterations 2", {"rl.minibatches": 2, "rl.epochs": 2}, set()),
+        ("--rloo_k 4", {"rl.group_size": 4}, {"version"}),
+    ],
+)
+def test_rloo_of_trl(tmp_path: Path, more: str, expected: dict[str, Any], differing: set[str]) -> None:
+    (tmp_path / "rloo.sh").write_text(f"{RLOO_SCRIPT} {more}\n")
+    values, differs, text = drafted(tmp_path / "rloo.sh")
+    changed = RLOO if not more else {}
+    assert {key: values.get(key) for key in {**changed, **expected}} == {**changed, **expected}
+    assert set(differs) == differing and "does not know" not in text
+    if not differing:
+        (tmp_path / "draft.yaml").write_text(text)
+        load_config([str(tmp_path / "draft.yaml")], ["rollout.python=/usr/bin/python3"], RlConfig)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["trl_program: 1", "missing_eos_penalty: 1.0\nuse_vllm: true", "reward_model_path: org/rm\nmax_new_tokens: 64"],
+)
+def test_online_dpo_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    """And never drafted as GRPO, whose options it shares."""
+    file = tmp_path / "a.yaml"
+    file.write_text(f"model_name_or_path: m\ndataset_name: d\n{text}\n")
+    if text.startswith("trl_program"):
+        file = tmp_path / "a.sh"
+        file.write_text(
+            "python examples/scripts/online_dpo.py --model_name_or_path m --use_vllm --num_train_epochs 1\n"
+        )
+    with pytest.raises(Exception, match=r"an ONLINE DPO config of TRL.*`rl.advantage: rloo` and `rl.group_size: 2`"):
+        migrate([str(file)])

@@ -28,6 +28,11 @@ class Algorithm:
                 draft.notes.pop(name, None)
 
     @classmethod
+    def class_for(cls, settings: Mapping[str, Any]) -> type[Algorithm]:
+        """The class that reads these settings, of a trainer whose algorithms have names of their own."""
+        return cls
+
+    @classmethod
     def handles(cls, name: str) -> bool:
         """Whether `settle` says what becomes of a name."""
         return name in cls.defaults

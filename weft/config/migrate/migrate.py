@@ -71,7 +71,8 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     settings = {former.get(name.lower(), name): value for name, value in settings.items()}
     settings = dict(_without_no(name, value) for name, value in settings.items())
     draft = Draft(trainer, schema)
-    _take_names(draft, settings)
+    algorithm = None if draft.rl is None else _ALGORITHMS[trainer.name].class_for(settings)
+    _take_names(draft, settings, algorithm)
     _add_defaults(draft, settings)
     if draft.command == "dpo":
         settle_preferences(draft, settings)
@@ -81,10 +82,10 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     add_vision(draft, settings)
     gpus = ranks or gpus_of(settings, trainer)
     data_ranks = gpus and max(1, gpus // shared_by(settings))
-    if draft.rl is None:
+    if algorithm is None:
         _take_batch(draft, settings, data_ranks)
     else:
-        _ALGORITHMS[trainer.name](draft, settings).settle(gpus, data_ranks)
+        algorithm(draft, settings).settle(gpus, data_ranks)
     settle_mesh(draft, settings, gpus)
     if draft.rl is not None:
         settle_roles(draft, settings, gpus)
@@ -133,8 +134,8 @@ def _trainer_of(settings: Mapping[str, Any], files: Sequence[str]) -> tuple[Trai
     return trainer, signs, SftConfig if task is None else SCHEMAS[task.command]
 
 
-def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Take over the names one by one, then columns and adapters."""
+def _take_names(draft: Draft, settings: Mapping[str, Any], algorithm: type[Algorithm] | None) -> None:
+    """Take over the names one by one, except those that `algorithm` reads; then columns and adapters."""
     columns: dict[str, str] = {}
     settled = {*TABLES.shared.column_switches, *_per_device(draft.trainer)}  # together with other names
     for name, value in settings.items():
@@ -146,7 +147,7 @@ def _take_names(draft: Draft, settings: Mapping[str, Any]) -> None:
             draft.take(name, value, name)
         elif value is None:
             _take_null(draft, name)
-        elif entry in settled or (draft.rl is not None and _ALGORITHMS[draft.trainer.name].handles(name)):
+        elif entry in settled or (algorithm is not None and algorithm.handles(name)):
             continue
         elif (meaning := draft.meaning(entry, value)) is not None:
             draft.take_meaning(meaning, value, name)

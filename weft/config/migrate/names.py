@@ -95,13 +95,21 @@ class Task:
     def __str__(self) -> str:
         """What the config is, and what weft can do with it, as the end of a sentence on the file."""
         article = "an" if self.algorithm[0] in "RIO" and self.algorithm.isupper() and self.algorithm != "RLOO" else "a"
-        description = f"{article} {self.algorithm} config of {self.trainer.title} ({self.sign})"
+        description = f"{article} {self.algorithm.replace('_', ' ')} config of {self.trainer.title} ({self.sign})"
+        if self.algorithm in _PAIRS:
+            return f"{description}. {_NEAREST}"
         if self.kind == REINFORCEMENT:
             return f"{description}. {TABLES.drafts}"
         draft = " `weft migrate FILE` makes a draft of it." if self.is_drafted else ""
         return f"{description}: {_COMMANDS[self.kind]}{draft}"
 
 
+_PAIRS = ("ONLINE_DPO", "NASH_MD", "XPO")  # losses of two samples of a prompt that are made while it trains
+_NEAREST = (
+    "weft has no such loss, of pairs that are sampled during training. The nearest is `weft rl` with "
+    "`rl.advantage: rloo` and `rl.group_size: 2`, which compares the two samples' rewards, too; or `weft dpo` on pairs "
+    "that are sampled and scored beforehand."
+)
 # Kind: what weft does about it, after a colon.
 _COMMANDS = {
     DISTILLATION: "`weft distill` trains a student on a teacher's distributions, `weft rl` with rl.teacher on its own "
@@ -110,9 +118,10 @@ _COMMANDS = {
     PREFERENCES: "`weft dpo` trains on preferences, and docs/how-to/dpo.md has its keys.",
 }
 
-_ALGORITHMS = re.compile(r"grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
+_ALGORITHMS = re.compile(r"online_dpo|nash_md|xpo|grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
 _ESTIMATORS = ("adv_estimator", "advantage_estimator")  # names whose value is the algorithm
-_OF_NAMES = {"rloo_k": "RLOO", "reward_model_path": "PPO", "desirable_weight": "KTO"}
+_OF_NAMES = {"rloo_k": "RLOO", "reward_model_path": "PPO", "normalize_advantages": "RLOO", "desirable_weight": "KTO"}
+_OF_PAIRS, _OF_PPO = {"missing_eos_penalty", "judge", "max_new_tokens"}, {"response_length", "num_ppo_epochs"}  # TRL's
 _OF_VALUES = {"gae": "PPO"}
 
 
@@ -125,14 +134,17 @@ def task_of(trainer: Trainer, settings: Mapping[str, Any]) -> Task | None:
     for kind in KINDS:
         for task_kind, name, value in kinds:
             if task_kind == kind:
-                return Task(trainer, kind, f"{name}: {show(value)}", _algorithm(kind, name, value, settings))
+                return Task(trainer, kind, f"{name}: {show(value)}", _algorithm(trainer, kind, name, value, settings))
     return None
 
 
-def _algorithm(kind: str, name: str, value: Any, settings: Mapping[str, Any]) -> str:
+def _algorithm(trainer: Trainer, kind: str, name: str, value: Any, settings: Mapping[str, Any]) -> str:
     if kind in (DISTILLATION, REWARD_MODELS):
         return "distillation" if kind == DISTILLATION else "reward-model"
     leaf = name.rpartition(".")[2]
+    leaves = {setting.rpartition(".")[2] for setting in settings}
+    if kind == REINFORCEMENT and leaves & _OF_PAIRS and not leaves & _OF_PPO and trainer.name == "trl":
+        return _PAIRS[0]
     estimator = next(
         (algorithm for setting, algorithm in settings.items() if setting.rpartition(".")[2] in _ESTIMATORS), None
     )

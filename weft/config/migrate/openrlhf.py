@@ -139,17 +139,17 @@ class OpenRlhf(Algorithm):
         if self.value("data.prompt_probs") is not None:
             self.differs("prompts of a step", f"{self.value('data.prompt_probs')} of each file",
                          "as they come: set `data.sources`, with weights")  # fmt: skip
-        total, given = int(self.number("data.max_len")), self.value("rollout.max_new_tokens")
+        total, limit = int(self.number("data.max_len")), self.value("rollout.max_new_tokens")
         prompt = int(self.number("data.prompt_max_len")) or min(1024, total // 2)
-        if given is None:
+        if limit is None:
             self.take("rollout.max_prompt_tokens", prompt, "data.max_len", f"of data.max_len {total}")
             self.take("rollout.max_new_tokens", total - prompt, "data.max_len", f"data.max_len {total} - {prompt}")
             self.differs("longest completion", f"what its prompt leaves of {total} tokens", f"{total - prompt}")
         else:
             longest = int(self.number("rollout.max_new_tokens"))
-            left = int(self.number("data.prompt_max_len")) or max(1, total - longest)
+            room = int(self.number("data.prompt_max_len")) or max(1, total - longest)
             self.take("rollout.max_new_tokens", longest, "rollout.max_new_tokens")
-            self.take("rollout.max_prompt_tokens", left, "data.max_len", f"data.max_len {total} - {longest}")
+            self.take("rollout.max_prompt_tokens", room, "data.max_len", f"data.max_len {total} - {longest}")
         self.take("data.long_documents", "drop", "data.long_documents", "longer prompts are left out")
 
     def rewards(self) -> None:
@@ -278,8 +278,8 @@ class OpenRlhf(Algorithm):
         self.take("rollout.engine", "vllm", "vllm.num_engines", "OpenRLHF's engine")
         self.take("rollout.tp", tp, "vllm.tensor_parallel_size")
         asynchronous = self.on("train.async_enable")
-        together = self.on("train.colocate_all") and not asynchronous
-        self.take("cluster.placement", "colocated" if together else "disaggregated", "train.colocate_all")
+        is_colocated = self.on("train.colocate_all") and not asynchronous
+        self.take("cluster.placement", "colocated" if is_colocated else "disaggregated", "train.colocate_all")
         for counted in ("actor.num_nodes", "actor.num_gpus_per_node"):
             draft.notes.pop(counted, None)
         if gpus:
@@ -289,7 +289,7 @@ class OpenRlhf(Algorithm):
         options = {leaf: True for leaf in ("enforce_eager", "enable_prefix_caching") if self.on(f"vllm.{leaf}")}
         if options:
             self.take("rollout.engine_kwargs", options, "vllm.enforce_eager", "the vllm options")
-        if together and self.on("ds.enable_sleep"):
+        if is_colocated and self.on("ds.enable_sleep"):
             self.take("cluster.offload_during_rollout", ["parameters", "optimizer", "gradients"], "ds.enable_sleep")
         if asynchronous:
             self.take(

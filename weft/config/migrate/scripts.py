@@ -76,8 +76,8 @@ def _read_words(text: str) -> dict[str, list[str]]:
             passed |= {name for word in words for name in _ELEMENTS.findall(word)}
             words_by_name |= _values(arguments)
     # an array that no command gets has no effect; of a command that is not read here, as in a function, it has
-    elsewhere = [name for name in arrays if name not in passed and name in _ELEMENTS.findall(text)]
-    words_by_name = dict(_values([word for name in elsewhere for word in arrays[name]])) | words_by_name
+    unread = [name for name in arrays if name not in passed and name in _ELEMENTS.findall(text)]
+    words_by_name = dict(_values([word for name in unread for word in arrays[name]])) | words_by_name
     ranks = {name.lower(): [variables[name]] for name in _LAUNCHED if variables.get(name, "").isdigit()}
     return ranks | words_by_name if words_by_name else {}
 

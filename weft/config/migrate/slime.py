@@ -228,13 +228,13 @@ class Slime(Algorithm):
     def policy_loss(self, estimator: str) -> None:
         """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
         loss = _ESTIMATORS.get(estimator, _ESTIMATORS["grpo"])[2]
-        own = self.value("custom_loss_function_path") or self.value("custom_pg_loss_reducer_function_path")
+        function = self.value("custom_loss_function_path") or self.value("custom_pg_loss_reducer_function_path")
         self.take("rl.policy_loss", loss, "advantage_estimator")
         masked = self.on("use_opsm")
-        original = str(own) if own else loss
+        original = str(function) if function else loss
         if masked:
             original += f", without samples of negative advantage that moved by over {self.number('opsm_delta'):g}"
-        (self.differs if own or masked else self.same)("policy loss", original, loss)
+        (self.differs if function or masked else self.same)("policy loss", original, loss)
         low = self.number("eps_clip")
         high = low if self.value("eps_clip_high") is None else self.number("eps_clip_high")
         dual = None if self.value("eps_clip_c") is None else self.number("eps_clip_c")
@@ -331,13 +331,13 @@ class Slime(Algorithm):
             self.take("rollout.tp", per_engine, "rollout_num_gpus_per_engine")
         else:
             draft.values["rollout.tp"] = (None, "set it: GPUs of an engine", "rollout_num_gpus_per_engine")
-        together = self.on("colocate")
-        self.take("cluster.placement", "colocated" if together else "disaggregated", "colocate")
+        is_colocated = self.on("colocate")
+        self.take("cluster.placement", "colocated" if is_colocated else "disaggregated", "colocate")
         for counted in ("actor_num_nodes", "actor_num_gpus_per_node", "num_gpus_per_node"):
             draft.notes.pop(counted, None)
         if gpus:
             self.take("cluster.trainer_ranks", gpus, "actor_num_gpus_per_node", f"{gpus} GPUs")
-        engines = gpus if together else int(self.number("rollout_num_gpus"))
+        engines = gpus if is_colocated else int(self.number("rollout_num_gpus"))
         if engines and per_engine:
             self.take("rollout.num_engines", max(1, engines // per_engine), "rollout_num_gpus",
                       f"{engines} GPUs / {per_engine}")  # fmt: skip

@@ -1,15 +1,18 @@
-"""The algorithm of TRL's GRPO (`trl grpo`, GRPOConfig) in weft's keys, one quantity after another.
+"""The algorithms of TRL's GRPO and RLOO (`trl grpo`, `trl rloo`) in weft's keys, one quantity after another.
 
-The defaults are in trl/trainer/grpo_config.py; what they compute is in trl/trainer/grpo_trainer.py (advantages in
-_generate_and_score_completions, the loss in _compute_loss). Read in version 1.16. Every key that defines the algorithm
+The defaults are in trl/trainer/grpo_config.py and rloo_config.py; what they compute is in grpo_trainer.py and
+rloo_trainer.py beside them (advantages in _generate_and_score_completions, the loss in _compute_loss). Read in version
+1.16. Every key that defines the algorithm
 is written, as algorithm.py says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from weft.config.migrate.algorithm import Algorithm
+from weft.config.migrate.scripts import PROGRAM
 from weft.config.yaml12 import show
 
 # Name -> TRL's default, of everything that is read here.
@@ -56,6 +59,16 @@ DEFAULTS: dict[str, Any] = {
     "vllm_importance_sampling_cap": None,  # the former name of clip_max
     "max_grad_norm": 1.0,
 }
+# What RLOOConfig has not, has alone, and has with another default.
+_OF_GRPO = (
+    "use_bias_correction_kl", "delta", "importance_sampling_level", "scale_rewards", "loss_type",
+    "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap",
+)  # fmt: skip
+_OF_RLOO: dict[str, Any] = {"normalize_advantages": False, "reward_clip_range": None, "rloo_k": None}
+_LIKE_GRPO: dict[str, Any] = {"beta": 0.05, "num_generations": 2}
 # loss_type -> (rl.policy_loss, rl.loss_aggregation)
 _LOSSES = {
     "grpo": ("ppo", "sequence_mean"),
@@ -79,6 +92,11 @@ class Trl(Algorithm):
 
     defaults = DEFAULTS
 
+    @classmethod
+    def class_for(cls, settings: Mapping[str, Any]) -> type[Algorithm]:
+        is_rloo = str(settings.get(PROGRAM, "")).startswith("rloo") or any(name in settings for name in _OF_RLOO)
+        return Rloo if is_rloo else cls
+
     def settle(self, gpus: int | None, data_ranks: int | None) -> None:
         updates = self.sizes(data_ranks)
         self.rewards()
@@ -87,6 +105,7 @@ class Trl(Algorithm):
         self.kl()
         self.sampling()
         self.engines(gpus)
+        self.corrections()
         self.compare_steps()
 
     def sizes(self, ranks: int | None) -> int:
@@ -169,6 +188,10 @@ class Trl(Algorithm):
         self.take("rl.advantage", "grpo", "scale_rewards")
         self.take("rl.advantage_norm", norm, "scale_rewards")
         self.same("advantage", *[f"reward - mean of the group{over}"] * 2)
+        self.masks()
+
+    def masks(self) -> None:
+        """Set rl.mask_truncated, rl.count_masked and rl.dynamic_sampling."""
         masked = self.on("mask_truncated_completions")
         self.take("rl.mask_truncated", masked, "mask_truncated_completions")
         if masked:
@@ -229,14 +252,11 @@ class Trl(Algorithm):
             self.differs("repetition_penalty", show(self.value("repetition_penalty")), "none")
 
     def engines(self, gpus: int | None) -> None:
-        """Set the engines, rl.old_logprobs and rl.correction."""
-        self.take("rl.old_logprobs", "recompute", "rl.old_logprobs", "the trainer's, as in TRL")
+        """Set the engines."""
         if gpus:
             self.take("cluster.trainer_ranks", gpus, "num_processes", f"{gpus} GPUs")
         if not self.on("use_vllm"):
             self.take("rollout.engine", "embedded", "use_vllm")
-            self.take("rl.correction", "none", "use_vllm", "TRL corrects vLLM's samples alone")
-            self.same("correction of the engine's mismatch", "none", "none")
             return
         tp, colocated = int(self.number("vllm_tensor_parallel_size")), self.value("vllm_mode") == "colocate"
         self.take("rollout.engine", "vllm", "use_vllm")
@@ -247,9 +267,12 @@ class Trl(Algorithm):
                       "vllm_gpu_memory_utilization")  # fmt: skip
         if gpus and colocated:
             self.take("rollout.num_engines", max(1, gpus // tp), "vllm_mode", f"{gpus} GPUs / {tp}")
-        if not self.on("vllm_importance_sampling_correction"):
-            self.take("rl.correction", "none", "vllm_importance_sampling_correction")
-            self.same("correction of the engine's mismatch", "none", "none")
+
+    def corrections(self) -> None:
+        """Set rl.old_logprobs and rl.correction; TRL corrects vLLM's samples alone."""
+        self.take("rl.old_logprobs", "recompute", "rl.old_logprobs", "the trainer's, as in TRL")
+        if not self.on("use_vllm") or not self.on("vllm_importance_sampling_correction"):
+            self.corrects("none", "token", 0.0, 0.0, "vllm_importance_sampling_correction")
             return
         mode = str(self.value("vllm_importance_sampling_mode"))
         correction, level = _CORRECTIONS.get(mode, _CORRECTIONS["sequence_mask"])
@@ -259,11 +282,47 @@ class Trl(Algorithm):
         high = 1e30 if self.value(name) is None else self.number(name)
         if low and correction == "mis":
             correction = "icepop"
-        self.take("rl.correction", correction, "vllm_importance_sampling_mode")
-        self.take("rl.correction_level", level, "vllm_importance_sampling_mode")
-        self.take("rl.correction_limits", [low, high], name)
-        exact = mode in _CORRECTIONS and low <= 1 <= high
-        text = f"{low:g} to {high:g}"
-        (self.same if exact else self.differs)(
-            "correction of the engine's mismatch", f"{mode}, {text}", f"{correction} of each {level}, {text}"
-        )
+        original = "" if mode in _CORRECTIONS else f"{mode}, {low:g} to {high:g}"
+        self.corrects(correction, level, low, high, name, original)
+
+
+class Rloo(Trl):
+    """RLOOTrainer's algorithm: one ratio for a whole sample, the KL in its reward."""
+
+    defaults = {name: value for name, value in DEFAULTS.items() if name not in _OF_GRPO} | _OF_RLOO | _LIKE_GRPO
+
+    def advantage(self) -> None:
+        """Set rl.algorithm, rl.advantage, rl.mask_truncated and rl.dynamic_sampling."""
+        if "rloo_k" in self.settings:
+            self.take("rl.group_size", int(self.number("rloo_k")), "rloo_k")
+            self.differs("version", "TRL before 0.20, whose names and defaults are others", "RLOOConfig of 1.16")
+        self.take("rl.algorithm", "rloo", "rl.algorithm", "TRL's RLOO; the keys below say more")
+        self.take("rl.advantage", "rloo", "rl.advantage", "TRL's RLOO")
+        text = "reward - mean of the others of the group"
+        whitens = self.on("normalize_advantages")
+        original = text + ", whitened over all samples" * whitens
+        (self.differs if whitens else self.same)("advantage", original, text)
+        bounds = self.value("reward_clip_range")
+        (self.same if bounds is None else self.differs)("clip of rewards", show(bounds), "null")
+        self.masks()
+
+    def policy_loss(self, updates: int) -> None:
+        """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
+        self.take("rl.policy_loss", "ppo_sequence", "rl.policy_loss", "the product of a sample's ratios, as in TRL")
+        self.same("policy loss", *["ppo, with the product of a sample's ratios"] * 2)
+        low = self.number("epsilon")
+        high = low if self.value("epsilon_high") is None else self.number("epsilon_high")
+        self.clip_ratio(low, high, "epsilon", "epsilon, epsilon_high", None, "rl.dual_clip")
+        self.aggregation("seq-mean-token-mean", "rl.loss_aggregation", "max_grad_norm")
+        self.take("rl.entropy_coef", 0.0, "rl.entropy_coef", "TRL's RLOO has none")
+        if self.on("sync_ref_model"):
+            self.differs("reference", f"sync_ref_model {show(self.value('sync_ref_model'))}", "none")
+
+    def kl(self) -> None:
+        """Set rl.kl_coef and what belongs to it."""
+        self.penalty(self.number("beta"), "beta", "reward", "k1", None, False)
+
+    def corrections(self) -> None:
+        """Set rl.old_logprobs and rl.correction."""
+        self.take("rl.old_logprobs", "recompute", "rl.old_logprobs", "the trainer's, as in TRL")
+        self.corrects("none", "token", 0.0, 0.0, "rl.correction")
