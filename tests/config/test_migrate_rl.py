@@ -300,3 +300,86 @@ def test_online_dpo_is_refused_by_name(tmp_path: Path, text: str) -> None:
         )
     with pytest.raises(Exception, match=r"an ONLINE DPO config of TRL.*`rl.advantage: rloo` and `rl.group_size: 2`"):
         migrate([str(file)])
+
+
+def nemo_draft(tmp_path: Path, text: str) -> tuple[dict[str, Any], dict[str, str], str]:
+    """Of the run in tests/foreign/rl, over its parent, with more settings over it."""
+    for name in ("nemo_rl_parent.yaml", "nemo_rl_grpo.yaml"):
+        (tmp_path / name).write_text((FOREIGN / "rl" / name).read_text())
+    (tmp_path / "run.yaml").write_text(f"defaults: nemo_rl_grpo.yaml\n{text}\n")
+    return drafted(tmp_path / "run.yaml")
+
+
+NEMO = {
+    "model.path": "org/base-8b", "model.recompute": "full", "data.path": "org/math", "rl.chat": True,
+    "rl.reward": ["math"],
+    # 512 samples / 256; the schedule, the run and checkpoints count rollout steps
+    "rl.prompts_per_step": 32, "rl.group_size": 16, "rl.minibatches": 2, "rl.epochs": 1,
+    "train.steps": 1000, "checkpoint.every": 20, "schedule.warmup_steps": 100, "schedule.name": "constant",
+    "rl.advantage": "grpo", "rl.advantage_norm": "group", "rl.policy_loss": "ppo", "rl.clip": [0.2, 0.2],
+    "rl.dual_clip": None, "rl.loss_aggregation": "token_mean", "rl.kl_coef": 0.02, "rl.kl_in": "loss",
+    "rl.kl_estimator": "k3", "rl.kl_clamp": None, "rl.kl_unbiased": False, "rl.correction": "none",
+    "rl.old_logprobs": "recompute", "rl.mask_truncated": False, "rl.dynamic_sampling": 0,
+    "rollout.engine": "vllm", "rollout.tp": 2, "rollout.num_engines": 8, "rollout.gpu_memory_utilization": 0.6,
+    "rollout.max_prompt_tokens": 1024, "rollout.max_new_tokens": 3072, "rollout.temperature": 1, "rollout.top_k": 0,
+    "cluster.trainer_ranks": 16, "cluster.placement": "colocated", "mesh.tp": 2, "fsdp.param_dtype": "bf16",
+    "step.max_tokens_per_device": 16384, "optimizer.name": "adamw", "optimizer.lr": 3e-7,
+    "optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8,
+    "optimizer.max_grad_norm": 1, "run.dir": "results/grpo", "track.report_to": ["wandb"],
+}  # fmt: skip
+NEMO_DIFFERS = {"advantage", "longest completion", "schedule of the learning rate"}
+
+
+def test_grpo_of_nemo_rl(tmp_path: Path) -> None:
+    values, differs, text = nemo_draft(tmp_path, "")
+    assert {key: values.get(key) for key in NEMO} == NEMO
+    assert set(differs) == NEMO_DIFFERS and "does not know" not in text
+    (tmp_path / "draft.yaml").write_text(text.replace("algorithm: null", "algorithm: grpo"))
+    config = load_config([str(tmp_path / "draft.yaml")], ["rollout.python=/usr/bin/python3"], RlConfig)
+    assert config.rl.minibatches == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "differing"),
+    [
+        ("grpo: {normalize_rewards: false}", {"rl.advantage": "rloo"}, NEMO_DIFFERS - {"advantage"}),
+        ("grpo: {normalize_rewards: false, use_leave_one_out_baseline: false}",
+         {"rl.advantage": "grpo", "rl.advantage_norm": "none"}, NEMO_DIFFERS - {"advantage"}),
+        ("grpo: {use_leave_one_out_baseline: false}", {"rl.advantage_norm": "group"}, NEMO_DIFFERS),
+        ("grpo: {overlong_filtering: true}", {"rl.mask_truncated": True}, NEMO_DIFFERS),
+        ("grpo: {max_num_steps: 20}", {"train.steps": 40, "schedule.warmup_steps": 40}, {*NEMO_DIFFERS, "warm-up"}),
+        ("loss_fn: {token_level_loss: false}", {"rl.loss_aggregation": "sequence_mean"}, NEMO_DIFFERS),
+        ("loss_fn: {disable_ppo_ratio: true}", {"rl.policy_loss": "reinforce"}, NEMO_DIFFERS),
+        ("loss_fn: {sequence_level_importance_ratios: true}", {"rl.policy_loss": "gspo"}, NEMO_DIFFERS),
+        ("loss_fn: {ratio_clip_c: 3}", {"rl.dual_clip": 3}, NEMO_DIFFERS),
+        ("loss_fn: {kl_output_clamp_value: 10}", {"rl.kl_clamp": 10}, NEMO_DIFFERS),
+        ("loss_fn: {use_on_policy_kl_approximation: true}", {"rl.kl_coef": 0.02}, {*NEMO_DIFFERS, "KL"}),
+        ("loss_fn: {use_importance_sampling_correction: true}",
+         {"rl.correction": "tis", "rl.correction_limits": [0, 1e30]}, NEMO_DIFFERS),
+        ("loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2}",
+         {"rl.correction_limits": [0, 2]}, NEMO_DIFFERS),
+        ("policy: {generation: {max_new_tokens: 1024}}",
+         {"rollout.max_prompt_tokens": 3072, "rollout.max_new_tokens": 1024}, NEMO_DIFFERS - {"longest completion"}),
+        ("policy: {generation: {colocated: {enabled: false, resources: {gpus_per_node: 8, num_nodes: 1}}}}",
+         {"cluster.placement": "disaggregated", "cluster.trainer_ranks": 8, "rollout.num_engines": 4}, NEMO_DIFFERS),
+        # a section in place of its parent's list
+        ("policy: {scheduler: {name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {eta_min: 3.0e-8}}}",
+         {"schedule.name": "cosine", "schedule.min_lr_ratio": 0.1, "schedule.warmup_steps": None}, NEMO_DIFFERS),
+        ("env: {sliding_puzzle_game: {cfg: {size: 4}}}", {"rl.reward": None}, {*NEMO_DIFFERS, "reward"}),
+    ],
+)  # fmt: skip
+def test_what_settings_of_nemo_rl_mean(
+    tmp_path: Path, text: str, expected: dict[str, Any], differing: set[str]
+) -> None:
+    values, differs, _ = nemo_draft(tmp_path, text)
+    assert {key: values.get(key) for key in expected} == expected
+    assert set(differs) == differing
+
+
+def test_parents_of_a_config(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("defaults: b.yaml\npolicy: {model_name: m}\n")
+    with pytest.raises(Exception, match=r"a\.yaml: there is no .*b\.yaml, which its `defaults` name"):
+        migrate([str(tmp_path / "a.yaml")])
+    (tmp_path / "b.yaml").write_text("defaults: a.yaml\n")
+    with pytest.raises(Exception, match="lead back to it"):
+        migrate([str(tmp_path / "a.yaml")])

@@ -20,6 +20,7 @@ from weft.config.migrate.algorithm import Algorithm
 from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_datasets, take_sources
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import entry_of, recognised, task_of
+from weft.config.migrate.nemo_rl import NemoRl
 from weft.config.migrate.openrlhf import OpenRlhf
 from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
@@ -45,12 +46,21 @@ _HEAD = """\
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
 _REQUIRED = {"rl": ("rl.reward",), "distill": ("distill.teacher",)}  # beside model and data
 # trainer -> what reads its algorithms
-_ALGORITHMS: dict[str, type[Algorithm]] = {"miles": Slime, "openrlhf": OpenRlhf, "roll": Roll, "trl": Trl, "verl": Verl}
+_ALGORITHMS: dict[str, type[Algorithm]] = {
+    "miles": Slime,
+    "nemo_rl": NemoRl,
+    "openrlhf": OpenRlhf,
+    "roll": Roll,
+    "trl": Trl,
+    "verl": Verl,
+}
 _SIGNS = 4  # how many of the names by which a trainer was recognised are shown
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds
 _LR_END = 1e-7  # the lowest rate of transformers' polynomial schedule, if none is given
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
+_PRODUCT = re.compile(r"\$\{mul:\s*(\d+),\s*(\d+)\}")  # of NeMo-RL
+_DEEPEST = 20  # files of which each is the parent of the one before
 _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 
@@ -483,16 +493,46 @@ def _read(path: str) -> Node:
             "and GRPOTrainer(...) becomes weft.rl(...), with weft's sections as keywords: docs/how-to/notebook.md "
             "shows both, and docs/coming-from/trl.md has the names of their arguments."
         )
-    return read_script(path) if path.endswith(".sh") else read_config_file(path)
+    return read_script(path) if path.endswith(".sh") else _with_parents(path)
+
+
+def _with_parents(path: str, children: Sequence[str] = ()) -> Node:
+    """A config file over those that its `defaults` names, relative to it, as NeMo-RL's do. children: the files that led
+    here. Raises UserError for a file that is missing, or leads to itself."""
+    node = read_config_file(path)
+    named = node.value.get("defaults") if node.is_section else None
+    parents = [named.value] if named is not None and isinstance(named.value, str) else []
+    if named is not None and isinstance(named.value, list) and all(isinstance(name, str) for name in named.value):
+        parents = named.value
+    if not parents or not all(name.endswith((".yaml", ".yml")) for name in parents):
+        return node  # none, or groups of Hydra
+    if path in children or len(children) > _DEEPEST:
+        raise UserError(f"{path}: its `defaults` lead back to it.")
+    settings: dict[str, Any] = {}
+    for name in parents:
+        parent = os.path.join(os.path.dirname(path), name)
+        if not os.path.isfile(parent):
+            raise UserError(f"{path}: there is no {parent}, which its `defaults` name: put it there.")
+        settings |= dict(leaves_of(_with_parents(parent, (*children, path))))
+    changes = {name: value for name, value in leaves_of(node) if name != "defaults"}
+    replaced = {  # a section by a value, or a value by a section
+        name
+        for name in settings
+        if any(name.startswith(f"{change}.") or change.startswith(f"{name}.") for change in changes)
+    }
+    settings = {name: value for name, value in settings.items() if name not in replaced} | changes
+    return Node({name: node_of(value, path) for name, value in settings.items()}, path)
 
 
 def _filled(value: Any, settings: Mapping[str, Any]) -> Any:
     """A value with OmegaConf's references replaced: ${oc.env:NAME,default} by the environment variable or the default,
-    and ${other.name} by another value of the files."""
+    ${other.name} by another value of the files, and ${mul:2, 3} by the product."""
     if not isinstance(value, str):
         return value
     value = _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)
-    return _NAMED.sub(lambda match: str(settings.get(match[1], match[0])), value)
+    for _ in range(3):  # a value may name another
+        value = _NAMED.sub(lambda match: str(settings.get(match[1], match[0])), value)
+    return _PRODUCT.sub(lambda match: str(int(match[1]) * int(match[2])), value)
 
 
 def _differences(draft: Draft) -> str:

@@ -1,0 +1,282 @@
+"""The algorithm of NeMo-RL's GRPO (examples/run_grpo_math.py) in weft's keys, one quantity after another.
+
+A config states everything, or names another whose settings it changes (`defaults:`); what neither has is that of
+examples/configs/grpo_math_1B.yaml. What they compute is in nemo_rl/algorithms/loss_functions.py (the loss),
+nemo_rl/algorithms/utils.py (baseline, deviation, KL), nemo_rl/algorithms/grpo.py (the order of a step) and
+nemo_rl/models/policy/dtensor_policy_worker.py (the schedule, stepped once per rollout step). Read at commit 54bec9d1,
+with names of later versions. Every key that defines the algorithm is written, as algorithm.py says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.migrate.algorithm import Algorithm
+from weft.config.migrate.draft import numbers_of
+from weft.config.yaml12 import show
+
+# Name -> the value of grpo_math_1B.yaml, of everything that is read here.
+DEFAULTS: dict[str, Any] = {
+    "grpo.num_prompts_per_step": 32,
+    "grpo.num_generations_per_prompt": 16,
+    "grpo.max_num_steps": 1000000,
+    "grpo.max_rollout_turns": 1,
+    "grpo.normalize_rewards": True,
+    "grpo.use_leave_one_out_baseline": True,
+    "grpo.val_at_start": False,
+    "grpo.use_dynamic_sampling": False,
+    "grpo.overlong_filtering": False,
+    "loss_fn.reference_policy_kl_penalty": 0.01,
+    "loss_fn.reference_policy_kl_type": "k3",
+    "loss_fn.kl_output_clamp_value": None,
+    "loss_fn.kl_input_clamp_value": None,
+    "loss_fn.ratio_clip_min": 0.2,
+    "loss_fn.ratio_clip_max": 0.2,
+    "loss_fn.ratio_clip_c": None,
+    "loss_fn.disable_ppo_ratio": False,
+    "loss_fn.sequence_level_importance_ratios": False,
+    "loss_fn.use_on_policy_kl_approximation": False,
+    "loss_fn.use_importance_sampling_correction": False,
+    "loss_fn.truncated_importance_sampling_ratio": None,
+    "loss_fn.token_level_loss": True,
+    "checkpointing.enabled": True,
+    "checkpointing.save_period": 10,
+    "policy.train_global_batch_size": 512,
+    "policy.max_total_sequence_length": 512,
+    "policy.max_grad_norm": 1.0,
+    "policy.dynamic_batching.enabled": True,
+    "policy.dynamic_batching.train_mb_tokens": None,
+    "policy.scheduler": None,
+    "policy.generation.backend": "vllm",
+    "policy.generation.max_new_tokens": None,
+    "policy.generation.temperature": 1.0,
+    "policy.generation.top_p": 1.0,
+    "policy.generation.top_k": None,
+    "policy.generation.stop_strings": None,
+    "policy.generation.vllm_cfg.tensor_parallel_size": 1,
+    "policy.generation.vllm_cfg.enforce_eager": False,
+    "policy.generation.colocated.enabled": True,
+    "policy.generation.colocated.resources.gpus_per_node": None,
+    "policy.generation.colocated.resources.num_nodes": None,
+    "data.dataset_name": None,
+    "data.prompt_file": None,
+    "data.system_prompt_file": None,
+    "data.max_input_seq_length": None,
+}
+_LOSS, _GENERATION = "loss_fn", "policy.generation"
+
+
+class NemoRl(Algorithm):
+    """GRPO of NeMo-RL."""
+
+    defaults = DEFAULTS
+
+    @classmethod
+    def handles(cls, name: str) -> bool:
+        return name in DEFAULTS or name.startswith(("env.", "policy.scheduler."))
+
+    def settle(self, gpus: int | None, data_ranks: int | None) -> None:
+        self.data()
+        self.rewards()
+        self.advantage()
+        self.policy_loss()
+        self.kl()
+        self.corrections()
+        self.same("critic", "none", "none")
+        self.draws({leaf: f"{_GENERATION}.{leaf}" for leaf in ("temperature", "top_p", "top_k")}, "vllm")
+        if (stop := self.value(f"{_GENERATION}.stop_strings")) is not None:
+            self.take("rollout.stop", stop, f"{_GENERATION}.stop_strings")
+        self.devices(gpus)
+        self.steps()
+
+    def data(self) -> None:
+        """Set the prompts and lengths."""
+        name = self.value("data.dataset_name")
+        if name is not None:
+            self.take("data.path", name, "data.dataset_name")
+        for key, quantity in (("data.prompt_file", "prompts"), ("data.system_prompt_file", "system prompt")):
+            if self.value(key) is not None:
+                self.differs(quantity, f"put into the text of {self.value(key)}",
+                             "as they are: `rl.instruction` adds text behind them")  # fmt: skip
+        self.take("rl.chat", True, "rl.chat", "NeMo-RL renders prompts with the chat template")
+        total, limit = int(self.number("policy.max_total_sequence_length")), f"{_GENERATION}.max_new_tokens"
+        longest = int(self.number(limit)) or total
+        prompt = min(int(self.number("data.max_input_seq_length")) or total, 1024, max(1, total // 2))
+        if longest < total:
+            self.take("rollout.max_prompt_tokens", total - longest, "policy.max_total_sequence_length")
+            self.take("rollout.max_new_tokens", longest, limit)
+        else:
+            self.take("rollout.max_prompt_tokens", prompt, "data.max_input_seq_length",
+                      f"of max_total_sequence_length {total}")  # fmt: skip
+            self.take("rollout.max_new_tokens", total - prompt, limit, f"max_total_sequence_length {total} - {prompt}")
+            self.differs("longest completion", f"what its prompt leaves of {total} tokens", f"{total - prompt}")
+        self.take("data.long_documents", "drop", "data.long_documents", "longer prompts are not trained")
+
+    def rewards(self) -> None:
+        """Set rl.reward."""
+        environments = sorted({name.split(".")[1] for name in self.settings if name.startswith("env.")})
+        if environments == ["math"]:
+            self.take("rl.reward", ["math"], "env.math")
+            self.same("reward", "math: 1 or 0, by math-verify", "math: 1 or 0, by math-verify")
+        else:
+            self.differs("reward", f"of the environments {', '.join(environments) or '?'}", "none yet: set `rl.reward`")
+        for name in self.settings:
+            if name.startswith("env.") and not name.endswith("num_workers"):
+                self.draft.notes[name] = "weft does not know this environment: write `rl.reward` or `rl.environment`."
+        if (turns := int(self.number("grpo.max_rollout_turns"))) > 1:
+            self.differs("turns of a sample", str(turns), "one; `rl.environment` and `rl.max_turns` have more")
+
+    def advantage(self) -> None:
+        """Set rl.algorithm, rl.advantage, rl.advantage_norm, rl.mask_truncated and rl.dynamic_sampling."""
+        excludes, divides = self.on("grpo.use_leave_one_out_baseline"), self.on("grpo.normalize_rewards")
+        name = "grpo.use_leave_one_out_baseline"
+        advantage = "rloo" if excludes and not divides else "grpo"
+        self.take("rl.algorithm", advantage, name)
+        self.take("rl.advantage", advantage, name)
+        members = "others of the group" if excludes else "group"
+        original = f"reward - mean of the {members}"
+        if divides:
+            original += f" / standard deviation of the {members}, with n below"
+        if advantage == "grpo":
+            self.take("rl.advantage_norm", "group" if divides else "none", "grpo.normalize_rewards")
+        drafted = f"reward - mean of the {'others of the group' if advantage == 'rloo' else 'group'}"
+        drafted += " / standard deviation of the group, with n - 1 below" * divides
+        (self.differs if divides else self.same)("advantage", original, drafted)
+        self.take("rl.mask_truncated", self.on("grpo.overlong_filtering"), "grpo.overlong_filtering")
+        replaces = self.on("grpo.use_dynamic_sampling")
+        self.take("rl.dynamic_sampling", 100 if replaces else 0, "grpo.use_dynamic_sampling")
+
+    def policy_loss(self) -> None:
+        """Set rl.policy_loss, rl.clip, rl.dual_clip, rl.loss_aggregation and rl.entropy_coef."""
+        plain, sequence = self.on(f"{_LOSS}.disable_ppo_ratio"), self.on(f"{_LOSS}.sequence_level_importance_ratios")
+        loss = "reinforce" if plain else "gspo" if sequence else "ppo"
+        name = f"{_LOSS}.disable_ppo_ratio" if plain else f"{_LOSS}.sequence_level_importance_ratios"
+        self.take("rl.policy_loss", loss, name)
+        self.same("policy loss", loss, loss)
+        if not plain:
+            ratio = self.value(f"{_LOSS}.ratio_clip_c")
+            self.clip_ratio(self.number(f"{_LOSS}.ratio_clip_min"), self.number(f"{_LOSS}.ratio_clip_max"),
+                            f"{_LOSS}.ratio_clip_min", "ratio_clip_min, ratio_clip_max",
+                            None if ratio is None else self.number(f"{_LOSS}.ratio_clip_c"),
+                            f"{_LOSS}.ratio_clip_c")  # fmt: skip
+        mode = "token-mean" if self.on(f"{_LOSS}.token_level_loss") else "seq-mean-token-mean"
+        self.aggregation(mode, f"{_LOSS}.token_level_loss", "policy.max_grad_norm")
+        self.take("rl.entropy_coef", 0.0, "rl.entropy_coef", "NeMo-RL has none")
+
+    def kl(self) -> None:
+        """Set rl.kl_coef and what belongs to it."""
+        coef, kind = (
+            self.number(f"{_LOSS}.reference_policy_kl_penalty"),
+            str(self.value(f"{_LOSS}.reference_policy_kl_type")),
+        )
+        clamp, inner = self.value(f"{_LOSS}.kl_output_clamp_value"), self.value(f"{_LOSS}.kl_input_clamp_value")
+        original = ""
+        if self.on(f"{_LOSS}.use_on_policy_kl_approximation"):
+            original = f"{coef:g} in the loss, {kind} x the ratio of policy and engine, without its gradient"
+        elif inner is not None and clamp is None:
+            original = f"{coef:g} in the loss, {kind} of a log ratio that is cut at {inner}"
+        name = f"{_LOSS}.reference_policy_kl_penalty"
+        limit = None if clamp is None else float(next(numbers_of(clamp), 0)) or None
+        self.penalty(coef, name, "loss", kind if kind in ("k1", "k2", "k3") else "k3", limit, False, original)
+
+    def corrections(self) -> None:
+        """Set rl.old_logprobs and rl.correction."""
+        self.take("rl.old_logprobs", "recompute", "rl.old_logprobs", "the trainer's, as in NeMo-RL")
+        switch, bound = f"{_LOSS}.use_importance_sampling_correction", f"{_LOSS}.truncated_importance_sampling_ratio"
+        if self.on(switch):
+            limit = 1e30 if self.value(bound) is None else self.number(bound)
+            self.corrects("tis", "token", 0.0, limit, switch if self.value(bound) is None else bound)
+        else:
+            self.corrects("none", "token", 0.0, 0.0, switch)
+
+    def devices(self, gpus: int | None) -> None:
+        """Set the engines and their devices."""
+        draft, tp = self.draft, int(self.number(f"{_GENERATION}.vllm_cfg.tensor_parallel_size"))
+        backend = str(self.value(f"{_GENERATION}.backend"))
+        self.take("rollout.engine", "vllm", f"{_GENERATION}.backend")
+        if backend != "vllm":
+            draft.notes[f"{_GENERATION}.backend"] = f"weft has no engine {backend}: the draft has vllm."
+        self.take("rollout.tp", tp, f"{_GENERATION}.vllm_cfg.tensor_parallel_size")
+        if self.on(f"{_GENERATION}.vllm_cfg.enforce_eager"):
+            self.take("rollout.engine_kwargs", {"enforce_eager": True}, f"{_GENERATION}.vllm_cfg.enforce_eager")
+        is_colocated = self.on(f"{_GENERATION}.colocated.enabled")
+        self.take(
+            "cluster.placement", "colocated" if is_colocated else "disaggregated", f"{_GENERATION}.colocated.enabled"
+        )
+        resources = [
+            self.number(f"{_GENERATION}.colocated.resources.{leaf}") for leaf in ("gpus_per_node", "num_nodes")
+        ]
+        engines = gpus if is_colocated else int(resources[0] * (resources[1] or 1))
+        for counted in ("cluster.gpus_per_node", "cluster.num_nodes"):
+            draft.notes.pop(counted, None)
+        if gpus:
+            ranks = gpus if is_colocated else max(1, gpus - (engines or 0))
+            self.take("cluster.trainer_ranks", ranks, "cluster.gpus_per_node", f"{ranks} GPUs")
+        if engines:
+            self.take("rollout.num_engines", max(1, engines // tp), f"{_GENERATION}.colocated.enabled",
+                      f"{engines} GPUs / {tp}")  # fmt: skip
+
+    def steps(self) -> None:
+        """Set sizes, the optimizer steps of a rollout step, the schedule, and what weft counts by these steps."""
+        draft, batch = self.draft, int(self.number("policy.train_global_batch_size"))
+        for key, name in (
+            ("rl.prompts_per_step", "num_prompts_per_step"),
+            ("rl.group_size", "num_generations_per_prompt"),
+        ):
+            self.take(key, int(self.number(f"grpo.{name}")), f"grpo.{name}")
+        self.take("rl.epochs", 1, "rl.epochs", "samples are trained once")
+        tokens = next(numbers_of(self.value("policy.dynamic_batching.train_mb_tokens")), None)
+        if self.on("policy.dynamic_batching.enabled") and tokens:
+            self.take("step.max_tokens_per_device", int(tokens), "policy.dynamic_batching.train_mb_tokens")
+        draft.fit_row(draft.value("rollout.max_prompt_tokens") + draft.value("rollout.max_new_tokens"), "sample")
+        count = self.updates(batch, "policy.train_global_batch_size", f"train_global_batch_size {batch}")
+        self.take("train.steps", int(self.number("grpo.max_num_steps")), "grpo.max_num_steps")
+        every = int(self.number("checkpointing.save_period")) if self.on("checkpointing.enabled") else 0
+        self.take("checkpoint.every", every, "checkpointing.save_period")
+        if "eval.path" in draft.values or "eval.sources" in draft.values:
+            self.take("eval.at_start", self.on("grpo.val_at_start"), "grpo.val_at_start")
+        else:
+            for key in [key for key in draft.values if key.startswith("eval.")]:
+                draft.drop(key, "held-out prompts come with the data set there: set `eval.path`.")
+        self.schedule(count)
+        draft.count_updates(("train.steps", "checkpoint.every", "schedule.warmup_steps"), count)
+        warmup, steps = draft.value("schedule.warmup_steps", 0), draft.value("train.steps", 0)
+        if warmup > steps:
+            self.take("schedule.warmup_steps", steps, "policy.scheduler", f"{warmup}, which is longer than the run")
+            self.differs("warm-up", f"{warmup} updates, of which the run has {steps}", f"{steps} updates")
+        self.compare_steps()
+
+    def schedule(self, updates: int) -> None:
+        """Set the schedule from torch's schedulers. updates: optimizer steps of a rollout step."""
+        listed = self.value("policy.scheduler")
+        if listed is None:  # one scheduler, whose arguments have names of their own
+            prefix = "policy.scheduler."
+            one = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
+            kwargs = {name.removeprefix("kwargs."): value for name, value in one.items() if name != "name"}
+            listed = [{"name": one["name"], "kwargs": kwargs}] if one else []
+        shape, texts = "constant", []
+        for scheduler in listed:
+            if "name" not in scheduler:
+                continue
+            kind, kwargs = str(scheduler["name"]).rpartition(".")[2], scheduler.get("kwargs") or {}
+            texts.append(f"{kind} {show(dict(kwargs))}")
+            if kind == "LinearLR" and next(numbers_of(kwargs.get("start_factor")), 1) < 1:
+                self.take("schedule.warmup_steps", kwargs.get("total_iters"), "policy.scheduler")
+            elif kind == "LinearLR":
+                shape = "linear"
+            elif kind == "CosineAnnealingLR":
+                shape, peak = "cosine", next(numbers_of(self.draft.value("optimizer.lr")), None)
+                lowest = next(numbers_of(kwargs.get("eta_min", 0)), 0)
+                if peak:
+                    self.take(
+                        "schedule.min_lr_ratio", float(f"{lowest / peak:.6g}"), "policy.scheduler", "eta_min / lr"
+                    )
+        self.take("schedule.name", shape, "policy.scheduler")
+        if self.draft.value("schedule.warmup_steps") and "schedule.warmup_ratio" in self.draft.values:
+            self.draft.values.pop("schedule.warmup_ratio")
+        drafted = shape + (", after a warm-up from 0" if self.draft.value("schedule.warmup_steps") else "")
+        constant = not listed or (len(texts) == 1 and shape == "constant")
+        of_update = ", of each update" if updates > 1 else ""
+        (self.same if constant else self.differs)(
+            "schedule of the learning rate", f"{', '.join(texts) or 'constant'}, by rollout steps", drafted + of_update
+        )
