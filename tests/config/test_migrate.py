@@ -734,7 +734,8 @@ def test_a_draft_passes_a_dry_run(
     Path("rows.jsonl").write_text("".join(json.dumps(ROWS[rows]) + "\n" for _ in range(8)))
     Path("mine.yaml").write_text(migrate([str(FOREIGN / file)]))
     overrides = ["model.path=tiny", "data.path=rows.jsonl", "data.split=null", "data.sources=null"]
-    overrides += ["distill.teacher=tiny"] if command(file) == "distill" else []
+    Path("teacher").symlink_to("tiny")
+    overrides += ["distill.teacher=teacher"] if command(file) == "distill" else []
     overrides += ["reference.path=tiny"] if file == "llama_factory_dpo.yaml" else []
     assert cli.main([command(file), "mine.yaml", *overrides, "--dry-run"]) == 0, capsys.readouterr().err
 

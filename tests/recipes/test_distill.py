@@ -436,6 +436,8 @@ def test_verify_compares_distillation_and_finds_a_planted_bug(tmp_path: Path) ->
         (["distill.teacher=t", "distill.teachers={a: t}"], "of distill.teacher and distill.teachers both are set"),
         (["distill.teacher=base"], "set lora.rank, or name a model"),
         (["distill.teacher=average"], "set optimizer.ema_decay=0.99"),
+        (["distill.teacher=m"], "gradients are 0, and stay so: set distill.alpha above 0"),
+        (["distill.teacher=base", "lora.rank=4"], "gradients are 0, and stay so: set distill.alpha above 0"),
         (["distill.teacher=t", "distill.loss=kl"], "neither one of forward_kl, reverse_kl, jsd nor an import path"),
         (["distill.teacher=t", "distill.beta=0.1"], "distill.beta would have no effect: only distill.loss=jsd"),
         (["distill.teacher=t", "distill.loss=jsd", "distill.beta=1"], "distill.beta is 1.0; it must be above 0"),

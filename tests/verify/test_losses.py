@@ -17,6 +17,7 @@ KTO = PREFERENCES | {"preference.loss": "kto", "preference.desirable_weight": 1.
 MIX = PREFERENCES | {"preference.loss": ["aot", "bco_pair", "sft"], "preference.weights": [0.5, 0.2, 1.0]}
 ADAPTED = {"lora.rank": 4, "optimizer.name": "sgd", "optimizer.eps": None}
 TWO = {"data.sources": [{"path": "owner/a", "name": "a"}, {"path": "owner/b", "name": "b"}], "data.path": None}
+BASE_TEACHES = ADAPTED | {"distill.teacher": "base", "distill.loss": "reverse_kl", "distill.alpha": 0.1}
 TEACHERS = TWO | {"distill.teachers": {"a": "{teacher}", "b": "{other}"}, "distill.loss": "jsd", "distill.alpha": 0.3}
 CACHED = TAUGHT | {"distill.cache": "disk", "distill.temperature": 2.0, "distill.temperature_squared": True}
 
@@ -55,7 +56,7 @@ def of_every_loss() -> list[tuple[str, str, str, dict[str, Any]]]:
             ("dpo", "qwen3", "tp2", PREFERENCES), ("dpo", "llama", "cp2", KTO), ("dpo", "llama", "pp2", MIX),
             ("dpo", "llama", "2x2", MIX), ("distill", "llama", "1", CACHED), ("distill", "qwen3", "tp2", TAUGHT),
             ("distill", "llama", "cp2", TAUGHT), ("distill", "llama", "pp2", TAUGHT),
-            ("distill", "llama", "2", ADAPTED | {"distill.teacher": "base", "distill.loss": "reverse_kl"}),
+            ("distill", "llama", "2", BASE_TEACHES),
             ("distill", "qwen3_moe", "ep2", TAUGHT), ("reward", "qwen3", "tp2", {}), ("reward", "llama", "cp2", {}),
             ("reward", "llama", "pp2", {"reward.loss": "regression"}),
             ("reward", "llama", "2", {"reward.loss": "process"}),

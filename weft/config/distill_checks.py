@@ -61,6 +61,12 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
             "distill.teacher is average, but no average of the weights is kept: set optimizer.ema_decay=0.99, or name "
             "a model.",
         )
+    if distill.alpha == 0 and _begins_as_teacher(config):
+        yield (
+            "distill.alpha",
+            f"distill.teacher is {distill.teacher}, which the student equals at its start, so that divergence and "
+            "gradients are 0, and stay so: set distill.alpha above 0, for cross entropy beside, or name another model.",
+        )
     if distill.cache == "disk" and distill.teacher == AVERAGE:
         yield (
             "distill.cache",
@@ -111,6 +117,14 @@ def _teachers(config: DistillConfig) -> Iterator[tuple[str, str]]:
             "eval.share",
             "eval.share has no name by which distill.teachers could give it a teacher: set eval.sources.",
         )
+
+
+def _begins_as_teacher(config: DistillConfig) -> bool:
+    """Whether the student's first distribution is its only teacher's."""
+    teacher, lora = config.distill.teacher, config.lora
+    if lora.path is not None or lora.dropout:
+        return False
+    return teacher in (BASE, AVERAGE) or (teacher == config.model.path and lora.base == "compute")
 
 
 def _samples(config: DistillConfig) -> Iterator[tuple[str, str]]:
