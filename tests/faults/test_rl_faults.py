@@ -485,14 +485,14 @@ def test_of_several_failures_the_cause_is_raised() -> None:
 
 def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
     class Silent:
-        def send(self, version: int) -> None:
-            raise SyncError("hf-0 did not come for version 3 within 8 s", late=True)
+        def send(self, version: int, names: Any, attempt: Any) -> None:
+            raise SyncError("hf-0 did not come for version 3 within 8 s", late=True, engine="hf-0")
 
     trainer: Any = object.__new__(TrainerRank)
-    trainer.sender = Silent()
-    with pytest.raises(ActorError, match="hf-0 did not come") as error:
-        trainer.send(3)
-    assert reports.of_exception(0, error.value).status == 11
+    trainer.sender, trainer.engine = Silent(), mock.Mock(asleep={})
+    failure = trainer.send(3)
+    assert failure.engine == "hf-0" and "hf-0 did not come" in str(failure.error())
+    assert reports.of_exception(0, failure.error()).status == 11
 
 
 ACTOR = """

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from tests.rl.test_rl_run import WEFT, _is_rank, begun, cluster, command, lines_of, still_there, task, weft
+from tests.rl.test_rl_run import WEFT, _is_rank, begun, cluster, command, lines_of, still_there, task, weft, weights
 from tests.support.machine import business
+from weft.inference.records import FOLDER, read_rollouts, rollout_files
 
 __all__ = ["cluster", "task"]
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -44,9 +48,11 @@ class Case:
 
 
 CASES = {
-    "an engine is killed": Case(AHEAD, _is_engine, signal.SIGKILL, 10, r"rollout engine 0 died"),
+    "an engine is killed": Case(
+        (*AHEAD, "rollout.restarts=0"), _is_engine, signal.SIGKILL, 10, r"rollout engine 0 died"
+    ),
     "an engine is stopped": Case(
-        (*AHEAD, "rollout.timeout=4"), _is_engine, signal.SIGSTOP, 11,
+        (*AHEAD, "rollout.timeout=4", "rollout.restarts=0"), _is_engine, signal.SIGSTOP, 11,
         r"rollout engine 0 (failed: no progress for \d+ seconds \(rollout\.timeout\); it )?is stopped \(SIGSTOP\)",
     ),
     "the only trainer rank is stopped": Case(
@@ -77,6 +83,58 @@ def test_an_actor_that_is_struck_is_named(name: str, task: Path) -> None:
     words = [*WEFT, "rl", "--resume", str(run), f"train.steps={done + 2}"]
     assert f"resumed  step {done} of {done + 2}" in weft([*words, *[w for w in case.keys if w in ("--nproc", "2")]])
     assert [line["step"] for line in lines_of(run)] == list(range(1, done + 3))
+
+
+LONG = ["train.steps=24", "rl.minibatches=1", "checkpoint.every=4", ALONE]
+EXACT = ["rollout.engine=hf", "rl.on_policy=exact", "rollout.restarts=50", "rollout.timeout=60", *LONG]
+
+
+def run_struck(words: list[str], run: Path, which: Callable[[psutil.Process], bool], kills: int) -> str:
+    """Run a command line, of whose processes some are killed at random moments; returns what it
+    prints."""
+    chance, since = random.Random(0), time.monotonic()
+    with subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while kills and process.poll() is None and time.monotonic() - since < 600 * business():
+            time.sleep(chance.uniform(0.5, 6.0))
+            children = [] if not run.exists() else psutil.Process(process.pid).children(recursive=True)
+            if struck := [child for child in children if which(child)]:
+                with suppress(psutil.NoSuchProcess):
+                    chance.choice(struck).kill()
+                    kills -= 1
+        out, _ = process.communicate(timeout=900 * business())
+    assert process.returncode == 0, out
+    assert kills == 0, out
+    return out
+
+
+def same(run: Path, other: Path) -> None:
+    """Both runs have the same metrics, weights and samples; each sample of a step is there once."""
+    kept = [{k: v for k, v in line.items() if k != "rollout/engine_restarts"} for line in lines_of(run)]
+    assert kept == [{k: v for k, v in line.items() if k != "rollout/engine_restarts"} for line in lines_of(other)]
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(other).items())
+    for step, path in rollout_files(other / FOLDER).items():
+        mine, theirs = (read_rollouts(p) for p in (rollout_files(run / FOLDER)[step], path))
+        ids = [(group.prompt.id, sample.number) for group in mine for sample in group.samples]
+        assert len(set(ids)) == len(ids) == 16
+        assert ids == [(group.prompt.id, sample.number) for group in theirs for sample in group.samples]
+
+
+def test_engines_that_are_killed_at_random_change_nothing(task: Path) -> None:
+    run, unbroken = task / "soak", task / "soak-unbroken"
+    weft([*command(task, unbroken, *EXACT, "rollout.num_engines=2")])
+    out = run_struck(command(task, run, *EXACT, "rollout.num_engines=2"), run, _is_engine, 8)
+    assert out.count("is replaced, restart") >= 8
+    same(run, unbroken)
+
+
+def test_a_run_whose_trainer_is_killed_is_resumed_and_is_the_unbroken_one(task: Path) -> None:
+    run, unbroken = task / "restarted", task / "restarted-unbroken"
+    weft([*command(task, unbroken, *EXACT)])
+    words = [*command(task, run, *EXACT), "--restarts", "3"]
+    out = run_struck(words, run, lambda p: _is_rank(p, "0") and (run / "checkpoints/latest").exists(), 1)
+    assert "restart 1 of 3: the attempt failed" in out and "trainer rank 0 died" in out
+    assert re.search(r"resumed  step \d+ of 24", out)
+    same(run, unbroken)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

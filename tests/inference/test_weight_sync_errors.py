@@ -38,8 +38,8 @@ from weft.inference.weight_sync.verify import check_parity, compare
 from weft.launch import scratch
 from weft.models.lora import LoraPlan
 from weft.parallel.shards.adapter_files import file_names
-from weft.rl.batch_pool import decline_on_error
 from weft.rl.corrections import parity_is_due, require_parity
+from weft.rl.engine_supervisor import decline_on_error
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.arange(4)}
 MANIFEST = {name: torch.empty_like(tensor, device="meta") for name, tensor in TENSORS.items()}

@@ -31,6 +31,7 @@ from weft.inference.weight_sync.protocol import SyncError, Ticket
 from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
 from weft.inference.weight_sync.transports import SLOTS
 from weft.launch.machine import free_port
+from weft.rl.engine_supervisor import EngineRestarts
 from weft.rl.served_pool import open_engines
 from weft.rl.trainer import RankDevices
 
@@ -246,7 +247,7 @@ def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
         devices=[["device-0", "device-1"], ["device-1", "device-0"]],
         torch_version=["2.13.0", "2.12.1"],
     )
-    asyncio.run(open_engines(config, trainers, engines, tmp_path, "bf16"))  # type: ignore[arg-type]
+    asyncio.run(open_engines(config, trainers, engines, tmp_path, "bf16", EngineRestarts(0, 1.0)))  # type: ignore[arg-type]
     return trainers, engines
 
 

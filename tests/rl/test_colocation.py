@@ -31,6 +31,7 @@ from weft.inference.types import Sample
 from weft.rl import batch_pool, placement
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool
 from weft.rl.colocation import DeviceSharing, sleeping_parts
+from weft.rl.engine_supervisor import EngineRestarts
 from weft.rl.trainer import TrainerRank
 
 KEYS = [
@@ -70,12 +71,11 @@ def open_switch(
     trainers: Any = Actors(trainer)
     if engine == "embedded":
         return trainer, DeviceSharing(EmbeddedPool(trainers), trainers, shared=shared, parts=parts)
-    tickets = trainer.open_sync({"hf-0": "127.0.0.1"}, 1)
     standalone: Any = Actors(Standalone(path, dtype=torch.float32))
     keep = config.rollout.on_weight_update == "continue"
-    return trainer, DeviceSharing(
-        StandalonePool(standalone, trainers, tickets, keep), trainers, shared=shared, parts=parts
-    )
+    pool = StandalonePool(standalone, trainers, EngineRestarts(0, 1.0), vocab_size=1000, timeout=60.0, keep=keep)
+    asyncio.run(pool.open())
+    return trainer, DeviceSharing(pool, trainers, shared=shared, parts=parts)
 
 
 def as_samples(completions: Any) -> list[Sample]:

@@ -130,14 +130,19 @@ class LocalGroup:
             self.objects[number] = self._make[number]()
         return getattr(self.objects[number], method)(*args)
 
+    can_restart = True
+
+    async def restart(self, number: int) -> None:
+        self.objects[number], self._threads[number] = None, ThreadPoolExecutor(1)
+
     def blamed(self, error: ActorError) -> ActorError:
         return error
 
     def save_evidence(self, run: Path) -> None:
         """There is none."""
 
-    def end(self) -> None:
-        for thread in self._threads:
+    def end(self, number: int | None = None) -> None:
+        for thread in self._threads if number is None else [self._threads[number]]:
             thread.shutdown()
 
 
@@ -154,7 +159,8 @@ def local_actors(
     engines = None
     if config.rollout.engine == "hf":
         opener = image_opener(config.model.path, config.data)
-        make = partial(Standalone, config.model.path, dtype=torch.float32, opener=opener)
+        exact = config.rl.on_policy == "exact"
+        make = partial(Standalone, config.model.path, dtype=torch.float32, opener=opener, exact=exact)
         engines = kind("rollout engine", [make] * config.rollout.count, hook)
     try:
         others = {role: cast(ActorGroup, group) for role, group in models.items()}

@@ -151,7 +151,8 @@ def trainers() -> dict[str, RlCase]:
 
 
 def engines() -> dict[str, RlCase]:
-    """A rollout engine of its own (rollout.engine=hf) is killed, or stopped, in every phase that it has."""
+    """A rollout engine of its own (rollout.engine=hf) is killed, stopped, or answers nonsense, in every phase that it
+    has: another takes its place. Without restarts, and after too many, the run ends."""
     apart, soon = ["rollout.engine=hf"], ["rollout.timeout=3", "train.timeout=20"]
     later = "run/checkpoints/step-000001"
     phases: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
@@ -160,19 +161,42 @@ def engines() -> dict[str, RlCase]:
         "generating": ("generating, step 2", {"phase": "generate", "after": later}, [], 1),
         "syncing weights": ("syncing weights, step 2", {"phase": "sync", "nth": 3}, [], 1),
     }
+    goes_on: dict[str, Any] = {"status": 0, "on": "Ray, an engine", "saved": 3, "lost": ALL, "resumes": False}
+    ends: dict[str, Any] = {"when": "generating, step 2", "on": "Ray, an engine", "saved": 1}
+    back = r"restart  rollout engine 0 runs again after"
     found = {}
-    for name, (when, fault, keys, saved) in phases.items():
-        common: dict[str, Any] = {"when": when, "on": "Ray, an engine", "saved": saved}
+    for name, (when, fault, keys, _) in phases.items():
+        once: dict[str, Any] = {"who": "engine", "step": 0, "once": "once", **fault}
         found[f"a rollout engine is killed {name}"] = RlCase(
-            fault=RlFault(who="engine", do="kill", **{"step": 0} | fault), status=10, **common,
-            words=[*apart, *keys],
-            says=["rollout engine 0 died"],
+            fault=RlFault(do="kill", **once), when=when, words=[*apart, *keys], **goes_on,
+            says=[r"restart  rollout engine 0 is replaced, restart 1 of 3 .*: .*rollout engine 0 died", back],
         )  # fmt: skip
         found[f"a rollout engine is stopped {name}"] = RlCase(
-            fault=RlFault(who="engine", do="stop", **{"step": 0} | fault), status=11, **common, within=90.0,
-            words=[*apart, *soon, *keys],
-            says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"],
+            fault=RlFault(do="stop", **once), when=when, words=[*apart, *soon, *keys], **goes_on,
+            says=[r"restart  rollout engine 0 is replaced, restart 1 of 3", back],
         )  # fmt: skip
+    generating: dict[str, Any] = {"who": "engine", "step": 0, "phase": "generate", "after": later}
+    found["a rollout engine raises generating"] = RlCase(
+        fault=RlFault(do="raise", once="once", **generating), when="generating, step 2", words=apart, **goes_on,
+        says=["rollout engine 0 is replaced, .*RuntimeError: boom", back],
+    )  # fmt: skip
+    found["a rollout engine answers nonsense"] = RlCase(
+        fault=RlFault(do="an engine answers nonsense"), when="generating, step 1", words=apart,
+        **goes_on | {"on": "one process"},
+        says=["rollout engine 0 is replaced, .*has answered what is no completion: ValueError: logprob nan", back],
+    )  # fmt: skip
+    found["a rollout engine is killed each time"] = RlCase(
+        fault=RlFault(do="kill", **generating), status=10, words=[*apart, "rollout.restarts=1"], **ends, within=60.0,
+        says=["rollout engine 0 has failed 2 times within 3600 s, and rollout.restarts is 1", "rollout engine 0 died"],
+    )  # fmt: skip
+    found["a rollout engine is killed, and none is replaced"] = RlCase(
+        fault=RlFault(do="kill", **generating), status=10, words=[*apart, "rollout.restarts=0"], **ends,
+        says=["rollout engine 0 died"],
+    )  # fmt: skip
+    found["a rollout engine is stopped, and none is replaced"] = RlCase(
+        fault=RlFault(do="stop", **generating), status=11, words=[*apart, *soon, "rollout.restarts=0"], **ends,
+        within=90.0, says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"],
+    )  # fmt: skip
     return found
 
 
@@ -197,9 +221,9 @@ def stages() -> dict[str, RlCase]:
             says=[r"trainer rank 1 .*is stopped \(SIGSTOP\)", "computing logprobs"],
         ),
         "an engine is stopped, syncing weights of two stages": RlCase(
-            fault=RlFault(who="engine", do="stop", phase="sync", step=0, nth=3), status=11, within=90.0,
-            when="syncing weights, step 2", words=[*cut, "rollout.engine=hf", *soon],
-            says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"], **common,
+            fault=RlFault(who="engine", do="stop", phase="sync", step=0, nth=3, once="once"), status=0, lost=ALL,
+            when="syncing weights, step 2", words=[*cut, "rollout.engine=hf", *soon], resumes=False,
+            says=["rollout engine 0 is replaced, restart 1 of 3"], **common | {"saved": 3},
         ),
     }  # fmt: skip
 
@@ -364,8 +388,8 @@ OTHERS = {
     ),
     "a sync brings other bytes": RlCase(
         fault=RlFault(do="another checksum"), when="syncing weights, before step 1", status=1, saved=0,
-        words=["rollout.engine=hf"], says=["received other bytes than were sent, version 0", "weft rl --resume run"],
-        traceback=True,
+        words=["rollout.engine=hf"],
+        says=["rollout.restarts is 3", "received other bytes than were sent, version 0", "weft rl --resume run"],
     ),
     "port in use": RlCase(
         fault=RlFault(do="port in use"), when="before loading", status=2, saved=0, on="Ray, 2 ranks",

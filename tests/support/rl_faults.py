@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -248,6 +248,22 @@ def _port_in_use() -> None:
     ray_actors._prepare = prepare
 
 
+def _nonsense_once() -> None:
+    """The first completions of an engine have logprobs that are not numbers."""
+    from weft.inference.standalone import Standalone
+
+    original, times = Standalone.advance, count(1)
+
+    def spoilt(self: Standalone, *arguments: Any) -> Any:
+        finished, drawn = original(self, *arguments)
+        if finished and next(times) == 1:
+            nan = {k: [replace(c, logprobs=(float("nan"),) * len(c.tokens)) for c in v] for k, v in finished.items()}
+            return nan, drawn
+        return finished, drawn
+
+    Standalone.advance = spoilt  # type: ignore[method-assign]
+
+
 def _few_files() -> None:
     """Fewer files may be open than Ray needs."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
@@ -256,5 +272,5 @@ def _few_files() -> None:
 _kept: list[Any] = []
 PLANTS: dict[str, Callable[[], None]] = {
     "another checksum": _other_checksum, "port in use": _port_in_use, "few files": _few_files,
-    "few scores": _few_scores, "teacher gives NaN": _teacher_of_nan,
+    "an engine answers nonsense": _nonsense_once, "few scores": _few_scores, "teacher gives NaN": _teacher_of_nan,
 }  # fmt: skip

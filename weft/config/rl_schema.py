@@ -467,6 +467,21 @@ class RolloutConfig:
         within=POSITIVE,
         unread=(when.NO_ENGINE_PROCESSES,),
     )
+    restarts: int = key(
+        "How often each engine that dies, hangs, raises, or answers what is no completion is replaced within "
+        "rollout.restart_window; one failure more ends the run, as does a request with which more engines have failed. "
+        "The new engine gets the current weights, and requests are redone with their seeds "
+        "(docs/reference/rollout-engines.md). 0: any failure ends the run.",
+        3,
+        within=NOT_NEGATIVE,
+        unread=(when.ONLY_HF_ENGINE,),
+    )
+    restart_window: float = key(
+        "Seconds within which rollout.restarts counts.",
+        3600.0,
+        within=POSITIVE,
+        unread=(when.ONLY_HF_ENGINE, when.NO_RESTARTS),
+    )
 
     @property
     def truncated(self) -> bool:

@@ -97,6 +97,10 @@ class RolloutEngine(Protocol):
         """Take the trainers' current weights as `version` (weft/inference/weight_sync)."""
         ...
 
+    async def hold(self) -> None:
+        """The trainers' weights are about to change: until the next sync no engine may take them."""
+        ...
+
     async def sleep(self) -> None:
         """Free the memory of weights and cache. No request may be running."""
         ...

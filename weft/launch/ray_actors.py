@@ -245,7 +245,7 @@ class ActorGroup:
 
     name: of one actor, for messages. watchdog: of the actors on this machine. placed: Ray's placement group; None where
     the actors request nothing. ray: the watchdog of the run's own Ray. oom_kills: the kernel's count before the actors
-    started.
+    started. start: starts the process of an actor, given its number, and returns Ray's handle.
     """
 
     name: str
@@ -254,6 +254,12 @@ class ActorGroup:
     placed: Any = None  # its placement group
     ray: RayWatchdog = field(default_factory=RayWatchdog)
     oom_kills: int = field(default_factory=lambda: oom_kills() or 0)
+    start: Callable[[int], Any] | None = None
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether a new actor could be started: not if the run's own Ray has failed."""
+        return self.ray.failure is None
 
     @property
     def scratch(self) -> Path:
@@ -337,13 +343,28 @@ class ActorGroup:
         evidence = Evidence({rank: replace(record, run=str(run)) for rank, record in records.items()})
         save_evidence(reports.read_all(self.scratch), {}, evidence)
 
-    def end(self) -> None:
-        """Kill all actors, which frees their resources."""
+    async def restart(self, number: int) -> None:
+        """Replace an actor by a new process with the same resources and environment. The old one is killed if it still
+        runs, and what it left as evidence is removed. ActorError if the new one cannot be started."""
+        await asyncio.to_thread(self._restart, number)
+
+    def _restart(self, number: int) -> None:
+        assert self.start is not None, "a group of actors that cannot be restarted"
+        self.end(number)
+        self.oom_kills = oom_kills() or 0
+        for left in (reports.path_of(number, self.scratch), self.scratch / flight.FOLDER / flight.live_name(number)):
+            left.unlink(missing_ok=True)
+        self.handles[number] = self.start(number)
+        _prepare([self.handles[number]], rendezvous=False)
+
+    def end(self, number: int | None = None) -> None:
+        """Kill this actor, by default all, which frees their resources."""
         ray = import_ray()
-        for handle in self.handles:
+        for handle in self.handles if number is None else [self.handles[number]]:
             with suppress(Exception):
                 self.ray.call(partial(ray.kill, handle))
-        _, alive = psutil.wait_procs([process for _, _, process in self._local_actors()], timeout=_ENDING_SECONDS)
+        local = [process for rank, _, process in self._local_actors() if number in (None, rank)]
+        _, alive = psutil.wait_procs(local, timeout=_ENDING_SECONDS)
         for process in alive:  # Ray cannot end one that is stopped
             with suppress(psutil.Error):
                 process.kill()
@@ -402,22 +423,26 @@ def actor_group(
     with scratch_folder() as scratch:
         placed = _reserve(reserve or bundles) if share_with is None else share_with[0].placed
         indices = range(len(bundles)) if share_with is None else share_with[1]
-        group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed, _watchdog)
+        watchdog = _watchdog
+
+        def start(number: int) -> Any:
+            options: dict[str, Any] = {
+                "num_cpus": bundles[number].cpus, "num_gpus": bundles[number].gpus, "max_restarts": 0,
+                "runtime_env": {"env_vars": {reports.FOLDER_VARIABLE: str(scratch), **env[number]}},
+            }  # fmt: skip
+            if placed is not None:
+                options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    placed, placement_group_bundle_index=indices[number]
+                )
+            if at_once > 1:
+                options["max_concurrency"] = at_once
+            host = _SerialActor if at_once == 1 else _ConcurrentActor
+            return watchdog.call(partial(ray.remote(host).options(**options).remote, make, number))
+
+        group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed, watchdog, start=start)
         try:
-            for number, bundle in enumerate(bundles):
-                options: dict[str, Any] = {
-                    "num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "max_restarts": 0,
-                    "runtime_env": {"env_vars": {reports.FOLDER_VARIABLE: str(scratch), **env[number]}},
-                }  # fmt: skip
-                if placed is not None:
-                    options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                        placed, placement_group_bundle_index=indices[number]
-                    )
-                if at_once > 1:
-                    options["max_concurrency"] = at_once
-                host = _SerialActor if at_once == 1 else _ConcurrentActor
-                create = ray.remote(host).options(**options).remote
-                group.handles.append(_watchdog.call(partial(create, make, number)))
+            for number in range(len(bundles)):
+                group.handles.append(start(number))
             _prepare(group.handles, rendezvous=at_once == 1)
             with watching_actors(group.watchdog):
                 yield group

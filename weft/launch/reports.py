@@ -116,7 +116,12 @@ def write(report: RankReport, into: Path) -> None:
     """Write the report whole or not at all: the reader may look at any moment."""
     draft = into / f"rank-{report.rank}.draft"
     draft.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    draft.rename(into / f"rank-{report.rank}.json")
+    draft.rename(path_of(report.rank, into))
+
+
+def path_of(rank: int, folder: Path) -> Path:
+    """The file of a rank's report."""
+    return folder / f"rank-{rank}.json"
 
 
 def read_all(from_folder: Path) -> list[RankReport]:

@@ -190,7 +190,7 @@ async def train(run: RlRun) -> None:
     config, plan, first = run.config, run.plan, run.start.rollout + 1
     recorder = RlRecorder(config, run.run_lock.folder, run.start, run.on_step, cuda=run.device == "cuda")
     progress = Progress(plan.steps, interval=config.train.log_every)
-    run.show = progress.doing
+    run.show, run.restarts.show = progress.doing, progress.note
     async with AsyncExitStack() as opened:
         uploads = opened.enter_context(Uploads(config, run.run_lock.folder, resume=run.resume))
         opened.push_async_exit(run.trainer_group.ending)  # runs before the uploads end: its last checkpoint is uploaded
@@ -212,6 +212,7 @@ async def train(run: RlRun) -> None:
                 with run.phases("sync"):
                     synced = await switch.to_rollouts(number)
                 step.phases.add(switch.take_seconds())
+                step.metrics |= run.restarts.metrics()
                 run.version = number
                 evaluated = await evaluate(evaluator, number, plan)
                 progress.notes(step.failures.pop_messages())
@@ -285,13 +286,13 @@ async def collect(run: RlRun) -> None:
         switch, sampling, _ = await prepare(run, opened)
         uploads = opened.enter_context(Uploads(run.config, run.run_lock.folder, resume=run.resume))
         progress = Progress(run.plan.rollouts, interval=run.config.train.log_every)
-        run.show = progress.doing
+        run.show, run.restarts.show = progress.doing, progress.note
         note_rl_start(run)
         with recorder, StopSignals(_PROMISE) as signals, progress:
             await switch.to_rollouts(0)
             for number in range(run.start.rollout + 1, run.plan.rollouts + 1):
                 step = await roll_out(run, switch.engine, sampling, number)
-                step.metrics |= {**reward_metrics(step.groups), **step.failures.metrics()}
+                step.metrics |= {**reward_metrics(step.groups), **step.failures.metrics(), **run.restarts.metrics()}
                 progress.notes(step.failures.pop_messages())
                 progress.step(recorder.record_rollout(step))
                 progress.notes(recorder.cut.count(step.samples))
@@ -339,7 +340,9 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
             str(run.run_lock.folder), run.run_lock.token, constants(run), start.step, texts
         )
         parts = sleeping_parts(config, run.device)
-        engine = await open_engines(config, trainers, run.actors.engines, run.run_lock.folder, run.compute, parts)
+        engine = await open_engines(
+            config, trainers, run.actors.engines, run.run_lock.folder, run.compute, run.restarts, parts
+        )
         opened.push_async_callback(engine.close)
         switch = DeviceSharing(engine, trainers, shared=shares_devices(config), parts=parts)
         await switch.to_training()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from weft.errors import ActorError
 from weft.inference.base import Completion, EnginePart, Request, Synced
-from weft.inference.weight_sync.protocol import WORKER_DIED, Delivery, SyncError, Ticket
-from weft.launch.ray_actors import ActorGroup, gather_calls
+from weft.inference.weight_sync.protocol import Ticket
+from weft.launch.ray_actors import ActorGroup
+from weft.rl.engine_supervisor import EngineLocation, EngineRestarts, EngineSupervisor
 
-_SENDER_SECONDS = 5.0  # for telling the sender that an engine has failed
+_MAX_LOGPROB = 1e-3  # rounding may put the logprob of a certain token above 0
 
 Entry = tuple[Request, asyncio.Future[list[Completion]]]
 
@@ -32,11 +34,12 @@ class BatchPool:
         self.actors, self.drawn = actors, 0
         self._turns = [asyncio.Lock() for _ in range(len(actors))]
         self._numbers = itertools.count()
-        self._futures: dict[int, asyncio.Future[list[Completion]]] = {}
+        self._running: dict[int, Entry] = {}
         self._waiting: list[Entry] = []
         self._idle = set(range(len(actors)))
         self._working: set[asyncio.Task[None]] = set()
         self._dealing = self._is_paused = False
+        self._forgetful = set[int]()  # actors that have lost the requests that they were working on
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed of the request. Concurrent requests are batched."""
@@ -81,22 +84,31 @@ class BatchPool:
     async def _generate(self, number: int, entries: Sequence[Entry]) -> None:
         """Complete these requests on actor `number`, turn by turn."""
         numbered = {next(self._numbers): entry for entry in entries}
-        self._futures |= {key: future for key, (_, future) in numbered.items()}
+        self._running |= numbered
         requests = {key: request for key, (request, _) in numbered.items()}
         try:
-            while self._futures.keys() & numbered.keys():
+            while self._running.keys() & numbered.keys():
                 async with self._turns[number]:
-                    finished, drawn = await self.actors.call_one(number, self.method, requests, self.turn)
+                    if number in self._forgetful:
+                        requests = {key: entry[0] for key, entry in numbered.items() if key in self._running}
+                        self._forgetful.discard(number)
+                    answer = await self.actors.call_one(number, self.method, requests, self.turn)
+                finished, drawn = self._checked(number, answer)
                 self.drawn += drawn
                 requests = {}
                 self._answer(finished)
         finally:
-            for key in self._futures.keys() & numbered.keys():
-                del self._futures[key]
+            for key in self._running.keys() & numbered.keys():
+                del self._running[key]
+
+    def _checked(self, number: int, answer: Any) -> tuple[Mapping[int, list[Completion]], int]:
+        """The answer of actor `number`. ActorError if it makes no sense."""
+        finished, drawn = answer
+        return finished, drawn
 
     def _answer(self, finished: Mapping[int, list[Completion]]) -> None:
         for key, completions in finished.items():
-            future = self._futures.pop(key)
+            _, future = self._running.pop(key)
             if not future.done():
                 future.set_result(completions)
 
@@ -123,6 +135,9 @@ class BatchPool:
     async def wake(self, part: EnginePart) -> None:
         """Does nothing: the next sync allocates memory."""
 
+    async def hold(self) -> None:
+        """Does nothing: weights change only while the engines are idle."""
+
     async def close(self) -> None:
         """Does nothing: the engines end with their actors."""
 
@@ -141,35 +156,46 @@ class EmbeddedPool(BatchPool):
 
 
 class StandalonePool(BatchPool):
-    """Standalone engines, with short turns, because weights may change between two turns.
-
-    keep: whether unfinished requests continue with new weights; otherwise they start again (rollout.on_weight_update).
-    """
+    """Standalone engines, with short turns, because weights may change between two turns. Engines that fail are
+    replaced (EngineSupervisor), and other engines redo their requests."""
 
     method, turn = "advance", 0.2
 
     def __init__(
-        self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], keep: bool = True
-    ) -> None:
+        self, actors: ActorGroup, trainers: ActorGroup, restarts: EngineRestarts, *, vocab_size: int, timeout: float,
+        keep: bool = True,
+    ) -> None:  # fmt: skip
+        """timeout: rollout.timeout. keep: whether unfinished requests continue with new weights; otherwise they start
+        again (rollout.on_weight_update)."""
         super().__init__(actors)
-        self._trainers, self._keep = trainers, keep
-        self._tickets = [engine_tickets[0] for engine_tickets in tickets.values()]
+        self._keep, self._vocab_size = keep, vocab_size
+        self._idle = set()
+        self._busy = set[int]()
+        self._attempts = weakref.WeakKeyDictionary[asyncio.Future[list[Completion]], int]()  # those that failed
+        names = [f"hf-{number}" for number in range(len(actors))]
+        self._supervisor = EngineSupervisor(self, actors, trainers, names, restarts, timeout)
+
+    async def open(self) -> None:
+        """Start the engines; they have no weights."""
+        await self._supervisor.open()
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """One completion per seed of the request. Concurrent requests are batched."""
+        if self._supervisor.failure is not None:
+            raise self._supervisor.failure
+        return await super().generate(request)
 
     async def sync(self, version: int) -> Synced:
         """Send the trainers' weights to all engines, between two turns."""
         await self.pause()
         try:
-            taking = [
-                decline_on_error(self.actors.call_one(number, "receive", ticket, version, self._keep), ticket)
-                for number, ticket in enumerate(self._tickets)
-            ]
-            sent, *_ = await gather_calls([self._trainers.call_all("send", version), *taking])
-        except ActorError as error:
-            raise self.actors.blamed(error) from error
+            return await self._supervisor.sync(version)
         finally:
             await self.resume()
-        synced: Synced = sent[0]
-        return synced
+
+    async def hold(self) -> None:
+        """See RolloutEngine."""
+        await self._supervisor.hold()
 
     async def pause(self) -> None:
         """Start no turn, and wait for the running ones."""
@@ -189,28 +215,112 @@ class StandalonePool(BatchPool):
             future.cancel()
         self._waiting = []
         await self.pause()
-        for finished in await self.actors.call_all("end"):
+        for finished in await self._supervisor.call_ready("end"):
             self._answer(finished)
         await self.resume()
 
     async def sleep(self) -> None:
         """Free the engines' memory; they must be idle."""
-        await self.actors.call_all("sleep")
+        await self.hold()
+        await self._supervisor.call_ready("sleep")
+
+    async def close(self) -> None:
+        """Stop replacing engines, which end with their actors."""
+        await self._supervisor.close()
+
+    # ------------------------------------------------------------ engines that fail
+
+    async def _work(self, number: int, entries: Sequence[Entry]) -> None:
+        self._busy.add(number)
+        try:
+            await self._generate(number, entries)
+        except ActorError as error:
+            self._redo(number, entries, error)
+        except Exception as error:
+            self._supervisor.fail(error)
+        finally:
+            self._busy.discard(number)
+            if number in self._supervisor.ready:
+                self._idle.add(number)
+            if self._waiting:
+                self._deal_soon()
+
+    def _redo(self, number: int, entries: Sequence[Entry], error: ActorError) -> None:
+        """Queue the unfinished requests of an engine that failed before all others, and replace the engine. Of several
+        engines, a request at which too many have failed ends the run."""
+        unfinished = [(request, future) for request, future in entries if not future.done()]
+        self._waiting = [*unfinished, *self._waiting]
+        restarts = self._supervisor.restarts
+        for request, future in unfinished:
+            self._attempts[future] = self._attempts.get(future, 0) + 1
+            if self._attempts[future] > restarts.limit > 0 and len(self.actors) > 1:
+                text = f"{self._attempts[future]} engines have failed while they worked on {request.id}"
+                self._supervisor.fail(restarts.exhausted(text, error))
+        self._supervisor.lost(number, error)
+
+    async def start_engine(self, number: int) -> EngineLocation:
+        """See SupervisedPool."""
+        call = partial(self.actors.call_one, number)
+        return EngineLocation(await call("host"), tuple(await call("devices")), await call("torch_version"))
+
+    async def receive(self, number: int, ticket: Ticket, version: int) -> None:
+        """See SupervisedPool."""
+        await self.actors.call_one(number, "receive", ticket, version, self._keep)
+
+    def engine_is_ready(self, number: int) -> None:
+        """See SupervisedPool."""
+        if number not in self._busy:
+            self._idle.add(number)
+        if self._waiting:
+            self._deal_soon()
+
+    def engine_is_lost(self, number: int) -> None:
+        """See SupervisedPool."""
+        self._idle.discard(number)
+
+    async def begin_again(self, number: int, runs: bool) -> None:
+        """See SupervisedPool."""
+        self._forgetful.add(number)
+        if runs:
+            await self.actors.call_one(number, "end")
+
+    def end_requests(self, error: Exception) -> None:
+        """See SupervisedPool."""
+        for _, future in [*self._waiting, *self._running.values()]:
+            if not future.done():
+                future.set_exception(error)
+        self._waiting = []
+
+    def _checked(self, number: int, answer: Any) -> tuple[Mapping[int, list[Completion]], int]:
+        try:
+            finished, drawn = answer
+            for key, completions in finished.items():
+                require_completions(self._running[key][0], completions, self._vocab_size)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            text = f"{self.actors.name} {number} has answered what is no completion: {type(error).__name__}: {error}"
+            raise ActorError(text, "failed") from error
+        return finished, int(drawn)
 
 
-async def decline_on_error(taking: Awaitable[Any], ticket: Ticket) -> Any:
-    """Await an engine that receives weights with this ticket. If it fails, tell the sending trainers, which would
-    otherwise wait for rollout.timeout."""
-    try:
-        return await taking
-    except ActorError:
-        await asyncio.to_thread(_decline, replace(ticket, timeout=_SENDER_SECONDS))
-        raise
-
-
-def _decline(ticket: Ticket) -> None:
-    with suppress(SyncError):
-        Delivery(ticket, WORKER_DIED).channel.close()
+def require_completions(request: Request, completions: Sequence[Completion], vocab_size: int) -> None:
+    """Raise ValueError unless these can be the completions of a request: one per seed, ids of the vocabulary, and a
+    finite logprob and a version for each token."""
+    if len(completions) != len(request.seeds):
+        raise ValueError(f"{len(completions)} completions of {request.id} for {len(request.seeds)} seeds")
+    for completion in completions:
+        tokens, logprobs = completion.tokens, completion.logprobs
+        count = len(tokens)
+        if not 0 < count <= request.sampling.max_new_tokens and completion.finish != "abort":
+            raise ValueError(f"{count} tokens of {request.id}, which has room for {request.sampling.max_new_tokens}")
+        wrong = [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocab_size)]
+        if wrong:
+            raise ValueError(f"token {wrong[0]!r:.40} of {request.id}, in a vocabulary of {vocab_size}")
+        if len(logprobs) != count or sum(number for _, number in completion.versions) != count:
+            raise ValueError(f"{len(logprobs)} logprobs and versions {completion.versions} for {count} tokens")
+        masses = completion.kept_logmass or ()
+        unusable = [value for value in (*logprobs, *masses) if not (math.isfinite(value) and value <= _MAX_LOGPROB)]
+        if unusable:
+            raise ValueError(f"logprob {unusable[0]!r:.40} of {request.id}")
 
 
 def deal_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:

@@ -62,7 +62,9 @@ class DeviceSharing:
         return synced
 
     async def to_training(self) -> None:
-        """Give the devices to the trainers. Engines that share them must be idle."""
+        """Give the devices to the trainers, whose weights may change from here on. Engines that share them must be
+        idle."""
+        await self.engine.hold()
         if not self._shared or self._asleep:
             return
         with self._phases("sleep"):

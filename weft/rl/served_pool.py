@@ -14,8 +14,11 @@ from weft.errors import ActorError, UserError
 from weft.inference.base import Completion, EnginePart, Request, Synced
 from weft.inference.servers import interpreter_of, server_names
 from weft.inference.weight_sync.protocol import Ticket
+from weft.inference.weight_sync.sender import SyncFailure
 from weft.launch.ray_actors import ActorGroup, gather_calls
-from weft.rl.batch_pool import EmbeddedPool, StandalonePool, decline_on_error
+from weft.models import hf
+from weft.rl.batch_pool import EmbeddedPool, StandalonePool
+from weft.rl.engine_supervisor import EngineRestarts, decline_on_error
 
 
 class ServedPool:
@@ -59,16 +62,25 @@ class ServedPool:
                 for n, ticket in enumerate(self._tickets)
             ]
             try:
-                sent, *_ = await gather_calls([self._trainers.call_all("send", version), *taking])
+                (synced, *_), *_ = await gather_calls([self._send(version), *taking])
             except ActorError as error:
                 raise self.actors.blamed(error) from error
-            synced = sent[0]
             return synced
         folder = self._folder / f"version-{version}"
         synced = (await self._trainers.call_all("export", str(folder), version))[0]
         await self.actors.call_all("reload", folder, version)
         shutil.rmtree(folder)
         return synced
+
+    async def _send(self, version: int) -> list[Synced]:
+        """What the trainers have sent. ActorError if they could not."""
+        sent = await self._trainers.call_all("send", version)
+        if isinstance(sent[0], SyncFailure):
+            raise sent[0].error()
+        return sent
+
+    async def hold(self) -> None:
+        """Does nothing: only a sync sends weights."""
 
     async def pause(self) -> None:
         """Pause all requests."""
@@ -134,22 +146,26 @@ async def open_engines(
     standalone: ActorGroup | None,
     run: Path,
     compute: str,
+    restarts: EngineRestarts,
     parts: Sequence[Part] = (),
 ) -> EmbeddedPool | StandalonePool | ServedPool:
     """The engine pool of a run. Its engines have no weights until the first sync.
 
     standalone: the actors of separate engines. run: the run's folder. compute: the trainers' compute dtype, such as
-    "bf16". parts: the parts of the trainers that sleep while servers start on their devices.
+    "bf16". restarts: the budget for replacing engines. parts: the parts of the trainers that sleep while servers start
+    on their devices.
     """
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
     assert standalone is not None
     if config.rollout.engine == "hf":
-        hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.call_all("host"))}
-        visible = dict(zip(hosts, await standalone.call_all("devices"), strict=True))
-        torches = dict(zip(hosts, await standalone.call_all("torch_version"), strict=True))
-        tickets = (await trainers.call_all("open_sync", hosts, 1, visible, torches))[0]
-        return StandalonePool(standalone, trainers, tickets, keep=config.rollout.on_weight_update == "continue")
+        vocab_size = hf.read_config(config.model.path).get_text_config().vocab_size
+        standalone_pool = StandalonePool(
+            standalone, trainers, restarts, vocab_size=vocab_size, timeout=config.rollout.timeout,
+            keep=config.rollout.on_weight_update == "continue",
+        )  # fmt: skip
+        await standalone_pool.open()
+        return standalone_pool
     takes = config.rollout.engine == "vllm"
     hosts = dict(zip(server_names(config), await standalone.call_all("host"), strict=True)) if takes else {}
     devices = await devices_of_trainers(config, trainers)

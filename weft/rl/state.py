@@ -18,6 +18,7 @@ from weft.observe.hooks import OnStep
 from weft.observe.resume import Start
 from weft.rl.actors import Actors
 from weft.rl.agents.agents import Agents
+from weft.rl.engine_supervisor import EngineRestarts
 from weft.rl.environments.episodes import Episodes
 from weft.rl.evaluate import HeldOutPrompts
 from weft.rl.meter import Show
@@ -100,8 +101,12 @@ class RlRun:
     version: int = 0  # of the trainers' weights: the number of rollout steps trained so far
     updates: int = 0  # optimizer steps that were not skipped, which the learning rate depends on
     trainer_group: TrainerGroup = field(init=False)
+    restarts: EngineRestarts = field(init=False)
 
     def __post_init__(self) -> None:
+        rollout = self.config.rollout
+        limit = rollout.restarts if rollout.engine == "hf" else 0
+        self.restarts = EngineRestarts(limit, rollout.restart_window)
         self.trainer_group = TrainerGroup(self.config, self.actors.trainers, self.actors.reference_critic)
 
 

@@ -32,13 +32,12 @@ from weft.engine.engine import Engine
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.sleep import Part
 from weft.engine.teachers import Teacher, with_teachers
-from weft.errors import ActorError
 from weft.inference.base import Request, Synced
 from weft.inference.embedded import EmbeddedEngine
 from weft.inference.generate import Numbered
 from weft.inference.types import Floats, Sample
 from weft.inference.weight_sync.protocol import SyncError, Ticket, device_memory
-from weft.inference.weight_sync.sender import EngineTarget, Sender, options_of
+from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncFailure, options_of
 from weft.launch import flight
 from weft.launch.consistency import check_shared
 from weft.launch.machine import device_name
@@ -245,19 +244,27 @@ class TrainerRank:
             EngineTarget(name, host, workers, uuids.get(name, ()), versions.get(name, ""))
             for name, host in hosts.items()
         ]
+        if self.sender is not None:
+            self.sender.close()
         self.sender = Sender(self.engine, receivers, options_of(self.config, self.folder))
         return self.sender.tickets
 
-    def send(self, version: int) -> Synced:
-        """Send the current weights; the engines receive at the same time. ActorError if an engine does not answer in
-        time, SyncError if the sync fails otherwise."""
+    def send(
+        self, version: int, names: Sequence[str] | None = None, attempt: int | None = None
+    ) -> Synced | SyncFailure:
+        """Send the current weights (Sender.send); the engines receive at the same time. Returns a SyncFailure, the
+        same on all ranks, if it fails. Parameters that sleep are awake meanwhile."""
         assert self.sender is not None
+        asleep = "parameters" in self.engine.asleep
+        if asleep:
+            self.engine.wake("parameters")
         try:
-            return self.sender.send(version)
+            return self.sender.send(version, names, attempt)
         except SyncError as error:
-            if error.late:
-                raise ActorError(f"{error} (rollout.timeout, train.timeout)", "hang") from error
-            raise
+            return SyncFailure(str(error), error.engine, error.late)
+        finally:
+            if asleep:
+                self.engine.sleep("parameters")
 
     def export(self, folder: str, version: int) -> Synced:
         """Write the current weights to `folder` as a HuggingFace directory."""

@@ -59,11 +59,11 @@ Bytes = NDArray[np.uint8]
 
 class SyncError(RuntimeError):
     """A weight sync failed. The message names engine, version and tensor. late: whether the peer did not answer in
-    time."""
+    time. engine: the name of the engine at which it failed; "" if unknown."""
 
-    def __init__(self, message: str, late: bool = False) -> None:
+    def __init__(self, message: str, late: bool = False, engine: str = "") -> None:
         super().__init__(message)
-        self.late = late
+        self.late, self.engine = late, engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,8 +432,9 @@ class _MappedReceiver:
 
     def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
         self._in_turn = transport["kind"] == "shared"
-        for path in [path for path in _mapped if not os.path.exists(path)]:
-            del _mapped[path]
+        for path in list(_mapped):  # a copy, because engines may be threads of one process
+            if not os.path.exists(path):
+                _mapped.pop(path, None)
 
     def take(self, message: Mapping[str, Any]) -> Bytes:
         """The bytes of a bucket."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.checkpoint.snapshot import DTYPES
 from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
-from weft.errors import UserError
+from weft.errors import ActorError, UserError
 from weft.inference.base import Synced
 from weft.inference.weight_sync import buckets as contents
 from weft.inference.weight_sync import protocol
@@ -71,6 +71,22 @@ class SyncOptions:
     dtype: torch.dtype | None = None
 
 
+@dataclass(frozen=True)
+class SyncFailure:
+    """A SyncError as a result: every rank has returned, so that the trainers can send again. engine: at which it
+    failed; "" if unknown. late: whether it did not answer in time."""
+
+    message: str
+    engine: str
+    late: bool
+
+    def error(self) -> ActorError:
+        """The error that ends a run."""
+        if self.late:
+            return ActorError(f"{self.message} (rollout.timeout, train.timeout)", "hang")
+        return ActorError(f"weight sync failed: {self.message}", "failed")
+
+
 def options_of(config: RlConfig, run: Path) -> SyncOptions:
     """The options of a config. run: the run's folder."""
     # While a rank waits for an engine, the others wait for that rank in a collective, whose limit is train.timeout.
@@ -116,19 +132,22 @@ class Sender:
         self._adapters = engine.lora is not None
         dtype = self.options.dtype or engine.precision.compute
         self._contents = [contents.weights(engine, dtype)] + ([contents.adapter(engine)] if self._adapters else [])
+        self._names: Collection[str] = self._routes.keys()  # the engines that the current sync sends to
         self._count, self._waited = 0, 0.0
         self._last: int | None = None  # the version that all engines confirmed
         self._error: SyncError | UserError | None = None
         self._folder: Path | None = None
 
-    def send(self, version: int) -> Synced:
-        """Send the current weights to every engine, as this version. The outcome is the same on all ranks: all engines
-        have confirmed, or SyncError, after which an engine that has not confirmed has no weights to sample with."""
+    def send(self, version: int, names: Collection[str] | None = None, attempt: int | None = None) -> Synced:
+        """Send the current weights to the engines `names`, by default to all, as this version. The outcome is the same
+        on all ranks: these engines have confirmed, or SyncError, after which an engine that has not confirmed has no
+        weights to sample with. attempt: as in SyncServer.welcome."""
         began, self._waited, self._count = time.perf_counter(), 0.0, self._count + 1
+        self._names = self._routes.keys() if names is None else names
         flight.enter("sync")
         sent = list[SyncContent]()
-        for transport in sorted({transport for transport, _ in self._routes.values()}):
-            sent += self._send_by(transport, version)
+        for transport in sorted({self._routes[name][0] for name in self._names}):
+            sent += self._send_by(transport, version, attempt)
         self._last, seconds = version, time.perf_counter() - began
         tensors, total = sum(len(c.manifest) for c in sent), sum(c.bytes for c in sent)
         extra = {"sync/waited_seconds": self._waited, "sync/gb_per_second": total / 1e9 / seconds}
@@ -184,16 +203,16 @@ class Sender:
 
     def _local_tickets(self, transport: Transport) -> list[Ticket]:
         """The tickets of the workers that this rank sends to by this transport."""
-        names = [name for name, route in self._routes.items() if route == (transport, self._rank)]
-        return [ticket for name in names for ticket in self.tickets[name]]
+        receiving = [name for name in self._names if self._routes[name] == (transport, self._rank)]
+        return [ticket for name in receiving for ticket in self.tickets[name]]
 
     # ------------------------------------------------------------ one transport
 
-    def _send_by(self, transport: Transport, version: int) -> list[SyncContent]:
+    def _send_by(self, transport: Transport, version: int, attempt: int | None) -> list[SyncContent]:
         sent = []
         self._error = None
         try:
-            self._lead(SyncServer.welcome, self._local_tickets(transport), version)
+            self._lead(SyncServer.welcome, self._local_tickets(transport), version, attempt)
             self._lead(self._check_software, transport)
             self._agree()
             for content in self._contents_to_send():

@@ -11,7 +11,7 @@ import select
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,16 +130,25 @@ class SyncServer:
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
 
-    def welcome(self, tickets: Iterable[Ticket], version: int) -> None:
+    def welcome(self, tickets: Iterable[Ticket], version: int, attempt: int | None = None) -> None:
         """Accept connections until every worker with one of these tickets has asked for this version. SyncError if one
-        does not come in time, has died, or asks for another version."""
+        does not come in time, has died, or asks for another version; the workers of other engines have come by then,
+        so that leave() can tell them. attempt: the number of this sync, which tells a worker that has died apart from
+        one that died in an earlier sync."""
         missing = {(ticket.name, ticket.member): ticket for ticket in tickets}
         waiting, deadline = list[_Pending](), time.monotonic() + self.timeout
+        failures = list[SyncError]()
         try:
             while missing:
                 flight.beat()
                 for pending in self._complete_hellos(waiting, deadline):
-                    connection = self._admit(pending, missing, version)
+                    try:
+                        connection = self._admit(pending, missing, version, attempt)
+                    except SyncError as error:
+                        pending.socket.close()
+                        failures.append(error)
+                        missing = {worker: ticket for worker, ticket in missing.items() if worker[0] != error.engine}
+                        continue
                     if connection is not None:
                         self.connections.append(connection)
                 if missing and time.monotonic() > deadline:
@@ -148,10 +157,13 @@ class SyncServer:
                         f"{names} did not come for version {version} within {self.timeout:g} s: is the engine running, "
                         f"and was it told to take this version?",
                         late=True,
+                        engine=next(iter(missing))[0],
                     )
         finally:
             for pending in waiting:
                 pending.socket.close()
+        if failures:
+            raise failures[0]
 
     def _complete_hellos(self, waiting: list[_Pending], deadline: float) -> list[_Pending]:
         """The pending connections whose first message is complete; late and surplus ones are closed."""
@@ -174,7 +186,9 @@ class SyncServer:
                 pending.socket.close()
         return complete
 
-    def _admit(self, pending: _Pending, missing: dict[tuple[str, int], Ticket], version: int) -> Connection | None:
+    def _admit(
+        self, pending: _Pending, missing: dict[tuple[str, int], Ticket], version: int, attempt: int | None
+    ) -> Connection | None:
         """The connection of a worker with a valid ticket; others are closed, and give None. SyncError if the worker
         speaks another protocol, has died, or asks for another version."""
         hello = pending.hello()
@@ -183,14 +197,18 @@ class SyncServer:
         if hello is None or worker is None or ticket is None or not hmac.compare_digest(ticket.key.encode(), hello.key):
             pending.socket.close()
             return None
-        if hello.protocol != PROTOCOL:
-            raise SyncError(
-                f"{ticket.name} syncs by protocol {hello.protocol}, this is {PROTOCOL}: versions of weft differ"
-            )
-        if hello.version == WORKER_DIED:
-            raise SyncError(f"{ticket.name} did not come for version {version}: it has died")
-        if hello.version != version:
-            raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
+        if hello.version == WORKER_DIED and hello.has != attempt:  # in a sync that is over
+            pending.socket.close()
+            return None
+        with _at_engine(ticket.name):
+            if hello.protocol != PROTOCOL:
+                raise SyncError(
+                    f"{ticket.name} syncs by protocol {hello.protocol}, this is {PROTOCOL}: versions of weft differ"
+                )
+            if hello.version == WORKER_DIED:
+                raise SyncError(f"{ticket.name} did not come for version {version}: it has died")
+            if hello.version != version:
+                raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
         del missing[worker]
         channel = SyncChannel(pending.socket, ticket.name, self.timeout)
         return Connection(channel, *worker, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl)
@@ -199,38 +217,44 @@ class SyncServer:
         """Announce a part. transports: per active connection, the message fields of its transport."""
         manifest = [[entry.name, entry.dtype, entry.shape] for entry in content.entries.values()]
         for connection, transport in zip(self.active, transports, strict=True):
-            connection.channel.write(
-                begin=content.kind, version=version, verify=verify, transport=transport, manifest=manifest,
-                adapter=content.adapter,
-            )  # fmt: skip
+            with _at_engine(connection.name):
+                connection.channel.write(
+                    begin=content.kind, version=version, verify=verify, transport=transport, manifest=manifest,
+                    adapter=content.adapter,
+                )  # fmt: skip
 
     def post(self, number: int, rows: Sequence[BucketTensor], location: Mapping[str, Any]) -> None:
         """Announce a bucket. location: the message field with its path, number of bytes or slot."""
         table = [[row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.entry.length] for row in rows]
         for connection in self.active:
-            connection.channel.write(bucket=number, rows=table, **location)
+            with _at_engine(connection.name):
+                connection.channel.write(bucket=number, rows=table, **location)
 
     def wait_taken(self, number: int, version: int) -> None:
         """Wait until every active connection has taken this bucket."""
         for connection, message in self._answers(f"bucket {number} of version {version} to be taken", "took"):
             if message["took"] != number:
-                raise SyncError(f"{connection.name} took bucket {message['took']} of version {version}, not {number}")
+                text = f"{connection.name} took bucket {message['took']} of version {version}, not {number}"
+                raise SyncError(text, engine=connection.name)
 
     def prove(self, buckets: int, version: int, sent: Mapping[str, int]) -> None:
         """After the last bucket: compare the checksums that every engine reports with those of the sent tensors.
         buckets: their number. sent: checksums by tensor; {} to compare nothing. SyncError if one differs."""
         for connection in self.active:
-            connection.channel.write(end=buckets)
+            with _at_engine(connection.name):
+                connection.channel.write(end=buckets)
         for connection, report in self._answers(f"what it received of version {version}", "received"):
-            with understood(connection.name):
-                received, placed = sums_of(report["received"]), report["placed"]
-                placed = None if placed is None else sums_of(placed)
-            compare(version, connection.name, sent, received, placed)
+            with _at_engine(connection.name):
+                with understood(connection.name):
+                    received, placed = sums_of(report["received"]), report["placed"]
+                    placed = None if placed is None else sums_of(placed)
+                compare(version, connection.name, sent, received, placed)
 
     def commit(self, version: int) -> None:
         """Allow the engines to sample with this version, and wait for their confirmation."""
         for connection in self.active:
-            connection.channel.write(commit=version)
+            with _at_engine(connection.name):
+                connection.channel.write(commit=version)
         for _ in self._answers(f"version {version} to be confirmed", "committed"):
             pass
 
@@ -253,9 +277,18 @@ class SyncServer:
                 yield connection, connection.channel.read(awaited, key)
             except SyncError as error:
                 text = str(error)
-                raise SyncError(
-                    text if text.startswith(connection.name) else f"{connection.name}: {text}", error.late
-                ) from error
+                text = text if text.startswith(connection.name) else f"{connection.name}: {text}"
+                raise SyncError(text, error.late, connection.name) from error
+
+
+@contextmanager
+def _at_engine(name: str) -> Iterator[None]:
+    """Inside, a SyncError is one at this engine."""
+    try:
+        yield
+    except SyncError as error:
+        error.engine = name
+        raise
 
 
 def sums_of(value: Any) -> dict[str, int]:

@@ -1,0 +1,268 @@
+"""A rollout engine that dies, hangs or answers nonsense is replaced, and the run is the unbroken one, bit for bit.
+
+Engines are objects of this process; tests/faults has real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.local_rl import (
+    KEYS,
+    LocalGroup,
+    lines_of,
+    local_actors,
+    make_task,
+    rollouts_of,
+    weights_of,
+)
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
+from weft.errors import ActorError
+from weft.inference.base import Completion, Request, SamplingParams
+from weft.inference.weight_sync.protocol import SyncError
+from weft.launch.options import RlOptions
+from weft.recipes import rl
+from weft.rl.batch_pool import StandalonePool, require_completions
+
+EXACT = ["rollout.engine=hf", "rl.on_policy=exact", "train.steps=3", "rollout.timeout=20"]
+RESTARTS = "rollout/engine_restarts"
+
+
+@dataclass
+class Strike:
+    """What becomes of the nth call of a method on an engine, counted over the engines' whole life. how: dies (before
+    the call), dies late (after it, so that its answer is lost), dies midway (while it receives a tensor), hangs,
+    raises, or a function that spoils the answer."""
+
+    method: str
+    nth: int
+    how: str | Callable[[Any], Any]
+    engine: int | None = None
+    times: int = 1
+
+
+class StruckGroup(LocalGroup):
+    """Actors in this process, of which engines are struck."""
+
+    strikes: Sequence[Strike] = ()
+
+    def __init__(self, name: str, make: Sequence[Callable[[], Any]], hook: Any = None) -> None:
+        super().__init__(name, make, hook)
+        self.dead = set[int]()
+        self.restarted: list[int] = []
+        self.count: dict[tuple[int, int | None], int] = {}
+        self.struck = 0
+
+    async def restart(self, number: int) -> None:
+        await super().restart(number)
+        self.dead.discard(number)
+        self.restarted.append(number)
+
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
+        strike = self._due(number, method) if self.name == "rollout engine" else None
+        died = ActorError(f"rollout engine {number} died", "killed")
+        if number in self.dead or (strike is not None and strike.how == "dies"):
+            self.dead.add(number)
+            raise died
+        if strike is not None and strike.how == "raises":
+            raise ActorError(f"rollout engine {number} failed: RuntimeError: boom", "failed")
+        if strike is not None and strike.how == "hangs":
+            self.dead.add(number)
+            raise ActorError(f"rollout engine {number} failed: no progress for 20 seconds (rollout.timeout)", "hang")
+        try:
+            if strike is not None and strike.how == "dies midway":
+                with mock.patch.object(self.objects[number], "_take", _die):
+                    await super().call_one(number, method, *args)
+            answer = await super().call_one(number, method, *args)
+        except SyncError as error:
+            raise failed_with(error, number) from error
+        except SystemExit:
+            self.dead.add(number)
+            raise died from None
+        if strike is not None and strike.how == "dies late":
+            self.dead.add(number)
+            raise died
+        return strike.how(answer) if strike is not None and callable(strike.how) else answer
+
+    def _due(self, number: int, method: str) -> Strike | None:
+        for index, strike in enumerate(self.strikes):
+            if strike.method != method or strike.engine not in (None, number):
+                continue
+            self.count[index, strike.engine] = count = self.count.get((index, strike.engine), 0) + 1
+            if strike.nth <= count < strike.nth + strike.times:
+                self.struck += 1
+                return strike
+        return None
+
+
+def failed_with(error: SyncError, number: int) -> ActorError:
+    """As ActorGroup raises what an actor has reported."""
+    report = mock.Mock(message=f"SyncError: {error}", is_consequence=False, order=(False, False, 0.0))
+    return ActorError(f"rollout engine {number} failed: SyncError: {error}", "failed", report)
+
+
+def _die(part: Any) -> None:
+    next(part.tensors())
+    raise SystemExit
+
+
+def run_struck(task: Path, run: Path, strikes: Sequence[Strike], *keys: str) -> StruckGroup:
+    """A run whose engines are struck; returns the engines."""
+    groups: list[StruckGroup] = []
+
+    def kind(*args: Any) -> StruckGroup:
+        groups.append(StruckGroup(*args))
+        groups[-1].strikes = strikes
+        return groups[-1]
+
+    words = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *KEYS, f"run.dir={run}", *EXACT, *keys]
+    config = load_config([], words, RlConfig)
+    patched = mock.patch.object(rl, "open_actors", partial(local_actors, kind=kind))  # type: ignore[arg-type]
+    with patched, mock.patch.object(StandalonePool, "turn", 60.0):  # a call ends when its requests are complete
+        rl.run(config, RlOptions(device="cpu", world=1))
+    (engines,) = [group for group in groups if group.name == "rollout engine"]
+    return engines
+
+
+def spoilt(**fields: Any) -> Callable[[Any], Any]:
+    """An answer in whose completions these fields have other values."""
+
+    def spoil(answer: Any) -> Any:
+        finished, drawn = answer
+        return {key: [replace(c, **fields) for c in completions] for key, completions in finished.items()}, drawn
+
+    return spoil
+
+
+def restarts_of(run: Path) -> list[float]:
+    return [line[RESTARTS] for line in lines_of(run)]
+
+
+def same_but_for_restarts(run: Path, other: Path) -> None:
+    ours, theirs = ([{k: v for k, v in line.items() if k != RESTARTS} for line in lines_of(r)] for r in (run, other))
+    assert ours == theirs
+    assert rollouts_of(run) == rollouts_of(other)
+    weights, expected = weights_of(run), weights_of(other)
+    assert weights.keys() == expected.keys()
+    assert all((weights[name] == expected[name]).all() for name in weights)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("restarts"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(task: Path) -> Path:
+    assert run_struck(task, task / "unbroken", []).restarted == []
+    assert restarts_of(task / "unbroken") == [0.0, 0.0, 0.0]
+    return task / "unbroken"
+
+
+TWO, APART = ["rollout.num_engines=2"], ["cluster.placement=disaggregated"]
+ASLEEP = ["cluster.offload_during_rollout=[parameters,optimizer,gradients]"]
+NAN = spoilt(logprobs=(float("nan"),) * 4, tokens=(5,) * 4, versions=((1, 4),))
+CASES: dict[str, tuple[list[Strike], list[str]]] = {
+    "one of two dies before it generates": ([Strike("advance", 2, "dies")], [*TWO, *APART]),
+    "one of two dies before it answers": ([Strike("advance", 3, "dies late")], [*TWO, *APART]),
+    "a lone engine dies before it answers": ([Strike("advance", 2, "dies late")], []),
+    "a lone engine dies, and trainers sleep": ([Strike("advance", 2, "dies")], ASLEEP),
+    "a lone engine dies while it loads": ([Strike("host", 1, "dies")], []),
+    "one of two dies as a sync begins": ([Strike("receive", 3, "dies")], [*TWO, *APART]),
+    "one of two dies within a sync": ([Strike("receive", 4, "dies midway")], [*TWO, *APART]),
+    "a lone engine dies within a sync": ([Strike("receive", 2, "dies midway")], []),
+    "a lone engine dies when a sync is done": ([Strike("receive", 2, "dies late")], []),
+    "a new engine dies while it is filled": (
+        [Strike("advance", 2, "dies"), Strike("receive", 3, "dies midway")], [*APART],
+    ),
+    "an engine dies as it falls asleep": ([Strike("sleep", 2, "dies")], []),
+    "a lone engine hangs": ([Strike("advance", 2, "hangs")], []),
+    "a lone engine raises": ([Strike("advance", 2, "raises")], []),
+    "logprobs are not finite": ([Strike("advance", 2, NAN)], []),
+    "ids are none of the vocabulary": (
+        [Strike("advance", 2, spoilt(tokens=(5, 999), logprobs=(-1.0, -1.0), versions=((1, 2),)))], [*TWO, *APART],
+    ),
+    "an answer is no answer": ([Strike("advance", 2, lambda answer: "hello")], []),
+    "an answer is of another request": (
+        [Strike("advance", 2, lambda answer: (dict.fromkeys([-1], next(iter(answer[0].values()))), 1))], [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_whose_engine_fails_is_the_unbroken_one(name: str, task: Path, unbroken: Path) -> None:
+    strikes, keys = CASES[name]
+    run = task / name.replace(" ", "-")
+    engines = run_struck(task, run, strikes, *keys)
+    assert engines.struck == len(engines.restarted) == len(strikes)
+    assert sum(restarts_of(run)) == len(strikes)
+    same_but_for_restarts(run, unbroken)
+
+
+ENDS: dict[str, tuple[Strike, list[str], str, str]] = {
+    "an engine keeps dying": (
+        Strike("host", 1, "dies", times=9), ["rollout.restarts=2"], "killed",
+        r"rollout engine 0 has failed 3 times within 3600 s, and rollout.restarts is 2. The last error:\n"
+        "rollout engine 0 died",
+    ),
+    "an engine keeps dying in syncs": (
+        Strike("receive", 2, "dies", times=9), ["rollout.restarts=1"], "killed",
+        r"rollout engine 0 has failed 2 times .*\nrollout engine 0 died",
+    ),
+    "one request is fatal": (
+        Strike("advance", 2, "raises", times=9), ["rollout.restarts=1", "rollout.num_engines=4", *APART], "failed",
+        r"2 engines have failed while they worked on .* within 3600 s, and rollout.restarts is 1.*\n.*boom",
+    ),
+    "engines are not replaced": (
+        Strike("advance", 2, "dies"), ["rollout.restarts=0"], "killed", "^rollout engine 0 died",
+    ),
+    "a sync that fails for no engine's fault": (
+        Strike("receive", 2, "raises"), ["rollout.restarts=0"], "failed", "boom",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.covers("rollout.restarts")
+@pytest.mark.parametrize("name", ENDS)
+def test_a_run_whose_engines_keep_failing_ends_with_the_last_error(name: str, task: Path) -> None:
+    strike, keys, kind, says = ENDS[name]
+    with pytest.raises(ActorError, match=says) as error:
+        run_struck(task, task / name.replace(" ", "-"), [strike], *keys)
+    assert error.value.kind == kind
+
+
+@pytest.mark.covers("rollout.restart_window")
+def test_restarts_that_are_long_ago_do_not_count(task: Path, unbroken: Path) -> None:
+    strikes, keys = [Strike("advance", 2, "dies", times=3)], ["rollout.restarts=1", "rollout.restart_window=1e-6"]
+    run_struck(task, task / "long-ago", strikes, *keys)
+    assert sum(restarts_of(task / "long-ago")) == 3
+    same_but_for_restarts(task / "long-ago", unbroken)
+
+
+def test_what_is_no_completion_is_refused() -> None:
+    request = Request("17.0", (5, 6), (1, 2), SamplingParams(3))
+    good = Completion((4, 9), (-0.5, 0.0), "end", ((3, 1), (4, 1)))
+    require_completions(request, [good, good], 10)
+    for wrong, says in (
+        ([good], "1 completions of 17.0 for 2 seeds"),
+        ([good, replace(good, tokens=(4, 10))], "token 10 of 17.0"),
+        ([good, replace(good, tokens=(4, -1))], "token -1 of 17.0"),
+        ([good, replace(good, tokens=(4, 9.0))], "token 9.0 of 17.0"),
+        ([good, replace(good, logprobs=(-0.5, float("nan")))], "logprob nan"),
+        ([good, replace(good, logprobs=(-0.5, float("-inf")))], "logprob -inf"),
+        ([good, replace(good, logprobs=(-0.5, 0.7))], "logprob 0.7"),
+        ([good, replace(good, kept_logmass=(0.0, float("nan")))], "logprob nan"),
+        ([good, replace(good, logprobs=(-0.5,))], "1 logprobs"),
+        ([good, replace(good, versions=((3, 1),))], "for 2 tokens"),
+        ([good, replace(good, tokens=(), logprobs=(), versions=())], "0 tokens of 17.0"),
+        ([good, replace(good, tokens=(1,) * 4, logprobs=(-1.0,) * 4, versions=((3, 4),))], "room for 3"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            require_completions(request, wrong, 10)  # type: ignore[arg-type]

@@ -1,0 +1,322 @@
+"""Replacement of rollout engines that fail, while the run goes on.
+
+An engine fails when its process dies, hangs, raises, or answers what cannot be a completion. A new process takes its
+number. It gets the trainers' weights at the next sync, or at once while the trainers still have the weights of the last
+sync. Requests depend on their seeds only, so any engine with the same weights can redo them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from weft.errors import ActorError, first_line
+from weft.inference.base import Synced
+from weft.inference.weight_sync.protocol import WORKER_DIED, Delivery, SyncError, Ticket
+from weft.inference.weight_sync.sender import SyncFailure
+from weft.launch.monitor import SilenceClock
+from weft.launch.ray_actors import ActorGroup
+from weft.terminal import say
+
+_SENDER_SECONDS = 5.0  # for telling the sender that an engine has failed
+
+
+class EngineRestarts:
+    """The budget of restarts of a run's engines, and their messages.
+
+    limit: restarts of one engine within `window` seconds. show: prints a line.
+    """
+
+    def __init__(self, limit: int, window: float, show: Callable[[str], None] = say) -> None:
+        self.limit, self.window, self.show = limit, window, show
+        self._restarts: dict[int, deque[float]] = {}
+        self._count = 0
+
+    def spend(self, name: str, number: int, error: ActorError) -> None:
+        """Count a restart of engine `number` after this error. ActorError, which names the error, if its budget is used
+        up."""
+        now, earlier = time.monotonic(), self._restarts.setdefault(number, deque())
+        while earlier and now - earlier[0] > self.window:
+            earlier.popleft()
+        if len(earlier) >= self.limit:
+            raise self.exhausted(f"{name} {number} has failed {len(earlier) + 1} times", error)
+        earlier.append(now)
+        self._count += 1
+        self.show(
+            f"restart  {name} {number} is replaced, restart {len(earlier)} of {self.limit} within {self.window:g} s "
+            f"(rollout.restarts): {first_line(error)}"
+        )
+
+    def exhausted(self, reason: str, error: ActorError) -> ActorError:
+        """The error that ends a run whose engines keep failing. error: the last one."""
+        text = f"{reason} within {self.window:g} s, and rollout.restarts is {self.limit}. The last error:\n{error}"
+        return ActorError(text, error.kind, error.report)
+
+    def metrics(self) -> dict[str, float]:
+        """`rollout/engine_restarts`: since the last call. Empty if the run's engines are never replaced."""
+        count, self._count = self._count, 0
+        return {"rollout/engine_restarts": float(count)} if self.limit else {}
+
+
+@dataclass(frozen=True)
+class EngineLocation:
+    """Where an engine runs: the address of its host, UUIDs of the CUDA devices that it sees, and its torch."""
+
+    host: str
+    devices: tuple[str, ...]
+    torch: str
+
+
+class SupervisedPool(Protocol):
+    """What a supervisor calls of the pool whose engines it supervises."""
+
+    async def start_engine(self, number: int) -> EngineLocation:
+        """Wait until the process of an engine can receive weights."""
+        ...
+
+    async def receive(self, number: int, ticket: Ticket, version: int) -> None:
+        """Let an engine receive weights."""
+        ...
+
+    def engine_is_ready(self, number: int) -> None:
+        """An engine has weights."""
+        ...
+
+    def engine_is_lost(self, number: int) -> None:
+        """An engine has failed, and gets no requests until it is ready again."""
+        ...
+
+    async def begin_again(self, number: int, runs: bool) -> None:
+        """A sync failed: the engine begins its requests again once it is ready. runs: whether its process is the one
+        that began them."""
+        ...
+
+    def end_requests(self, error: Exception) -> None:
+        """The run ends with this error."""
+        ...
+
+
+class EngineSupervisor:
+    """Starts the engines of a pool, fills them with weights, and replaces those that fail.
+
+    ready: the engines that have weights. failure: the error that ends the run, once there is one.
+    """
+
+    def __init__(
+        self, pool: SupervisedPool, actors: ActorGroup, trainers: ActorGroup, names: Sequence[str],
+        restarts: EngineRestarts, timeout: float,
+    ) -> None:  # fmt: skip
+        """names: of the engines, for weight sync. timeout: rollout.timeout."""
+        self.actors, self.restarts = actors, restarts
+        self._pool, self._trainers, self._names = pool, trainers, list(names)
+        self._patience = SilenceClock.patience(timeout)
+        self.ready = set[int]()
+        self.failure: Exception | None = None
+        self._locations: dict[int, EngineLocation] = {}
+        self._known_locations: dict[int, EngineLocation] = {}  # those that the trainers' tickets are for
+        self._tickets: Mapping[str, Sequence[Ticket]] = {}
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        self._filling = set[asyncio.Task[None]]()
+        self._sending = asyncio.Lock()
+        self._attempt = 0  # number of the last transfer of weights
+        self._version: int | None = None  # of the trainers' weights, while they are those of the last sync
+
+    async def open(self) -> None:
+        """Start all engines. ActorError if one cannot be started."""
+        for number in range(len(self.actors)):
+            self._starting[number] = asyncio.ensure_future(self._start(number, None))
+        await self._all_started()
+
+    async def sync(self, version: int) -> Synced:
+        """Send the trainers' weights to all engines. Those that fail meanwhile are replaced, and get them, too."""
+        async with self._sending:
+            self.ready.clear()
+            while True:
+                await self._all_started()
+                synced = await self._send(version, [n for n in range(len(self.actors)) if n not in self.ready])
+                if synced is not None and len(self.ready) == len(self.actors):
+                    self._version = version
+                    return synced
+
+    async def hold(self) -> None:
+        """Wait until no weights are being sent. From then on, the trainers' weights may change: a new engine waits for
+        the next sync."""
+        async with self._sending:
+            self._version = None
+
+    def lost(self, number: int, error: ActorError) -> None:
+        """Replace an engine that has failed with this error, in the background."""
+        self.ready.discard(number)
+        self._pool.engine_is_lost(number)
+        if not self._replaceable(error):
+            self.fail(error)
+        elif number not in self._starting and self.failure is None:
+            self._starting[number] = asyncio.ensure_future(self._start(number, error))
+
+    def fail(self, error: Exception) -> None:
+        """End the run with this error."""
+        if self.failure is None:
+            self.failure = error
+            self._pool.end_requests(error)
+
+    async def call_ready(self, method: str, *args: Any) -> list[Any]:
+        """Call this method on all engines with weights; returns the results of those that do not fail."""
+
+        async def call(number: int) -> list[Any]:
+            try:
+                return [await self.actors.call_one(number, method, *args)]
+            except ActorError as error:
+                self.lost(number, error)
+                return []
+
+        return [result for results in await asyncio.gather(*map(call, sorted(self.ready))) for result in results]
+
+    async def close(self) -> None:
+        """Stop replacing engines."""
+        starting = dict(self._starting)
+        tasks = [*starting.values(), *self._filling]
+        for task in tasks:
+            task.cancel()
+        for number in starting:
+            await asyncio.to_thread(self.actors.end, number)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ processes
+
+    async def _start(self, number: int, error: ActorError | None) -> None:
+        """Start the process of an engine; after an error, a new one. Another failure leads to another restart."""
+        began, failed = time.monotonic(), error is not None
+        try:
+            while True:
+                if error is not None:
+                    self.restarts.spend(self.actors.name, number, error)
+                try:
+                    if error is not None:
+                        await self.actors.restart(number)
+                    self._locations[number] = await self._pool.start_engine(number)
+                    break
+                except ActorError as failure:
+                    if not self._replaceable(failure):
+                        raise
+                    error, failed = failure, True
+        except Exception as final:
+            self.fail(final)
+            return
+        finally:
+            del self._starting[number]
+        if failed:
+            seconds = time.monotonic() - began
+            self.restarts.show(f"restart  {self.actors.name} {number} runs again after {seconds:.1f} s")
+            task = asyncio.ensure_future(self._fill(number))
+            self._filling.add(task)
+            task.add_done_callback(self._filling.discard)
+
+    async def _all_started(self) -> None:
+        while self._starting:
+            await asyncio.wait(self._starting.values())
+        if self.failure is not None:
+            raise self.failure
+
+    def _replaceable(self, error: ActorError) -> bool:
+        """Whether a new engine may succeed where one failed with this error."""
+        return self.restarts.limit > 0 and error.kind != "user" and self.actors.can_restart
+
+    # ------------------------------------------------------------ weights
+
+    async def _fill(self, number: int) -> None:
+        """Send the weights of the last sync to a new engine, if the trainers still have them."""
+        try:
+            async with self._sending:
+                if self._version is not None and number not in self.ready and number not in self._starting:
+                    await self._send(self._version, [number])
+        except Exception as error:
+            self.fail(error)
+
+    async def _send(self, version: int, numbers: Sequence[int]) -> Synced | None:
+        """Send the trainers' weights to these engines. Those that confirm are ready; those that fail are replaced.
+        Returns None if the sync failed, after which engines that have not failed need it again."""
+        if self._locations != self._known_locations:
+            await self._open_sync()
+        self._attempt += 1
+        names = {self._names[number]: number for number in numbers}
+        receiving = {
+            number: asyncio.ensure_future(self._receive(number, self._tickets[name][0], version))
+            for name, number in names.items()
+        }
+        try:
+            sent = (await self._trainers.call_all("send", version, tuple(names), self._attempt))[0]
+            await asyncio.wait(receiving.values(), timeout=self._patience)
+        except ActorError as error:
+            raise self.actors.blamed(error) from error
+        finally:
+            unfinished = {number: task for number, task in receiving.items() if not task.done()}
+            for task in unfinished.values():
+                task.cancel()
+        errors = dict[int, ActorError]()
+        for number, task in receiving.items():
+            if number in unfinished:
+                text = f"{self.actors.name} {number} did not finish receiving version {version} (rollout.timeout)"
+                errors[number] = ActorError(text, "hang")
+            elif (failure := task.result()) is not None:
+                errors[number] = failure
+        failed = {n: failure for n, failure in errors.items() if not _is_sync_error(failure)}
+        if isinstance(sent, SyncFailure):
+            if sent.engine in names:
+                failed.setdefault(names[sent.engine], sent.error())
+            if not failed:
+                raise sent.error()
+        for number, failure in failed.items():
+            self.lost(number, failure)
+        if isinstance(sent, SyncFailure):
+            for number in numbers:
+                try:
+                    await self._pool.begin_again(number, runs=number not in failed)
+                except ActorError as error:
+                    self.lost(number, error)
+            return None
+        for number in set(numbers) - failed.keys():
+            self.ready.add(number)
+            self._pool.engine_is_ready(number)
+        return sent
+
+    async def _receive(self, number: int, ticket: Ticket, version: int) -> ActorError | None:
+        """Let an engine receive weights; returns its error."""
+        try:
+            await decline_on_error(self._pool.receive(number, ticket, version), ticket, self._attempt)
+        except ActorError as error:
+            return error
+        return None
+
+    async def _open_sync(self) -> None:
+        """Prepare the trainers to send to where the engines are now."""
+        locations = {self._names[number]: location for number, location in sorted(self._locations.items())}
+        hosts = {name: location.host for name, location in locations.items()}
+        devices = {name: location.devices for name, location in locations.items()}
+        torches = {name: location.torch for name, location in locations.items()}
+        self._tickets = (await self._trainers.call_all("open_sync", hosts, 1, devices, torches))[0]
+        self._known_locations = dict(self._locations)
+
+
+def _is_sync_error(error: ActorError) -> bool:
+    """Whether an engine reports that a sync failed, which may be another engine's fault."""
+    return error.kind == "failed" and error.report is not None and "SyncError" in error.report.message
+
+
+async def decline_on_error(taking: Awaitable[Any], ticket: Ticket, attempt: int | None = None) -> Any:
+    """Await an engine that receives weights with this ticket. If it fails, tell the sending trainers, which would
+    otherwise wait for rollout.timeout. attempt: as in Sender.send."""
+    try:
+        return await taking
+    except ActorError:
+        await asyncio.to_thread(_decline, replace(ticket, timeout=_SENDER_SECONDS), attempt)
+        raise
+
+
+def _decline(ticket: Ticket, attempt: int | None) -> None:
+    with suppress(SyncError):
+        Delivery(ticket, WORKER_DIED, has=attempt).channel.close()
