@@ -13,9 +13,11 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 
 from examples.judge_reward import judged
 from tests.support.cases import MESHES, open_engine, world_of, write_small_job
@@ -23,11 +25,17 @@ from tests.support.local_rl import lines_of, make_task, rollouts_of, start, writ
 from tests.support.pool import run
 from tests.support.rl_samples import group
 from weft.config.load import load_config
+from weft.config.mesh import MeshSizes
 from weft.config.rl_schema import RlConfig, reward_names
 from weft.errors import ActorError, UserError
+from weft.recipes.plan.beside import Beside
+from weft.recipes.plan.blueprint import Blueprint
+from weft.rl.colocation import DeviceSharing
+from weft.rl.model_engines import policy_config
 from weft.rl.reference_critic import check_readings
-from weft.rl.reward_models import Conversation, RewardModelRank
+from weft.rl.reward_models import Conversation, ConversationScorer, RewardModelRank
 from weft.rl.rewards.calls import RewardOutcome
+from weft.rl.trainer import TrainerRank
 from weft.verify.harness import Figure
 from weft.verify.plants import planted
 from weft.verify.score_check import score_figures
@@ -51,16 +59,27 @@ def plain_score(folder: Path, text: str) -> float:
         return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 
-@pytest.mark.covers("rl.reward", "reward_model.param_dtype")
-def test_scores_are_those_of_transformers_and_mixed_with_functions(task: Path, tmp_path: Path) -> None:
+PARTS = "cluster.offload_during_rollout=[parameters, optimizer, gradients]"
+
+
+@pytest.mark.covers("rl.reward", "reward_model.param_dtype", "reward_model.ranks")
+@pytest.mark.parametrize("placed", [
+    ["reward_model.ranks=1"], [PARTS, "rl.dynamic_sampling=1", "reward_model.cpu_offload=true"],
+    ["rollout.engine=hf", "cluster.max_staleness=1"], ["rollout.engine=hf", "cluster.placement=colocated", PARTS],
+])  # fmt: skip
+def test_scores_are_those_of_transformers_and_mixed_with_functions(
+    task: Path, tmp_path: Path, placed: list[str]
+) -> None:
+    """In ranks of their own, and in the trainer's, in turns with each kind of engine; of held-out prompts, too."""
     keys = [
         f"rl.reward=[model:{task}/rm, model:{task}/rm-2, length]", "rl.reward_weights=[2.0, -1.0, 0.5]",
-        "train.steps=2", "reward_model.param_dtype=fp32",
+        "train.steps=2", "reward_model.param_dtype=fp32", f"eval.path={task}/held-out.jsonl", "eval.every=1",
     ]  # fmt: skip
-    start(task, tmp_path / "run", *keys)
+    start(task, tmp_path / "run", *keys, *placed)
     rows = [row for rows in rollouts_of(tmp_path / "run").values() for row in rows]
-    assert len(rows) == 12
-    for row in rows:
+    evaluated = [row for path in (tmp_path / "run/evaluations").glob("*") for row in pq.read_table(path).to_pylist()]
+    assert len(rows) == 12 and len(evaluated) == 6, "two steps of 2 x 3 samples, two evaluations of 3"
+    for row in [*rows, *evaluated]:
         text = row["prompt"] + row["completion"]
         rewards = json.loads(row["rewards"])
         assert rewards["reward_model"] == pytest.approx(plain_score(task / "rm", text), abs=1e-5)
@@ -68,6 +87,17 @@ def test_scores_are_those_of_transformers_and_mixed_with_functions(task: Path, t
         expected = 2 * rewards["reward_model"] - rewards["reward_model_2"] + 0.5 * rewards["length"]
         assert row["reward"] == pytest.approx(expected, abs=1e-5)
     assert {"rewards/reward_model/mean", "rewards/reward_model_2/mean"} <= lines_of(tmp_path / "run")[0].keys()
+
+
+def test_reward_models_wake_to_score(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they did not, they would be asked asleep, and say so."""
+
+    async def forgets(switch: DeviceSharing) -> None:
+        pass
+
+    monkeypatch.setattr(DeviceSharing, "to_scoring", forgets)
+    with pytest.raises(RuntimeError, match="asleep"):
+        start(task, tmp_path / "run", f"rl.reward=[model:{task}/rm]", PARTS, "train.steps=1")
 
 
 # ---------------------------------------------------------------- ranks
@@ -79,15 +109,25 @@ CHAT = [
 ]
 
 
-def scores_of(folder: str, words: Sequence[str]) -> list[RewardOutcome]:
+def scored_config(folder: str, words: Sequence[str]) -> RlConfig:
     keys = [
-        f"model.path={folder}",
+        f"model.path={Path(folder).parent}/model",
         f"data.path={Path(folder).parent}/chat.jsonl",
         f"rl.reward=[model:{folder}]",
         "step.max_tokens_per_device=64",
     ]
-    keys += ["rollout.max_prompt_tokens=8", "rollout.max_new_tokens=8"]
-    return RewardModelRank(load_config([], [*keys, *words], RlConfig), folder, "cpu").score(CHAT)
+    keys += ["rollout.max_prompt_tokens=8", "rollout.max_new_tokens=8", "fsdp.param_dtype=fp32"]
+    return load_config([], [*keys, *words], RlConfig)
+
+
+def scores_of(folder: str, words: Sequence[str]) -> tuple[list[RewardOutcome], int]:
+    """(the outcomes, bytes of the weights in a rank)."""
+    config = scored_config(folder, words)
+    rank = TrainerRank(config, "cpu") if config.reward_model.ranks is None else RewardModelRank(config, folder, "cpu")
+    first, *rest = rank.score("reward_model", [CHAT[:1], CHAT[1:]])
+    scorer = rank.scorer if isinstance(rank, RewardModelRank) else rank.reward_models["reward_model"]
+    weights = sum(p.to_local().nbytes for p in scorer.engine.module.parameters() if isinstance(p, DTensor))
+    return [*first, *rest[0]], weights
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +143,25 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "reward_model.max_tokens_per_device", "reward_model.cpu_offload",
 )  # fmt: skip
 @pytest.mark.parametrize(("world", "words"), [
-    (1, ["reward_model.cpu_offload=true"]), (2, ["reward_model.dp_shard=1", "reward_model.tp=2"]),
-    (2, ["reward_model.dp_replicate=2", "reward_model.max_tokens_per_device=32"]),
-    (2, ["reward_model.dp_shard=1", "reward_model.pp=2"]),
+    (1, ["reward_model.ranks=1", "reward_model.cpu_offload=true"]),
+    (2, ["reward_model.ranks=2", "reward_model.dp_shard=1", "reward_model.tp=2"]),
+    (2, ["reward_model.ranks=2", "reward_model.dp_replicate=2", "reward_model.max_tokens_per_device=32"]),
+    (2, ["reward_model.ranks=2", "reward_model.dp_shard=1", "reward_model.pp=2"]),
+    (2, []), (2, ["mesh.cp=2"]), (2, ["reward_model.dp_shard=1", "reward_model.tp=2"]),
+    (2, ["mesh.tp=2", "reward_model.dp_shard=1", "reward_model.tp=1", "reward_model.pp=2"]),
 ])  # fmt: skip
 def test_conversations_go_through_the_models_own_template(chat_model: Path, world: int, words: list[str]) -> None:
-    """One is longer than a row: it has no score, and an error that says so."""
+    """One is longer than a row: it has no score, and an error that says so. In ranks of its own, and in the trainer's,
+    on their mesh and on another, where it holds what `weft plan` says."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat_model)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(chat_model, dtype=torch.float32).eval()
-    for *outcomes, long in run(world, scores_of, str(chat_model), [f"reward_model.ranks={world}", *words]):
+    results = run(world, scores_of, str(chat_model), words)
+    if "reward_model.tp=2" in words and "reward_model.ranks=2" not in words:
+        config = scored_config(str(chat_model), words)
+        beside = Beside(config, Blueprint(policy_config(config), "cpu", None), world, "cpu", None)
+        (planned,) = beside.rows(MeshSizes(1, 2, 1, 1, 1, 1))
+        assert planned.weights == max(weights for _, weights in results)
+    for (*outcomes, long), _ in results:
         for conversation, outcome in zip(CHAT, outcomes, strict=False):
             ids = tokenizer.apply_chat_template([*conversation.prompt, *conversation.answer], return_dict=False)
             with torch.no_grad():
@@ -124,9 +174,11 @@ def verified(folder: str, mesh: str, plant: str | None) -> list[Figure]:
     sizes = [f"mesh.{axis}={size}" for axis, size in MESHES[mesh].items()]
     base = str(Path(folder).parent / "model")
     words = [f"model.path={base}", "data.path=owner/data", f"rl.reward=[model:{folder}]", *sizes]
+    words.append("reward_model.max_tokens_per_device=256")
     engine = open_engine(base, mesh)
     with planted(plant):
-        return score_figures(load_config([], words, RlConfig), engine.ranks, engine)
+        scorer = ConversationScorer(load_config([], words, RlConfig), folder, engine.ranks, shares_with=engine)
+        return score_figures({"reward_model": scorer}, engine.ranks)
 
 
 @pytest.mark.parametrize(("mesh", "plant"), [("2", None), ("1", "score-one-token-early")])
@@ -168,8 +220,9 @@ def test_a_rank_that_dies_ends_the_run(task: Path, tmp_path: Path) -> None:
         if method == "score" and before == 1:
             raise ActorError("reward model rank 0 died", "crash")
 
+    words = [f"rl.reward=[model:{task}/rm]", "reward_model.ranks=1", "train.steps=3"]
     with pytest.raises(ActorError, match="reward model rank 0 died"):
-        start(task, tmp_path / "run", f"rl.reward=[model:{task}/rm]", "train.steps=3", hook=hook)
+        start(task, tmp_path / "run", *words, hook=hook)
     assert (tmp_path / "run/checkpoints/step-000001").is_dir()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rl_samples import sharing
 from tests.support.toy_tokenizers import byte_tokenizer, write_jsonl
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
@@ -56,7 +57,9 @@ def config_of(folder: Path, *overrides: str) -> RlConfig:
 
 
 def evaluated(config: RlConfig, engine: Adder) -> EvaluationResult:
-    evaluator = RlEvaluator(config, read_held_out_prompts(config, TOKENIZER), engine, Rewards(config.rl), TOKENIZER)  # type: ignore[arg-type]
+    evaluator = RlEvaluator(
+        config, read_held_out_prompts(config, TOKENIZER), sharing(engine), Rewards(config.rl), TOKENIZER
+    )  # type: ignore[arg-type]
     return asyncio.run(evaluator())
 
 
@@ -115,7 +118,7 @@ def test_when_an_evaluation_is_due(tmp_path: Path) -> None:
     def due(*overrides: str) -> list[int]:
         config = config_of(tmp_path, *overrides)
         evaluator = RlEvaluator(
-            config, read_held_out_prompts(config, TOKENIZER), Adder(), Rewards(config.rl), TOKENIZER
+            config, read_held_out_prompts(config, TOKENIZER), sharing(Adder()), Rewards(config.rl), TOKENIZER
         )  # type: ignore[arg-type]
         return [step for step in range(6) if evaluator.due(step, 5)]
 
@@ -129,7 +132,7 @@ def test_it_is_shown_how_far_an_evaluation_is(tmp_path: Path, monkeypatch: pytes
     evaluator = RlEvaluator(
         config,
         prompts,
-        Adder(0.05),
+        sharing(Adder(0.05)),
         Rewards(config.rl),
         TOKENIZER,
         show=shown.append,  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.rl_samples import PROMPT, algorithm, group, rl_config, sample
+from tests.support.rl_samples import PROMPT, algorithm, group, rl_config, sample, sharing
 from weft.config.load import load_config
 from weft.config.presets import LIKE
 from weft.config.rl_schema import RlConfig, RolloutConfig
@@ -251,7 +251,7 @@ def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.M
     task = SimpleNamespace(stream=stream, tokenizer=None, episodes=None, rewards=SimpleNamespace(score=score))
     run: Any = SimpleNamespace(config=config, task=task, show=lambda text: None)
     engine: Any = SimpleNamespace(drawn=0)
-    step = asyncio.run(recipe.roll_out(run, engine, SamplingParams(20), 1))
+    step = asyncio.run(recipe.roll_out(run, sharing(engine), SamplingParams(20), 1))
     assert step.groups == [given[1]] and step.metrics["rollout/replaced"] == 1
     assert given[1].rewards == [1.0, -1.0]
 

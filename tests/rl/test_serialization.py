@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.support.rl_samples import algorithm, rl_config, sample
+from tests.support.rl_samples import algorithm, rl_config, sample, sharing
 from weft.inference.records import has_routes, read_rollouts, write_rollouts
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.launch.summary import Phases
@@ -70,7 +70,7 @@ def test_a_group_is_rewarded_while_others_are_generated() -> None:
         events.append(f"rewarded {group.prompt.index}")
 
     prompts = [Prompt(index, 0, (1,), "") for index in range(2)]
-    groups = asyncio.run(rewarded_groups(prompts, generate, reward, phases))
+    groups = asyncio.run(rewarded_groups(prompts, generate, reward, phases, sharing(object())))
     assert [group.prompt.index for group in groups] == [0, 1]
     assert events == ["generated 0", "rewarded 0", "generated 1", "rewarded 1"]
     assert phases.seconds["generate"] >= 0.3 and 0.1 <= phases.seconds["reward"] < 0.3

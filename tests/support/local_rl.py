@@ -34,6 +34,7 @@ from weft.launch.process import leave
 from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.recipes import rl
 from weft.rl.actors import Actors
+from weft.rl.reference_critic import own_ranks
 from weft.rl.reward_models import RewardModelRank
 from weft.rl.trainer import TrainerRank
 
@@ -155,6 +156,7 @@ def local_actors(
     models = {
         role: kind(role, [partial(RewardModelRank, config, path, "cpu")], hook)
         for role, path in reward_models(config.rl.reward).items()
+        if role in own_ranks(config)
     }
     engines = None
     if config.rollout.engine == "hf":

@@ -228,7 +228,7 @@ def stages() -> dict[str, RlCase]:
     }  # fmt: skip
 
 
-SCORED, TAUGHT = ["rl.reward=[model:../rm, length]"], ["rl.teacher=../adder-3"]
+SCORED, TAUGHT = ["rl.reward=[model:../rm, length]", "reward_model.ranks=1"], ["rl.teacher=../adder-3"]
 _making = Lock()
 
 

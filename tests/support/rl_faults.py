@@ -216,7 +216,7 @@ def _few_scores() -> None:
     from weft.rl.reward_models import RewardModelRank
 
     original = RewardModelRank.score
-    RewardModelRank.score = lambda self, conversations: original(self, conversations)[1:]  # type: ignore[method-assign]
+    RewardModelRank.score = lambda self, role, parts: original(self, role, parts)[1:]  # type: ignore[method-assign]
 
 
 def _teacher_of_nan() -> None:

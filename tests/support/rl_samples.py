@@ -10,6 +10,7 @@ import numpy as np
 from weft.config.rl_schema import DataConfig, ModelConfig, RlAlgorithm, RlConfig, RolloutConfig
 from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.rl.algorithms import ALGORITHMS
+from weft.rl.colocation import DeviceSharing
 
 PROMPT = (5, 6, 7)
 
@@ -22,6 +23,12 @@ def algorithm(name: str = "grpo", **keys: Any) -> RlAlgorithm:
 
 def rl_config(rl: RlAlgorithm, **rollout: Any) -> RlConfig:
     return RlConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"), rl=rl, rollout=RolloutConfig(**rollout))
+
+
+def sharing(engine: Any) -> DeviceSharing:
+    """Of an engine with devices of its own."""
+    trainers: Any = None
+    return DeviceSharing(engine, trainers, shared=False)
 
 
 def sample(

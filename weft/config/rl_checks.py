@@ -29,7 +29,6 @@ from weft.config.rl_schema import (
     RlConfig,
     RlEvalConfig,
     RolloutConfig,
-    reward_models,
     reward_names,
 )
 from weft.config.yaml12 import override
@@ -169,12 +168,10 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _exact_combinations(config)
     yield from _truncated_combinations(config)
     yield from _teacher_combinations(config)
-    for section in ("reference", "critic", "teacher"):
+    for section in ("reference", "critic", "teacher", "reward_model"):
         role = getattr(config, section)
         if (role.pp or 1) > 1 and (config.mesh.pp == 1 or role.ranks is not None):  # else its stages are the policy's
             yield from pipeline_combinations(config, f"{section}.pp", role.pp)
-    if reward_models(config.rl.reward) and config.reward_model.pp > 1:
-        yield from pipeline_combinations(config, "reward_model.pp", config.reward_model.pp)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic", "teacher"):
         row = getattr(config, section).max_tokens_per_device

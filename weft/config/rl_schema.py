@@ -516,8 +516,9 @@ class ClusterConfig:
         unread=(when.IN_TRAINER_RANKS,),
     )
     offload_during_rollout: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
-        "What of the trainers (policy, reference, critic) waits in the host's memory while engines on their devices "
-        "generate; null: all three on accelerators, nothing on CPU, where it would be copied from memory to memory.",
+        "What of the trainers (policy, and models beside it in their ranks) waits in the host's memory while engines "
+        "on their devices generate; null: all three on accelerators, nothing on CPU, where it would be copied from "
+        "memory to memory.",
         None,
         formerly="sleep",
         unread=(when.DISAGGREGATED,),
@@ -576,20 +577,37 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-    """The reward models that rl.reward names as model:PATH: engines that only read, each with ranks of its own."""
+    """The reward models that rl.reward names as model:PATH: an engine of its own for each, which only reads."""
 
-    ranks: int = key("Ranks of each reward model, each with a device that nobody else has.", 1, within=AT_LEAST_1)
+    ranks: int | None = key(
+        "Ranks of each reward model, each with a device that nobody else has; null: the trainer's ranks, which take "
+        "turns.",
+        None,
+        within=AT_LEAST_1,
+    )
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
         "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
     )
-    dp_replicate: int | None = key("Copies of its sharded weights; null: 1.", None, within=AXIS)
-    dp_shard: int | None = key("Ranks over which its weights are sharded; null: all.", None, within=AXIS)
-    tp: int = key("Ranks that divide each of its layers.", 1, within=AT_LEAST_1)
-    pp: int = key("Stages of its layers.", 1, within=AT_LEAST_1)
-    cpu_offload: bool = key("Keep its weights in the host's memory.", False)
+    dp_replicate: int | None = key(
+        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with reward_model.ranks.", None, within=AXIS
+    )
+    dp_shard: int | None = key(
+        "Ranks over which its weights are sharded; null: mesh.dp_shard, or all with reward_model.ranks.",
+        None,
+        within=AXIS,
+    )
+    tp: int | None = key(
+        "Ranks that divide each of its layers; null: mesh.tp, or 1 with reward_model.ranks.", None, within=AT_LEAST_1
+    )
+    pp: int | None = key(
+        "Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with reward_model.ranks.",
+        None,
+        within=AT_LEAST_1,
+    )
+    cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
     max_tokens_per_device: int | None = key(
-        "Tokens of one of its forwards on one rank, and the longest conversation in its own tokens; null: "
-        "step.max_tokens_per_device.",
+        "Tokens of one of its forwards on one rank, and, times mesh.cp on the trainer's ranks, the longest "
+        "conversation in its own tokens; null: step.max_tokens_per_device.",
         None,
         within=TWO_TOKENS,
     )

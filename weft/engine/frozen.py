@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
+from weft.config.rl_schema import RewardModelConfig
+from weft.config.schema import FrozenModelConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
@@ -52,6 +53,25 @@ class FrozenSection(ModelSection, Protocol):
 
     @property
     def param_dtype(self) -> Literal["auto", "bf16", "fp16", "fp32"] | None: ...
+
+
+@dataclass(frozen=True)
+class FrozenAtPath:
+    """A FrozenSection whose config section names no model: of a teacher, or of a reward model."""
+
+    path: str
+    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = None
+    ranks: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cpu_offload: bool | None = None
+    max_tokens_per_device: int | None = None
+
+    @classmethod
+    def from_config(cls, path: str, section: FrozenModelConfig | RewardModelConfig) -> FrozenAtPath:
+        return cls(path, **vars(section))
 
 
 def frozen_config(trained: EngineConfig, section: FrozenSection) -> EngineConfig:

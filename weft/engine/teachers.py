@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.config.distill_schema import TOP_IDS, TOP_LOGPROBS
-from weft.config.schema import TeacherConfig
 from weft.engine.batch.document import Document, choose
 from weft.engine.engine import Engine
 from weft.engine.losses.distillation import HIDDEN, TEACHER, Listed
@@ -24,25 +23,6 @@ from weft.launch import flight
 from weft.launch.timing import waiting
 from weft.ops.communicator import GroupCommunicator
 from weft.ops.divergence import TeacherHead
-
-
-@dataclass(frozen=True)
-class TeacherSection:
-    """Which model a teacher is, and how it is computed (frozen.py); None: as the student."""
-
-    path: str
-    param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = None
-    dp_replicate: int | None = None
-    dp_shard: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    cpu_offload: bool | None = None
-    max_tokens_per_device: int | None = None
-    ranks: None = None  # it takes turns with the student
-
-    @classmethod
-    def from_config(cls, path: str, section: TeacherConfig) -> TeacherSection:
-        return cls(path, **vars(section))
 
 
 class TeacherSource(Protocol):

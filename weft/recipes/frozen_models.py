@@ -7,8 +7,7 @@ from dataclasses import replace
 from weft.config.distill_schema import DistillConfig, is_opened
 from weft.config.dpo_schema import DpoConfig, own_reference
 from weft.engine.config import EngineConfig
-from weft.engine.frozen import frozen_config
-from weft.engine.teachers import TeacherSection
+from weft.engine.frozen import FrozenAtPath, frozen_config
 
 
 def preference_reference(config: DpoConfig, trained: EngineConfig) -> EngineConfig | None:
@@ -33,4 +32,4 @@ def teacher_paths(config: DistillConfig) -> list[str]:
 
 def teacher_beside(config: DistillConfig, path: str, student: EngineConfig) -> EngineConfig:
     """The engine config of a teacher. student: that of the trained model."""
-    return frozen_config(student, TeacherSection.from_config(path, config.teacher))
+    return frozen_config(student, FrozenAtPath.from_config(path, config.teacher))

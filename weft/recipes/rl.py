@@ -27,7 +27,7 @@ from weft.data.images import read_images
 from weft.engine.losses.policy import choose_policy_loss
 from weft.engine.optim.schedule import learning_rate
 from weft.errors import StoppedError, UserError
-from weft.inference.base import RolloutEngine, SamplingParams
+from weft.inference.base import SamplingParams
 from weft.inference.records import import_arrow, read_rollouts, recorded_files
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.launch import flight
@@ -198,7 +198,7 @@ async def train(run: RlRun) -> None:
         note_rl_start(run)
         with recorder, StopSignals(_PROMISE) as signals, progress:
             progress.notes(await begin(run, switch, sampling, evaluator, recorder))
-            make = replay(run) if run.replayed else partial(roll_out, run, switch.engine, sampling)
+            make = replay(run) if run.replayed else partial(roll_out, run, switch, sampling)
             producer = await opened.enter_async_context(
                 RolloutQueue(make, first, plan.rollouts, config.cluster.max_staleness)
             )
@@ -268,7 +268,7 @@ async def timed(run: RlRun) -> float:
         switch, sampling, _ = await prepare(run, opened)
         await switch.to_rollouts(0)
         for number in range(1, run.plan.rollouts + 1):
-            step = await roll_out(run, switch.engine, sampling, number)
+            step = await roll_out(run, switch, sampling, number)
             await switch.to_training()
             await compute_advantages(run, step)
             await update(run, step)
@@ -291,7 +291,7 @@ async def collect(run: RlRun) -> None:
         with recorder, StopSignals(_PROMISE) as signals, progress:
             await switch.to_rollouts(0)
             for number in range(run.start.rollout + 1, run.plan.rollouts + 1):
-                step = await roll_out(run, switch.engine, sampling, number)
+                step = await roll_out(run, switch, sampling, number)
                 step.metrics |= {**reward_metrics(step.groups), **step.failures.metrics(), **run.restarts.metrics()}
                 progress.notes(step.failures.pop_messages())
                 progress.step(recorder.record_rollout(step))
@@ -326,7 +326,12 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
     with run.phases("load"):
         await check_hosts(config, run.actors.engines)
         models = reward_models(config.rl.reward)
-        task.rewards.scorers = {role: RewardModelClient(run.actors.reference_critic[role]) for role in models}
+        colocated = bool(models) and config.reward_model.ranks is None
+        together = colocated and shares_devices(config)
+        task.rewards.scorers = {
+            role: RewardModelClient(role, run.actors.reference_critic.get(role, trainers), together=together)
+            for role in models
+        }
         await task.rewards.start([*task.prompts, *task.held_out.all()])
         opening = await run.trainer_group.describe()
         await run.trainer_group.check_images(longest_samples(task.prompts, config.rollout.max_new_tokens))
@@ -344,13 +349,13 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
             config, trainers, run.actors.engines, run.run_lock.folder, run.compute, run.restarts, parts
         )
         opened.push_async_callback(engine.close)
-        switch = DeviceSharing(engine, trainers, shared=shares_devices(config), parts=parts)
+        switch = DeviceSharing(engine, trainers, shared=shares_devices(config), parts=parts, scores=colocated)
         await switch.to_training()
     if run.opening:
         print_rl_opening(run, opening, [*task.ends.lines(), *notes])
     opened.enter_context(watching_controller(config.train.timeout, run.run_lock.folder, run.resume_command))
     ends, rewards = task.ends.ids, task.rewards
-    evaluator = RlEvaluator(config, task.held_out, engine, rewards, task.tokenizer, task.episodes, ends, run.show)
+    evaluator = RlEvaluator(config, task.held_out, switch, rewards, task.tokenizer, task.episodes, ends, run.show)
     return switch, sampling_of(config, ends), evaluator
 
 
@@ -391,9 +396,9 @@ def replay(run: RlRun) -> Callable[[int], Awaitable[RolloutStep]]:
     return make
 
 
-async def roll_out(run: RlRun, engine: RolloutEngine, sampling: SamplingParams, number: int) -> RolloutStep:
+async def roll_out(run: RlRun, switch: DeviceSharing, sampling: SamplingParams, number: int) -> RolloutStep:
     """Samples and rewards a group for each prompt of rollout step `number`."""
-    rl, step = run.config.rl, RolloutStep(number)
+    rl, step, engine = run.config.rl, RolloutStep(number), switch.engine
 
     meter = Meter(f"rollout step {number}", lambda: engine.drawn)
 
@@ -409,7 +414,7 @@ async def roll_out(run: RlRun, engine: RolloutEngine, sampling: SamplingParams, 
 
     async def answer(prompts: Sequence[Prompt]) -> list[SampleGroup]:
         meter.expected += len(prompts) * rl.group_size
-        return await rewarded_groups(prompts, generate, reward, step.phases)
+        return await rewarded_groups(prompts, generate, reward, step.phases, switch)
 
     async with meter.shown(run.show):
         # Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) judges groups by unshaped rewards.

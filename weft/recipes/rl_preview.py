@@ -6,7 +6,7 @@ import asyncio
 
 from weft.checkpoint.export import manifest_of
 from weft.config.conditions import SERVERS
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, reward_models
 from weft.engine.engine import Engine
 from weft.inference.types import Prompt
 from weft.launch.machine import accelerator
@@ -18,7 +18,7 @@ from weft.parallel.memory import cache_bytes
 from weft.recipes.rl import check_task, read_task
 from weft.recipes.run_data import why_unread
 from weft.rl.environments.base import environment_class
-from weft.rl.model_engines import critic_engine, policy_config, reference_engine, teacher_engine
+from weft.rl.model_engines import critic_engine, policy_config, reference_engine, reward_model_engine, teacher_engine
 from weft.rl.reference_critic import own_ranks
 from weft.rl.rewards.base import Rewards
 from weft.rl.state import RlPlan, RlTask
@@ -113,6 +113,11 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
     critic = None if "critic" in separate else critic_engine(config, ranks, shares_with=policy, weights=False)
     teacher = teacher_engine(config, ranks, shares_with=policy, weights=False)
     engines = {"policy": policy, "reference": reference, "teacher": teacher, "critic": critic}
+    engines |= {
+        role: reward_model_engine(config, path, ranks, shares_with=policy, weights=False)
+        for role, path in reward_models(config.rl.reward).items()
+        if role not in separate
+    }
     rows = [
         EngineRow(name, e.memory.weights, e.memory.gradients, e.memory.optimizer, e.memory.gathered)
         for name, e in engines.items()

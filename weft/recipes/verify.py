@@ -59,7 +59,7 @@ from weft.verify.plants import planted
 from weft.verify.reward_harness import answer_data, awkward_answers, verify_reward
 from weft.verify.rl_harness import verify_rl
 from weft.verify.rl_rollouts import recorded_rollouts
-from weft.verify.score_check import score_figures
+from weft.verify.score_check import score_figures, with_room_to_verify
 from weft.verify.show import print_verdict
 from weft.verify.training import disturb_weights
 
@@ -164,13 +164,13 @@ def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyO
         critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     if reference.ranks is not None:
         reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
-    scorer = replace(
-        exact.reward_model, param_dtype=None, dp_replicate=None, dp_shard=None, tp=exact.mesh.tp, pp=exact.mesh.pp
-    )
+    scorer = with_room_to_verify(replace(exact.reward_model, param_dtype=None), exact.step)
+    if scorer.ranks is not None:
+        scorer = replace(scorer, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     exact = replace(exact, model=model, critic=critic, reference=reference, teacher=teacher, reward_model=scorer)
     rollouts = None if options.rollouts is None else recorded_rollouts(options.rollouts)
     trainer = TrainerRank(exact, ranks.device.type)
-    figures = score_figures(exact, ranks, trainer.engine)
+    figures = score_figures(trainer.reward_models, ranks)
     verdict = verify_rl(trainer, LEARNING_RATE, rollouts)
     return None if verdict is None else replace(verdict, figures=[*figures, *verdict.figures])
 

@@ -3,6 +3,8 @@
 During a weight sync both are awake, so each keeps only what the sync needs: the policy's parameters, and the engine's
 weights. The trainers' other parts move to host memory before the sync. The engine's cache is allocated after the
 parameters have moved to host memory too.
+
+Reward models in the trainers' ranks score when all samples of a round are drawn, and so wake with the trainers.
 """
 
 from __future__ import annotations
@@ -37,15 +39,18 @@ class DeviceSharing:
     switch.to_training()`, train.
 
     shared: whether trainers and engines use the same devices; if not, both stay awake. parts: the parts of the trainers
-    that sleep during rollouts.
+    that sleep during rollouts. scores: whether reward models are in the trainers' ranks.
     """
 
     def __init__(
-        self, engine: RolloutEngine, trainers: ActorGroup, *, shared: bool, parts: Sequence[Part] = ()
-    ) -> None:
+        self, engine: RolloutEngine, trainers: ActorGroup, *, shared: bool, parts: Sequence[Part] = (),
+        scores: bool = False,
+    ) -> None:  # fmt: skip
         self.engine, self._trainers, self._shared, self._parts = engine, trainers, shared, list(parts)
+        self.scores_last = shared and scores  # whether samples are scored when all are drawn
         self._phases = Phases()
         self._version: int | None = None  # of the weights that engines have
+        self._trained = 0  # of the trainers' weights
         self._asleep = False  # whether the engines are
 
     async def to_rollouts(self, version: int) -> Synced:
@@ -58,8 +63,18 @@ class DeviceSharing:
         if self._shared:
             await self._offload_trainers()
             await self._wake_engine("cache")
-        self._version, self._asleep = version, False
+        self._version, self._trained, self._asleep = version, version, False
         return synced
+
+    async def to_generation(self) -> None:
+        """Give the devices back to the engines, if to_scoring has given them to the trainers."""
+        if self.scores_last and self._asleep:
+            await self.to_rollouts(self._trained)
+
+    async def to_scoring(self) -> None:
+        """Give the devices to reward models in the trainers' ranks. Called when all samples of a round are drawn."""
+        if self.scores_last and self._parts:
+            await self.to_training()
 
     async def to_training(self) -> None:
         """Give the devices to the trainers, whose weights may change from here on. Engines that share them must be

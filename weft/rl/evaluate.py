@@ -6,7 +6,6 @@ not change training, and two evaluations of the same weights are equal.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +19,16 @@ from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
 from weft.data.documents import leak_hint
 from weft.data.images import Images
-from weft.inference.base import RolloutEngine, SamplingParams
+from weft.inference.base import SamplingParams
 from weft.inference.types import Prompt, Sample, SampleGroup
+from weft.launch.summary import Phases
 from weft.rl.agents.agents import Agents
+from weft.rl.colocation import DeviceSharing
 from weft.rl.environments.episodes import Episodes
 from weft.rl.meter import Meter, Show
 from weft.rl.prompts import Prompts, load_rl_prompts
 from weft.rl.rewards.base import Failures, Rewards, decode
-from weft.rl.rollouts import rollout_group
+from weft.rl.rollouts import rewarded_groups, rollout_group
 
 PREFIX = "eval/"
 _UNNAMED = ""
@@ -108,7 +109,7 @@ class RlEvaluator:
         self,
         config: RlConfig,
         held_out: HeldOutPrompts,
-        engine: RolloutEngine,
+        switch: DeviceSharing,
         rewards: Rewards,
         tokenizer: PreTrainedTokenizerBase,
         episodes: Episodes | Agents | None = None,
@@ -116,7 +117,7 @@ class RlEvaluator:
         show: Show = lambda text: None,
     ) -> None:
         self._show = show
-        self.config, self.held_out, self.engine, self.rewards = config.eval, held_out, engine, rewards
+        self.config, self.held_out, self.switch, self.rewards = config.eval, held_out, switch, rewards
         self.tokenizer, self.seed = tokenizer, config.train.seed
         longest = config.eval.max_new_tokens or config.rollout.max_new_tokens
         self.episodes = replace(episodes, most_tokens=longest) if isinstance(episodes, Episodes) else episodes
@@ -133,7 +134,7 @@ class RlEvaluator:
     async def __call__(self) -> EvaluationResult:
         """Answer every held-out prompt once greedily and eval.samples times by sampling, with rewards."""
         began = time.perf_counter()
-        meter = Meter("evaluation", lambda: self.engine.drawn)
+        meter = Meter("evaluation", lambda: self.switch.engine.drawn)
         meter.expected = len(self.held_out.all()) * (1 + self.config.samples)
         drawn: dict[str, list[SampleGroup]] = {}
         async with meter.shown(self._show):
@@ -153,16 +154,19 @@ class RlEvaluator:
         places = [(name, prompt) for name, prompts in self.held_out.named.items() for prompt in prompts]
         failures = Failures()
 
-        async def answered(name: str, prompt: Prompt) -> SampleGroup:
+        async def generate(asked: tuple[str, Prompt]) -> SampleGroup:
+            (name, prompt), engine = asked, self.switch.engine
             label = f"eval/{name}/{kind}/"
-            group = await rollout_group(prompt, count, self.engine, sampling, self.episodes, self.seed, label)
+            group = await rollout_group(prompt, count, engine, sampling, self.episodes, self.seed, label)
             meter.done += len(group.episodes)
+            return group
+
+        async def reward(group: SampleGroup) -> None:
             decode(group.samples, self.tokenizer)
             with meter.scoring(len(group.samples)):
                 await self.rewards.score(group.samples, failures)
-            return group
 
-        groups = await asyncio.gather(*(answered(name, prompt) for name, prompt in places))
+        groups = await rewarded_groups(places, generate, reward, Phases(), self.switch)
         answers: dict[str, list[SampleGroup]] = {name: [] for name in self.held_out.named}
         for (name, _), group in zip(places, groups, strict=True):
             answers[name].append(group)

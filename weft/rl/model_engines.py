@@ -1,5 +1,6 @@
-"""The engine configs of policy, reference and teacher (only read) and critic (trained), and the engines of the latter
-three, which follow the policy's config, except where their sections set path, mesh, dtype or token budget.
+"""The engine configs of policy, reference, teacher and reward models (only read) and critic (trained), and the engines
+of all but the policy, which follow the policy's config, except where their sections set path, mesh, dtype or token
+budget.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from weft.config.rl_schema import RlConfig
 from weft.data.same_tokenizer import check_same_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.frozen import beside_trained, frozen_config, named_section, open_frozen
+from weft.engine.frozen import FrozenAtPath, beside_trained, frozen_config, named_section, open_frozen
 from weft.engine.score_head import ScoreSpec
-from weft.engine.teachers import TeacherSection
+from weft.errors import UserError
 from weft.inference.cache_support import caches
 from weft.launch import flight
 from weft.launch.process import Ranks
@@ -41,7 +42,13 @@ def teacher_config(config: RlConfig) -> EngineConfig | None:
     """The engine config of rl.teacher, or None. Its logits are divided by rollout.temperature, as the policy's."""
     if config.rl.teacher is None:
         return None
-    return frozen_config(policy_config(config), TeacherSection.from_config(config.rl.teacher, config.teacher))
+    return frozen_config(policy_config(config), FrozenAtPath.from_config(config.rl.teacher, config.teacher))
+
+
+def reward_model_config(config: RlConfig, path: str) -> EngineConfig:
+    """The engine config of the reward model at `path`."""
+    frozen = frozen_config(policy_config(config), FrozenAtPath.from_config(path, config.reward_model))
+    return replace(frozen, temperature=1.0, exact=False, score=ScoreSpec(end_marked=True))
 
 
 def critic_config(config: RlConfig) -> EngineConfig | None:
@@ -77,6 +84,20 @@ def teacher_engine(
         return None
     check_same_tokenizer(config.model.path, engine_config.model.path, "rl.teacher")
     return open_frozen("teacher", engine_config, ranks, weights=weights, shares_with=shares_with)
+
+
+def reward_model_engine(
+    config: RlConfig, path: str, ranks: Ranks, *, weights: bool = True, shares_with: Engine | None = None
+) -> Engine:
+    """The engine of reward_model_config; see reference_engine."""
+    with flight.computing("a reward model"):
+        flight.enter("load")
+        try:
+            return Engine(
+                reward_model_config(config, path), ranks, weights=weights, shares_with=shares_with, readouts=("score",)
+            )
+        except UserError as error:
+            raise UserError(f"the reward model (rl.reward: model:{path}, keys reward_model.*): {error}") from error
 
 
 def critic_engine(

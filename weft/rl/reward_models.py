@@ -1,26 +1,27 @@
-"""Reward models that rl.reward names as model:PATH. Each has ranks of its own, which score whole conversations, through
-its own chat template and tokenizer, while the policy is sampled."""
+"""Reward models that rl.reward names as model:PATH, which score whole conversations, through their own chat templates
+and tokenizers.
+
+Each runs in the trainer's ranks, or in separate ranks (reward_model.ranks). Where rollout engines have the trainer's
+devices, models in its ranks score when all samples are drawn; else while others are still being drawn.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from weft.config.rl_schema import RlConfig, reward_models
-from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
 from weft.data.encode import Encoder, Encoding, load_tokenizer
 from weft.data.records import Record, template_inputs
 from weft.engine.batch.document import Document
 from weft.engine.batch.media import ImageRoom
-from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.score_head import ScoreSpec
 from weft.engine.scores import scored_document, step_scores
 from weft.errors import UserError, first_line
 from weft.inference.types import Sample
@@ -29,8 +30,8 @@ from weft.launch.options import Device
 from weft.launch.process import Ranks, leave
 from weft.launch.ray_actors import ActorGroup
 from weft.models import hf
-from weft.rl.model_engines import policy_config
-from weft.rl.reference_critic import start_rank
+from weft.rl.model_engines import reward_model_engine
+from weft.rl.reference_critic import Role, start_rank
 from weft.rl.rewards.calls import RewardOutcome
 from weft.terminal import counted
 
@@ -82,43 +83,14 @@ def check_reward_models(config: RlConfig) -> None:
         load_tokenizer(path)
 
 
-def reward_model_config(config: RlConfig, path: str) -> EngineConfig:
-    """The engine config of the reward model at `path`."""
-    policy, section = policy_config(config), config.reward_model
-    fsdp = replace(
-        policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=(), cpu_offload=section.cpu_offload,
-        param_dtype=section.param_dtype or policy.fsdp.param_dtype,
-    )  # fmt: skip
-    usual = MeshConfig()
-    return EngineConfig(
-        model=ModelConfig(path=path, attention=policy.model.attention, compile=policy.model.compile),
-        lora=LoraConfig(),
-        mesh=MeshConfig(
-            dp_replicate=section.dp_replicate or usual.dp_replicate, dp_shard=section.dp_shard or usual.dp_shard,
-            tp=section.tp, pp=section.pp,
-        ),
-        fsdp=fsdp,
-        step=replace(
-            policy.step, max_tokens_per_device=section.max_tokens_per_device or policy.step.max_tokens_per_device
-        ),
-        optimizer=OptimizerConfig(),
-        seed=policy.seed,
-        deterministic=policy.deterministic,
-        purpose="inference",
-        score=ScoreSpec(end_marked=True),
-    )  # fmt: skip
-
-
 class ConversationScorer:
     """The engine of a reward model, with its tokenizer and chat template. Raises UserError for a model that the mesh
     cannot hold. Collective."""
 
     def __init__(self, config: RlConfig, path: str, ranks: Ranks, *, shares_with: Engine | None = None) -> None:
         """shares_with: another engine of these ranks."""
-        try:
-            self.engine = Engine(reward_model_config(config, path), ranks, shares_with=shares_with)
-        except UserError as error:
-            raise UserError(f"the reward model (rl.reward: model:{path}, keys reward_model.*): {error}") from error
+        self.path, self.engine = path, reward_model_engine(config, path, ranks, shares_with=shares_with)
+        self.longest = self.engine.budget * self.engine.mesh.cp_size
         self.encoder = Encoder(load_tokenizer(path), Encoding("all"))
         self.pad = hf.padding_id(path)
 
@@ -131,9 +103,10 @@ class ConversationScorer:
             except ValueError as error:  # of a template that refuses the conversation
                 outcomes.append(RewardOutcome(None, first_line(error)))
                 continue
-            if len(ids) > self.engine.budget:
+            if len(ids) > self.longest:
                 text = f"the conversation has {len(ids)} tokens, more than reward_model.max_tokens_per_device"
-                outcomes.append(RewardOutcome(None, f"{text} = {self.engine.budget}"))
+                text += " x mesh.cp" * (self.longest > self.engine.budget)
+                outcomes.append(RewardOutcome(None, f"{text} = {self.longest}"))
                 continue
             documents.append(scored_document(torch.tensor(ids), self.pad, source=conversation.source))
             outcomes.append(None)
@@ -143,45 +116,56 @@ class ConversationScorer:
         scores = iter(step_scores(self.engine, plan, local).values())
         return [_outcome(next(scores)) if outcome is None else outcome for outcome in outcomes]
 
+    def line(self) -> str:
+        """A line that describes this reward model at start."""
+        kind, dtype = type(self.engine.built.module.hf_model).__name__, self.engine.precision.compute
+        return f"reward   {self.path}: {kind}, in {str(dtype).removeprefix('torch.')}: {self.engine.memory}"
+
+    def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
+        """Raises UserError if there are samples with images: a reward model reads texts."""
+        if samples:
+            raise UserError(
+                f"{samples[0][0]}: has images, and a reward model of rl.reward ({self.path}) reads texts alone in "
+                "this version: score such samples with a function."
+            )
+
 
 class RewardModelRank:
-    """One of the ranks of a reward model. Methods are called on all of them together."""
+    """One of the separate ranks of a reward model. Methods are called on all of them together."""
 
     def __init__(self, config: RlConfig, path: str, device: Device = "auto") -> None:
-        self.path, self.ranks = path, start_rank(config, device)
+        self.ranks = start_rank(config, device)
         self.scorer = ConversationScorer(config, path, self.ranks)
-        self.engine = self.scorer.engine
 
     def describe(self) -> list[str]:
         """A line that describes this reward model at start."""
-        kind, dtype = type(self.engine.built.module.hf_model).__name__, self.engine.precision.compute
-        return [
-            f"reward   {self.path}: {kind}, in {str(dtype).removeprefix('torch.')}: {self.engine.memory}; on "
-            f"{counted(self.ranks.world, 'rank')} of its own"
-        ]
+        return [f"{self.scorer.line()}; on {counted(self.ranks.world, 'rank')} of its own"]
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
-        """Raises UserError: a reward model reads texts."""
-        raise UserError(
-            f"{samples[0][0]}: has images, and a reward model of rl.reward ({self.path}) reads texts alone in this "
-            "version: score such samples with a function."
-        )
+        """See ConversationScorer.check_images."""
+        self.scorer.check_images(samples)
 
     def image_room(self) -> ImageRoom:
-        return self.engine.planner.image_room
+        return self.scorer.engine.planner.image_room
 
     def open_run(self, folder: str, constants: Mapping[str, Any], last: int = 0) -> None:
         """Enter RUN; there is nothing to restore."""
         flight.in_run(Path(folder))
 
-    def score(self, conversations: Sequence[Conversation]) -> list[RewardOutcome]:
-        """The score of each conversation, or the error for which it has none; the same on every rank."""
-        flight.enter("score")
-        return self.scorer.score(conversations)
+    def score(self, role: Role, parts: Sequence[Sequence[Conversation]]) -> list[list[RewardOutcome]]:
+        """The outcomes of the conversations of each part (score_parts). role: ignored; a rank has one."""
+        return score_parts(self.scorer, parts)
 
     def close(self) -> None:
         """Leave the process group."""
         leave()
+
+
+def score_parts(scorer: ConversationScorer, parts: Sequence[Sequence[Conversation]]) -> list[list[RewardOutcome]]:
+    """The outcomes of each part, which is planned apart from the others: scores depend, in their last bits, on what is
+    in one row, and so not on which parts happen to wait. Collective."""
+    flight.enter("score")
+    return [scorer.score(part) for part in parts]
 
 
 def _outcome(score: float) -> RewardOutcome:
@@ -189,10 +173,13 @@ def _outcome(score: float) -> RewardOutcome:
 
 
 class RewardModelClient:
-    """Scores samples with the ranks of one reward model. What is asked for while they compute is their next batch."""
+    """Scores samples with the ranks of one reward model. What is asked for while they compute is their next batch.
 
-    def __init__(self, group: ActorGroup) -> None:
-        self._group = group
+    together: whether all that waits is one part (score_parts), because all of a round is asked for at once.
+    """
+
+    def __init__(self, role: Role, group: ActorGroup, *, together: bool = False) -> None:
+        self._role, self._group, self._together = role, group, together
         self._waiting: list[tuple[list[Conversation], asyncio.Future[list[RewardOutcome]]]] = []
         self._running: asyncio.Task[None] | None = None
 
@@ -208,12 +195,15 @@ class RewardModelClient:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                conversations = [conversation for part, _ in batch for conversation in part]
-                outcomes, *_ = await self._group.call_all("score", conversations)
-                if len(outcomes) != len(conversations):
+                parts = [part for part, _ in batch]
+                if self._together:
+                    parts = [[conversation for part in parts for conversation in part]]
+                scored, *_ = await self._group.call_all("score", self._role, parts)
+                outcomes = [outcome for part in scored for outcome in part]
+                if len(outcomes) != sum(map(len, parts)):
                     raise RuntimeError(
-                        f"the {self._group.name} has given {len(outcomes)} scores for {len(conversations)} "
-                        "conversations"
+                        f"the {self._role.replace('_', ' ')} has given {len(outcomes)} scores for "
+                        f"{sum(map(len, parts))} conversations"
                     )
             except Exception as error:
                 for _, answer in [*batch, *self._waiting]:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,9 +18,12 @@ from weft.inference.base import Completion, Request, RolloutEngine, SamplingPara
 from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.launch.summary import Phases
 from weft.rl.agents.agents import Agents
+from weft.rl.colocation import DeviceSharing
 from weft.rl.environments.episodes import EnvironmentFailure, EnvironmentSession, Episodes
 from weft.rl.prompts import PromptStream
 from weft.rl.trajectory import TrajectoryBuilder
+
+Prompted = TypeVar("Prompted")  # a prompt, with what else its samples need
 
 
 async def rollout_group(
@@ -115,25 +119,32 @@ async def episode(
 
 
 async def rewarded_groups(
-    prompts: Sequence[Prompt],
-    generate: Callable[[Prompt], Awaitable[SampleGroup]],
+    prompts: Sequence[Prompted],
+    generate: Callable[[Prompted], Awaitable[SampleGroup]],
     reward: Callable[[SampleGroup], Awaitable[None]],
     phases: Phases,
+    switch: DeviceSharing,
 ) -> list[SampleGroup]:
-    """A group per prompt. Each is scored as soon as it is complete, while others are still being generated.
+    """A group per prompt. Each is scored as soon as it is complete, while others are still being generated; with
+    switch.scores_last all are, when the last is complete.
 
     phases: `generate` gets the seconds until the last group is complete, `reward` the seconds after that.
     """
+    await switch.to_generation()
     began = drawn = time.perf_counter()
 
-    async def generate_and_reward(prompt: Prompt) -> SampleGroup:
+    async def generate_and_reward(prompt: Prompted) -> SampleGroup:
         nonlocal drawn
         group = await generate(prompt)
         drawn = time.perf_counter()
-        await reward(group)
+        if not switch.scores_last:
+            await reward(group)
         return group
 
     groups = await asyncio.gather(*(generate_and_reward(prompt) for prompt in prompts))
+    if switch.scores_last:
+        await switch.to_scoring()
+        await asyncio.gather(*(reward(group) for group in groups))
     phases.add({"generate": drawn - began, "reward": time.perf_counter() - drawn})
     return list(groups)
 

@@ -22,7 +22,7 @@ from weft.checkpoint.resume import restore_engine
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, reward_models
 from weft.data.encode import changed_files, load_tokenizer
 from weft.data.image_opener import image_opener
 from weft.engine.batch.document import first_sources
@@ -72,6 +72,8 @@ from weft.rl.reference_critic import (
     readout,
     start_rank,
 )
+from weft.rl.reward_models import Conversation, ConversationScorer, score_parts
+from weft.rl.rewards.calls import RewardOutcome
 from weft.rl.teacher import teacher_loss
 
 
@@ -93,8 +95,8 @@ class RankDevices:
 
 
 class TrainerRank:
-    """The policy on one rank, with reference and critic unless they have separate ranks. Trains, reads, saves, and
-    sends weights to rollout engines."""
+    """The policy on one rank, with teacher, and with reference, critic and reward models unless they have separate
+    ranks. Trains, reads, scores, saves, and sends weights to rollout engines."""
 
     def __init__(self, config: RlConfig, device: Device = "auto", *, fill: bool = True) -> None:
         """fill: False if a checkpoint will fill the trained weights."""
@@ -109,6 +111,11 @@ class TrainerRank:
         self.teacher_loss = None
         if self.teacher is not None and config.rl.teacher_in_loss:
             self.teacher_loss = teacher_loss(config.rl, self.teacher, self.engine, config.rollout.temperature)
+        self.reward_models = {
+            role: ConversationScorer(config, path, self.ranks, shares_with=self.engine)
+            for role, path in reward_models(config.rl.reward).items()
+            if role not in separate
+        }
         self.critic, self.values = critic, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
@@ -132,7 +139,10 @@ class TrainerRank:
         parts = sleeping_parts(self.config, self.engine.device.type)
         model = model_opening(self.config, self.engine, list(self._engines().values())[1:], parts)
         return replace(model, lines=[*notes, *model.lines, *note_on_prefixes(self.engine)]).followed_by(
-            opening_lines(self.config, self.reference, self.critic, self.teacher)
+            [
+                *opening_lines(self.config, self.reference, self.critic, self.teacher),
+                *(f"{scorer.line()}; in the trainer's ranks" for scorer in self.reward_models.values()),
+            ]
         )
 
     def compute_dtype(self) -> str:
@@ -169,6 +179,8 @@ class TrainerRank:
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """Raise UserError if a model cannot take these samples (model_engines.check_images)."""
+        for scorer in self.reward_models.values():
+            scorer.check_images(samples)
         check_images(self._engines(), samples)
 
     def image_room(self) -> ImageRoom:
@@ -219,7 +231,8 @@ class TrainerRank:
     def _engines(self) -> dict[Role, Engine]:
         """The engines of these ranks by role, the policy's first."""
         engines = {"policy": self.engine, "reference": self.reference, "teacher": self.teacher, CRITIC: self.critic}
-        return {role: engine for role, engine in engines.items() if engine is not None}
+        scoring = {role: scorer.engine for role, scorer in self.reward_models.items()}
+        return {role: engine for role, engine in engines.items() if engine is not None} | scoring
 
     def devices(self) -> RankDevices:
         """The devices of this rank."""
@@ -291,6 +304,11 @@ class TrainerRank:
                 with self.engine.without_adapter():
                     return readout(self.engine, samples, "logprob", self.opener)
             return readout(engines[role], samples, "value" if role == CRITIC else "logprob", self.opener)
+
+    def score(self, role: Role, parts: Sequence[Sequence[Conversation]]) -> list[list[RewardOutcome]]:
+        """What a reward model in these ranks gives the conversations of each part (score_parts)."""
+        with flight.computing(f"the {role.replace('_', ' ')}"):
+            return score_parts(self.reward_models[role], parts)
 
     # ------------------------------------------------------------ training
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 
-from weft.config.rl_schema import RlConfig, reward_models
+from weft.config.rl_schema import RewardModelConfig
+from weft.config.schema import StepConfig
 from weft.data.encode import has_template
-from weft.engine.engine import Engine
 from weft.launch import flight
 from weft.launch.process import Ranks
 from weft.rl.reward_models import Conversation, ConversationScorer
@@ -24,14 +25,18 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def score_figures(config: RlConfig, ranks: Ranks, trained: Engine) -> list[Figure]:
-    """A figure for each model of rl.reward; empty except on the first rank. Each is built in these ranks, and scores
-    the same conversations as transformers does one by one. Collective."""
+def with_room_to_verify(section: RewardModelConfig, step: StepConfig) -> RewardModelConfig:
+    """The section with room for the conversations of score_figures."""
+    return replace(
+        section, max_tokens_per_device=max(_ROOM, section.max_tokens_per_device or step.max_tokens_per_device)
+    )
+
+
+def score_figures(scorers: Mapping[str, ConversationScorer], ranks: Ranks) -> list[Figure]:
+    """A figure for each reward model, by its role; empty except on the first rank. Each scores the same conversations
+    as transformers does one by one. Collective."""
     figures = list[Figure]()
-    for role, path in reward_models(config.rl.reward).items():
-        room = max(_ROOM, config.reward_model.max_tokens_per_device or config.step.max_tokens_per_device)
-        section = replace(config.reward_model, max_tokens_per_device=room)
-        scorer = ConversationScorer(replace(config, reward_model=section), path, ranks, shares_with=trained)
+    for role, scorer in scorers.items():
         chat = has_template(scorer.encoder.tokenizer, None)
         conversations = [_conversation(f"{role}:{n}", *texts, chat) for n, texts in enumerate(_TEXTS)]
         outcomes = scorer.score(conversations)
@@ -39,9 +44,9 @@ def score_figures(config: RlConfig, ranks: Ranks, trained: Engine) -> list[Figur
         if ranks.is_first:
             worst, note = 0.0, ""
             plain = transformers.AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-            ).eval().to(trained.device)  # fmt: skip
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+                scorer.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            ).eval().to(scorer.engine.device)  # fmt: skip
+            tokenizer = transformers.AutoTokenizer.from_pretrained(scorer.path)
             for (prompt, answer), outcome in zip(_TEXTS, outcomes, strict=True):
                 expected = _plain_score(plain, tokenizer, prompt, answer, chat)
                 value = float("inf") if outcome.value is None else abs(outcome.value - expected) / max(1, abs(expected))

@@ -16,7 +16,7 @@ from weft.config.distill_schema import AVERAGE, BASE, DistillConfig, is_opened
 from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.reward_schema import RewardConfig
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, reward_models
 from weft.config.schema import MeshConfig, SftConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
@@ -34,7 +34,7 @@ from weft.recipes.plan.machines import Machine
 from weft.recipes.plan.memory import Memory, memory_by_stage
 from weft.recipes.plan.rows import RowFacts
 from weft.recipes.plan.timing import Part, StepTime, forward_seconds
-from weft.rl.model_engines import critic_config, reference_config, teacher_config
+from weft.rl.model_engines import critic_config, reference_config, reward_model_config, teacher_config
 from weft.rl.reference_critic import own_ranks
 from weft.terminal import byte_count
 
@@ -65,10 +65,11 @@ def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[M
     if isinstance(config, RlConfig):
         engines = {
             "reference": reference_config(config), "teacher": teacher_config(config), "critic": critic_config(config),
+            **{role: reward_model_config(config, path) for role, path in reward_models(config.rl.reward).items()},
         }  # fmt: skip
         separate = own_ranks(config)
         return [
-            ModelBeside(name, name, engine.model.path, engine)
+            ModelBeside(name, "reward_model" if name.startswith("reward_model") else name, engine.model.path, engine)
             for name, engine in engines.items()
             if engine is not None and name not in separate
         ]
