@@ -383,3 +383,65 @@ def test_parents_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("defaults: a.yaml\n")
     with pytest.raises(Exception, match="lead back to it"):
         migrate([str(tmp_path / "a.yaml")])
+
+
+PRIME = {
+    "model.path": "org/base-4b", "model.recompute": "full", "rl.prompts_per_step": 32, "rl.group_size": 16,
+    "rl.minibatches": 1, "rl.epochs": 1, "rl.advantage": "grpo", "rl.advantage_norm": "none", "rl.policy_loss": "ppo",
+    "rl.clip": [0.2, 0.2], "rl.dual_clip": None, "rl.loss_aggregation": "token_mean", "rl.kl_coef": 0,
+    "rl.old_logprobs": "rollout", "rl.entropy_coef": 0, "rl.mask_truncated": False, "rl.dynamic_sampling": 0,
+    "rollout.engine": "vllm", "rollout.tp": 2, "rollout.num_engines": 2, "rollout.max_prompt_tokens": 1024,
+    "rollout.max_new_tokens": 3072, "rollout.temperature": 0.8, "rollout.top_p": 1,
+    "rollout.gpu_memory_utilization": 0.9, "cluster.trainer_ranks": 4, "cluster.placement": "disaggregated",
+    "cluster.max_staleness": 4, "mesh.cp": 2, "fsdp.cpu_offload": "optimizer", "step.max_tokens_per_device": 4096,
+    "optimizer.name": "adamw", "optimizer.lr": 3e-6, "optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999],
+    "optimizer.eps": 1e-8, "optimizer.max_grad_norm": 1,
+    # warm-up, a constant rate, and a linear decay over the last 100 steps to a tenth
+    "schedule.name": "wsd", "schedule.warmup_steps": 20, "schedule.decay_ratio": 0.2, "schedule.decay": "linear",
+    "schedule.min_lr_ratio": 0.1, "train.steps": 500, "checkpoint.every": 50, "run.dir": "outputs/math",
+    "track.report_to": ["wandb"], "track.project": "math",
+}  # fmt: skip
+PRIME_DIFFERS = {
+    "prompts and rewards", "policy loss", "samples without an advantage", "warm-up of W updates, in update k"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "differing"),
+    [
+        ("", "", PRIME, set()),
+        ("group_size = 16", "group_size = 1", {"rl.group_size": None, "rl.prompts_per_step": None}, set()),
+        ("[orchestrator]", '[orchestrator.algo]\ntype = "max_rl"\n[orchestrator]', {"rl.advantage": "max_rl"}, set()),
+        ("[orchestrator]", '[orchestrator.algo]\ntype = "rae"\n[orchestrator]', {"rl.advantage": "grpo"},
+         {"advantage"}),
+        ("[orchestrator]", '[orchestrator.algo.length_penalty]\ntype = "linear"\n[orchestrator]', {}, {"advantage"}),
+        ("[orchestrator]", '[orchestrator.algo]\ntype = "opd"\nteacher = {name = "org/t"}\n[orchestrator]',
+         {"rl.teacher": "org/t", "rl.teacher_in": "advantage", "rl.old_logprobs": "recompute"},
+         {"advantage", "correction of the engine's mismatch"}),
+        ("max_completion_tokens = 3072\n", "",
+         {"rollout.max_prompt_tokens": 1024, "rollout.max_new_tokens": 3072}, {"longest completion"}),
+        ("max_completion_tokens = 3072\n", "max_completion_tokens = 1024\nextra_body = {top_k = 50}\n",
+         {"rollout.max_new_tokens": 1024, "rollout.top_k": 50, "rollout.allow_truncated": True,
+          "rl.old_logprobs": "recompute"}, {"correction of the engine's mismatch"}),
+        ("num_train_gpus = 4\nnum_infer_gpus = 4",
+         'type = "multi_node"\nnum_train_nodes = 2\nnum_infer_nodes = 3',
+         {"cluster.trainer_ranks": 16, "rollout.num_engines": 12}, set()),
+        ('type = "linear"', 'type = "cosine"', {"schedule.name": "cosine", "schedule.warmup_steps": 20}, set()),
+        ("[trainer.model]", "[trainer.model]\noptim_cpu_offload = false\nep = 4",
+         {"fsdp.cpu_offload": None, "mesh.ep": 4}, set()),
+    ],
+)  # fmt: skip
+def test_grpo_of_prime_rl(
+    tmp_path: Path, before: str, after: str, expected: dict[str, Any], differing: set[str]
+) -> None:
+    (tmp_path / "rl.toml").write_text((FOREIGN / "rl" / "prime_rl.toml").read_text().replace(before, after, 1))
+    values, differs, text = drafted(tmp_path / "rl.toml")
+    assert {key: values.get(key) for key in expected} == expected
+    assert set(differs) == PRIME_DIFFERS | differing and "does not know" not in text
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    sections = yaml.safe_load(text)
+    sections["rl"] |= {"algorithm": "grpo", "reward": ["math"]}
+    sections["rl"] |= {key: 8 for key in ("group_size", "prompts_per_step") if sections["rl"][key] is None}
+    sections["data"]["path"] = str(tmp_path / "p.jsonl")
+    (tmp_path / "draft.yaml").write_text(yaml.safe_dump(sections))
+    load_config([str(tmp_path / "draft.yaml")], ["rollout.python=/usr/bin/python3"], RlConfig)

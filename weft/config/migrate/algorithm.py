@@ -58,7 +58,9 @@ class Algorithm:
 
     def origin(self, name: str) -> str:
         """Where the value of a name comes from, in words."""
-        return name if name in self.settings else f"{self.draft.trainer.short}'s default of {name}"
+        if name in self.settings:
+            return name
+        return f"{self.draft.trainer.short}'s" + ("" if name in self.draft.keys else f" default of {name}")
 
     def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
         """Write a key. name: the name that decides it, unless `origin` says more."""

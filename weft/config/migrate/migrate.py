@@ -23,6 +23,7 @@ from weft.config.migrate.names import entry_of, recognised, task_of
 from weft.config.migrate.nemo_rl import NemoRl
 from weft.config.migrate.openrlhf import OpenRlhf
 from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
+from weft.config.migrate.prime_rl import PrimeRl
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.migrate.roll import Roll
 from weft.config.migrate.rollouts import settle_roles, take_rewards, take_rl_columns
@@ -50,6 +51,7 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
     "miles": Slime,
     "nemo_rl": NemoRl,
     "openrlhf": OpenRlhf,
+    "prime_rl": PrimeRl,
     "roll": Roll,
     "trl": Trl,
     "verl": Verl,
