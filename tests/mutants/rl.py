@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant("rl/algorithms/returns.py", "token_rewards", "rewards -= keys.kl_coef * kl(difference, keys.kl_estimator, keys.kl_clamp)", "rewards += keys.kl_coef * kl(difference, keys.kl_estimator, keys.kl_clamp)", "tests/rl/test_rl_math.py"),
     Mutant("rl/algorithms/returns.py", "token_rewards", "rewards[-1]", "rewards[0]", "tests/rl/test_rl_math.py"),
     Mutant("rl/advantages.py", "overlong_penalty", "length - (longest - buffer)", "length - longest", "tests/rl/test_rl_math.py"),
-    Mutant("rl/advantages.py", "advantages", "[s for s in group.samples if s.counts]", "[s for s in group.samples]", "tests/rl/test_rl_math.py tests/rl/test_rewards.py"),
+    Mutant("rl/advantages.py", "advantages", "[s for s in group.episodes if s.counts]", "[s for s in group.episodes]", "tests/rl/test_rl_math.py tests/rl/test_rewards.py"),
     Mutant("rl/advantages.py", "reward_metrics", "not group.has_signal", "group.has_signal", "tests/rl/test_rl_math.py"),
     Mutant("rl/corrections.py", "old_is_current", "rl.minibatches * rl.epochs == 1", "rl.minibatches == 1", "tests/rl/test_rl_math.py tests/parity/test_rl_parity.py tests/parity/test_policy_parity.py"),
     Mutant("rl/corrections.py", "comparable", "sample.rollout_logprobs + sample.kept_logmass", "sample.rollout_logprobs", "tests/rl/test_rl_math.py tests/parity/test_policy_parity.py"),

@@ -33,6 +33,7 @@ from weft.inference.types import Prompt, SampleGroup, samples_of
 from weft.rl.advantages import advantages
 from weft.rl.agents.agents import Agents, load_agents
 from weft.rl.agents.base import check_agent
+from weft.rl.agents.chat_api import parse_request
 from weft.rl.agents.session import AgentCall, Session, chains, samples_of_calls
 from weft.rl.documents import ReadSamples, TrainedSamples, note_beginnings
 from weft.rl.exact import require_exact
@@ -47,7 +48,7 @@ Played = tuple[list[Request], list[SampleGroup]]
 
 
 class Local:
-    """The embedded engine in this process, which keeps what it was asked."""
+    """The embedded engine in this process."""
 
     drawn = 0
 
@@ -55,10 +56,9 @@ class Local:
         """late: a prompt that takes a while to be answered."""
         self.embedded = EmbeddedEngine(engine, TOKENIZER)
         self.embedded.wake()
-        self.late, self.requests = late, list[Request]()
+        self.late = late
 
     async def generate(self, request: Request) -> list[Completion]:
-        self.requests.append(request)
         await asyncio.sleep(0.3 if request.tokens == self.late.tokens else 0)
         return self.embedded.generate([request])[0]
 
@@ -98,8 +98,8 @@ def play(engine: Any, asked: Agents, questions: Sequence[Prompt], count: int = 1
 # ---------------------------------------------------------------- with a model: what is trained is what was sampled
 
 
-def trained(path: str) -> tuple[list[SampleGroup], list[Request], dict[str, Tensor], tuple[int, int]]:
-    """(Groups of all plays, their requests, gradients of one step, (tokens forwarded, nodes of the tries))."""
+def trained(path: str) -> tuple[list[SampleGroup], dict[str, Tensor], tuple[int, int]]:
+    """(Groups of all plays, gradients of one step, (tokens forwarded, nodes of the tries))."""
     engine = open_engine(path, "1", exact=True, step={"max_tokens_per_device": 4096})
     questions = prompts([*PLAYS])
     local = Local(engine, questions[[*PLAYS].index("leave")])
@@ -122,7 +122,7 @@ def trained(path: str) -> tuple[list[SampleGroup], list[Request], dict[str, Tens
     nodes = {(sample.prompt.id, *sample.tokens[:end].tolist()) for sample in samples for end in range(1, len(sample))}
     gradients = {name: gradient for name, gradient in engine.gradients() if gradient is not None}
     assert documents.branches == sum(sample.branch > 0 for sample in samples)
-    return groups, local.requests, gradients, (plan.tokens_forwarded, len(nodes))
+    return groups, gradients, (plan.tokens_forwarded, len(nodes))
 
 
 def plain_gradients(path: str, groups: Sequence[SampleGroup]) -> dict[str, Tensor]:
@@ -150,11 +150,12 @@ def test_what_is_trained_is_what_agents_heard() -> None:
     """Ids, logprobs to the last bit, and every gradient, for continued, cut, parallel, repeated and broken calls; a
     token that calls share is forwarded once."""
     path = saved_model("qwen3", vocab_size=len(TOKENIZER), initializer_range=0.05)
-    ((groups, requests, gradients, (forwarded, nodes)),) = run(1, trained, path)
+    ((groups, gradients, (forwarded, nodes)),) = run(1, trained, path)
     by_play = dict(zip(PLAYS, groups, strict=True))
     counts = {name: [len(group.samples) // GROUP, group.samples[0].notes["calls"]] for name, group in by_play.items()}
     assert counts == {
-        "follow": [1, 3], "forget": [2, 3], "team": [3, 5], "again": [2, 2], "leave": [1, 1], "stream": [1, 2]
+        "follow": [1, 3], "forget": [2, 3], "fork": [2, 3], "team": [3, 5], "again": [2, 2], "leave": [1, 1],
+        "stream": [1, 2],
     }  # fmt: skip
     for group in groups:
         for episode in group.episodes:
@@ -168,7 +169,6 @@ def test_what_is_trained_is_what_agents_heard() -> None:
             whole = [tuple(part.tokens.tolist()) for part in parts]
             assert all(any(path[: len(call)] == call for path in whole) for call in heard)
             assert {part.reward for part in parts} == {episode.reward}
-    assert len({tuple(request.seeds) for request in requests}) == len(requests) - GROUP  # of `leave`
     assert forwarded == nodes
     figures = compare_gradients(gradients, plain_gradients(path, groups), {})
     assert all(figure.value <= 1e-5 for figure in figures), max(figures, key=lambda figure: figure.value)
@@ -281,19 +281,56 @@ REFUSED = {
 }  # fmt: skip
 
 
+def session_of(served: Agents, engine: Any, longest: int = 8) -> Session:
+    (prompt,) = prompts(["-"])
+    sampling = replace(SAMPLING, max_new_tokens=longest)
+    limits = served.config.rl.max_turns, served.config.rollout.max_prompt_tokens
+    return Session(prompt, 0, prompt.id, engine, sampling, served.chats, 11, *limits)
+
+
+def test_what_seeds_depend_on() -> None:
+    """On a call's tokens, and on how often they were asked before: not on the order of calls, and not on calls whose
+    answers nobody has seen. A client's retry is no call."""
+    first, second = ({"model": "policy", "messages": [{"role": "user", "content": text}]} for text in ("a", "b"))
+
+    class Stuck(Scripted):
+        stuck = False
+
+        async def generate(self, request: Request) -> list[Completion]:
+            completions = await super().generate(request)
+            await asyncio.sleep(1000 if self.stuck else 0)
+            return completions
+
+    async def seeds(*bodies: Any) -> list[int]:
+        engine = Stuck("four")
+        session = session_of(agents(), engine)
+        calls = [parse_request(json.dumps(body).encode(), ["policy"], session_config) for body in bodies]
+        engine.stuck = True
+        left = asyncio.ensure_future(session.answer(calls[0]))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        engine.stuck = False
+        answers = [await session.answer(call) for call in calls]
+        assert await session.answer(calls[-1], retry=True) is answers[-1] and len(session.calls) == len(calls)
+        return [request.seeds[0] for request in engine.requests]
+
+    session_config = agents().config.rollout
+    one, other = asyncio.run(seeds(first, second, first)), asyncio.run(seeds(second, first, first))
+    assert one[0] == one[1] == other[2] and other[0] == other[1] == one[2] and one[3] == other[3]
+    assert len({*one, *other}) == 3
+
+
 def asked(
     engine: Any, *bodies: Any, path: str = "/chat/completions", key: str = "", longest: int = 8, **keys: Any
 ) -> list[tuple[int, Any]]:
     """(Status, JSON) of POSTs in one session."""
 
     async def run_them() -> list[tuple[int, Any]]:
-        served, sampling = agents(**keys), replace(SAMPLING, max_new_tokens=longest)
+        served = agents(**keys)
         await served.start()
-        (prompt,) = prompts(["-"])
-        limits = served.config.rl.max_turns, served.config.rollout.max_prompt_tokens
-        session = Session(prompt, 0, prompt.id, engine, sampling, served.chats, 11, *limits)
         try:
-            with served.endpoint.serving("k", session):
+            with served.endpoint.serving("k", session_of(served, engine, longest)):
                 call = partial(asyncio.to_thread, post, served.endpoint.base_url, key or "k", path)
                 answers = [await call(body) for body in bodies]
                 return [(status, json.loads(text)) for status, text in answers]
@@ -340,6 +377,32 @@ def test_calls_of_tools_and_stop_texts() -> None:
     assert "<tool_response>\n4" in TOKENIZER.decode(second["prompt_token_ids"][len(known) :])
     stopped = asked(Scripted("a STOP", end=False), {**body, "tools": None, "stop": "STOP"})[0][1]["choices"][0]
     assert stopped["message"]["content"] == "a " and stopped["finish_reason"] == "stop"
+
+
+def test_the_client_of_openai() -> None:
+    """Its own types go back as history, in one piece and in events."""
+    openai = pytest.importorskip("openai")
+
+    async def ask() -> tuple[str, str, list[int], list[int]]:
+        served = agents()
+        await served.start()
+        try:
+            with served.endpoint.serving("k", session_of(served, Scripted("four"), 100)):
+                async with openai.AsyncOpenAI(base_url=served.endpoint.base_url, api_key="k") as client:
+                    create, extra = client.chat.completions.create, {"return_token_ids": True}
+                    messages: list[Any] = [{"role": "user", "content": "2?"}]
+                    one = await create(model="policy", messages=messages, extra_body=extra)
+                    messages += [one.choices[0].message, {"role": "user", "content": "3?"}]
+                    two = await create(model="policy", messages=messages, extra_body=extra)
+                    events = await create(model="policy", messages=messages, stream=True)
+                    streamed = "".join([event.choices[0].delta.content or "" async for event in events])
+            known = [*one.prompt_token_ids, *one.choices[0].token_ids]
+            return one.choices[0].message.content, streamed, known, two.prompt_token_ids
+        finally:
+            await served.close()
+
+    text, streamed, known, longer = asyncio.run(ask())
+    assert text == streamed == "four" and longer[: len(known)] == known
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,14 @@ def forget(client: Client, row: Any) -> None:
     client.ask([messages[0], *messages[2:]], max_tokens=5)
 
 
+def fork(client: Client, row: Any) -> None:
+    """Two ways to go on from one answer."""
+    messages = list(row["messages"])
+    messages.append(client.ask(messages, max_tokens=5))
+    for text in ("shorter", "longer"):
+        client.ask([*messages, said("user", text)], max_tokens=4)
+
+
 def team(client: Client, row: Any) -> None:
     """Two helpers with instructions of their own, at the same time; then one that reads both."""
 
@@ -108,7 +116,7 @@ def stream(client: Client, row: Any) -> None:
     client.ask([*row["messages"], answer, said("user", "go on")], max_tokens=3)
 
 
-PLAYS = {play.__name__: play for play in (follow, forget, team, again, leave, stream)}
+PLAYS = {play.__name__: play for play in (follow, forget, fork, team, again, leave, stream)}
 
 
 def solve(row: Any, base_url: str, api_key: str) -> dict[str, Any]:

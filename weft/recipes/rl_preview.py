@@ -47,6 +47,8 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
     lines = [f"reward   {line}" for line in rewards.lines()] + [f"tried    {line}" for line in tried]
     if environment is not None:
         lines.append(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
+    if config.rl.agent is not None:
+        lines.append(f"agent    {config.rl.agent}, not run here; up to {config.rl.max_turns} calls in a run")
     say_folded([*lines, *([f"prompts  not read: {unread}"] if task is None else _task_lines(config, task, apart))])
 
 

@@ -71,13 +71,14 @@ class Agents:
             result, error = None, late if failure.late else f": its process {failure}"
         finally:
             await worker.end()
-        rewards = [*session.posted, *([result] if result is not None else [])]
-        reward = next((given["reward"] for given in reversed(rewards) if given["reward"] is not None), None)
+        outcomes = [*session.posted, *([result] if result is not None else [])]
+        rewards = [entry["reward"] for entry in outcomes if entry["reward"] is not None]
+        reward = rewards[-1] if rewards else None
         if error is None and reward is None and self.needs_reward:
             error = " gave no reward: return one, print it as the last line, or post it to base_url/reward"
         samples = samples_of_calls(prompt, number, session.calls, "" if error is None else f"{rl.agent}{error}")
         for sample in samples:
-            sample.notes |= {name: note for given in rewards for name, note in given["notes"].items()}
+            sample.notes |= {name: note for entry in outcomes for name, note in entry["notes"].items()}
             sample.notes["calls"] = len(session.calls)
             if reward is not None:
                 sample.rewards = {AGENT: reward}

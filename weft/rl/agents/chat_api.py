@@ -109,8 +109,8 @@ def _refuse(value: Mapping[str, Any], rollout: RolloutConfig) -> None:
     for name, neutral in _NEUTRAL.items():
         if name in value and value[name] != neutral:
             raise HttpError(400, f"`{name}` is {value[name]!r}, which this endpoint does not do: leave it out")
-    known = _READ | _WITHOUT_EFFECT | _DECIDED.keys() | _NEUTRAL.keys()
-    if unknown := sorted(value.keys() - known):
+    accepted = _READ | _WITHOUT_EFFECT | _DECIDED.keys() | _NEUTRAL.keys()
+    if unknown := sorted(value.keys() - accepted):
         reason = "; seeds are those of the run (train.seed)" if "seed" in unknown else ""
         raise HttpError(400, f"`{unknown[0]}` has no effect here: leave it out{reason}")
 
@@ -133,12 +133,12 @@ def text_of(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in content)
 
 
-def same_message(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+def same_message(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Whether two messages say the same: role, text, calls, and the call that a result belongs to."""
-    return _said(one) == _said(two)
+    return _content(first) == _content(second)
 
 
-def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+def _content(message: Mapping[str, Any]) -> tuple[Any, ...]:
     calls = [
         (call.get("id"), call["function"]["name"], _arguments(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()

@@ -80,14 +80,14 @@ class Endpoint:
         )
 
     async def _chat(self, session: Session, request: HttpRequest) -> HttpResponse:
-        asked = parse_request(request.body, self._models, self._rollout)
-        if asked.tools and not self._parses_calls:
+        chat_request = parse_request(request.body, self._models, self._rollout)
+        if chat_request.tools and not self._parses_calls:
             raise HttpError(
                 400,
                 "the chat template of this model writes calls of tools in a format that this endpoint cannot parse "
                 "(it reads <tool_call>{...}</tool_call>, as of Qwen3 and Hermes): describe tools in a message, and "
                 "parse calls in the agent",
             )
-        call = await session.answer(asked, retry=request.headers.get(_RETRY, "0") != "0")
-        kind = "text/event-stream" if asked.stream else "application/json"
-        return HttpResponse(200, completion_body(asked, call.answer, MODEL), kind, lambda: session.forget(call))
+        call = await session.answer(chat_request, retry=request.headers.get(_RETRY, "0") != "0")
+        kind = "text/event-stream" if chat_request.stream else "application/json"
+        return HttpResponse(200, completion_body(chat_request, call.answer, MODEL), kind, lambda: session.forget(call))

@@ -64,7 +64,7 @@ class Session:
     posted: list[Mapping[str, Any]] = field(default_factory=list)
     failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
-    _asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    _repeats: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _started: int = 0
 
     async def answer(self, request: ChatRequest, retry: bool = False) -> AgentCall:
@@ -84,12 +84,12 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
-        repeated = self._asked[prompt]
-        self._asked[prompt] += 1
+        repeated = self._repeats[prompt]
+        self._repeats[prompt] += 1
         try:
             call = await self._complete(request, prompt, repeated)
         except BaseException:
-            self._asked[prompt] -= 1  # nobody has seen an answer: who asks again gets the same
+            self._repeats[prompt] -= 1  # nobody has seen an answer: who asks again gets the same
             raise
         finally:
             self._running.discard(task)
@@ -100,7 +100,7 @@ class Session:
         """Drop a call whose answer did not reach the agent."""
         if call in self.calls:
             self.calls.remove(call)
-            self._asked[call.prompt] -= 1
+            self._repeats[call.prompt] -= 1
 
     def end(self) -> None:
         """Cancel the calls that are still unanswered."""
