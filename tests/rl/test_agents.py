@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,8 +23,11 @@ from transformers import AutoModelForCausalLM
 from tests.rl.test_environments import END, TOKENIZER, Scripted
 from tests.support.agents import PLAYS, post
 from tests.support.cases import open_engine, saved_model
+from tests.support.local_rl import lines_of, rollouts_of, run_config, same_run, weights_of
 from tests.support.pool import run
 from tests.support.rl_samples import algorithm, rl_config
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.engine.engine import Engine
 from weft.engine.losses.policy import PolicyLoss
@@ -30,6 +35,7 @@ from weft.errors import UserError
 from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.inference.types import Prompt, SampleGroup, samples_of
+from weft.rl import trainer
 from weft.rl.advantages import advantages
 from weft.rl.agents.agents import Agents, load_agents
 from weft.rl.agents.base import check_agent
@@ -176,7 +182,7 @@ def test_what_is_trained_is_what_agents_heard() -> None:
 
 def test_chains_of_calls() -> None:
     """A call continues the longest of the earlier calls that its prompt begins with; equal answers to equal prompts are
-    two documents; the path of the last call comes first, and each call is sampled once."""
+    two documents; the path of the last call comes first, others by tokens, and each call is sampled once."""
 
     def call(prompt: str, answer: str) -> AgentCall:
         completion = Completion(tuple(map(ord, answer)), (-1.0,) * len(answer), "end", ((0, len(answer)),))
@@ -184,17 +190,47 @@ def test_chains_of_calls() -> None:
 
     a, b, c, d = call("p", "x"), call("px-", "y"), call("p", "x"), call("px-y+", "z")
     e, f = call("px-", "yy"), call("q", "x")
-    assert chains([a, b, c, d, e, f]) == [[f], [a, e], [a, b, d], [c]]
+    assert chains([a, b, c, d, e, f]) == [[f], [c], [a, b, d], [a, e]]
     for one in (a, b, c, d, e, f):
         object.__setattr__(one, "request", SimpleNamespace(messages=()))
     samples = samples_of_calls(Prompt(0, 0, (1,), "p"), 2, [a, b, c, d, e, f])
     texts = ["".join(map(chr, sample.tokens)) for sample in samples]
-    assert texts == ["qx", "px-yy", "px-y+z", "px"] and [s.id for s in samples] == [
+    assert texts == ["qx", "px", "px-y+z", "px-yy"] and [s.id for s in samples] == [
         "0.0/2",
         *(f"0.0/2.{n}" for n in (1, 2, 3)),
     ]
     drawn = ["".join(map(chr, sample.tokens[sample.sampled])) for sample in samples]
-    assert drawn == ["x", "xyy", "yz", "x"]
+    assert drawn == ["x", "x", "xyz", "yy"]
+
+
+def test_runs_are_equal_and_can_be_replayed(tmp_path: Path) -> None:
+    """To the last bit, with calls at the same time; and the loss is told of documents beyond one per episode."""
+    shutil.copytree(saved_model("qwen3", vocab_size=len(TOKENIZER), initializer_range=0.05), tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "play": ("fork", "team")[n % 2]} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        f"model.path={tmp_path}/model", f"data.path={tmp_path}/rows.jsonl", "rl.agent=tests.support.agents:solve",
+        "rl.prompts_per_step=2", "rl.group_size=2", "rollout.max_prompt_tokens=240", "rollout.max_new_tokens=8",
+        "step.max_tokens_per_device=1024", "optimizer.lr=1e-2", "train.steps=2", "checkpoint.async=false",
+        "rl.on_policy=exact",
+    ]  # fmt: skip
+    branches = list[int]()
+
+    def noted(*given: Any, **keys: Any) -> PolicyLoss:
+        branches.append(keys["branches"])
+        return PolicyLoss(*given, **keys)
+
+    with mock.patch.object(trainer, "PolicyLoss", noted):
+        for run_name, options in (("one", {}), ("two", {}), ("again", {"replay": str(tmp_path / "one/rollouts")})):
+            config = load_config([], [*words, f"run.dir={tmp_path / run_name}"], RlConfig)
+            run_config(config, **options)
+    same_run(tmp_path / "one", tmp_path / "two")
+    documents = [len(step) for step in rollouts_of(tmp_path / "one").values()]
+    assert branches == [count - 4 for count in documents] * 3 and min(branches) >= 4
+    assert [line["agent/documents"] for line in lines_of(tmp_path / "one")] == [count / 4 for count in documents]
+    trained, replayed = weights_of(tmp_path / "one"), weights_of(tmp_path / "again")
+    assert all(torch.equal(tensor, replayed[name]) for name, tensor in trained.items())
 
 
 # ---------------------------------------------------------------- failures, rewards and refusals

@@ -177,10 +177,10 @@ def parse_answer(text: str, has_tools: bool, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer, and what responses say of it. number: of the call in its session. pieces: the text of each token.
+    """An answer, and what responses say of it. name: of the call in its session. pieces: the text of each token.
     finish: `stop`, `length` or `tool_calls`."""
 
-    number: int
+    name: str
     message: Mapping[str, Any]
     finish: str
     prompt_ids: Sequence[int]
@@ -201,7 +201,7 @@ def completion_body(request: ChatRequest, answer: ChatAnswer, model: str) -> byt
         "completion_tokens": len(answer.ids),
         "total_tokens": len(answer.prompt_ids) + len(answer.ids),
     }
-    body: dict[str, Any] = {"id": f"chatcmpl-{answer.number}", "created": int(time.time()), "model": model}
+    body: dict[str, Any] = {"id": f"chatcmpl-{answer.name}", "created": int(time.time()), "model": model}
     if request.token_ids:
         body["prompt_token_ids"] = list(answer.prompt_ids)
     if not request.stream:

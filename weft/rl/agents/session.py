@@ -132,7 +132,8 @@ class Session:
         self._started += 1
         name = f"{self.name}/{self.number} call {self._started}"
         # A seed depends on the call's tokens, not on when it came: concurrent calls come in any order.
-        seed = seed_of(self.seed, self.name, self.number, _turn(prompt, repeated))
+        turn = _turn(prompt, repeated)
+        seed = seed_of(self.seed, self.name, self.number, turn)
         try:
             (completion,) = await self.engine.generate(Request(name, prompt, (seed,), sampling))
         except Exception as error:
@@ -140,21 +141,27 @@ class Session:
                 self.failed.set_exception(error)
             raise HttpError(503, "the engine has failed, and the run ends") from error
         ended = bool(completion.tokens) and completion.tokens[-1] in sampling.ends
-        answer = self._chat_answer(request, prompt, completion, ended, sampling.stop)
+        answer = self._chat_answer(request, prompt, completion, ended, sampling.stop, f"{turn:x}")
         return AgentCall(request, prompt, completion, answer, ended)
 
     def _chat_answer(
-        self, request: ChatRequest, prompt: tuple[int, ...], completion: Completion, ended: bool, stops: Sequence[str]
+        self,
+        request: ChatRequest,
+        prompt: tuple[int, ...],
+        completion: Completion,
+        ended: bool,
+        stops: Sequence[str],
+        name: str,
     ) -> ChatAnswer:
         tokenizer: PreTrainedTokenizerBase = self.chats.tokenizer
         tokens = list(completion.tokens)
         text = str(tokenizer.decode(tokens[:-1] if ended else tokens))
         if completion.finish == "end" and not ended:
             text = text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
-        message = parse_answer(text, bool(request.tools), f"{self.number}_{self._started}")
+        message = parse_answer(text, bool(request.tools), name)
         finish = "length" if completion.finish != "end" else "tool_calls" if "tool_calls" in message else "stop"
         pieces = tokenizer.batch_decode([[token] for token in tokens]) if request.logprobs else ()
-        return ChatAnswer(self._started, message, finish, prompt, tokens, completion.logprobs, pieces)
+        return ChatAnswer(name, message, finish, prompt, tokens, completion.logprobs, pieces)
 
     def _answered(self, request: ChatRequest, prompt: tuple[int, ...]) -> AgentCall | None:
         """The last call that asked the same."""
@@ -178,8 +185,9 @@ def _turn(prompt: Sequence[int], repeated: int) -> int:
 
 
 def chains(calls: Sequence[AgentCall]) -> list[list[AgentCall]]:
-    """The forest of the calls as paths from a root to a leaf; the first is that of the last call. A call's parent is
-    the earlier call with the most tokens among those that its prompt begins with."""
+    """The forest of the calls as paths from a root to a leaf: first that of the last call, then others by their tokens,
+    because concurrent calls end in any order. A call's parent is the earlier call with the most tokens among those that
+    its prompt begins with."""
     parents: dict[int, int] = {}
     for index, call in enumerate(calls):
         earlier = [n for n in range(index) if call.prompt[: len(calls[n].tokens)] == calls[n].tokens]
@@ -187,7 +195,7 @@ def chains(calls: Sequence[AgentCall]) -> list[list[AgentCall]]:
             parents[index] = max(earlier, key=lambda n: (len(calls[n].tokens), -n))
     leaves = [index for index in range(len(calls)) if index not in parents.values()]
     paths = []
-    for leaf in reversed(leaves):
+    for leaf in [*leaves[-1:], *sorted(leaves[:-1], key=lambda index: calls[index].tokens)]:
         path = [leaf]
         while path[0] in parents:
             path.insert(0, parents[path[0]])
