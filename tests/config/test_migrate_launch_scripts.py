@@ -118,6 +118,9 @@ def test_grpo_of_slime(draw: Draw) -> None:
         (["--num-steps-per-rollout 4"], {"rl.minibatches": 4, "train.steps": 400}, set()),
         (["--global-batch-size 100"], {"rl.minibatches": None}, set()),
         (["--rollout-top-p 0.9"], {"rollout.top_p": 0.9, "rollout.allow_truncated": True}, set()),
+        ([], {"data.long_documents": "error", "rollout.max_prompt_tokens": None}, set()),
+        (["--rollout-max-prompt-len 2048"],
+         {"data.long_documents": "drop", "rollout.max_prompt_tokens": 2048}, set()),
         (["--train-backend fsdp"], {"rl.policy_loss": "ppo", "optimizer.weight_decay": 0.1}, set()),
         (["--custom-rm-path rewards.mine.score"], {"rl.reward": ["my_rewards:score"]}, set()),
         (["--update-weights-interval 2 --max-weight-staleness 3 --fully-async"], {"cluster.max_staleness": 3}, set()),
@@ -140,7 +143,7 @@ def test_drafts_of_slime_load(draw: Draw, tmp_path: Path, estimator: str) -> Non
 
 
 def test_an_array_that_no_command_gets_says_nothing(draw: Draw, tmp_path: Path) -> None:
-    assert draw("slime_grpo.sh")[0]["optimizer.lr"] == 1e-6  # UNUSED_ARGS has 1.0
+    assert draw("slime_grpo.sh")[0]["rl.dual_clip"] is None  # UNUSED_ARGS has 3.0
     (tmp_path / "f.sh").write_text(
         "A=(--hf-checkpoint m --rm-type math --lr 2e-6 --prompt-data d)\nB=(--lr 3e-6)\n"
         'B+=(--eps-clip 0.1)\nrun() { "$PY" "${A[@]}"; }\npython train.py ${B[@]}\nrun\n'

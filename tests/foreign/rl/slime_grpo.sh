@@ -36,7 +36,7 @@ EVAL_ARGS=(
    --eval-top-p 0.7
 )
 UNUSED_ARGS=(
-   --lr 1.0
+   --eps-clip-c 3.0
 )
 PERF_ARGS=(
    --tensor-model-parallel-size 2

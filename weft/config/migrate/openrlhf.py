@@ -150,7 +150,7 @@ class OpenRlhf(Algorithm):
             room = int(self.number("data.prompt_max_len")) or max(1, total - longest)
             self.take("rollout.max_new_tokens", longest, "rollout.max_new_tokens")
             self.take("rollout.max_prompt_tokens", room, "data.max_len", f"data.max_len {total} - {longest}")
-        self.take("data.long_documents", "drop", "data.long_documents", "longer prompts are left out")
+        self.take("data.long_documents", "error", "data.long_documents", "no prompt is left out in silence")
 
     def rewards(self) -> None:
         """Set rl.reward, rl.overlong_buffer and rl.overlong_penalty."""

@@ -117,7 +117,7 @@ class PrimeRl(Algorithm):
                   "" if 0 < limit < total else f"seq_len {total} - {prompt}")  # fmt: skip
         if not 0 < limit < total:
             self.differs("longest completion", f"what its prompt leaves of {total} tokens", f"{total - prompt}")
-        self.take("data.long_documents", "drop", "data.long_documents", "longer prompts are left out")
+        self.take("data.long_documents", "error", "data.long_documents", "no prompt is left out in silence")
         row = f"{_MODEL}.seq_len" if f"{_MODEL}.seq_len" in self.settings else name
         self.take("step.max_tokens_per_device", int(self.number(row)) or total, row)
         self.draft.fit_row(total, "sample")

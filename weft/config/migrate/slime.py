@@ -153,7 +153,10 @@ class Slime(Algorithm):
             columns["answer"] = str(label)
         self.take("data.columns", columns, "input_key", "input_key, label_key")
         self.take("rl.chat", self.on("apply_chat_template"), "apply_chat_template")
-        self.take("data.long_documents", "drop", "data.long_documents", "longer prompts are left out")
+        # without a limit of theirs weft's own applies, and no prompt may be lost by it in silence
+        limited = "rollout.max_prompt_tokens" in self.draft.values
+        self.take("data.long_documents", "drop" if limited else "error", "data.long_documents",
+                  "longer prompts are left out" if limited else "their prompts have any length")  # fmt: skip
 
     def rewards(self) -> None:
         """Set rl.reward, and rl.environment where samples come from a function of the trainer's."""
