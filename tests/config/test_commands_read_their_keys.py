@@ -49,8 +49,8 @@ def bindings(module: str) -> dict[str, ast.stmt | tuple[str, str | None]]:
     for node in ast.walk(modules()[module]):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                target = (whole, None) if whole in modules() else (node.module, alias.name)
+                dotted = f"{node.module}.{alias.name}"
+                target = (dotted, None) if dotted in modules() else (node.module, alias.name)
                 bound[alias.asname or alias.name] = target
     for statement in modules()[module].body:
         if isinstance(statement, Definition):
@@ -114,8 +114,8 @@ class Reached:
                     self._resolve(target[0], child.attr)
             elif isinstance(child, ast.Constant) and isinstance(child.value, str):
                 self._attributes.add(child.value)  # a method of an actor is called by its name
-                where, _, name = child.value.replace(":", ".").rpartition(".")
-                self._resolve(where, name)  # an import path
+                module_name, _, name = child.value.replace(":", ".").rpartition(".")
+                self._resolve(module_name, name)  # an import path
 
     def _resolve(self, module: str, name: str) -> None:
         while module in modules():

@@ -248,7 +248,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "others"),
+    ("key", "value", "overrides"),
     [
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
@@ -305,10 +305,10 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("mesh.pp_stages_per_rank", "2", ["mesh.pp=2"]),
     ],
 )
-def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
-    message = refused(f"{key}={value}", *others)
+def test_a_key_without_effect_is_refused(key: str, value: str, overrides: list[str]) -> None:
+    message = refused(f"{key}={value}", *overrides)
     assert message.startswith(f"command line: {key} would have no effect:")
-    load(f"{key}={value}", f"{key}=null", *others)
+    load(f"{key}={value}", f"{key}=null", *overrides)
 
 
 def test_every_inert_rule_is_tried() -> None:
@@ -524,9 +524,9 @@ def test_a_missing_config_file_names_its_neighbours() -> None:
 
 
 def test_missing_data_and_model_name_their_neighbours() -> None:
-    said = refused("data.path=dd.jsonl")
-    assert "data.path dd.jsonl does not exist; it must be a local file, or a dataset on the hub" in said
-    assert said.endswith("Did you mean d.jsonl?")
+    message = refused("data.path=dd.jsonl")
+    assert "data.path dd.jsonl does not exist; it must be a local file, or a dataset on the hub" in message
+    assert message.endswith("Did you mean d.jsonl?")
     assert "data.path d*.json: no file matches this pattern" in refused("data.path=d*.json")
     assert "data.path m is a folder" in refused("data.path=m")
     assert "model.path ./mm does not exist" in refused("model.path=./mm")
@@ -574,8 +574,8 @@ def test_ranks_of_ep_are_some_of_the_shards() -> None:
     assert fewest_ranks(MeshConfig(ep=8)) == fewest_ranks(MeshConfig(cp=2, ep=8)) == 8
     with pytest.raises(UserError, match=r"mesh.ep=3 does not divide mesh.dp_shard x mesh.cp = 4: .* one of 1, 2, 4\."):
         resolve_mesh(MeshConfig(ep=3), 4)
-    shrunk, said = shrink_mesh(MeshConfig(dp_shard=16, ep=8), 2, True)
-    assert (shrunk.dp_shard, shrunk.ep, len(said)) == (2, 2, 2)
+    shrunk, notes = shrink_mesh(MeshConfig(dp_shard=16, ep=8), 2, True)
+    assert (shrunk.dp_shard, shrunk.ep, len(notes)) == (2, 2, 2)
 
 
 def test_what_a_resumed_run_no_longer_needs_is_dropped() -> None:
@@ -620,9 +620,9 @@ def test_an_integer_reshard_must_divide_the_shards() -> None:
 def test_verify_shrinks_the_mesh_to_the_machine(
     mesh: tuple[int, int], machine: int, share: bool, expected: tuple[int, int], notes: int
 ) -> None:
-    shrunk, said = shrink_mesh(MeshConfig(dp_replicate=mesh[0], dp_shard=mesh[1]), machine, share)
+    shrunk, messages = shrink_mesh(MeshConfig(dp_replicate=mesh[0], dp_shard=mesh[1]), machine, share)
     assert (shrunk.dp_replicate, shrunk.dp_shard) == expected
-    assert len(said) == notes
+    assert len(messages) == notes
 
 
 # ---------------------------------------------------------------- out again
@@ -698,7 +698,7 @@ RATES = ("optimizer.lr", "optimizer.weight_decay", "schedule.name")
 
 
 @pytest.mark.parametrize(
-    ("schema", "overrides", "rates", "of"),
+    ("schema", "overrides", "rates", "default"),
     [
         (SftConfig, (), (1e-5, 0.1, "cosine"), "weft sft"),
         (SftConfig, ("lora.rank=8",), (1e-4, 0.0, "cosine"), "weft sft with lora"),
@@ -711,11 +711,11 @@ RATES = ("optimizer.lr", "optimizer.weight_decay", "schedule.name")
     ],
 )
 def test_rates_have_the_defaults_of_their_command_and_of_adapters(
-    schema: type, overrides: tuple[str, ...], rates: tuple[float, float, str], of: str
+    schema: type, overrides: tuple[str, ...], rates: tuple[float, float, str], default: str
 ) -> None:
     config = load_config([], ["model.path=m", "data.path=d.jsonl", *overrides], schema)
     assert tuple(get(config, name) for name in RATES) == rates
-    assert default_of_command(config, "optimizer.lr") == of
+    assert default_of_command(config, "optimizer.lr") == default
     Path("resolved.yaml").write_text(to_yaml(config))  # as a resumed run reads it, whatever the defaults are then
     assert f"lr: {rates[0]:g}" in Path("resolved.yaml").read_text().replace("1.0e", "1e").replace("3.0e", "3e")
     assert load_config(["resolved.yaml"], [], schema, of_run=True) == config

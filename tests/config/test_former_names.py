@@ -72,8 +72,8 @@ def test_every_renamed_key_is_tried_here() -> None:
 @pytest.mark.parametrize("former", GIVEN)
 def test_former_names_work_in_files_and_on_the_command_line(former: str) -> None:
     """The resolved config, which the run keeps, has the new name alone, and reads as the same config again."""
-    value, more = GIVEN[former]
-    schema, given = schema_of(former)
+    value, extra = GIVEN[former]
+    schema, required = schema_of(former)
     section, _, leaf = former.partition(".")
     Path("nested.yaml").write_text(f"{section}:\n  {leaf}: {written(value)}\n")
     Path("dotted.yaml").write_text(f"{former}: {written(value)}\n")
@@ -83,7 +83,7 @@ def test_former_names_work_in_files_and_on_the_command_line(former: str) -> None
         ([], [f"{former}={written(value)}"]),
     ]
     for files, overrides in sources:
-        config: Any = load_config(files, [*given, *more, *overrides], schema)
+        config: Any = load_config(files, [*required, *extra, *overrides], schema)
         assert plain(get(config, NAMES[former])) == value
         section_of = to_dict(config)[section]
         assert leaf not in section_of and plain(section_of[NAMES[former].partition(".")[2]]) == value
@@ -94,12 +94,12 @@ def test_former_names_work_in_files_and_on_the_command_line(former: str) -> None
 @pytest.mark.parametrize("former", GIVEN)
 def test_former_names_work_in_python(former: str) -> None:
     """In the sections of a call, in the constructor of a section, and as attributes, which functions of users read."""
-    value, more = GIVEN[former]
+    value, extra = GIVEN[former]
     schema, _ = schema_of(former)
     section, _, leaf = former.partition(".")
     values: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
     values |= {"rl": {"reward": ["length"]}} if schema is RlConfig else {}
-    for word in more:
+    for word in extra:
         name, _, text = word.partition("=")
         values.setdefault(name.partition(".")[0], {})[name.partition(".")[2]] = int(text) if text.isdigit() else text
     values[section] = {**values.get(section, {}), leaf: value}
@@ -107,8 +107,8 @@ def test_former_names_work_in_python(former: str) -> None:
     assert plain(get(config, NAMES[former])) == value
     assert getattr(getattr(config, section), leaf) == get(config, NAMES[former])
     kind = type(getattr(config, section))
-    made = kind(**({"path": "m"} if section == "model" else {}), **{leaf: value})
-    assert getattr(made, NAMES[former].partition(".")[2]) == value
+    section_config = kind(**({"path": "m"} if section == "model" else {}), **{leaf: value})
+    assert getattr(section_config, NAMES[former].partition(".")[2]) == value
 
 
 def test_attributes_that_there_are_not() -> None:
@@ -123,19 +123,19 @@ def test_attributes_that_there_are_not() -> None:
 
 @pytest.mark.parametrize("former", GIVEN)
 def test_a_key_by_both_names_is_an_error(former: str) -> None:
-    value, more = GIVEN[former]
-    schema, given = schema_of(former)
+    value, extra = GIVEN[former]
+    schema, required = schema_of(former)
     name, (section, _, leaf) = NAMES[former], former.partition(".")
-    both = [f"{former}={written(value)}", f"{name}={written(value)}"]
+    both_names = [f"{former}={written(value)}", f"{name}={written(value)}"]
     with pytest.raises(UserError) as caught:
-        load_config([], [*given, *more, *both], schema)
+        load_config([], [*required, *extra, *both_names], schema)
     assert str(caught.value) == (
         f"command line: {former} is the former name of {name}, which is set as well (command line): keep {name}."
     )
     text = written(value)
     Path("both.yaml").write_text(f"{section}:\n  {leaf}: {text}\n  {name.partition('.')[2]}: {text}\n")
     with pytest.raises(UserError, match=rf"both.yaml:2: {former} is the former name of {name}.*\(both.yaml:3\)"):
-        load_config(["both.yaml"], [*given, *more], schema)
+        load_config(["both.yaml"], [*required, *extra], schema)
 
 
 def test_later_sources_override_earlier_ones_by_either_name() -> None:

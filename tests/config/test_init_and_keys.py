@@ -35,11 +35,11 @@ def test_the_first_config_loads_and_so_does_each_line_that_is_commented_out(
     text = starter(command, {"model.path": "m"})
     (tmp_path / "c.yaml").write_text(text)
     plain = load_config(["c.yaml"], [], SCHEMAS[command], weights=False)
-    whole = re.sub(r"^( *)# ( *)(\w+:)", r"\1\2\3", text, flags=re.M)
-    assert whole.count("#") < text.count("#")
+    uncommented = re.sub(r"^( *)# ( *)(\w+:)", r"\1\2\3", text, flags=re.M)
+    assert uncommented.count("#") < text.count("#")
     if command == "rl":  # a file that the test does not have
-        whole = re.sub(r"^ +environment:.*\n", "", whole, flags=re.M)
-    (tmp_path / "all.yaml").write_text(whole)
+        uncommented = re.sub(r"^ +environment:.*\n", "", uncommented, flags=re.M)
+    (tmp_path / "all.yaml").write_text(uncommented)
     assert load_config(["all.yaml"], [], SCHEMAS[command], weights=False) != plain
     assert all(
         len(line) <= 150 and ("  # " in line or line[:1] == "#" or line.endswith((":", "")))
@@ -48,22 +48,22 @@ def test_the_first_config_loads_and_so_does_each_line_that_is_commented_out(
 
 
 def test_the_first_config_of_sft_runs_as_it_is(tmp_path: Path) -> None:
-    here = write_small_job(tmp_path)
-    made = weft(here, "init", "sft", "model.path=model", "mesh.tp=1", "--output", "sft.yaml")
-    assert made.returncode == 0 and "weft sft sft.yaml --dry-run" in made.stdout, made.stderr
-    assert "  tp: 1" in (here / "sft.yaml").read_text()
-    done = weft(here, "sft", "sft.yaml", "--dry-run")
+    folder = write_small_job(tmp_path)
+    created = weft(folder, "init", "sft", "model.path=model", "mesh.tp=1", "--output", "sft.yaml")
+    assert created.returncode == 0 and "weft sft sft.yaml --dry-run" in created.stdout, created.stderr
+    assert "  tp: 1" in (folder / "sft.yaml").read_text()
+    done = weft(folder, "sft", "sft.yaml", "--dry-run")
     assert done.returncode == 0 and "documents: 16" in done.stdout, done.stderr
-    again = weft(here, "init", "--output", "sft.yaml")
-    assert again.returncode == 2 and "exists already" in again.stderr
+    repeated = weft(folder, "init", "--output", "sft.yaml")
+    assert repeated.returncode == 2 and "exists already" in repeated.stderr
 
 
 def test_the_first_config_of_rl_runs_as_it_is(tmp_path: Path) -> None:
-    here = write_small_job(tmp_path)
-    (here / "problems.jsonl").write_text('{"prompt": "1 2", "answer": "2 1"}\n' * 40)
-    made = weft(here, "init", "rl", "model.path=model", "rollout.max_new_tokens=8", "rollout.max_prompt_tokens=40")
-    (here / "rl.yaml").write_text(made.stdout)
-    done = weft(here, "rl", "rl.yaml", "--dry-run")
+    folder = write_small_job(tmp_path)
+    (folder / "problems.jsonl").write_text('{"prompt": "1 2", "answer": "2 1"}\n' * 40)
+    created = weft(folder, "init", "rl", "model.path=model", "rollout.max_new_tokens=8", "rollout.max_prompt_tokens=40")
+    (folder / "rl.yaml").write_text(created.stdout)
+    done = weft(folder, "rl", "rl.yaml", "--dry-run")
     assert done.returncode == 0 and "reward   exact_match" in done.stdout, done.stderr
 
 

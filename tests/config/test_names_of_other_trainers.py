@@ -89,10 +89,10 @@ def test_a_typo_in_a_table_is_named_with_its_file(tmp_path: Path, file: str, old
     assert old in text
     (folder / file).write_text(text.replace(old, new, 1))
     try:
-        found = "\n".join(problems(Tables(folder)))
+        message = "\n".join(problems(Tables(folder)))
     except TableError as error:
-        found = str(error)
-    assert words in found and file in found
+        message = str(error)
+    assert words in message and file in message
 
 
 def test_a_table_that_is_not_listed_and_a_page_without_an_introduction(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_there_are_at_least_400_names_and_50_of_each() -> None:
     ],
 )
 def test_a_name_is_known_by_the_most_that_the_table_has_of_it(name: str, words: str | None) -> None:
-    found = advice_for(name)
-    assert (words is None and found is None) or (words is not None and found is not None and words in found)
+    advice = advice_for(name)
+    assert (words is None and advice is None) or (words is not None and advice is not None and words in advice)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_a_name_is_known_by_the_most_that_the_table_has_of_it(name: str, words: 
 )  # which takes any import path
 def test_values_of_others_are_none_of_weft_and_the_answers_are(key: str) -> None:
     kind = schema_keys(SftConfig)[key].type
-    for foreign, ours in TABLES.values[key].items():
+    for foreign, answer in TABLES.values[key].items():
         assert foreign == foreign.lower()
-        coerce(read_value(ours, ""), kind)
+        coerce(read_value(answer, ""), kind)
         if kind is not str:  # optimizer.name may be an import path; weft/config/checks.py says what is none
             with pytest.raises(MismatchError):
                 coerce(read_value(foreign, ""), kind)

@@ -62,9 +62,9 @@ def proposals_of_tables() -> Iterator[tuple[str, str, str]]:
     for trainer in TABLES.trainers:
         texts[f"{trainer.name}.yaml"] = [*trainer.names.values(), *trainer.rl.values()]
         texts[f"{trainer.name}.md"] = [TABLES.introduction(trainer)]
-    for file, said in texts.items():
-        for text in said:
-            yield from ((f"config/migrate/tables/{file}", *found) for found in proposals(repr(text)))
+    for file, messages in texts.items():
+        for text in messages:
+            yield from ((f"config/migrate/tables/{file}", *proposal) for proposal in proposals(repr(text)))
 
 
 def _text(node: ast.AST) -> str:
@@ -104,9 +104,9 @@ def problem(key: str, value: str) -> str:
 
 
 def test_a_proposed_key_takes_the_proposed_value() -> None:
-    proposed = [place for place in all_proposals() if place[:2] not in _THEIRS]
-    problems = {place: problem(*place[1:]) for place in proposed}
-    assert {place: text for place, text in problems.items() if text} == {}
+    proposed = [proposal for proposal in all_proposals() if proposal[:2] not in _THEIRS]
+    problems = {proposal: problem(*proposal[1:]) for proposal in proposed}
+    assert {proposal: text for proposal, text in problems.items() if text} == {}
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_a_proposed_key_takes_the_proposed_value() -> None:
     ],
 )  # fmt: skip
 def test_an_override_reaches_the_program_as_it_was_meant(value: Any, word: str | None) -> None:
-    said = override("data.columns", value)
-    assert word is None or said == word
-    passed_on = subprocess.run(["sh", "-c", f"printf '%s' {said}"], capture_output=True, text=True, check=True).stdout
+    quoted = override("data.columns", value)
+    assert word is None or quoted == word
+    passed_on = subprocess.run(["sh", "-c", f"printf '%s' {quoted}"], capture_output=True, text=True, check=True).stdout
     key, _, text = passed_on.partition("=")
     assert key == "data.columns" and node_value(read_value(text, "here")) == value
 
@@ -138,7 +138,7 @@ def node_value(node: Any) -> Any:
 
 def test_no_proposal_breaks_in_a_shell() -> None:
     """Braces, brackets and spaces are quoted: they come from `override`, or stand in quotes."""
-    found = []
+    unquoted = []
     for path in [*SOURCE.rglob("*.py"), *SOURCE.rglob("*.yaml")]:
         tree = ast.parse(path.read_text(encoding="utf-8") if path.suffix == ".py" else repr(path.read_text("utf-8")))
         documented = {
@@ -146,24 +146,24 @@ def test_no_proposal_breaks_in_a_shell() -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         }
-        found += [
+        unquoted += [
             (path.name, match[0])
             for node in ast.walk(tree)
             if (text := _text(node)) and id(text) not in documented
             for match in re.finditer(r"(?<![\w.'\"`])([a-z]+)\.[a-z_]+=[\[{][^\]}]*", text)
             if match[1] in SECTIONS
         ]
-    assert found == []
+    assert unquoted == []
 
 
 def test_proposals_are_found() -> None:
     """A hundred and more are there; one that is misspelt, or has a value of another type, would be seen."""
     assert len(all_proposals()) > 100
     source = 'say("Set step.max_tokens_per_devise=512."); say(f"Set train.steps={n}, or model.recompute=ful.")'
-    found = list(proposals(source))
-    assert found == [
+    parsed = list(proposals(source))
+    assert parsed == [
         ("step.max_tokens_per_devise", "512"),
         ("train.steps", "\0"),
         ("model.recompute", "ful"),
     ]
-    assert [bool(problem(*one)) for one in found] == [True, False, True]
+    assert [bool(problem(*proposal)) for proposal in parsed] == [True, False, True]

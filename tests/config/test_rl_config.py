@@ -22,9 +22,9 @@ OWN = [name for name in schema_keys(RlConfig) if name not in schema_keys(SftConf
 
 
 def load(*overrides: str) -> RlConfig:
-    given = {word.partition("=")[0] for word in overrides}
+    overridden = {word.partition("=")[0] for word in overrides}
     needed = ("model.path=org/m", "data.path=org/d", "rl.reward=[math]")
-    return load_config([], [*(w for w in needed if w.partition("=")[0] not in given), *overrides], RlConfig)
+    return load_config([], [*(w for w in needed if w.partition("=")[0] not in overridden), *overrides], RlConfig)
 
 
 def test_every_key_is_read_outside_the_config_package() -> None:

@@ -27,18 +27,18 @@ def test_it_is_transformers_loss_of_each_document() -> None:
     torch.manual_seed(0)
     lengths, experts, top_k = (7, 1, 12), 6, 2
     layers = [torch.randn(25, experts, requires_grad=True) for _ in range(3)]
-    owner = torch.cat([torch.full((n,), place) for place, n in enumerate(lengths)] + [torch.full((5,), -1)])
-    found = balance_sum(layers, Balance(owner, len(lengths), top_k))
+    owner = torch.cat([torch.full((n,), document) for document, n in enumerate(lengths)] + [torch.full((5,), -1)])
+    actual = balance_sum(layers, Balance(owner, len(lengths), top_k))
     parts = [layer[:20].split(lengths) for layer in layers]
     expected = sum(
-        n * load_balancing_loss_func(tuple(part[place] for part in parts), experts, top_k)
-        for place, n in enumerate(lengths)
+        n * load_balancing_loss_func(tuple(part[document] for part in parts), experts, top_k)
+        for document, n in enumerate(lengths)
     )
-    assert torch.allclose(found, torch.as_tensor(expected), rtol=1e-6)
-    ours = torch.autograd.grad(found, layers)
-    theirs = torch.autograd.grad(torch.as_tensor(expected), layers)
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(ours, theirs, strict=True))
-    assert not ours[0][20:].any()  # padding
+    assert torch.allclose(actual, torch.as_tensor(expected), rtol=1e-6)
+    gradients = torch.autograd.grad(actual, layers)
+    reference_gradients = torch.autograd.grad(torch.as_tensor(expected), layers)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(gradients, reference_gradients, strict=True))
+    assert not gradients[0][20:].any()  # padding
 
 
 @pytest.mark.parametrize("step", [False, True])
@@ -61,10 +61,10 @@ def test_a_token_that_documents_share_counts_in_each(step: bool) -> None:
         balances = [replace(balance, shares_E=shares) for balance in balances]
     losses = [balance_sum(row, balance) for row, balance in zip(layers, balances, strict=True)]
     torch.testing.assert_close(*losses)
-    ours, theirs = (torch.autograd.grad(loss, shared) for loss in losses)
-    for gradient, expected in zip(ours, theirs, strict=True):
+    gradients, references = (torch.autograd.grad(loss, shared) for loss in losses)
+    for gradient, expected in zip(gradients, references, strict=True):
         torch.testing.assert_close(gradient, expected)
-    assert not ours[0][15:].any()  # padding
+    assert not gradients[0][15:].any()  # padding
 
 
 def test_of_a_step_its_rows_add_up_to_transformers_loss_of_all_tokens() -> None:
@@ -72,17 +72,17 @@ def test_of_a_step_its_rows_add_up_to_transformers_loss_of_all_tokens() -> None:
     experts, top_k, tokens = 6, 2, (9, 4)
     rows = [[torch.randn(n + 2, experts, requires_grad=True) for _ in range(3)] for n in tokens]
     owners = [torch.cat([torch.arange(n) // 5, torch.tensor([-1, -1])]) for n in tokens]
-    asked = [Balance(owner, int(owner.max()) + 1, top_k) for owner in owners]
-    counts = [count_choices(row, balance).sum(0) for row, balance in zip(rows, asked, strict=True)]
+    balances = [Balance(owner, int(owner.max()) + 1, top_k) for owner in owners]
+    counts = [count_choices(row, balance).sum(0) for row, balance in zip(rows, balances, strict=True)]
     shares = sum(counts) / (3 * sum(tokens))
     assert isinstance(shares, torch.Tensor) and float(shares.sum()) == pytest.approx(top_k)
-    parts = [balance_sum(row, replace(balance, shares_E=shares)) for row, balance in zip(rows, asked, strict=True)]
-    whole = tuple(torch.cat([row[layer][:n] for row, n in zip(rows, tokens, strict=True)]) for layer in range(3))
-    expected = torch.as_tensor(load_balancing_loss_func(whole, experts, top_k))
+    parts = [balance_sum(row, replace(balance, shares_E=shares)) for row, balance in zip(rows, balances, strict=True)]
+    joined = tuple(torch.cat([row[layer][:n] for row, n in zip(rows, tokens, strict=True)]) for layer in range(3))
+    expected = torch.as_tensor(load_balancing_loss_func(joined, experts, top_k))
     assert torch.allclose(sum(parts) / sum(tokens), expected, rtol=1e-6)
-    ours = torch.autograd.grad(sum(parts) / sum(tokens), [layer for row in rows for layer in row])
-    theirs = torch.autograd.grad(expected, [layer for row in rows for layer in row])
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(ours, theirs, strict=True))
+    gradients = torch.autograd.grad(sum(parts) / sum(tokens), [layer for row in rows for layer in row])
+    references = torch.autograd.grad(expected, [layer for row in rows for layer in row])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(gradients, references, strict=True))
 
 
 def test_a_row_without_documents_has_none() -> None:
@@ -137,25 +137,25 @@ def test_parity_in_several_stages_per_rank(mesh: str, model: dict[str, Any]) -> 
 
 def cuts_of_a_step(path: str, mesh: str) -> list[float]:
     """The metric at several cuts, and what transformers says of all documents as one."""
-    engine, found = open_engine(path, mesh, model=AUX_STEP), []
+    engine, losses = open_engine(path, mesh, model=AUX_STEP), []
     steps = awkward_steps(128)[0]
     documents, metas = to_documents(engine, steps)
     for budget in (None, max(len(ids) for ids, _ in steps)):
         metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
         engine.drop_gradients()
-        found.append(metrics["aux_loss"] or 0.0)
+        losses.append(metrics["aux_loss"] or 0.0)
     plain = Reference(path, balance=1.0, whole_step=True)
     with torch.no_grad():
         outs = [plain.model(input_ids=torch.tensor([ids]), output_router_logits=True) for ids, _ in steps]
-    whole = tuple(torch.cat(layer) for layer in zip(*(out.router_logits for out in outs), strict=True))
+    router_logits = tuple(torch.cat(layer) for layer in zip(*(out.router_logits for out in outs), strict=True))
     config = plain.plain.config
-    return [*found, float(load_balancing_loss_func(whole, config.num_experts, config.num_experts_per_tok))]
+    return [*losses, float(load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok))]
 
 
 def test_the_metric_is_the_loss_of_the_whole_step_whatever_the_cut() -> None:
     for mesh in ("1", "2", "pp2"):
-        *found, expected = run(world_of(mesh), cuts_of_a_step, saved_model("qwen3_moe"), mesh)[0]
-        assert found == pytest.approx([expected] * len(found), rel=1e-5)
+        *losses, expected = run(world_of(mesh), cuts_of_a_step, saved_model("qwen3_moe"), mesh)[0]
+        assert losses == pytest.approx([expected] * len(losses), rel=1e-5)
 
 
 def counted_twice(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -186,9 +186,9 @@ def counted_twice(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_what_is_counted_first_is_what_is_chosen_then_dropout_of_adapters_included() -> None:
-    (first, then), (again, after) = run(1, counted_twice, saved_model("qwen3_moe"))[0]
-    assert torch.allclose(first, then, atol=1e-6) and torch.allclose(again, after, atol=1e-6)
-    assert not torch.allclose(first, again, atol=1e-3)  # dropout is at work
+    (first, then), (second_first, after) = run(1, counted_twice, saved_model("qwen3_moe"))[0]
+    assert torch.allclose(first, then, atol=1e-6) and torch.allclose(second_first, after, atol=1e-6)
+    assert not torch.allclose(first, second_first, atol=1e-3)  # dropout is at work
 
 
 def metrics_of(path: str, model: dict[str, Any]) -> tuple[float, dict[str, float | None], float]:
@@ -203,8 +203,8 @@ def test_the_coefficient_is_the_configs_unless_it_is_set() -> None:
     path = saved_model("qwen3_moe")
     default, metrics, norm = run(1, metrics_of, path, {"router_aux_loss": "document"})[0]
     assert default == 0.001 and metrics["aux_loss"] > 1.0
-    chosen, again, other = run(1, metrics_of, path, AUX)[0]
-    assert chosen == 0.1 and again == metrics and other != norm
+    chosen, repeated, differing = run(1, metrics_of, path, AUX)[0]
+    assert chosen == 0.1 and repeated == metrics and differing != norm
     none, without, _ = run(1, metrics_of, path, {})[0]
     assert none == 0.0 and "aux_loss" not in without
     # Its rows leave last tokens out, so that sums are rounded otherwise.

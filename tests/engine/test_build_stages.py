@@ -42,57 +42,60 @@ def stages(path: str) -> dict[str, Any]:
         step=StepConfig(max_tokens_per_device=128),
         optimizer=OptimizerConfig(state_dtype="bf16", ema_decay=0.5),
     )
-    seen: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     setup = make_spec(config, join("cpu"))
-    seen["dtypes"] = setup.precision.master, setup.precision.compute, setup.moments, setup.state_dtypes
+    facts["dtypes"] = setup.precision.master, setup.precision.compute, setup.moments, setup.state_dtypes
 
     built = build(setup)
     module = built.module
     parameters = dict(module.named_parameters())
-    seen["built"] = (
+    facts["built"] = (
         {p.device.type for p in parameters.values()},
         any(isinstance(p, DTensor) for p in parameters.values()),
     )
-    seen["frozen"] = [name for name, p in parameters.items() if not p.requires_grad]
+    facts["frozen"] = [name for name, p in parameters.items() if not p.requires_grad]
 
-    made = shard_model(setup, built)
+    sharded = shard_model(setup, built)
     parameters = dict(module.named_parameters())
-    seen["cut"] = {p.device.type for p in parameters.values()}, all(isinstance(p, DTensor) for p in parameters.values())
+    facts["cut"] = (
+        {p.device.type for p in parameters.values()},
+        all(isinstance(p, DTensor) for p in parameters.values()),
+    )
     elements = sum(p.numel() for p in parameters.values())
     trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
-    seen["memory"] = made.memory.weights - 4 * elements, made.memory.optimizer - 2 * 2 * trained
-    check_memory(setup, built, made, fill=True)
+    facts["memory"] = sharded.memory.weights - 4 * elements, sharded.memory.optimizer - 2 * 2 * trained
+    check_memory(setup, built, sharded, fill=True)
 
-    report = fill_weights(setup, built, made)
+    report = fill_weights(setup, built, sharded)
     assert report is not None
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     filled = {name: full_tensor(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
-    seen["filled"] = filled.keys() == plain.keys(), [n for n in plain if not torch.equal(filled[n], plain[n])]
-    seen["storage"] = {t.device for t in [*module.parameters(), *module.buffers()]}, report.tensors
+    facts["filled"] = filled.keys() == plain.keys(), [n for n in plain if not torch.equal(filled[n], plain[n])]
+    facts["storage"] = {t.device for t in [*module.parameters(), *module.buffers()]}, report.tensors
 
-    optimizer, ema = build_optimizer_and_ema(setup, built, made)
+    optimizer, ema = build_optimizer_and_ema(setup, built, sharded)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    kept = [v for state in optimizer.state.values() for key, v in state.items() if key != "step"]
-    seen["moments"] = {v.dtype for v in kept}, sum(v.numel() for v in kept) - 2 * trained
+    moments = [v for state in optimizer.state.values() for key, v in state.items() if key != "step"]
+    facts["moments"] = {v.dtype for v in moments}, sum(v.numel() for v in moments) - 2 * trained
     assert ema is not None
-    seen["average"] = {v.dtype for v in ema.shards.values()}, sum(v.numel() for v in ema.shards.values()) - trained
-    return seen
+    facts["average"] = {v.dtype for v in ema.shards.values()}, sum(v.numel() for v in ema.shards.values()) - trained
+    return facts
 
 
 def test_each_stage_keeps_what_it_promises() -> None:
-    (seen,) = run(1, stages, saved_model("llama"))
+    (facts,) = run(1, stages, saved_model("llama"))
     bf16, fp32 = torch.bfloat16, torch.float32
-    assert seen["dtypes"] == (fp32, bf16, (bf16, bf16), frozenset({bf16}))
-    assert seen["built"] == ({"meta"}, False)
-    assert len(seen["frozen"]) == 1 and FROZEN in seen["frozen"][0]
-    assert seen["cut"] == ({"meta"}, True)
-    assert seen["memory"] == (0, 0)
-    assert seen["filled"] == (True, [])
-    assert seen["storage"][0] == {torch.device("cpu")} and seen["storage"][1] > 0
-    assert seen["moments"] == ({bf16}, 0)
-    assert seen["average"] == ({fp32}, 0)
+    assert facts["dtypes"] == (fp32, bf16, (bf16, bf16), frozenset({bf16}))
+    assert facts["built"] == ({"meta"}, False)
+    assert len(facts["frozen"]) == 1 and FROZEN in facts["frozen"][0]
+    assert facts["cut"] == ({"meta"}, True)
+    assert facts["memory"] == (0, 0)
+    assert facts["filled"] == (True, [])
+    assert facts["storage"][0] == {torch.device("cpu")} and facts["storage"][1] > 0
+    assert facts["moments"] == ({bf16}, 0)
+    assert facts["average"] == ({fp32}, 0)
 
 
 def test_costs_of_stages_are_those_of_their_layers_and_of_the_head() -> None:

@@ -147,16 +147,16 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("bug", "family", "found"), PLANTED)
+@pytest.mark.parametrize(("bug", "family", "symptom"), PLANTED)
 def test_a_planted_bug_is_found(
-    bug: Callable[[Call], Tensor], family: str, found: str, monkeypatch: pytest.MonkeyPatch
+    bug: Callable[[Call], Tensor], family: str, symptom: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examined(family)
     kernel = attention.KERNELS["per_document"]
     monkeypatch.setitem(attention.KERNELS, "per_document", replace(kernel, run=bug))
     with pytest.raises(UserError, match=r"model\.attention=auto is not right on cpu in bfloat16") as refusal:
         check(family)
-    assert found in str(refusal.value) and "Set model.attention=per_document" in str(refusal.value)
+    assert symptom in str(refusal.value) and "Set model.attention=per_document" in str(refusal.value)
     assert not list(device_check.FOLDER.glob("*"))
     config, findings = examined(family)
     check_on_device(config, "per_document", findings, CPU, BF16)  # as the refusal says
@@ -216,9 +216,9 @@ def test_gradients_of_experts_without_rows_are_set_to_zero_where_they_are_not_wr
     (file,) = device_check.FOLDER.iterdir()
     assert json.loads(file.read_text())["unwritten"] is True
     experts.UNWRITTEN.clear()
-    made = counted(monkeypatch)
+    checks = counted(monkeypatch)
     check(family)  # another process of this run, which only reads what is remembered
-    assert {"cpu"} == experts.UNWRITTEN and not made
+    assert {"cpu"} == experts.UNWRITTEN and not checks
     weight = torch.randn(4, 16, 8, requires_grad=True)
     ends = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
     experts.grouped_linear(torch.randn(5, 8), weight, ends, None, False).backward(torch.randn(5, 16))
@@ -236,10 +236,10 @@ def test_a_device_that_writes_them_is_left_alone(written: None) -> None:
 def test_a_grouped_matmul_with_other_faults_is_refused(monkeypatch: pytest.MonkeyPatch, written: None) -> None:
     examined("qwen3_moe")
     monkeypatch.setattr(hf, "grouped_linear", next_expert(hf.grouped_linear))
-    found = (
+    message = (
         r"torch's grouped matmul of experts is not right on cpu in bfloat16.*outputs with \(0, 33, 1, 16, 2, 7\) rows"
     )
-    with pytest.raises(UserError, match=found):
+    with pytest.raises(UserError, match=message):
         check("qwen3_moe")
     assert set() == experts.UNWRITTEN
 
@@ -280,9 +280,9 @@ def test_a_module_with_state_that_is_wrong_on_the_device_is_found(
 
     monkeypatch.setattr(MIXERS[family], "forward", forward)
     monkeypatch.setattr(device_check, "_mixed", marked)
-    found = "gradients of inputs" if backward else "outputs"
+    quantity = "gradients of inputs" if backward else "outputs"
     with pytest.raises(
-        UserError, match=rf"the code of {MIXERS[family].__name__} is not right.*{found} of .* are off by"
+        UserError, match=rf"the code of {MIXERS[family].__name__} is not right.*{quantity} of .* are off by"
     ):
         check(family)
 
@@ -317,15 +317,15 @@ def collectives_of(path: str, mesh: str, fault: str | None) -> tuple[list[str], 
             tensor[-1] += 1
         return work
 
-    said = ""
+    message = ""
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             patch.setattr(dist, "all_reduce", all_reduce)
         try:
             device_check.check_collectives(engine.mesh.groups, CPU, (BF16, torch.float32))
         except UserError as error:
-            said = str(error)
-    return list(engine.mesh.groups), said
+            message = str(error)
+    return list(engine.mesh.groups), message
 
 
 @pytest.mark.parametrize(
@@ -344,10 +344,10 @@ def test_a_collective_with_wrong_numbers_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "known", "tried"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+    ("device", "same_mesh", "tried"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
 )
 def test_collectives_of_a_new_mesh_are_tried_on_cuda(
-    device: str, known: bool, tried: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, same_mesh: bool, tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is built, and once for engines that share a mesh."""
 
@@ -357,19 +357,19 @@ def test_collectives_of_a_new_mesh_are_tried_on_cuda(
     def build(*_: Any, **__: Any) -> None:
         raise BuiltError
 
-    asked: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
     mesh: Any = SimpleNamespace(groups={"dp_shard": None})
     setup = SimpleNamespace(mesh=mesh, precision=SimpleNamespace(compute=BF16, reduce=torch.float32))
     monkeypatch.setattr(builder, "make_spec", lambda *_: setup)
     monkeypatch.setattr(builder, "new_groups_inherit_timeout", nullcontext)
-    monkeypatch.setattr(builder, "check_collectives", lambda *given: asked.append(given))
+    monkeypatch.setattr(builder, "check_collectives", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(builder, "build", build)
     config: Any = SimpleNamespace(deterministic=False)
     ranks: Any = SimpleNamespace(device=torch.device(device), simulated=None)
-    others: Any = dict(weights=True, fill=True, progress=None, readouts=())
+    options: Any = dict(weights=True, fill=True, progress=None, readouts=())
     with pytest.raises(BuiltError):
-        builder.assemble(config, ranks, mesh=mesh if known else None, **others)
-    assert asked == ([({"dp_shard": None}, CUDA, (BF16, torch.float32))] if tried else [])
+        builder.assemble(config, ranks, mesh=mesh if same_mesh else None, **options)
+    assert calls == ([({"dp_shard": None}, CUDA, (BF16, torch.float32))] if tried else [])
 
 
 # ---------------------------------------------------------------- what is remembered
@@ -377,50 +377,52 @@ def test_collectives_of_a_new_mesh_are_tried_on_cuda(
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one with every check that is made."""
-    made: list[str] = []
+    kernels: list[str] = []
     original = device_check.small_copy
 
     def small_copy(config: PretrainedConfig, kernel: str) -> Any:
-        made.append(kernel)
+        kernels.append(kernel)
         return original(config, kernel)
 
     monkeypatch.setattr(device_check, "small_copy", small_copy)
-    return made
+    return kernels
 
 
 def test_what_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = counted(monkeypatch)
+    checks = counted(monkeypatch)
     check("llama")
     check("llama")
-    assert len(made) == 1
+    assert len(checks) == 1
     (file,) = device_check.FOLDER.iterdir()
-    said = json.loads(file.read_text())
-    assert said["family"] == "llama" and said["attention"] == ["heads 16 wide, grouped"] and said["device"] == "cpu"
-    assert said["torch"] == torch.__version__ and said["transformers"] == transformers.__version__
+    record = json.loads(file.read_text())
+    assert (
+        record["family"] == "llama" and record["attention"] == ["heads 16 wide, grouped"] and record["device"] == "cpu"
+    )
+    assert record["torch"] == torch.__version__ and record["transformers"] == transformers.__version__
     check("llama", torch.float16)
     check("qwen3")
     monkeypatch.setattr(torch, "__version__", "9.9")
     check("llama")
-    assert len(made) == 4
+    assert len(checks) == 4
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe\x00", b"[]"])
 def test_a_damaged_file_is_ignored_and_replaced(damage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     check("llama")
     (file,) = device_check.FOLDER.iterdir()
-    whole = file.read_bytes()
+    intact = file.read_bytes()
     file.write_bytes(damage)
-    made = counted(monkeypatch)
+    checks = counted(monkeypatch)
     check("llama")
-    assert len(made) == 1 and file.read_bytes() == whole
+    assert len(checks) == 1 and file.read_bytes() == intact
 
 
 def test_a_folder_that_cannot_be_written_costs_a_check_only(monkeypatch: pytest.MonkeyPatch) -> None:
     device_check.FOLDER.write_text("a file where the folder should be")
-    made = counted(monkeypatch)
+    checks = counted(monkeypatch)
     check("llama")
     check("llama")
-    assert len(made) == 2
+    assert len(checks) == 2
 
 
 # ---------------------------------------------------------------- where it stands
@@ -430,8 +432,8 @@ def test_a_run_on_cuda_is_checked_and_one_on_the_cpu_is_not(monkeypatch: pytest.
     class ReachedError(Exception):
         pass
 
-    def reached(*given: Any) -> None:
-        raise ReachedError(given[1:])
+    def reached(*arguments: Any) -> None:
+        raise ReachedError(arguments[1:])
 
     monkeypatch.setattr(build, "check_on_device", reached)
     tiny_config("llama").save_pretrained(tmp_path)
@@ -465,8 +467,8 @@ def test_layers_of_two_widths_get_a_kernel_each() -> None:
     )  # fmt: skip
     config.architectures = ["Gemma4ForCausalLM"]
     findings = examine(config)
-    sliding, whole = Traits(256, 256, grouped=True, window=True), Traits(512, 512, grouped=True)
-    assert list(findings.attention) == [sliding, whole] and findings.copy.endswith("narrow")
+    sliding, full = Traits(256, 256, grouped=True, window=True), Traits(512, 512, grouped=True)
+    assert list(findings.attention) == [sliding, full] and findings.copy.endswith("narrow")
     chosen = [attention.choose("auto", CUDA, BF16, traits) for traits in findings.attention]
     assert chosen == ["varlen", "per_document"]
     refusal = r"model.attention=varlen cannot serve this run: bfloat16 on cuda, heads 512 wide, grouped\. Set"

@@ -101,11 +101,11 @@ def _caller() -> str:
 
 
 def documents_with(arrays: tuple[str, ...]) -> list[Document]:
-    made = []
+    batch = []
     for ids, mask in awkward_steps(128)[0]:
         values = {name: torch.linspace(-1.0, 1.0, len(ids)) for name in arrays}
-        made.append(Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), arrays=values))
-    return made
+        batch.append(Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), arrays=values))
+    return batch
 
 
 def reads_of_a_step(
@@ -115,10 +115,10 @@ def reads_of_a_step(
     that the update is queued for."""
     engine: Engine = open_engine(path, "2", **options)
     engine.reads_once = device == "cuda" and isinstance(engine.optimizer, FusedAdamW)
-    plan, own = engine.plan_step(documents_with(arrays))
+    plan, local = engine.plan_step(documents_with(arrays))
     assert plan.micro_batches >= 2
     for reading in (None, Reading()):
-        rows = engine.rows(plan, own, objective).ahead()
+        rows = engine.rows(plan, local, objective).ahead()
         if reading is None:
             engine.step(plan, rows, objective, 1e-3)
         else:
@@ -159,16 +159,16 @@ def test_what_a_step_reads_back(case: str, device: str) -> None:
     family, objective, arrays, options = CASES[case]
     fused = options.get("optimizer", {}).get("name") != "sgd" and "state_dtype" not in options.get("optimizer", {})
     for places in run(2, reads_of_a_step, saved_model(family), objective, arrays, options, device):
-        own = {place: count for place, count in places.items() if place not in ON_THE_HOST}
-        assert own == (READS_ONCE if device == "cuda" and fused else READS)
+        device_reads = {line: count for line, count in places.items() if line not in ON_THE_HOST}
+        assert device_reads == (READS_ONCE if device == "cuda" and fused else READS)
 
 
 class Spoilt(CrossEntropy):
     """Loss or gradient is not finite in the second step."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, fault: str) -> None:
         super().__init__()
-        self.what, self.steps = what, 0
+        self.what, self.steps = fault, 0
 
     def logprob_grad(self, weights_N: torch.Tensor) -> torch.Tensor | None:
         return None
@@ -182,37 +182,39 @@ class Spoilt(CrossEntropy):
         return terms
 
 
-def training(path: str, once: bool, spoilt: str, norm: float) -> tuple[list[Any], list[torch.Tensor]]:
+def training(path: str, reads_once: bool, spoilt: str, norm: float) -> tuple[list[Any], list[torch.Tensor]]:
     """(Metrics and results of three steps; weights, state and average afterwards)."""
     engine = open_engine(path, "2", **SMALL, optimizer={"max_grad_norm": norm, "ema_decay": 0.9})
-    engine.reads_once = once
-    objective, seen = Spoilt(spoilt), list[Any]()
+    engine.reads_once = reads_once
+    objective, results = Spoilt(spoilt), list[Any]()
     for _ in range(3):
-        plan, own = engine.plan_step(documents_with(()))
-        metrics, result = engine.step(plan, own, objective, 1e-3)
-        seen.append((metrics, result.grad_norm, result.skipped, result.reason))
+        plan, local = engine.plan_step(documents_with(()))
+        metrics, result = engine.step(plan, local, objective, 1e-3)
+        results.append((metrics, result.grad_norm, result.skipped, result.reason))
     assert engine.optimizer is not None and engine.ema is not None
     state = [value for values in engine.optimizer.state.values() for value in values.values()]
-    kept = [local_shard(t.detach()).clone() for t in [*engine.module.parameters(), *state, *engine.ema.shards.values()]]
-    return seen, kept
+    state_copies = [
+        local_shard(t.detach()).clone() for t in [*engine.module.parameters(), *state, *engine.ema.shards.values()]
+    ]
+    return results, state_copies
 
 
 @pytest.mark.parametrize("spoilt", ["nothing", "loss", "gradient"])
 def test_one_read_changes_nothing(spoilt: str) -> None:
     """Steps whose loss or gradient is not finite are skipped and reported in the same words."""
     for norm, tolerance in ((1e6, 0.0), (0.05, 1e-5)):
-        for plain, once in zip(
+        for plain, single in zip(
             run(2, training, saved_model("llama"), False, spoilt, norm),
             run(2, training, saved_model("llama"), True, spoilt, norm), strict=True,
         ):  # fmt: skip
-            assert [skipped for _, _, skipped, _ in once[0]].count(True) == (spoilt != "nothing")
-            for (metrics, size, skipped, reason), expected in zip(once[0], plain[0], strict=True):
+            assert [skipped for _, _, skipped, _ in single[0]].count(True) == (spoilt != "nothing")
+            for (metrics, size, skipped, reason), expected in zip(single[0], plain[0], strict=True):
                 assert (skipped, reason) == expected[2:]
                 assert str(size) == str(expected[1]) or size == pytest.approx(expected[1], rel=1e-4)
                 assert metrics.keys() == expected[0].keys()
                 assert str(metrics["loss"]) == str(expected[0]["loss"]) or tolerance
-            for ours, theirs in zip(once[1], plain[1], strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+            for actual, reference in zip(single[1], plain[1], strict=True):
+                torch.testing.assert_close(actual, reference, rtol=tolerance, atol=tolerance)
 
 
 def largest_rank() -> list[float]:

@@ -39,10 +39,10 @@ def unrounded(path: str, optimizer: dict[str, Any]) -> Verdict | None:
     """Parity where the state that a step computed is not stored, and the next begins from zeros again."""
     original = low_bit.moments_of
 
-    def fresh(tile: Any, state: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    def fresh(tile: Any, state: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         for key in ("exp_avg", "exp_avg_sq"):
             local_shard(state[key]).zero_()
-        return original(tile, state, *rest)
+        return original(tile, state, *arguments)
 
     with mock.patch.object(low_bit, "moments_of", fresh):
         return parity(path, "2", {"optimizer": optimizer})
@@ -91,10 +91,10 @@ def one_step(path: str, optimizer: dict[str, Any], fsdp: dict[str, Any]) -> dict
     ],
 )
 def test_state_has_its_dtype_and_size(optimizer: dict[str, Any], master: str, dtype: torch.dtype, size: int) -> None:
-    for seen in run(2, one_step, saved_model("llama"), optimizer, {"master_dtype": master}):
-        assert seen["dtypes"] == {dtype}
-        assert seen["bytes"] == size * seen["elements"]
-        assert seen["table"] == str(dtype).removeprefix("torch.")
+    for observed in run(2, one_step, saved_model("llama"), optimizer, {"master_dtype": master}):
+        assert observed["dtypes"] == {dtype}
+        assert observed["bytes"] == size * observed["elements"]
+        assert observed["table"] == str(dtype).removeprefix("torch.")
 
 
 def test_a_reduction_in_bf16_sends_half_the_bytes() -> None:
@@ -113,21 +113,23 @@ def optimizers(kind: str, state: torch.dtype) -> tuple[torch.optim.Optimizer, to
     weights[1].data.copy_(weights[0].data)
     decay = {"weight_decay": 0.1}
     if kind == "adamw":
-        theirs: torch.optim.Optimizer = torch.optim.AdamW([weights[0]], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, **decay)
+        reference: torch.optim.Optimizer = torch.optim.AdamW(
+            [weights[0]], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, **decay
+        )
         groups, names = [{"params": [weights[1]], **decay}], {weights[1]: "w"}
-        few = {"state_dtype": state, "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
-        ours = low_bit.LowBitAdamW(groups, Placements({}), names, **few)
-        return theirs, ours
-    theirs = torch.optim.SGD([weights[0]], lr=1e-2, momentum=0.9, **decay)
-    return theirs, RoundedSGD([{"params": [weights[1]], **decay}], state, 1e-2, 0.9)
+        options = {"state_dtype": state, "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+        low_bit_optimizer = low_bit.LowBitAdamW(groups, Placements({}), names, **options)
+        return reference, low_bit_optimizer
+    reference = torch.optim.SGD([weights[0]], lr=1e-2, momentum=0.9, **decay)
+    return reference, RoundedSGD([{"params": [weights[1]], **decay}], state, 1e-2, 0.9)
 
 
-def steps(several: tuple[torch.optim.Optimizer, ...], count: int, seed: int) -> list[Tensor]:
+def steps(optimizers: tuple[torch.optim.Optimizer, ...], count: int, seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
-    weights = [optimizer.param_groups[0]["params"][0] for optimizer in several]
+    weights = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
     for _ in range(count):
         gradient = torch.randn(7, 5)
-        for weight, optimizer in zip(weights, several, strict=True):
+        for weight, optimizer in zip(weights, optimizers, strict=True):
             weight.grad = gradient.clone()
             optimizer.step()
     return weights
@@ -135,7 +137,7 @@ def steps(several: tuple[torch.optim.Optimizer, ...], count: int, seed: int) -> 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_in_fp32_it_is_torchs_and_in_bf16_near_it(kind: str) -> None:
-    theirs, ours = steps(optimizers(kind, torch.float32), 20, 1)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    theirs, ours = steps(optimizers(kind, torch.bfloat16), 20, 1)
-    assert 0 < (ours - theirs).detach().norm() < 0.02 * theirs.detach().norm()
+    expected, actual = steps(optimizers(kind, torch.float32), 20, 1)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+    expected, actual = steps(optimizers(kind, torch.bfloat16), 20, 1)
+    assert 0 < (actual - expected).detach().norm() < 0.02 * expected.detach().norm()

@@ -76,15 +76,15 @@ def averages(path: str, mesh: str) -> dict[str, Any]:
         if not skipped:
             for name, parameter in engine.module.named_parameters():
                 expected[name] = 0.5 * expected[name] + 0.5 * whole(parameter.detach()).double()
-    found = {}
+    averaged = {}
     for name, parameter in engine.module.named_parameters():
         shard = engine.ema.shards[parameter]
         assert shard.shape == parameter.to_local().shape  # type: ignore[attr-defined]
         like = parameter.detach().clone()
         like.to_local().copy_(shard)  # type: ignore[attr-defined]
-        found[name] = whole(like)
-    worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
-    moved = max(float((found[name] - whole(p.detach())).abs().max()) for name, p in engine.module.named_parameters())
+        averaged[name] = whole(like)
+    worst = max(float((averaged[name] - expected[name]).abs().max()) for name in expected)
+    moved = max(float((averaged[name] - whole(p.detach())).abs().max()) for name, p in engine.module.named_parameters())
     return {"worst": worst, "moved": moved, "bytes": engine.memory.average, "held": _held(engine)}
 
 
@@ -154,10 +154,10 @@ def test_another_mesh_goes_on_with_it(unbroken: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process(folder, "2", steps=2, sections=SECTIONS)
     process(folder, "1", resume=True, sections=SECTIONS)
-    ours, theirs = whole_state(folder, LAST), whole_state(unbroken, LAST)
-    for name in ours:
+    resumed, expected = whole_state(folder, LAST), whole_state(unbroken, LAST)
+    for name in resumed:
         if name.startswith(EMA):
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(resumed[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
 def begun_anew(home: str, folder: str) -> None:
@@ -181,8 +181,8 @@ def test_it_is_seen_where_the_average_begins_anew(unbroken: Path, tmp_path: Path
     folder = tmp_path / "run"
     process(folder, "2", steps=2, sections=SECTIONS)
     run(2, begun_anew, str(inputs()), str(folder))
-    ours, theirs = whole_state(folder, LAST), whole_state(unbroken, LAST)
-    unlike = {name for name in ours if not torch.equal(ours[name], theirs[name])}
+    resumed, expected = whole_state(folder, LAST), whole_state(unbroken, LAST)
+    unlike = {name for name in resumed if not torch.equal(resumed[name], expected[name])}
     assert unlike and all(name.startswith(EMA) for name in unlike)
 
 

@@ -44,10 +44,10 @@ def rows_of(path: str, balance: str) -> tuple[int, int, int]:
     """(tokens of all rows, those of all documents, documents) of a step."""
     engine = open_engine(path, "1", model={"router_aux_loss": balance}, step={"max_tokens_per_device": 512})
     documents, metas = to_documents(engine, [(ids, mask) for ids, mask in EVERYTHING if len(ids) > 1])
-    plan, seen = engine.plan(metas), list[int]()
-    engine.module.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel()))
+    plan, row_sizes = engine.plan(metas), list[int]()
+    engine.module.register_forward_pre_hook(lambda module, args: row_sizes.append(args[0].numel()))
     engine.accumulate(plan, documents, CrossEntropy())
-    return sum(seen), plan.totals.tokens, len(documents)
+    return sum(row_sizes), plan.totals.tokens, len(documents)
 
 
 def test_no_forward_has_what_predicts_nothing() -> None:
@@ -63,20 +63,20 @@ def apart_from_plain(path: str) -> list[float]:
     """How far logprobs are from plain transformers', for documents around the 32 tokens of the shorter rotary table."""
     engine = open_engine(path, "1", step={"max_tokens_per_device": 128})
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    found = []
+    deviations = []
     for length in (31, 32, 33, 34):
         ids = list(range(3, 3 + length))
         documents, metas = to_documents(engine, [(ids, [1] * len(ids))])
         read = engine.readout(engine.plan(metas), documents)[0]["logprob"]
         with torch.no_grad():
             logprobs = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
-        found.append(float((read[1:] - logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]).abs().max()))
-    return found
+        deviations.append(float((read[1:] - logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]).abs().max()))
+    return deviations
 
 
 def test_a_rotary_table_is_that_of_the_whole_document() -> None:
-    (found,) = run(1, apart_from_plain, saved_model("phi3_longrope"))
-    assert max(found) < 1e-5, found
+    (deviations,) = run(1, apart_from_plain, saved_model("phi3_longrope"))
+    assert max(deviations) < 1e-5, deviations
 
 
 # ---------------------------------------------------------------- collectives
@@ -124,7 +124,7 @@ def backward_collectives(
     plan, log = engine.plan(metas), []
     with logged(log):
         engine.accumulate(plan, documents, Logging(log))
-    ends = [place for place, entry in enumerate(log) if entry == "forward"]
+    ends = [index for index, entry in enumerate(log) if entry == "forward"]
     assert len(ends) == plan.micro_batches > 1
     metrics = log.pop()
     assert metrics == ("all_reduce", engine.ranks.world)
@@ -161,11 +161,11 @@ def test_when_gradients_are_reduced(mesh: str, reduce: str, before: Any, last: A
 
 @pytest.mark.parametrize("mesh", ["2x2", "2"])
 def test_gradients_do_not_depend_on_when_they_are_reduced(mesh: str) -> None:
-    (_, every), (_, scatter), (_, last) = (reduced(mesh, when)[0] for when in ("every", "scatter", "last"))
-    largest = max(float(g.abs().max()) for g in every.values())
-    for name, gradient in every.items():
-        for other in (scatter[name], last[name]):
-            torch.testing.assert_close(other, gradient, rtol=1e-5, atol=1e-6 * largest, msg=name)
+    (_, each_micro_batch), (_, scatter), (_, last) = (reduced(mesh, when)[0] for when in ("every", "scatter", "last"))
+    largest = max(float(g.abs().max()) for g in each_micro_batch.values())
+    for name, gradient in each_micro_batch.items():
+        for gradient_later in (scatter[name], last[name]):
+            torch.testing.assert_close(gradient_later, gradient, rtol=1e-5, atol=1e-6 * largest, msg=name)
 
 
 # ---------------------------------------------------------------- what stays gathered
@@ -200,16 +200,16 @@ def gathered_after_forward(path: str, reshard: bool | int) -> dict[str, int]:
 @pytest.mark.covers("fsdp.reshard_after_forward")
 @pytest.mark.parametrize(("reshard", "layers"), [(True, 4), (False, 1), (2, 2)])
 def test_what_stays_gathered_after_forward(reshard: bool | int, layers: int) -> None:
-    for seen in run(4, gathered_after_forward, saved_model("llama"), reshard):
-        assert seen == {"": 1, "model.norm": 1, **dict.fromkeys(LAYERS, layers)}
+    for counts in run(4, gathered_after_forward, saved_model("llama"), reshard):
+        assert counts == {"": 1, "model.norm": 1, **dict.fromkeys(LAYERS, layers)}
 
 
-@pytest.mark.parametrize(("reshard", "again"), [(True, {4: 2}), (False, {}), (2, {2: 2})])
-def test_what_is_gathered_again_in_backward(reshard: bool | int, again: dict[int, int]) -> None:
+@pytest.mark.parametrize(("reshard", "regathered"), [(True, {4: 2}), (False, {}), (2, {2: 2})])
+def test_what_is_gathered_again_in_backward(reshard: bool | int, regathered: dict[int, int]) -> None:
     sections = {"fsdp": {"reshard_after_forward": reshard}}
     for parts, _ in run(4, backward_collectives, saved_model("llama"), "4", sections):
         last = {size: count for (name, size), count in parts[-1].items() if name == ALL_GATHER}
-        assert last == again
+        assert last == regathered
 
 
 # ---------------------------------------------------------------- recompute
@@ -230,11 +230,13 @@ def attention_calls(path: str, recompute: str) -> tuple[int, int, dict[str, Tens
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_recompute_runs_layers_twice_with_equal_gradients(family: str) -> None:
     path = saved_model(family)
-    for once, twice in zip(run(2, attention_calls, path, "none"), run(2, attention_calls, path, "full"), strict=True):
-        assert once[0] == 2 * once[1]
-        assert twice[0] == 4 * twice[1]
-        assert once[2].keys() == twice[2].keys()
-        assert all(torch.equal(once[2][name], twice[2][name]) for name in once[2])
+    for plain, recomputed in zip(
+        run(2, attention_calls, path, "none"), run(2, attention_calls, path, "full"), strict=True
+    ):
+        assert plain[0] == 2 * plain[1]
+        assert recomputed[0] == 4 * recomputed[1]
+        assert plain[2].keys() == recomputed[2].keys()
+        assert all(torch.equal(plain[2][name], recomputed[2][name]) for name in plain[2])
 
 
 # ---------------------------------------------------------------- units and placements
@@ -291,12 +293,12 @@ def placements(path: str, mesh: str) -> dict[str, Any]:
 @pytest.mark.covers("mesh.dp_replicate")
 def test_hsdp_shards_within_a_replica_and_copies_over_replicas() -> None:
     ranks = run(4, placements, saved_model("llama"), "2x2")
-    for number, seen in enumerate(ranks):
-        assert seen["rank"] == number
-        assert seen["axes"] == {("dp_replicate", "dp_shard")}
-        assert seen["placements"] == {(Replicate(), Shard(0))}
+    for number, facts in enumerate(ranks):
+        assert facts["rank"] == number
+        assert facts["axes"] == {("dp_replicate", "dp_shard")}
+        assert facts["placements"] == {(Replicate(), Shard(0))}
     for name, weight in ranks[0]["whole"].items():
-        first, second, third, fourth = (seen["local"][name] for seen in ranks)
+        first, second, third, fourth = (facts["local"][name] for facts in ranks)
         assert torch.equal(first, third) and torch.equal(second, fourth)  # dp_shard is the inner axis
         assert torch.equal(torch.cat([first, second]), weight)
 
@@ -306,7 +308,7 @@ def test_uneven_shards_add_up() -> None:
     ranks = run(3, placements, saved_model("llama"), "3")
     assert ranks[0]["placements"] == {(Shard(0),)}
     for name, weight in ranks[0]["whole"].items():
-        assert torch.equal(torch.cat([seen["local"][name] for seen in ranks]), weight)
+        assert torch.equal(torch.cat([facts["local"][name] for facts in ranks]), weight)
 
 
 # ---------------------------------------------------------------- readouts
@@ -319,12 +321,12 @@ def readouts(path: str, mesh: str, steps: int) -> list[tuple[list[int], dict[int
     engine = open_engine(path, mesh, step={"max_tokens_per_device": BUDGET}, optimizer={"name": "sgd"})
     documents, metas = to_documents(engine, EVERYTHING)
     plan, out = engine.plan(metas), []
-    mine = {index: documents[index] for index in engine.planner.local_documents(plan)}
+    local = {index: documents[index] for index in engine.planner.local_documents(plan)}
     for training in (False, True):
         for _ in range(steps if training else 0):
-            engine.accumulate(plan, mine, CrossEntropy())
+            engine.accumulate(plan, local, CrossEntropy())
             assert not engine.apply(RATE).skipped
-        out.append((engine.planner.local_documents(plan), engine.readout(plan, mine, ("logprob", "entropy"))))
+        out.append((engine.planner.local_documents(plan), engine.readout(plan, local, ("logprob", "entropy"))))
     return out
 
 
@@ -339,10 +341,10 @@ def test_readouts_are_the_references_in_document_order(mesh: str) -> None:
         assert sorted(dealt) == list(range(len(EVERYTHING)))
         for needs, values in (rank[stage] for rank in ranks):
             assert list(values) == needs
-            for index, found in values.items():
+            for index, readout in values.items():
                 logprob, entropy = plain.logprobs(EVERYTHING[index][0])
-                torch.testing.assert_close(found["logprob"], logprob, rtol=2e-5, atol=2e-5)
-                torch.testing.assert_close(found["entropy"], entropy, rtol=2e-5, atol=2e-5)
+                torch.testing.assert_close(readout["logprob"], logprob, rtol=2e-5, atol=2e-5)
+                torch.testing.assert_close(readout["entropy"], entropy, rtol=2e-5, atol=2e-5)
         for _ in range(steps):
             plain.step(EVERYTHING, RATE)
 
@@ -353,11 +355,11 @@ def read_in_between(path: str, mesh: str, reshard: bool) -> bool:
     documents, metas = to_documents(engines[0], EVERYTHING)
     plan = engines[0].plan(metas)
     for _ in range(2):
-        for place, engine in enumerate(engines):
+        for index, engine in enumerate(engines):
             engine.accumulate(plan, documents, CrossEntropy())
-            before = engine.readout(plan, documents) if place else {}
+            before = engine.readout(plan, documents) if index else {}
             assert not engine.apply(RATE).skipped
-            after = engine.readout(plan, documents) if place else {}
+            after = engine.readout(plan, documents) if index else {}
             assert not any(
                 torch.equal(before[i]["logprob"], after[i]["logprob"]) for i in before if len(documents[i]) > 1
             )
@@ -398,18 +400,18 @@ def inference(path: str, mesh: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mesh", ["1", "2"])
 def test_an_engine_for_inference_reads_out_and_has_nothing_to_train_with(mesh: str) -> None:
-    seen = run(int(mesh), inference, saved_model("llama"), mesh)
-    for rank in seen:
+    results = run(int(mesh), inference, saved_model("llama"), mesh)
+    for rank in results:
         assert rank["optimizer"] is None
         assert not rank["training"]
         assert not rank["gradients"]
         assert rank["dtypes"] == {torch.bfloat16}
         assert all("inference" in text for text in rank["refusals"].values()), rank["refusals"]
-    values = {index: v["logprob"] for rank in seen for index, v in rank["values"].items()}
-    exact = {index: v["logprob"] for rank in seen for index, v in rank["exact"].items()}
+    values = {index: v["logprob"] for rank in results for index, v in rank["values"].items()}
+    exact = {index: v["logprob"] for rank in results for index, v in rank["exact"].items()}
     assert sorted(values) == sorted(exact) == list(range(len(EVERYTHING)))
-    ours, theirs = (torch.cat([found[i] for i in sorted(found)]) for found in (values, exact))
-    assert float((ours - theirs).norm()) < 0.02 * float(theirs.norm())
+    actual, reference = (torch.cat([logprobs[i] for i in sorted(logprobs)]) for logprobs in (values, exact))
+    assert float((actual - reference).norm()) < 0.02 * float(reference.norm())
 
 
 # ---------------------------------------------------------------- steps that are not finite
@@ -445,7 +447,7 @@ def poisoned(path: str, mesh: str, bad: int, weight: float) -> dict[str, Any]:
     before = state_of(engines[0])
     spoilt = Document(documents[bad].tokens, torch.full_like(documents[bad].weights, weight))
     result = one_step(engines[0], {**documents, bad: spoilt})
-    kept = same(before, state_of(engines[0]))
+    unchanged = same(before, state_of(engines[0]))
     gradients = [name for name, gradient in engines[0].gradients() if gradient is not None]
     for engine in engines:
         assert not one_step(engine, documents).skipped
@@ -456,7 +458,7 @@ def poisoned(path: str, mesh: str, bad: int, weight: float) -> dict[str, Any]:
         if bad in row
     ]
     return {
-        "result": result, "kept": kept, "gradients": gradients, "places": places,
+        "result": result, "kept": unchanged, "gradients": gradients, "places": places,
         "moved": not same(before, state_of(engines[0])), "forgotten": same(*map(state_of, engines)),
     }  # fmt: skip
 
@@ -466,10 +468,10 @@ def test_a_step_that_is_not_finite_leaves_no_trace(mesh: str, weight: float) -> 
     bad = 5
     ranks = run(world_of(mesh), poisoned, saved_model("llama"), mesh, bad, weight)
     assert len({rank["result"].reason for rank in ranks}) == 1
-    for seen in ranks:
-        assert seen["result"].skipped
-        assert seen["kept"] and seen["moved"] and seen["forgotten"]
-        assert seen["gradients"] == []
+    for facts in ranks:
+        assert facts["result"].skipped
+        assert facts["kept"] and facts["moved"] and facts["forgotten"]
+        assert facts["gradients"] == []
     ((place, micro),) = ranks[0]["places"]
     reason = ranks[0]["result"].reason
     assert reason.startswith(f"loss is not finite: rank {place}, micro-batch {micro}, documents ")
@@ -483,8 +485,8 @@ class BadGradient(CrossEntropy):
         terms = super().__call__(batch)
         if dist.get_rank() < dist.get_world_size() - 1:
             return terms
-        nothing = batch.readouts["logprob"].sum() * 0.0
-        return LossOutput(terms.loss_sum + nothing.square().sqrt(), terms.metrics)
+        zero = batch.readouts["logprob"].sum() * 0.0
+        return LossOutput(terms.loss_sum + zero.square().sqrt(), terms.metrics)
 
 
 def bad_gradient(path: str) -> tuple[StepResult, bool]:
@@ -516,19 +518,21 @@ def fresh(path: str, mesh: str, seed: int) -> dict[str, Tensor]:
 def test_random_weights_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None:
     tiny_config("qwen3_moe").save_pretrained(tmp_path)  # and no weights
     path = str(tmp_path)
-    (alone,) = run(1, fresh, path, "1", 3)
+    (single_rank,) = run(1, fresh, path, "1", 3)
     for weights in (*run(2, fresh, path, "2", 3), *run(2, fresh, path, "2x1", 3)):
-        assert same(weights, alone)
-    (other,) = run(1, fresh, path, "1", 4)
-    assert not torch.equal(other["model.embed_tokens.weight"], alone["model.embed_tokens.weight"])
-    assert not torch.equal(other["model.layers.1.mlp.experts.down_proj"], alone["model.layers.1.mlp.experts.down_proj"])
+        assert same(weights, single_rank)
+    (other_seed,) = run(1, fresh, path, "1", 4)
+    assert not torch.equal(other_seed["model.embed_tokens.weight"], single_rank["model.embed_tokens.weight"])
+    assert not torch.equal(
+        other_seed["model.layers.1.mlp.experts.down_proj"], single_rank["model.layers.1.mlp.experts.down_proj"]
+    )
 
 
 def deterministic(path: str) -> list[Any]:
     """(flag, gradients) of an engine that asks for deterministic algorithms, and of the next, which does not."""
     out = []
-    for wanted in (True, False):
-        engine = open_engine(path, "2", deterministic=wanted)
+    for setting in (True, False):
+        engine = open_engine(path, "2", deterministic=setting)
         documents, metas = to_documents(engine, EVERYTHING)
         engine.accumulate(engine.plan(metas), documents, CrossEntropy())
         out.append((torch.are_deterministic_algorithms_enabled(), gradients_of(engine)))

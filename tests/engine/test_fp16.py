@@ -47,9 +47,9 @@ def test_parity_with_a_scaled_loss(family: str, mesh: str, sections: dict[str, A
     assert verdict.passed, describe(verdict)
 
 
-@pytest.mark.parametrize("of", ["document", "step"])
-def test_the_balancing_loss_of_experts_is_scaled(of: str) -> None:
-    sections = {"model": {"router_aux_loss": of, "router_aux_loss_coef": 0.1}}
+@pytest.mark.parametrize("scope", ["document", "step"])
+def test_the_balancing_loss_of_experts_is_scaled(scope: str) -> None:
+    sections = {"model": {"router_aux_loss": scope, "router_aux_loss_coef": 0.1}}
     verdict = run(2, scaled_parity, saved_model("qwen3_moe"), "2", sections)[0]
     assert verdict.passed, describe(verdict)
 
@@ -83,10 +83,10 @@ def gradients(
     return {name: gradient for name, gradient in engine.gradients() if gradient is not None}
 
 
-def error(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+def error(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     """The largest relative error of any parameter's gradient, against at least a hundredth of the largest."""
     largest = max(float(g.norm()) for g in exact.values())
-    return max(float((ours[n] - g).norm()) / max(float(g.norm()), 1e-2 * largest) for n, g in exact.items())
+    return max(float((gradients[n] - g).norm()) / max(float(g.norm()), 1e-2 * largest) for n, g in exact.items())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -145,13 +145,13 @@ def overflowing(path: str, mesh: str) -> dict[str, Any]:
 def test_an_overflow_halves_the_scale(mesh: str) -> None:
     ranks = run(world_of(mesh), overflowing, saved_model("llama"), mesh)
     assert all(rank["scales"] == ranks[0]["scales"] and rank["state"] == ranks[0]["state"] for rank in ranks)
-    for seen in ranks:
-        bad = seen["skipped"].index(False)
-        assert bad > 3 and seen["skipped"] == [True] * bad + [False] * 3
-        assert seen["scales"] == [2.0 ** (30 - k) for k in range(bad + 1)] + [2.0 ** (30 - bad)] * 2
-        assert seen["state"] == {"scale": 2.0 ** (30 - bad), "good": 3, "overflows": bad}
-        assert seen["moved"] and seen["table"] == "float16"
-        for result in seen["results"][:bad]:
+    for observed in ranks:
+        bad = observed["skipped"].index(False)
+        assert bad > 3 and observed["skipped"] == [True] * bad + [False] * 3
+        assert observed["scales"] == [2.0 ** (30 - k) for k in range(bad + 1)] + [2.0 ** (30 - bad)] * 2
+        assert observed["state"] == {"scale": 2.0 ** (30 - bad), "good": 3, "overflows": bad}
+        assert observed["moved"] and observed["table"] == "float16"
+        for result in observed["results"][:bad]:
             assert result.overflow and result.reason == f"fp16 overflow at loss scale {result.loss_scale:g}"
 
 
@@ -189,12 +189,12 @@ def test_at_one_an_overflow_is_an_error() -> None:
 
 
 def test_its_state_is_plain_numbers() -> None:
-    scale, other = LossScale(64.0, 2), LossScale(1.0, 2)
+    scale, restored = LossScale(64.0, 2), LossScale(1.0, 2)
     scale.succeed()
-    other.load_state_dict(scale.state_dict())
-    assert other == scale
-    other.succeed()
-    assert other.scale == 128.0
+    restored.load_state_dict(scale.state_dict())
+    assert restored == scale
+    restored.succeed()
+    assert restored.scale == 128.0
 
 
 def without_scaling(path: str) -> list[Any]:

@@ -45,24 +45,24 @@ def classes(config: PretrainedConfig) -> set[frozenset[str]]:
     return {frozenset(type(module).__name__ for module in layer.modules()) for layer in layers}
 
 
-@pytest.mark.parametrize(("family", "keys", "layers", "left"), PATTERNS)
+@pytest.mark.parametrize(("family", "keys", "layers", "remaining"), PATTERNS)
 def test_a_copy_with_fewer_layers_has_every_kind(
-    family: str, keys: dict[str, Any], layers: int, left: dict[str, Any]
+    family: str, keys: dict[str, Any], layers: int, remaining: dict[str, Any]
 ) -> None:
     config = tiny_config(family, **keys)
     small = fewer_layers(config, 2, kinds_of(config))
     assert small.num_hidden_layers == layers
-    assert {name: getattr(small, name) for name in left} == left
+    assert {name: getattr(small, name) for name in remaining} == remaining
     assert classes(narrow(small)) == classes(small) == classes(config)
     assert kinds_of(config).are_those_of(meta_model(narrow(small)))
 
 
 def test_more_layers_than_kinds_are_kept_as_asked() -> None:
     config = tiny_config("gpt_oss", num_hidden_layers=8, layer_types=["sliding_attention", "full_attention"] * 4)
-    whole = kinds_of(config)
-    assert fewer_layers(config, 1, whole).num_hidden_layers == 2
-    assert fewer_layers(config, 5, whole).layer_types == config.layer_types[:5]
-    assert fewer_layers(config, 9, whole).num_hidden_layers == 8
+    kinds = kinds_of(config)
+    assert fewer_layers(config, 1, kinds).num_hidden_layers == 2
+    assert fewer_layers(config, 5, kinds).layer_types == config.layer_types[:5]
+    assert fewer_layers(config, 9, kinds).num_hidden_layers == 8
 
 
 def test_a_flag_makes_a_kind_where_the_classes_are_the_same() -> None:
@@ -77,7 +77,7 @@ def test_a_flag_makes_a_kind_where_the_classes_are_the_same() -> None:
 # ---------------------------------------------------------------- a copy without one
 
 
-def without_late_kinds(config: PretrainedConfig, layers: int, whole: LayerKinds) -> PretrainedConfig:
+def without_late_kinds(config: PretrainedConfig, layers: int, kinds: LayerKinds) -> PretrainedConfig:
     """As if the first layers were all there is."""
     return shrink._with_layers(config, list(range(layers)))
 

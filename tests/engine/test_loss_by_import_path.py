@@ -140,7 +140,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return folder
@@ -152,11 +152,11 @@ WORDS += ["train.epochs=1", "train.loss=own_losses:Focal"]
 
 @pytest.mark.covers("train.loss")
 @pytest.mark.slow
-def test_an_objective_of_ones_own_is_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_objective_of_ones_own_is_trained(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss of the first step is what transformers and five lines of torch say."""
     assert cli.main([*WORDS, "run.dir=focal"]) == 0
     assert "loss     own_losses:Focal" in capsys.readouterr().out
-    line = json.loads((here / "focal" / "metrics.jsonl").read_text().splitlines()[0])
+    line = json.loads((workdir / "focal" / "metrics.jsonl").read_text().splitlines()[0])
     model = transformers.AutoModelForCausalLM.from_pretrained("model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained("model")
     focal = nll = count = 0.0
@@ -176,18 +176,18 @@ def test_an_objective_of_ones_own_is_trained(here: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_an_objective_without_a_loss_to_show_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_objective_without_a_loss_to_show_is_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, "train.loss=own_losses:Mute", "run.dir=mute"]) == 2
     assert "train.loss: own_losses:Mute gives no metric `loss`" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*WORDS, "train.loss=own_losses:Hasty", "run.dir=hasty"]) == 2
     assert "train.loss: logprob_grad() of Hasty is not the gradient of its loss" in capsys.readouterr().err
-    assert not (here / "hasty" / "metrics.jsonl").read_text()
+    assert not (workdir / "hasty" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.slow
@@ -204,11 +204,11 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
     ],
 )
 def test_what_an_objective_returns_is_looked_at_before_the_first_step(
-    name: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]
+    name: str, words: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*WORDS, f"train.loss=own_losses:{name}", f"run.dir={name}"]) == 2
     assert words in capsys.readouterr().err
-    assert not (here / name / "metrics.jsonl").read_text()
+    assert not (workdir / name / "metrics.jsonl").read_text()
 
 
 def verdict_of(path: str, name: str, mesh: str) -> Verdict | None:
@@ -260,14 +260,14 @@ def importing(folder: str, *args: str) -> Verdict | None:
         ("json:dumps", "is no objective: it has no normaliser, logprob_grad, readouts, every_token"),
     ],
 )
-def test_what_is_no_objective_is_refused(path: str, words: str, here: Path) -> None:
+def test_what_is_no_objective_is_refused(path: str, words: str, workdir: Path) -> None:
     with pytest.raises(UserError, match="train.loss") as caught:
         choose_objective(path)
     assert words in str(caught.value)
 
 
-def test_it_is_refused_before_anything_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "empty.jsonl").write_text("")
+def test_it_is_refused_before_anything_is_read(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "empty.jsonl").write_text("")
     assert cli.main([*WORDS, "data.path=empty.jsonl", "train.loss=my_loss:Focal"]) == 2
     assert "there is no module my_loss" in capsys.readouterr().err
     assert cli.main([*WORDS, "train.loss=own_losses.py:Focal"]) == 2
@@ -276,7 +276,7 @@ def test_it_is_refused_before_anything_is_read(here: Path, capsys: pytest.Captur
     assert "which is no import path: write package.module:Name" in capsys.readouterr().err
 
 
-def test_ways_to_name_one(here: Path) -> None:
+def test_ways_to_name_one(workdir: Path) -> None:
     assert isinstance(choose_objective(None), CrossEntropy)
     assert choose_objective("own_losses.Focal").gamma == 2.0  # type: ignore[attr-defined]
     assert choose_objective("own_losses:sharp").gamma == 5.0  # type: ignore[attr-defined]
@@ -287,5 +287,5 @@ def test_a_document_is_exact_where_every_token_with_a_weight_is_the_likeliest() 
     weights, top1 = torch.tensor([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
     readouts = {"logprob": torch.zeros(6), "top1": top1}
     batch = Batch(readouts, weights, torch.tensor([0, 0, 1, 1, 2, 3]), (0, 1, 2, 3), {})
-    exact, asked = HeldOutLoss()(batch).metrics["exact"]
-    assert (float(exact), float(asked)) == (2, 3)  # the second and the third, of all but the last
+    exact, count = HeldOutLoss()(batch).metrics["exact"]
+    assert (float(exact), float(count)) == (2, 3)  # the second and the third, of all but the last

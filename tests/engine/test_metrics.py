@@ -125,8 +125,8 @@ def test_metrics_file_adds_to_what_is_there(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_on_any_rank_is_named_once_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(parts: list[list[str]], mine: list[str], group: object) -> None:
-        parts[:] = [mine, ["b", "a"]]
+    def gather(parts: list[list[str]], local: list[str], group: object) -> None:
+        parts[:] = [local, ["b", "a"]]
 
     monkeypatch.setattr(nonfinite, "world_group", lambda: None)
     monkeypatch.setattr(nonfinite.dist, "get_world_size", lambda group: 2)

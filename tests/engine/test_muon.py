@@ -57,23 +57,23 @@ def torchs_weights(path: str, names: list[str], *, heads: bool) -> dict[str, tor
     """The weights after five steps of torch.optim.Muon, which takes matrices one by one, and AdamW for the others.
     names: weft's."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    theirs = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    weights = {name: next(x for n, x in theirs.items() if n.endswith(_stem(name))) for name in names}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {name: next(x for n, x in parameters.items() if n.endswith(_stem(name))) for name in names}
     parts = {name: matrices_of(name, x, model.config, heads=heads) for name, x in weights.items()}
     stepped = {name: [torch.nn.Parameter(x[part].clone()) for part in parts[name]] for name, x in weights.items()}
-    others = {name: torch.nn.Parameter(x.clone()) for name, x in weights.items() if not parts[name]}
+    by_adamw = {name: torch.nn.Parameter(x.clone()) for name, x in weights.items() if not parts[name]}
     muon = torch.optim.Muon([p for of_name in stepped.values() for p in of_name], adjust_lr_fn="match_rms_adamw")
     keys = OptimizerConfig(eps=EPSILON)
     muon.param_groups[0] |= {"weight_decay": keys.weight_decay, "momentum": keys.muon_momentum}
-    decayed = [{"params": [p], "weight_decay": keys.weight_decay * (p.ndim > 1)} for p in others.values()]
+    decayed = [{"params": [p], "weight_decay": keys.weight_decay * (p.ndim > 1)} for p in by_adamw.values()]
     adamw = torch.optim.AdamW(decayed, betas=keys.betas, eps=keys.eps)
     for step in range(1, 6):
         for name, x in weights.items():
-            whole = gradient(name, tuple(x.shape), step)
+            full_gradient = gradient(name, tuple(x.shape), step)
             for part, parameter in zip(parts[name], stepped[name], strict=True):
-                parameter.grad = whole[part].clone()
-            if name in others:
-                others[name].grad = whole
+                parameter.grad = full_gradient[part].clone()
+            if name in by_adamw:
+                by_adamw[name].grad = full_gradient
         muon.param_groups[0]["lr"] = 2 * 1e-2 / step  # muon_lr is twice lr
         for group in adamw.param_groups:
             group["lr"] = 1e-2 / step
@@ -83,7 +83,7 @@ def torchs_weights(path: str, names: list[str], *, heads: bool) -> dict[str, tor
     for name, x in weights.items():
         for part, parameter in zip(parts[name], stepped[name], strict=True):
             x[part] = parameter.detach()
-    return weights | {name: parameter.detach() for name, parameter in others.items()}
+    return weights | {name: parameter.detach() for name, parameter in by_adamw.items()}
 
 
 def _stem(name: str) -> str:
@@ -104,8 +104,8 @@ def matrices_of(name: str, x: torch.Tensor, config: Any, *, heads: bool) -> list
     width = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     size = width if heads else config.hidden_size
     if projected == ["c_attn"]:  # queries, keys and values are columns
-        return [(Whole, slice(at, at + size)) for at in range(0, x.shape[1], size)]
-    return [(slice(at, at + size),) for at in range(0, len(x), size)]
+        return [(Whole, slice(start, start + size)) for start in range(0, x.shape[1], size)]
+    return [(slice(start, start + size),) for start in range(0, len(x), size)]
 
 
 def in_small_rounds(path: str, mesh: str, sections: dict[str, Any]) -> Any:
@@ -129,21 +129,21 @@ def test_training_is_that_of_one_process(family: str, mesh: str, sections: dict[
 def test_five_steps_are_those_of_torch(scale: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(shape))
-    theirs = torch.nn.Parameter(weight.detach().clone())
+    reference = torch.nn.Parameter(weight.detach().clone())
     keys: dict[str, Any] = {"muon_lr": 0.02, "muon_momentum": 0.9, "muon_scale": scale, "muon_dtype": "bf16"}
     config = OptimizerConfig(name="muon", lr=1e-3, weight_decay=0.1, **keys)
     vector = torch.nn.Parameter(torch.ones(5))
     boxes = {"w": [Box.from_shape(shape)]}
-    ours = build_optimizer([("w", weight), ("b", vector)], config, matrices=boxes)
-    torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=scale)
+    optimizer = build_optimizer([("w", weight), ("b", vector)], config, matrices=boxes)
+    torchs = torch.optim.Muon([reference], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn=scale)
     for step in range(1, 6):
         weight.grad, vector.grad = torch.randn(shape), torch.ones(5)
-        theirs.grad = weight.grad.clone()
-        set_learning_rate(ours, 1e-3 / step)
+        reference.grad = weight.grad.clone()
+        set_learning_rate(optimizer, 1e-3 / step)
         torchs.param_groups[0]["lr"] = 0.02 / step
-        ours.step()
+        optimizer.step()
         torchs.step()
-    assert (weight - theirs).abs().max() <= 1e-6
+    assert (weight - reference).abs().max() <= 1e-6
     assert vector.detach() == pytest.approx(torch.full((5,), 1 - 1e-3 * (1 + 1 / 2 + 1 / 3 + 1 / 4 + 1 / 5)), abs=1e-6)
 
 

@@ -207,11 +207,14 @@ def test_clip_equals_torch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(shape).to(dtype) for shape in ((7, 5), (3,), (2, 3, 4), (5, 7))]
     gradients[3] = gradients[3].t()  # not contiguous
-    ours, theirs = parameters_with(*[g.clone() for g in gradients]), parameters_with(*[g.double() for g in gradients])
-    expected = torch.nn.utils.clip_grad_norm_([p for _, p in theirs], 0.5).item()
-    assert clip_gradients(ours, 0.5) == pytest.approx(expected, rel=1e-6)
+    parameters, reference = (
+        parameters_with(*[g.clone() for g in gradients]),
+        parameters_with(*[g.double() for g in gradients]),
+    )
+    expected = torch.nn.utils.clip_grad_norm_([p for _, p in reference], 0.5).item()
+    assert clip_gradients(parameters, 0.5) == pytest.approx(expected, rel=1e-6)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float64: 1e-6}[dtype]
-    for (_, p), (_, q) in zip(ours, theirs, strict=True):
+    for (_, p), (_, q) in zip(parameters, reference, strict=True):
         assert p.grad is not None and q.grad is not None and p.grad.dtype == dtype
         torch.testing.assert_close(p.grad.double(), q.grad, rtol=tolerance, atol=1e-9)
 
@@ -280,14 +283,14 @@ def clip_and_step(names: tuple[str, ...], shape: tuple[int, ...], optimizer: str
         {"params": [p for p in plain.parameters() if p.ndim >= 2], "weight_decay": 0.2},
         {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    theirs: torch.optim.Optimizer = (
+    reference: torch.optim.Optimizer = (
         torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), foreach=False)
         if optimizer == "adamw"
         else torch.optim.SGD(groups, lr=0.01, momentum=0.9, foreach=False)
     )
     for _ in range(2):
         ours.step()
-        theirs.step()
+        reference.step()
     for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
         if q.grad is None:
             assert p.grad is None and p not in ours.state, name
@@ -322,7 +325,7 @@ def clip_on_several_meshes(max_norm: float) -> float:
         None,
     ]
     torch.manual_seed(0)
-    ours, full = [], []
+    parameters, full = [], []
     for i, case in enumerate(cases):
         value, gradient = torch.randn(5, 3), torch.randn(5, 3)
         full.append(gradient)
@@ -332,15 +335,15 @@ def clip_on_several_meshes(max_norm: float) -> float:
             parameter = nn.Parameter(distribute_tensor(value, *case))
             parameter_grad = distribute_tensor(gradient.clone(), *case)  # a replica would share its memory
         parameter.grad = parameter_grad
-        ours.append((f"p{i}.weight", parameter))
+        parameters.append((f"p{i}.weight", parameter))
     expected = torch.cat([g.flatten() for g in full]).norm().item()
-    norm = clip_gradients(ours, max_norm)
+    norm = clip_gradients(parameters, max_norm)
     assert norm == pytest.approx(expected, rel=1e-6)
-    for (name, p), gradient in zip(ours, full, strict=True):
+    for (name, p), gradient in zip(parameters, full, strict=True):
         assert p.grad is not None
         torch.testing.assert_close(whole(p.grad), gradient * min(1.0, max_norm / (expected + 1e-6)), msg=name)
     for name in ("adamw", "sgd"):
-        build_optimizer(ours, OptimizerConfig(name=name)).step()  # type: ignore[arg-type]
+        build_optimizer(parameters, OptimizerConfig(name=name)).step()  # type: ignore[arg-type]
     return norm
 
 

@@ -55,19 +55,19 @@ def steps_are_those_of_the_whole() -> None:
         sharded, plain = small_model(("dp_shard",), (3,))
         config = OptimizerConfig(name=name, lr=0.01, weight_decay=0.2, **keys)
         rule = rule_of(name, lr=0.01, weight_decay=0.2, **keys)
-        ours = build_optimizer(sharded.named_parameters(), config, rule)
+        optimizer = build_optimizer(sharded.named_parameters(), config, rule)
         decayed = {True: 0.2, False: 0.0}
-        theirs = rule.make(
+        reference = rule.make(
             [{"params": [p], "weight_decay": decayed[p.ndim >= 2], "lr_scale": 1.0} for p in plain.parameters()]
         )
         for rate in (0.01, 0.02, 0.005):
-            set_learning_rate(ours, rate)
-            set_learning_rate(theirs, rate)
-            ours.step()
-            theirs.step()
+            set_learning_rate(optimizer, rate)
+            set_learning_rate(reference, rate)
+            optimizer.step()
+            reference.step()
         for (key, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
-        ours.zero_grad()
+        optimizer.zero_grad()
         assert all(p.grad is None for p in sharded.parameters())
 
 
@@ -87,8 +87,8 @@ def shards_left_behind(path: str) -> Any:
     """Parity where the optimizer steps the shards that it was given first, wherever FSDP2 keeps them now."""
     original = ShardOptimizer.__init__
 
-    def init(self: ShardOptimizer, *given: Any) -> None:
-        original(self, *given)
+    def init(self: ShardOptimizer, *arguments: Any) -> None:
+        original(self, *arguments)
         for shard in self._shards.values():
             shard.data = shard.data.clone()
 
@@ -115,8 +115,8 @@ def described(path: str) -> dict[str, Any]:
     table = {row["use"]: row["dtype"] for row in dtype_rows(engine)}
     with mock.patch.object(engine, "state_dtypes", {torch.float32}), pytest.raises(RuntimeError, match="average of"):
         check_contract(engine)
-    held = sum(p.to_local().numel() for p in engine.module.parameters())  # type: ignore[attr-defined]
-    return {"table": table["optimizer"], "foreseen": engine.memory.optimizer, "held": held}
+    elements = sum(p.to_local().numel() for p in engine.module.parameters())  # type: ignore[attr-defined]
+    return {"table": table["optimizer"], "foreseen": engine.memory.optimizer, "held": elements}
 
 
 def test_dtype_table_contract_and_memory_know_its_state() -> None:
@@ -139,18 +139,18 @@ def take_steps(engine: Engine, count: int, first: int = 0) -> None:
 def everything(engine: Engine) -> dict[str, Any]:
     """Weights, state and numbers, whole."""
     assert engine.optimizer is not None
-    found: dict[str, Any] = dict(find_scalars(engine))
+    state: dict[str, Any] = dict(find_scalars(engine))
     for name, parameter in engine.module.named_parameters():
-        found[name] = whole(parameter.detach()).clone()
+        state[name] = whole(parameter.detach()).clone()
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.ndim:
-                found[f"{key} of {name}"] = value.clone()
-    return found
+                state[f"{key} of {name}"] = value.clone()
+    return state
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    same = {n: torch.equal(v, other[n]) if isinstance(v, torch.Tensor) else v == other[n] for n, v in one.items()}
-    return [name for name in same if not same[name]] + sorted(one.keys() ^ other.keys())
+def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    same = {n: torch.equal(v, second[n]) if isinstance(v, torch.Tensor) else v == second[n] for n, v in first.items()}
+    return [name for name in same if not same[name]] + sorted(first.keys() ^ second.keys())
 
 
 def sections_of(name: str) -> dict[str, Any]:
@@ -167,12 +167,12 @@ def broken(path: str, folder: str, mesh: str, name: str) -> list[str]:
     with Saver(engine, home, CheckpointConfig(async_=False), {}) as saver:
         saver.save(2, {})
         checkpoint = saver.finish()
-    other = open_engine(path, mesh, seed=1, **sections_of(name))
-    load_state(other, read_state(checkpoint))
-    loaded = [f"loaded: {text}" for text in differing(everything(engine), everything(other))]
-    for resumed in (engine, other):
+    reloaded = open_engine(path, mesh, seed=1, **sections_of(name))
+    load_state(reloaded, read_state(checkpoint))
+    loaded = [f"loaded: {text}" for text in differing(everything(engine), everything(reloaded))]
+    for resumed in (engine, reloaded):
         take_steps(resumed, 2, 2)
-    return loaded + [f"stepped: {text}" for text in differing(everything(engine), everything(other))]
+    return loaded + [f"stepped: {text}" for text in differing(everything(engine), everything(reloaded))]
 
 
 def all_broken(path: str, folder: str, mesh: str, names: tuple[str, ...]) -> dict[str, list[str]]:
@@ -188,9 +188,9 @@ def on_one_rank(path: str, folder: str, name: str) -> tuple[list[str], dict[str,
     engine = open_engine(path, "1", seed=1, **sections_of(name))
     state = read_state(Path(folder) / name / "checkpoints" / "step-000002")
     load_state(engine, state)
-    found = everything(engine)
+    values = everything(engine)
     take_steps(engine, 1, 2)
-    return [key for key in found if " of " in key], state.content["scalars"]
+    return [key for key in values if " of " in key], state.content["scalars"]
 
 
 def test_resumed_bit_for_bit_and_on_another_mesh(tmp_path: Path) -> None:
@@ -207,8 +207,8 @@ def numbers_lost(path: str, folder: str) -> list[str]:
 
 
 def test_it_is_seen_where_numbers_begin_anew(tmp_path: Path) -> None:
-    found = run(1, numbers_lost, saved_model("llama", num_hidden_layers=1), str(tmp_path))[0]
-    assert any(text.startswith("stepped: model.") for text in found)
+    differences = run(1, numbers_lost, saved_model("llama", num_hidden_layers=1), str(tmp_path))[0]
+    assert any(text.startswith("stepped: model.") for text in differences)
 
 
 def test_where_nothing_is_sharded_any_optimizer_works_and_is_resumed(tmp_path: Path) -> None:

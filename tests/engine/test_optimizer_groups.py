@@ -26,8 +26,8 @@ def model(family: str = "llama") -> nn.Module:
         return AutoModelForCausalLM.from_config(tiny_config(family))
 
 
-def config(*several: dict[str, Any], **keys: Any) -> OptimizerConfig:
-    return OptimizerConfig(groups=tuple(ParameterGroup(**group) for group in several), **keys)
+def config(*groups: dict[str, Any], **keys: Any) -> OptimizerConfig:
+    return OptimizerConfig(groups=tuple(ParameterGroup(**group) for group in groups), **keys)
 
 
 # ---------------------------------------------------------------- who is in which
@@ -35,40 +35,40 @@ def config(*several: dict[str, Any], **keys: Any) -> OptimizerConfig:
 
 def test_the_first_group_that_names_a_parameter_has_it() -> None:
     module = model()
-    wanted = config(
+    settings = config(
         {"match": ("*.mlp", "model.norm"), "lr_scale": 0.1},
         {"match": ("model.layers.1",), "lr": 3e-4, "weight_decay": 0.5},
         lr=1e-3,
         weight_decay=0.2,
     )
     named = dict(module.named_parameters())
-    found = param_group_rules(named.items(), wanted)
-    told = {name: (found[p].group, found[p].lr_scale, found[p].weight_decay) for name, p in named.items()}
-    assert told["model.layers.1.mlp.up_proj.weight"] == (0, 0.1, 0.2)
-    assert told["model.norm.weight"] == (0, 0.1, 0.0)  # a norm is not decayed, unless the group says so
-    assert told["model.layers.1.self_attn.q_proj.weight"] == (1, 3e-4 / 1e-3, 0.5)
-    assert told["model.layers.1.input_layernorm.weight"] == (1, 3e-4 / 1e-3, 0.5)
-    assert told["model.layers.0.self_attn.q_proj.weight"] == (None, 1.0, 0.2)
+    rules = param_group_rules(named.items(), settings)
+    by_name = {name: (rules[p].group, rules[p].lr_scale, rules[p].weight_decay) for name, p in named.items()}
+    assert by_name["model.layers.1.mlp.up_proj.weight"] == (0, 0.1, 0.2)
+    assert by_name["model.norm.weight"] == (0, 0.1, 0.0)  # a norm is not decayed, unless the group says so
+    assert by_name["model.layers.1.self_attn.q_proj.weight"] == (1, 3e-4 / 1e-3, 0.5)
+    assert by_name["model.layers.1.input_layernorm.weight"] == (1, 3e-4 / 1e-3, 0.5)
+    assert by_name["model.layers.0.self_attn.q_proj.weight"] == (None, 1.0, 0.2)
 
 
 def test_a_tied_weight_is_named_by_any_of_its_names() -> None:
     module = model("llama_tied")
     named = list(module.named_parameters(remove_duplicate=False))
     assert [name for name, p in named if p is module.lm_head.weight] == ["model.embed_tokens.weight", "lm_head.weight"]
-    found = param_group_rules(named, config({"match": ("lm_head",), "lr_scale": 0.5}))
-    assert found[module.lm_head.weight].group == 0
-    assert len(found) == len(named) - 1
+    rules = param_group_rules(named, config({"match": ("lm_head",), "lr_scale": 0.5}))
+    assert rules[module.lm_head.weight].group == 0
+    assert len(rules) == len(named) - 1
 
 
 def test_the_table_shows_them() -> None:
-    wanted = config(
+    settings = config(
         {"match": ("*.mlp", "*.input_layernorm"), "lr_scale": 0.1},
         {"match": ("lm_head",), "weight_decay": 0.0},
         lr=1e-3,
     )
     module = model()
     module.model.norm.weight.requires_grad_(False)
-    rows = describe_groups(module.named_parameters(), wanted)
+    rows = describe_groups(module.named_parameters(), settings)
     assert [(row.name, row.weight_decay, row.lr and round(row.lr, 9), row.parameters) for row in rows] == [
         ("decayed", 0.1, 1e-3, 9),  # embeddings, four projections in two layers
         ("not decayed", 0.0, 1e-3, 2),
@@ -80,7 +80,7 @@ def test_the_table_shows_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("several", "words"),
+    ("groups", "words"),
     [
         ([{"match": ("*.mpl",), "lr_scale": 0.1}], r"optimizer.groups\[0\]: '\*.mpl' matches no parameter"),
         ([{"match": ("model.layer",), "lr_scale": 0.1}], "did you mean model.layers"),
@@ -91,11 +91,11 @@ def test_the_table_shows_them() -> None:
         ([{"match": ("model.norm",), "lr_scale": 0.1}], r"optimizer.groups\[0\] has no parameter: .* or frozen"),
     ],
 )
-def test_a_group_without_parameters_is_refused(several: list[dict[str, Any]], words: str) -> None:
+def test_a_group_without_parameters_is_refused(groups: list[dict[str, Any]], words: str) -> None:
     module = model()
     module.model.norm.weight.requires_grad_(False)
     with pytest.raises(UserError, match=words):
-        check_groups(module, config(*several))
+        check_groups(module, config(*groups))
 
 
 def refused_unread(path: str) -> None:
@@ -116,11 +116,11 @@ def test_the_refusal_comes_before_loading() -> None:
 def test_a_step_by_hand() -> None:
     """SGD from ones, gradients of one, at rate 0.5: w - 0.5 f (1 + d) with each group's factor f and decay d."""
     named = [(name, nn.Parameter(torch.ones(1, 1))) for name in ("a.weight", "b.weight", "c.weight")]
-    wanted = config(
+    settings = config(
         {"match": ("b",), "lr": 2.0}, {"match": ("c",), "lr_scale": 0.1, "weight_decay": 3.0},
         name="sgd", lr=8.0, weight_decay=0.5,
     )  # fmt: skip
-    optimizer = build_optimizer(named, wanted)
+    optimizer = build_optimizer(named, settings)
     for rate in (4.0, 0.5):  # the schedule multiplies every group's alike, whatever came before
         set_learning_rate(optimizer, rate)
     for _, parameter in named:

@@ -137,8 +137,8 @@ def test_norms_are_known_when_backward_ends_and_copies_follow_their_masters() ->
     for shown in run(2, during_backward, saved_model("llama")):
         assert shown["of"] - shown["late"] > 0 and shown["late"] <= shown["of"] // 2, shown["late"]
         assert shown["averaged"]
-        left, slept, masters = shown["freed"]
-        assert left == 0 < slept == 2 * masters  # the device is the host here, so that masters sleep, too
+        remaining, slept, masters = shown["freed"]
+        assert remaining == 0 < slept == 2 * masters  # the device is the host here, so that masters sleep, too
         for index, before in shown["after"].items():
             assert torch.equal(before, shown["awake"][index])
             assert len(before) == 1 or not torch.equal(before, shown["other"][index])

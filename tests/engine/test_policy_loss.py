@@ -62,7 +62,7 @@ def test_corrections_recover_the_direction_of_the_gradient() -> None:
     """An engine that samples from quite another policy: uncorrected, the update points elsewhere."""
     policy = logits(1)
     engine, reward = policy + logits(5), logits(3)
-    wanted = -true_gradient(policy, lambda logprob: (logprob.exp() * reward).sum())
+    reference = -true_gradient(policy, lambda logprob: (logprob.exp() * reward).sum())
     samples = [
         sample(n, 1, 1.0, old_logprobs=[float(old)], rollout_logprobs=[float(rollout)])
         for n, (old, rollout) in enumerate(zip(policy.log_softmax(-1), engine.log_softmax(-1), strict=True))
@@ -72,7 +72,7 @@ def test_corrections_recover_the_direction_of_the_gradient() -> None:
         config = algorithm(policy_loss="reinforce", **keys)
         correct(samples, config)
         weights = [1.0 if s.correction is None else float(s.correction[-1]) for s in samples]
-        return cosine(gradient(config, policy, engine, advantages=reward, correction=torch.tensor(weights)), wanted)
+        return cosine(gradient(config, policy, engine, advantages=reward, correction=torch.tensor(weights)), reference)
 
     assert direction(correction="none") < 0.8
     assert direction(correction_limits=(0.0, 100.0)) > 0.99999
@@ -88,11 +88,11 @@ def test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of(estimator: Any, u
     drawn = policy + 0.5 * logits(3) if unbiased else policy
     config = algorithm(kl_coef=1.0, kl_estimator=estimator, kl_unbiased=unbiased)
     old = drawn.log_softmax(-1)
-    found = gradient(config, policy, drawn, ref_logprobs=reference, old_logprobs=old)
+    actual = gradient(config, policy, drawn, ref_logprobs=reference, old_logprobs=old)
     forward = true_gradient(policy, lambda logprob: (logprob.exp() * (logprob - reference)).sum())
     reverse = true_gradient(policy, lambda logprob: (reference.exp() * (reference - logprob)).sum())
-    wanted = forward if unbiased else {"k1": torch.zeros(TOKENS), "k2": forward, "k3": reverse}[estimator]
-    torch.testing.assert_close(found, wanted.double(), atol=1e-6, rtol=1e-5)
+    expected = forward if unbiased else {"k1": torch.zeros(TOKENS), "k2": forward, "k3": reverse}[estimator]
+    torch.testing.assert_close(actual, expected.double(), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.covers("rl.dual_clip", "rl.entropy_coef")
@@ -104,8 +104,8 @@ def test_metrics() -> None:
 
     def means(**keys: Any) -> dict[str, float]:
         config = algorithm(loss_aggregation="token_mean", **keys)
-        found = terms(config, old + ratio.log(), weights, ref_logprobs=reference, **arrays).metrics
-        return {name: float(total) / float(weight) for name, (total, weight) in found.items()}
+        metrics = terms(config, old + ratio.log(), weights, ref_logprobs=reference, **arrays).metrics
+        return {name: float(total) / float(weight) for name, (total, weight) in metrics.items()}
 
     d = ratio.log() + 0.5
     shared = {
@@ -145,8 +145,8 @@ def test_a_kl_of_weight_0_is_measured_and_trains_nothing() -> None:
 def test_a_measured_kl_has_a_reference() -> None:
     """The reference is loaded, and reads the samples, with ranks of its own, too."""
     words = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]"]
-    for more, is_read in ((["rl.measure_kl=true"], True), (["rl.kl_coef=0.1"], True), ([], False)):
-        config = load_config([], [*words, *more], RlConfig)
+    for extra, is_read in ((["rl.measure_kl=true"], True), (["rl.kl_coef=0.1"], True), ([], False)):
+        config = load_config([], [*words, *extra], RlConfig)
         assert ("reference" in read_before_training(config.rl, old=False)) == is_read
         assert (reference_config(config) is not None) == is_read
     config = load_config([], [*words, "rl.measure_kl=true", "reference.ranks=2", "reference.path=org/other"], RlConfig)
@@ -166,8 +166,8 @@ def test_the_share_of_samples_that_are_clipped() -> None:
     arrays = {"old_logprobs": torch.zeros(4), "advantages": torch.ones(4), "correction": torch.ones(4)}
     batch = Batch(readouts, torch.ones(4), torch.tensor([0, 0, 0, 1]), (0, 1), arrays)
     for loss in ("gspo", "ppo_sequence"):
-        found = PolicyLoss(algorithm("gspo", policy_loss=loss, clip=(0.2, 0.2)))(batch).metrics
-        shares = {name: float(total) / float(weight) for name, (total, weight) in found.items()}
+        metrics = PolicyLoss(algorithm("gspo", policy_loss=loss, clip=(0.2, 0.2)))(batch).metrics
+        shares = {name: float(total) / float(weight) for name, (total, weight) in metrics.items()}
         assert (shares["clip_ratio/samples_mean"], shares["clip_ratio/region_mean"]) == (0.5, 0.75)
 
 
@@ -186,8 +186,8 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(str(tmp_path))
     arrays = {"old_logprobs": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0])}
     logprob = torch.tensor([2.0, 3.0]).log()
-    found = terms(algorithm(policy_loss="own_loss:squared"), logprob, torch.ones(2), **arrays)
-    assert float(found.loss_sum) == pytest.approx(-2 + 1 + 3 + 4)
+    result = terms(algorithm(policy_loss="own_loss:squared"), logprob, torch.ones(2), **arrays)
+    assert float(result.loss_sum) == pytest.approx(-2 + 1 + 3 + 4)
     with pytest.raises(UserError, match=r"own_loss:total must give a loss for each of the 2 tokens, not \(\)"):
         terms(algorithm(policy_loss="own_loss:total"), logprob, torch.ones(2), **arrays)
     with pytest.raises(UserError, match="own_loss:number is no function"):

@@ -39,15 +39,15 @@ def one_step(engine: Engine, lr: float = 1e-3) -> None:
 
 def observed(path: str, fsdp: dict[str, str]) -> dict[str, set[torch.dtype]]:
     """Dtypes seen in one step on two ranks."""
-    engine, seen = open_engine(path, "2", fsdp=fsdp), {"gathered": set(), "hidden": set(), "reduced": set()}
+    engine, dtypes = open_engine(path, "2", fsdp=fsdp), {"gathered": set(), "hidden": set(), "reduced": set()}
     scatter = getattr(dist, REDUCE_SCATTER)
 
     def look(module: Any, inputs: Any) -> None:
-        seen["gathered"] |= {parameter.dtype for parameter in module.parameters()}
-        seen["hidden"].add(inputs[0].dtype)
+        dtypes["gathered"] |= {parameter.dtype for parameter in module.parameters()}
+        dtypes["hidden"].add(inputs[0].dtype)
 
     def watched(*args: Any, **options: Any) -> Any:
-        seen["reduced"].add(options["input"].dtype)
+        dtypes["reduced"].add(options["input"].dtype)
         return scatter(*args, **options)
 
     for _, layer in engine.module.layers:
@@ -55,11 +55,11 @@ def observed(path: str, fsdp: dict[str, str]) -> dict[str, set[torch.dtype]]:
     with mock.patch.object(dist, REDUCE_SCATTER, watched):
         one_step(engine)
     assert engine.optimizer is not None
-    seen["stored"] = {parameter.dtype for parameter in engine.module.parameters()}
+    dtypes["stored"] = {parameter.dtype for parameter in engine.module.parameters()}
     states = (state for state in engine.optimizer.state.values())
-    seen["state"] = {value.dtype for state in states for key, value in state.items() if key != "step"}
+    dtypes["state"] = {value.dtype for state in states for key, value in state.items() if key != "step"}
     check_contract(engine)
-    return seen
+    return dtypes
 
 
 @pytest.mark.covers("fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.master_dtype")
@@ -78,8 +78,8 @@ def observed(path: str, fsdp: dict[str, str]) -> dict[str, set[torch.dtype]]:
 def test_every_dtype_is_the_configs(param: str, reduce: str, master: str) -> None:
     fsdp = {"param_dtype": param, "reduce_dtype": reduce, "master_dtype": master}
     compute = NAMES.get(param, FP32)  # auto: fp32 on a CPU
-    for seen in run(2, observed, saved_model("llama"), fsdp):
-        assert seen == {
+    for dtypes in run(2, observed, saved_model("llama"), fsdp):
+        assert dtypes == {
             "gathered": {compute},
             "hidden": {compute},
             "reduced": {NAMES[reduce]},
@@ -138,18 +138,18 @@ BREAKS: dict[str, tuple[Callable[[Engine], None], str]] = {
 }
 
 
-def broken(path: str, what: str) -> None:
+def broken(path: str, contract: str) -> None:
     engine = open_engine(path, "1")
     one_step(engine)
     check_contract(engine)
-    BREAKS[what][0](engine)
-    with pytest.raises(RuntimeError, match="dtype contract broken: .*" + BREAKS[what][1]):
+    BREAKS[contract][0](engine)
+    with pytest.raises(RuntimeError, match="dtype contract broken: .*" + BREAKS[contract][1]):
         check_contract(engine)
 
 
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_contract_is_an_error(what: str) -> None:
-    run(1, broken, saved_model("llama"), what)
+@pytest.mark.parametrize("contract", BREAKS)
+def test_a_broken_contract_is_an_error(contract: str) -> None:
+    run(1, broken, saved_model("llama"), contract)
 
 
 # ---------------------------------------------------------------- bf16 compute
@@ -193,11 +193,11 @@ def buffers(path: str, purpose: Any, init: str, master: str) -> dict[str, tuple[
 def test_buffers_stay_in_fp32(purpose: str, init: str, master: str) -> None:
     """inv_freq and e_score_correction_bias: rounded, they would turn every position, and route tokens elsewhere."""
     path = saved_model("deepseek_v3")
-    seen = run(1, buffers, path, purpose, init, master)[0]
-    kinds = {name.rsplit(".", 1)[-1] for name in seen}
+    buffers_of_rank = run(1, buffers, path, purpose, init, master)[0]
+    kinds = {name.rsplit(".", 1)[-1] for name in buffers_of_rank}
     assert {"inv_freq", "e_score_correction_bias"} <= kinds
     exact = run(1, buffers, path, "train", init, "fp32")[0]
-    for name, (dtype, value) in seen.items():
+    for name, (dtype, value) in buffers_of_rank.items():
         assert dtype == FP32, name
         assert torch.equal(value, exact[name][1]), name
 

@@ -78,11 +78,11 @@ def plain(path: str) -> tuple[float, float, Tensors, list[Tensor]]:
         def choose(layer: int, scores: Tensor, out: Any, told: Tensor = routes) -> Any:
             nonlocal differing, recorded
             indices = out[1].clone()
-            for token, own in enumerate(told[:, layer].tolist()):
-                if own[0] != LIVE:
-                    differing += set(own) != set(indices[token].tolist())
+            for token, chosen in enumerate(told[:, layer].tolist()):
+                if chosen[0] != LIVE:
+                    differing += set(chosen) != set(indices[token].tolist())
                     recorded += 1
-                    indices[token] = torch.tensor(own)
+                    indices[token] = torch.tensor(chosen)
             return replaced(scores, out, indices)
 
         with replace_choices(list(model.model.layers), EXPERTS, CHOSEN, choose):
@@ -101,12 +101,12 @@ def test_routes_are_followed_in_forward_and_recompute_and_routers_learn(mesh: st
     path = saved_model("qwen3_moe")
     by_rank = run(world_of(mesh), ours, path, mesh, recompute)
     loss, differing, expected, values = plain(path)
-    metrics, found, _ = by_rank[0]
+    metrics, gradients, _ = by_rank[0]
     assert metrics["loss"] == pytest.approx(loss, rel=SCALAR)
     assert metrics["routing/differing"] == pytest.approx(differing, abs=1e-9) and 0.5 < differing < 1
-    figures = compare_gradients(found, expected, {})
+    figures = compare_gradients(gradients, expected, {})
     assert all(figure.value <= GRADIENT for figure in figures), figures
-    assert all(found[f"model.layers.{layer}.mlp.gate.weight"].any() for layer in range(LAYERS))
+    assert all(gradients[f"model.layers.{layer}.mlp.gate.weight"].any() for layer in range(LAYERS))
     for _, _, logprobs in by_rank:
         for index, logprob in logprobs.items():
             torch.testing.assert_close(logprob[1:], values[index], rtol=SCALAR, atol=SCALAR)
@@ -114,17 +114,17 @@ def test_routes_are_followed_in_forward_and_recompute_and_routers_learn(mesh: st
 
 def ignored(path: str) -> tuple[bool, bool, bool]:
     """Whether the routes make no difference: to a reference; to the base under adapters; to the adapted model."""
-    found = []
+    unchanged = []
     for lora, replay in ((None, False), (4, True), (4, True)):
         engine = open_engine(path, "1", lora={"rank": lora}, replay=replay)
-        base = engine.without_adapter() if len(found) == 1 else nullcontext()
+        base = engine.without_adapter() if len(unchanged) == 1 else nullcontext()
         with base:
             with_routes, without = (
                 engine.readout(plan, documents)
                 for documents, plan in (documents_of(engine, routes) for routes in (drawn_routes(), None))
             )
-        found.append(all(torch.equal(with_routes[i]["logprob"], without[i]["logprob"]) for i in without))
-    return found[0], found[1], found[2]
+        unchanged.append(all(torch.equal(with_routes[i]["logprob"], without[i]["logprob"]) for i in without))
+    return unchanged[0], unchanged[1], unchanged[2]
 
 
 def test_reference_and_base_choose_their_own_routes() -> None:
@@ -153,8 +153,8 @@ def own_routes(path: str) -> float | None:
     with replace_choices([layer for _, layer in engine.module.layers], EXPERTS, CHOSEN, keep):
         engine.readout(plan, documents)
     (row,) = plan.rows_of_rank(0)
-    whole = torch.stack([record[layer] for layer in range(LAYERS)], 1)
-    parts = dict(zip(row, whole.split([plan.documents[i].read for i in row]), strict=True))
+    stacked = torch.stack([record[layer] for layer in range(LAYERS)], 1)
+    parts = dict(zip(row, stacked.split([plan.documents[i].read for i in row]), strict=True))
     documents, plan = documents_of(engine, [align_routes(parts[i], len(documents[i])) for i in range(len(documents))])
     return engine.accumulate(plan, documents, CrossEntropy())["routing/differing"]
 
@@ -165,7 +165,7 @@ def test_the_models_own_routes_do_not_differ() -> None:
 
 def refusals(path: str, dense: str) -> list[str]:
     """What records that cannot be followed are answered with."""
-    engine, said = open_engine(path, "1"), []
+    engine, messages = open_engine(path, "1"), []
     right = drawn_routes()
     wrong: list[tuple[Engine, Tensor]] = [
         (engine, right[0][1:]),  # of one token less
@@ -175,23 +175,23 @@ def refusals(path: str, dense: str) -> list[str]:
         (open_engine(dense, "1"), right[0]),
         (open_engine(path, "1", model={"compile": True}), right[0]),
     ]
-    for other, routes in wrong:
-        documents, plan = documents_of(other, [routes, *right[1:]])
+    for changed, routes in wrong:
+        documents, plan = documents_of(changed, [routes, *right[1:]])
         with pytest.raises((ValueError, UserError)) as caught:
-            other.accumulate(plan, documents, CrossEntropy())
-        said.append(str(caught.value))
-    return said
+            changed.accumulate(plan, documents, CrossEntropy())
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_records_that_do_not_fit_are_named() -> None:
-    (said,) = run(1, refusals, saved_model("qwen3_moe"), saved_model("llama"))
-    assert said[0] == (
+    (messages,) = run(1, refusals, saved_model("qwen3_moe"), saved_model("llama"))
+    assert messages[0] == (
         "routes of a document are [36, 2, 2], and should be [37, 2, 2]: tokens, decoder layers, experts per token. "
         "They are of other tokens, or of another model."
     )
-    assert "[37, 1, 2], and should be [37, 2, 2]" in said[1] and "[37, 2, 1], and should be" in said[2]
-    assert said[3].endswith("name expert 7, and there are 5, from 0")
-    assert said[4].endswith("this model has no experts") and "set model.compile=false" in said[5]
+    assert "[37, 1, 2], and should be [37, 2, 2]" in messages[1] and "[37, 2, 1], and should be" in messages[2]
+    assert messages[3].endswith("name expert 7, and there are 5, from 0")
+    assert messages[4].endswith("this model has no experts") and "set model.compile=false" in messages[5]
     with pytest.raises(ValueError, match="routes of 5 tokens, for a sample of 7"):
         align_routes(torch.zeros(5, 2, 2), 7)
 
@@ -245,10 +245,10 @@ def copied_routes(path: str) -> list[int]:
     return [*counts, len(read)]
 
 
-def everything(mine: Any) -> list[Any]:
+def everything(local: Any) -> list[Any]:
     """Of all ranks."""
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    dist.all_gather_object(parts, local)
     return parts
 
 

@@ -27,25 +27,25 @@ def documents(lengths: tuple[int, ...] = (60, 9, 30)) -> list[Document]:
     ]
 
 
-def step(engine: Engine, of: list[Document]) -> None:
-    plan, mine = engine.plan_step(of)
-    engine.accumulate(plan, mine, CrossEntropy())
+def step(engine: Engine, documents: list[Document]) -> None:
+    plan, local = engine.plan_step(documents)
+    engine.accumulate(plan, local, CrossEntropy())
     engine.apply(1e-3)
 
 
-def error_of(engine: Engine, of: list[Document]) -> str:
+def error_of(engine: Engine, batch: list[Document]) -> str:
     with pytest.raises(RanksDisagreeError) as raised:
-        step(engine, of)
+        step(engine, batch)
     return str(raised.value)
 
 
-def with_another_weight(path: str, mesh: str, name: str, rank: int, at: int) -> str:
+def with_another_weight(path: str, mesh: str, name: str, rank: int, index: int) -> str:
     """The message of the second step, before which one rank changed the lowest bit of one element."""
     engine = open_engine(path, mesh)
     step(engine, documents())
     if dist.get_rank() == rank:
-        own = local_shard(dict(engine.module.named_parameters())[name].detach()).reshape(-1)
-        own.view(torch.int32)[at] ^= 1
+        shard = local_shard(dict(engine.module.named_parameters())[name].detach()).reshape(-1)
+        shard.view(torch.int32)[index] ^= 1
     return error_of(engine, documents())
 
 
@@ -70,32 +70,32 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "name", "rank", "at", "said"), PARAMETERS, ids=lambda value: str(value))
-def test_a_weight_that_differs(mesh: str, name: str, rank: int, at: int, said: str) -> None:
+@pytest.mark.parametrize(("mesh", "name", "rank", "index", "message"), PARAMETERS, ids=lambda value: str(value))
+def test_a_weight_that_differs(mesh: str, name: str, rank: int, index: int, message: str) -> None:
     """Whole on ranks of tp, sharded and whole, of replicas, and a head of keys that two ranks of tp have."""
-    found = run(world_of(mesh), with_another_weight, saved_model("qwen3"), mesh, name, rank, at)
-    assert len(set(found)) == 1
-    title, *lines = found[0].splitlines()
+    messages = run(world_of(mesh), with_another_weight, saved_model("qwen3"), mesh, name, rank, index)
+    assert len(set(messages)) == 1
+    title, *lines = messages[0].splitlines()
     assert title == "ranks that hold the same weights have different ones:"
-    assert len(lines) == 1 and lines[0].startswith(f"  {said}") and f"on rank {rank}" in lines[0]
+    assert len(lines) == 1 and lines[0].startswith(f"  {message}") and f"on rank {rank}" in lines[0]
 
 
 def with_another_token(path: str, mesh: str, rank: int, weights: bool) -> str:
     engine = open_engine(path, mesh, step={"max_tokens_per_device": 40})
-    made = documents() if "cp" in mesh else documents((30, 9))
+    batch = documents() if "cp" in mesh else documents((30, 9))
     if dist.get_rank() == rank and weights:
-        made[0].weights[5:7] = torch.tensor([0.5, 1.5])  # the same sum: the plans agree
+        batch[0].weights[5:7] = torch.tensor([0.5, 1.5])  # the same sum: the plans agree
     elif dist.get_rank() == rank:
-        made[0] = replace(made[0], tokens=made[0].tokens.clone())
-        made[0].tokens[5] += 1
-    return error_of(engine, made)
+        batch[0] = replace(batch[0], tokens=batch[0].tokens.clone())
+        batch[0].tokens[5] += 1
+    return error_of(engine, batch)
 
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(("mesh", "rank"), [("tp2", 1), ("cp2", 0), ("cp2xtp2", 3)])
 def test_a_document_that_differs(mesh: str, rank: int, weights: bool) -> None:
-    found = run(world_of(mesh), with_another_token, saved_model("llama"), mesh, rank, weights)
-    assert len(set(found)) == 1
-    assert found[0].startswith("ranks that train the same documents have different tokens or weights:\n")
-    assert "chat.jsonl:1" in found[0]
-    assert f"on rank {rank}" in found[0]
+    messages = run(world_of(mesh), with_another_token, saved_model("llama"), mesh, rank, weights)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("ranks that train the same documents have different tokens or weights:\n")
+    assert "chat.jsonl:1" in messages[0]
+    assert f"on rank {rank}" in messages[0]

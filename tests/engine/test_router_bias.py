@@ -64,9 +64,9 @@ def moved_in_transformers(path: str) -> dict[str, Tensor]:
 def test_a_step_moves_biases_by_its_choices(family: str) -> None:
     path = saved_model(family)
     expected = moved_in_transformers(path)
-    (found,) = run(1, moved, path, "1", 1, {})
-    assert found.keys() == expected.keys() and expected
-    assert all(torch.allclose(found[name], bias) for name, bias in expected.items())
+    (biases,) = run(1, moved, path, "1", 1, {})
+    assert biases.keys() == expected.keys() and expected
+    assert all(torch.allclose(biases[name], bias) for name, bias in expected.items())
     assert any(len(bias.unique()) > 1 for bias in expected.values())
 
 
@@ -85,8 +85,8 @@ def test_padding_between_documents_is_no_choice_of_experts() -> None:
     """No shipped family with such routers is padded; one that a check finds to leak in rows would be."""
     path = saved_model("glm4_moe")
     expected = moved_in_transformers(path)
-    (found,) = run(1, moved_in_padded_rows, path)
-    assert all(torch.allclose(found[name], bias) for name, bias in expected.items())
+    (biases,) = run(1, moved_in_padded_rows, path)
+    assert all(torch.allclose(biases[name], bias) for name, bias in expected.items())
 
 
 SMALL_ROWS = {"step": {"max_tokens_per_device": 64}}
@@ -100,19 +100,19 @@ MESHES: dict[str, dict[str, Any]] = {
 def test_no_mesh_changes_them(mesh: str) -> None:
     path = saved_model("glm4_moe")
     (expected,) = run(1, moved, path, "1", 3, {})
-    found = [item for rank in run(world_of(mesh), moved, path, mesh, 3, MESHES[mesh]) for item in rank.items()]
-    assert {name for name, _ in found} == expected.keys()
-    assert all(torch.equal(bias, expected[name]) for name, bias in found)
+    biases = [item for rank in run(world_of(mesh), moved, path, mesh, 3, MESHES[mesh]) for item in rank.items()]
+    assert {name for name, _ in biases} == expected.keys()
+    assert all(torch.equal(bias, expected[name]) for name, bias in biases)
 
 
 def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
     sections = {"model": {"router_bias_rate": RATE}, "checkpoint": {"every": 2}}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    process(whole, "2", sections=sections, family="glm4_moe")
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    process(uninterrupted, "2", sections=sections, family="glm4_moe")
     process(parts, "2", steps=4, sections=sections, family="glm4_moe")
     process(parts, "2", resume=True, sections=sections, family="glm4_moe")
-    assert lines(whole) == lines(parts)
-    weights = [load_file(folder / "checkpoints" / "latest" / "model.safetensors") for folder in (whole, parts)]
+    assert lines(uninterrupted) == lines(parts)
+    weights = [load_file(folder / "checkpoints" / "latest" / "model.safetensors") for folder in (uninterrupted, parts)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     biases = [tensor for name, tensor in weights[0].items() if name.endswith("e_score_correction_bias")]
     assert biases and any(len(bias.unique()) > 1 for bias in biases)

@@ -81,11 +81,11 @@ def test_padding_counts_for_no_token(layout: Any, length: int) -> None:
 
 def test_negative_weights_are_trained() -> None:
     """A weight is any number but 0: one below takes a token's probability away."""
-    made = Document(torch.arange(5), torch.tensor([9.0, -1.0, 0.0, 0.5, -2.0]))
-    row = row_of([made], "packed", 5)
+    document = Document(torch.arange(5), torch.tensor([9.0, -1.0, 0.0, 0.5, -2.0]))
+    row = row_of([document], "packed", 5)
     assert row.targets_N.tolist() == [1, 3, 4] and row.weights_N.tolist() == [-1.0, 0.5, -2.0]
     assert row.selected_N.tolist() == [0, 2, 3]
-    meta = made.meta()
+    meta = document.meta()
     assert (meta.loss_tokens, meta.weight) == (3, -2.5)
 
 
@@ -100,8 +100,12 @@ def test_what_a_row_shares_goes_with_it_to_a_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # which needs an accelerator
     row = row_of(MIXED, "packed", 12)
     row.bounds.firsts, row.bounds.context = (3, 0, 0), "the documents that ranks share"
-    there = row.to(torch.device("meta")).bounds
-    assert (there.lengths, there.firsts, there.context) == (row.bounds.lengths, row.bounds.firsts, row.bounds.context)
+    bounds = row.to(torch.device("meta")).bounds
+    assert (bounds.lengths, bounds.firsts, bounds.context) == (
+        row.bounds.lengths,
+        row.bounds.firsts,
+        row.bounds.context,
+    )
 
 
 def test_a_model_with_rotary_tables_of_three_positions_takes_them() -> None:
@@ -116,20 +120,20 @@ def test_a_model_with_rotary_tables_of_three_positions_takes_them() -> None:
     row = row_of(MIXED, "packed", 12)
     model.set_attn_implementation("weft_per_document")
     with torch.no_grad():
-        found = model(
+        outputs = model(
             input_ids=row.input_ids_BT, position_ids=row.position_ids_BT, **{BOUNDS_ARGUMENT: row.bounds}
         ).last_hidden_state[0]
         model.set_attn_implementation("eager")
-        for made, own in zip(MIXED, found.split(READ), strict=True):
-            positions = made.positions if made.positions is not None else torch.arange(4)
-            three = (positions if positions.ndim == 2 else positions.repeat(3, 1))[:, None, : len(own)]
-            alone = model(input_ids=made.tokens[None, : len(own)], position_ids=three).last_hidden_state[0]
-            torch.testing.assert_close(own, alone, rtol=1e-5, atol=1e-5)
+        for document, output in zip(MIXED, outputs.split(READ), strict=True):
+            positions = document.positions if document.positions is not None else torch.arange(4)
+            three = (positions if positions.ndim == 2 else positions.repeat(3, 1))[:, None, : len(output)]
+            expected = model(input_ids=document.tokens[None, : len(output)], position_ids=three).last_hidden_state[0]
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_documents_are_named_by_their_source_or_their_place() -> None:
-    nothing: Any = None
-    builder = RowBuilder(1, (0, 1), None, "packed", False, False, nothing, None, torch.nn.Identity())
+    unused: Any = None
+    builder = RowBuilder(1, (0, 1), None, "packed", False, False, unused, None, torch.nn.Identity())
     plan: Any = SimpleNamespace(rows_of_rank=lambda rank: [(2, 0), (1,)] if rank == 1 else [])
     documents: Any = {i: SimpleNamespace(source=source) for i, source in enumerate(["a.jsonl:7", None, "a.jsonl:9"])}
     assert builder.rows(plan, documents, False, False).sources == [["a.jsonl:9", "a.jsonl:7"], ["1"]]

@@ -128,13 +128,13 @@ def test_rates_are_those_of_transformers(warmup: int, total: int) -> None:
     assert rates(total, name="cosine", **falls) == pytest.approx(theirs("cosine", warmup, total), abs=1e-12)
     for power in (0.5, 1.0, 2.0, 3.5):
         for lowest in (0.0, 1e-7, 0.25):
-            ours = rates(total, name="polynomial", power=power, warmup_steps=warmup, min_lr_ratio=lowest)
+            actual = rates(total, name="polynomial", power=power, warmup_steps=warmup, min_lr_ratio=lowest)
             expected = theirs("polynomial", warmup, total, power=power, lr_end=lowest)
-            assert ours == pytest.approx(expected, abs=1e-12)
+            assert actual == pytest.approx(expected, abs=1e-12)
     for timescale in (None, 1, 7, 1000):
         options = {} if timescale is None else {"timescale": timescale}
-        ours = rates(total, name="inverse_sqrt", timescale=timescale, **shape)
-        assert ours == pytest.approx(theirs("inverse_sqrt", warmup, total, **options))
+        actual = rates(total, name="inverse_sqrt", timescale=timescale, **shape)
+        assert actual == pytest.approx(theirs("inverse_sqrt", warmup, total, **options))
 
 
 @pytest.mark.covers("schedule.cycles")
@@ -142,13 +142,13 @@ def test_rates_are_those_of_transformers(warmup: int, total: int) -> None:
 @pytest.mark.parametrize("warmup", [0, 3, 10])
 @pytest.mark.parametrize("total", [11, 20, 31, 97])
 def test_restarts_are_those_of_transformers(cycles: int, warmup: int, total: int) -> None:
-    ours = rates(total, name="cosine_with_restarts", cycles=cycles, warmup_steps=warmup, min_lr_ratio=0.0)
+    actual = rates(total, name="cosine_with_restarts", cycles=cycles, warmup_steps=warmup, min_lr_ratio=0.0)
     expected = theirs("cosine_with_restarts", warmup, total, num_cycles=cycles)
     for step in range(max(1, warmup), total):
         # Where a cycle begins at a step, transformers' fraction of a float may round to the end of the one before.
         if (step - warmup) * cycles % (total - warmup) == 0:
             expected[step - 1] = 1.0
-    assert ours == pytest.approx(expected, abs=1e-12)
+    assert actual == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_cycle_begins_at_the_peak_whatever_the_floats_round_to() -> None:

@@ -53,18 +53,18 @@ def gradient(engine: Engine, number: int) -> None:
 
 def local(engine: Engine) -> dict[str, Tensor]:
     """All that this rank keeps, as it is kept: weights, state, average, gradients."""
-    found = {name: part.local for name, part in find_state_shards(engine).items()}
+    state = {name: part.local for name, part in find_state_shards(engine).items()}
     frozen = {f"frozen/{n}": local_shard(p) for n, p in engine.module.named_parameters() if not p.requires_grad}
     grads = {f"gradient/{n}": local_shard(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
-    return {**found, **frozen, **grads}
+    return {**state, **frozen, **grads}
 
 
 def copied(engine: Engine) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in local(engine).items()}
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @mock.patch.object(host, "CHUNK", 5120)  # most tensors lie over several
@@ -76,10 +76,10 @@ def sleeps_and_steps(path: str, mesh: str, sections: dict[str, dict[str, Any]]) 
         engine.apply(1e-3)
         gradient(engine, 2)
     before, storages = copied(napping), [tensor.untyped_storage() for tensor in local(napping).values()]
-    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    total = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     moved = napping.sleep()
     checks = {
-        "all bytes are given up": moved == held == sum(napping.asleep.values()),
+        "all bytes are given up": moved == total == sum(napping.asleep.values()),
         "storages are empty": not any(storage.nbytes() for storage in storages),
         "nothing moves twice": napping.sleep() == 0 and napping.asleep.keys() == set(PARTS),
         "all come back": napping.wake() == moved and not napping.asleep and napping.wake() == 0,
@@ -106,7 +106,7 @@ def test_after_waking_everything_is_as_it_was(setting: str, family: str, mesh: s
 
 def errors_while(path: str, parts: tuple[Part, ...]) -> list[str]:
     """What each method says while these parts are asleep, and that a readout needs no optimizer."""
-    engine, said = open_engine(path, "1"), []
+    engine, messages = open_engine(path, "1"), []
     documents, metas = to_documents(engine, STEPS[2])
     plan = engine.plan(metas)
     gradient(engine, 1)
@@ -122,22 +122,22 @@ def errors_while(path: str, parts: tuple[Part, ...]) -> list[str]:
     ):
         try:
             use()
-            said.append("")
+            messages.append("")
         except RuntimeError as error:
-            said.append(str(error))
+            messages.append(str(error))
     engine.wake()
     engine.apply(1e-3)
-    return said
+    return messages
 
 
 def test_what_needs_a_part_that_is_asleep_says_so() -> None:
     path = saved_model("llama")
-    (said,) = run(1, errors_while, path, PARTS)
-    assert said[1] == "the engine's parameters and optimizer and gradients are asleep: call wake() before this"
-    assert all("parameters" in text and "call wake()" in text for text in said[:-1])
-    assert said[-1] == "the elements of this tensor are asleep (Engine.sleep): call wake() before this"
-    (said,) = run(1, errors_while, path, ("optimizer", "gradients"))
-    assert [bool(text) for text in said] == [True, True, False, False, False, True, False]
+    (messages,) = run(1, errors_while, path, PARTS)
+    assert messages[1] == "the engine's parameters and optimizer and gradients are asleep: call wake() before this"
+    assert all("parameters" in text and "call wake()" in text for text in messages[:-1])
+    assert messages[-1] == "the elements of this tensor are asleep (Engine.sleep): call wake() before this"
+    (messages,) = run(1, errors_while, path, ("optimizer", "gradients"))
+    assert [bool(text) for text in messages] == [True, True, False, False, False, True, False]
 
 
 def fifty_cycles(path: str) -> tuple[float, bool]:
@@ -152,10 +152,10 @@ def fifty_cycles(path: str) -> tuple[float, bool]:
         if cycle in (9, 49):
             sizes.append(_resident())
     engine.sleep()
-    seen = weakref.ref(engine)
+    reference = weakref.ref(engine)
     del engine
     gc.collect()
-    return sizes[1] - sizes[0], seen() is None
+    return sizes[1] - sizes[0], reference() is None
 
 
 def _resident() -> float:
@@ -166,8 +166,8 @@ def _resident() -> float:
 
 def test_fifty_cycles_leave_nothing_behind() -> None:
     path = saved_model("llama", vocab_size=20_000, hidden_size=128)  # its largest tensors have 10 MB each
-    ((growth, gone),) = run(1, fifty_cycles, path)
-    assert growth < 8 and gone, growth
+    ((growth, freed),) = run(1, fifty_cycles, path)
+    assert growth < 8 and freed, growth
 
 
 # ---------------------------------------------------------------- the host's memory, which saves have, too
@@ -178,19 +178,19 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
     """Two engines, the second beside the first; both are saved, and both sleep before the disk has everything."""
     engine = open_engine(path, "2", optimizer={"ema_decay": 0.9})
     critic = Engine(replace(engine.config, seed=3), engine.ranks, shares_with=engine)
-    for own in (engine, critic):
-        gradient(own, 0)
-        own.apply(1e-3)
+    for model in (engine, critic):
+        gradient(model, 0)
+        model.apply(1e-3)
     pool, write, before = engine.offloader.pool, snapshot.write_export, [copied(engine), copied(critic)]
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.5)
         return write(*arguments, **options)
 
-    others = {"critic": critic}
+    further = {"critic": critic}
     with (
         mock.patch.object(snapshot, "write_export", slow),
-        Saver(engine, Path(folder), CheckpointConfig(), {"config": {}}, further_engines=others) as saver,
+        Saver(engine, Path(folder), CheckpointConfig(), {"config": {}}, further_engines=further) as saver,
     ):
         saver.save(1, {})
         saved, began = pool.bytes, time.monotonic()
@@ -208,17 +208,18 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
         saver.save(2, {})
         saver.finish()
     needs = [
-        HostNeeds.estimate(own.memory, adapters=False, state=True, replicas=1, parts=PARTS) for own in (engine, critic)
+        HostNeeds.estimate(model.memory, adapters=False, state=True, replicas=1, parts=PARTS)
+        for model in (engine, critic)
     ]
     checks["as the opening says"] = abs(host_bytes(needs) - pool.bytes) <= rounding
     checks["nothing is added later"] = pool.bytes <= largest + rounding
     checks["bit for bit"] = all(equal(b, local(e)) for b, e in zip(before, (engine, critic), strict=True))
     for step in (1, 2):
-        for place, own in (("", 0), ("critic", 1)):
-            state = whole_state(Path(folder), step, place)
-            mine = find_state_shards((engine, critic)[own])
-            same = [torch.equal(state[n][p.box.within(Box.from_shape(p.shape))], p.local) for n, p in mine.items()]
-            checks[f"step {step}, {place or 'policy'} as it was"] = all(same) and len(same) > 50
+        for name, model in (("", 0), ("critic", 1)):
+            state = whole_state(Path(folder), step, name)
+            shards = find_state_shards((engine, critic)[model])
+            same = [torch.equal(state[n][p.box.within(Box.from_shape(p.shape))], p.local) for n, p in shards.items()]
+            checks[f"step {step}, {name or 'policy'} as it was"] = all(same) and len(same) > 50
     return checks
 
 
@@ -234,19 +235,19 @@ def test_a_tensor_over_several_chunks(shape: tuple[int, ...], dtype: torch.dtype
     with mock.patch.object(host, "CHUNK", 512):
         pool = HostPool(torch.device("cpu"))
         allocation = pool.take([100, tensor.nbytes, 3])
-        held = HostTensor(shape, dtype, allocation.pieces[1])
-        held.fill(tensor)
-        assert all(len(piece) <= 512 for piece in held.pieces)
-        assert torch.equal(torch.cat(list(held.flat())), tensor.reshape(-1))
+        host_tensor = HostTensor(shape, dtype, allocation.pieces[1])
+        host_tensor.fill(tensor)
+        assert all(len(piece) <= 512 for piece in host_tensor.pieces)
+        assert torch.equal(torch.cat(list(host_tensor.flat())), tensor.reshape(-1))
         draw = random.Random(7)
         for _ in range(20):
             starts = [draw.randrange(n) for n in shape]
             box = tuple(slice(start, draw.randint(start + 1, n)) for start, n in zip(starts, shape, strict=True))
-            assert torch.equal(held[box], tensor[box])
+            assert torch.equal(host_tensor[box], tensor[box])
         for _ in range(2):  # once is enough
             pool.give(allocation)
-        there = pool.bytes
-        assert len(pool.take([512] * (there // 512)).chunks) == there // 512 and pool.bytes == there
+        pool_bytes = pool.bytes
+        assert len(pool.take([512] * (pool_bytes // 512)).chunks) == pool_bytes // 512 and pool.bytes == pool_bytes
 
 
 # ---------------------------------------------------------------- pinned memory, without a device to pin it for
@@ -255,8 +256,8 @@ def test_a_tensor_over_several_chunks(shape: tuple[int, ...], dtype: torch.dtype
 class Pinning:
     """In place of HostPool._allocate: pins `most` chunks, each when `go` is set; notes the threads."""
 
-    def __init__(self, most: int = 1000) -> None:
-        self.most, self.threads, self.go = most, list[str](), threading.Event()
+    def __init__(self, limit: int = 1000) -> None:
+        self.most, self.threads, self.go = limit, list[str](), threading.Event()
 
     def __call__(self) -> Tensor:
         in_main = threading.current_thread() is threading.main_thread()
@@ -304,7 +305,7 @@ def test_a_save_before_the_memory_is_made_does_not_wait_for_the_thread() -> None
 
 def test_a_host_that_runs_short_ends_the_thread_and_no_run() -> None:
     with mock.patch.object(host, "CHUNK", 512):
-        pinning = Pinning(most=2)
+        pinning = Pinning(limit=2)
         pinning.go.set()
         pool = pinning_pool(pinning)
         pool.fill(4 * 512)
@@ -326,8 +327,8 @@ def filled_for(path: str) -> tuple[int, int]:
 
 
 def test_as_much_is_made_as_a_save_takes() -> None:
-    for wanted, taken in run(2, filled_for, saved_model("llama")):
-        assert 0.95 * taken <= wanted <= 1.05 * taken
+    for estimated, used in run(2, filled_for, saved_model("llama")):
+        assert 0.95 * used <= estimated <= 1.05 * used
 
 
 def test_a_host_without_room_for_copies_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,12 +441,12 @@ def logprobs_without_sdpa(path: str) -> dict[int, dict[str, Tensor]]:
 
     engine = open_engine(path, "1")
     documents, metas = to_documents(engine, awkward_steps(128)[0])
-    theirs = {name: forbidden for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("weft")}
-    assert "sdpa" in theirs
+    forbidden_kernels = {name: forbidden for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("weft")}
+    assert "sdpa" in forbidden_kernels
     with (
         mock.patch.object(modeling_gemma2, "eager_attention_forward", forbidden),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", forbidden),
-        mock.patch.dict(AttentionInterface._global_mapping, theirs),
+        mock.patch.dict(AttentionInterface._global_mapping, forbidden_kernels),
     ):
         return engine.readout(engine.plan(metas, budget=256), documents)
 

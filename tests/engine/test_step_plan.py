@@ -101,10 +101,10 @@ def test_random_plans_padded(multiple: int, shapes: Literal["free", "buckets"]) 
         check(plan, multiple)
         if len(lengths) >= 32 * ranks:
             balances.append(plan.utilisation)
-            held = sum(
+            capacity = sum(
                 len(row) * plan.row_length(k, r) for k, rows in enumerate(plan.rows) for r, row in enumerate(rows)
             )
-            padding.append(1 - plan.totals.tokens / held)
+            padding.append(1 - plan.totals.tokens / capacity)
     assert statistics.median(balances) >= 0.8
     assert statistics.median(padding) <= 0.35  # in data order it would be about 0.85
 
@@ -112,7 +112,7 @@ def test_random_plans_padded(multiple: int, shapes: Literal["free", "buckets"]) 
 @pytest.mark.parametrize("shapes", ["free", "buckets", "fixed"])
 @pytest.mark.parametrize("multiple", [1, 2, 3, 128])
 def test_row_lengths(multiple: int, shapes: Literal["free", "buckets", "fixed"]) -> None:
-    seen = set()
+    row_lengths = set()
     for seed in range(20):
         lengths, ranks, _ = draw(seed, (1, 40))
         plan = plan_step(metas(lengths), ranks=ranks, budget=5000, multiple=multiple, shapes=shapes)
@@ -120,15 +120,15 @@ def test_row_lengths(multiple: int, shapes: Literal["free", "buckets", "fixed"])
         for k, rows in enumerate(plan.rows):
             for r, row in enumerate(rows):
                 tokens, length = sum(lengths[i] for i in row), plan.row_length(k, r)
-                seen.add(length)
+                row_lengths.add(length)
                 if shapes == "free":
                     assert length - max(2, tokens) < multiple
                 if shapes == "buckets":
                     assert length - max(2, tokens) <= tokens / 8 + multiple
     if shapes == "fixed":
-        assert seen == {5000 // multiple * multiple}
+        assert row_lengths == {5000 // multiple * multiple}
     if shapes == "buckets":
-        assert len(seen) <= 8 * 12
+        assert len(row_lengths) <= 8 * 12
 
 
 ADVERSARIAL = {
@@ -183,12 +183,12 @@ def test_no_rank_has_the_dearest_row_of_every_micro_batch() -> None:
 def test_a_permutation_of_equal_metadata_and_a_second_call_change_nothing() -> None:
     documents = metas(log_normal(300, 5))
     plan = plan_step(documents, ranks=4, budget=8192)
-    again = plan_step(tuple(documents), ranks=4, budget=8192)
-    assert plan == again and plan.fingerprint() == again.fingerprint()
+    repeated = plan_step(tuple(documents), ranks=4, budget=8192)
+    assert plan == repeated and plan.fingerprint() == repeated.fingerprint()
     shuffled = random.Random(0).sample(documents, len(documents))
-    other = plan_step(shuffled, ranks=4, budget=8192)
-    assert other.fingerprint() != plan.fingerprint()
-    assert other.time == pytest.approx(plan.time, rel=0.02)
+    permuted = plan_step(shuffled, ranks=4, budget=8192)
+    assert permuted.fingerprint() != plan.fingerprint()
+    assert permuted.time == pytest.approx(plan.time, rel=0.02)
 
 
 def test_the_unit_of_cost_does_not_matter() -> None:
@@ -251,13 +251,13 @@ def test_the_refinement_knows_what_an_exchange_gains() -> None:
         search = _Refinement(rows, [1] * 12, costs.tolist(), ranks, 12)
         search._sort()
         for leader in (0, ranks):
-            others = [row for row in range(2 * ranks) if row not in (leader, leader + 1)]
+            candidates = [row for row in range(2 * ranks) if row not in (leader, leader + 1)]
             for shift in range(1, 20):
-                after = np.repeat(search.row_costs[None], len(others), 0)
+                after = np.repeat(search.row_costs[None], len(candidates), 0)
                 after[:, leader] -= shift
-                after[np.arange(len(others)), others] += shift
-                fall = int(search._leaders().sum()) - after.reshape(len(others), 2, ranks).max(-1).sum(-1)
-                gain = search._gain(leader, np.full((1, len(others)), shift), np.array(others))
+                after[np.arange(len(candidates)), candidates] += shift
+                fall = int(search._leaders().sum()) - after.reshape(len(candidates), 2, ranks).max(-1).sum(-1)
+                gain = search._gain(leader, np.full((1, len(candidates)), shift), np.array(candidates))
                 assert gain[0].tolist() == fall.tolist()
 
 
@@ -293,13 +293,13 @@ def test_where_every_rank_runs_the_tower() -> None:
     """Where any rank has images; and in the last micro-batch of a step with images, where gradients may be reduced."""
     documents = [DocumentMeta(100, 99.0, 99, cost=100.0, patches=64 * (n == 1)) for n in range(8)]
     plan = plan_step(documents, ranks=2, budget=100)
-    (own,) = (k for k, ranks in enumerate(plan.rows) for row in ranks if 1 in row)
+    (image_step,) = (k for k, ranks in enumerate(plan.rows) for row in ranks if 1 in row)
     assert plan.micro_batches == 4
     for moved in range(4):  # the image in each micro-batch in turn, on either rank
         rows = list(plan.rows)
-        rows[own], rows[moved] = rows[moved], rows[own]
+        rows[image_step], rows[moved] = rows[moved], rows[image_step]
         for order in (rows, [ranks[::-1] for ranks in rows]):
-            found = replace(plan, rows=tuple(order))
-            assert [found.has_images(k) for k in range(4)] == [k in (moved, 3) for k in range(4)]
+            rearranged = replace(plan, rows=tuple(order))
+            assert [rearranged.has_images(k) for k in range(4)] == [k in (moved, 3) for k in range(4)]
     texts = plan_step(documents[2:], ranks=2, budget=100)
     assert not any(texts.has_images(k) for k in range(texts.micro_batches))

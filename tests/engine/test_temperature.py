@@ -42,15 +42,15 @@ def ours(path: str, mesh: str, exact: bool) -> tuple[list[Tensors], dict[int, Te
     engine = open_engine(path, mesh, temperature=TEMPERATURE, exact=exact, step={"max_tokens_per_device": 61})
     documents, metas = to_documents(engine, DOCUMENTS)
     plan = engine.plan(metas)
-    found: list[Tensors] = []
+    gradients: list[Tensors] = []
     objectives: list[Loss] = [CrossEntropy(), WithEntropy()]
     for objective in objectives:
         engine.accumulate(plan, documents, objective)
-        found.append({name: gradient for name, gradient in engine.gradients() if gradient is not None})
+        gradients.append({name: gradient for name, gradient in engine.gradients() if gradient is not None})
         engine.drop_gradients()
     parts: list[dict[int, Tensors]] = [{} for _ in range(engine.ranks.world)]
     dist.all_gather_object(parts, engine.readout(plan, documents, ("logprob", "entropy")))
-    return found, {index: values for part in parts for index, values in part.items()}
+    return gradients, {index: values for part in parts for index, values in part.items()}
 
 
 def plain(path: str) -> tuple[list[Tensors], list[Tensors]]:
@@ -85,7 +85,9 @@ def test_readouts_and_gradients_are_those_of_divided_logits(family: str, mesh: s
     for index, document in enumerate(values):
         for name, value in document.items():
             torch.testing.assert_close(readouts[index][name][1:], value, rtol=SCALAR, atol=SCALAR)
-    for found, wanted in zip(gradients, expected, strict=True):
-        kept = {name: gradient for name, gradient in wanted.items() if name in found}  # a tied weight has two names
-        figures = compare_gradients(found, kept, {})
-        assert len(figures) == len(found) and all(figure.value <= GRADIENT for figure in figures), figures
+    for actual, gradient_expected in zip(gradients, expected, strict=True):
+        untied = {
+            name: gradient for name, gradient in gradient_expected.items() if name in actual
+        }  # a tied weight has two names
+        figures = compare_gradients(actual, untied, {})
+        assert len(figures) == len(actual) and all(figure.value <= GRADIENT for figure in figures), figures

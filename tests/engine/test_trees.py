@@ -55,8 +55,8 @@ def test_the_last_token_of_a_document_parts_nothing() -> None:
 
 
 def test_only_members_of_a_group_share() -> None:
-    apart = [*group_of("abcdef", group=0), *group_of("abcdef", group=1), *group_of("abcdef", group=None)]
-    assert not any(meta.path for meta in metadata_of(apart))
+    separate = [*group_of("abcdef", group=0), *group_of("abcdef", group=1), *group_of("abcdef", group=None)]
+    assert not any(meta.path for meta in metadata_of(separate))
     assert not any(meta.path for meta in document_metadata(group_of("abcd", "abcd"), COSTS))
 
 
@@ -65,9 +65,9 @@ def test_equal_tokens_at_other_positions_or_by_other_experts_are_not_shared() ->
     moved = replace(second, positions=torch.arange(6) + 3)
     assert not any(meta.path for meta in metadata_of([first, moved]))
     routes = torch.zeros(6, 2, 1, dtype=torch.int16)
-    other = routes.clone()
-    other[3] = 1
-    metas = metadata_of([replace(first, routes=routes), replace(second, routes=other)])
+    changed = routes.clone()
+    changed[3] = 1
+    metas = metadata_of([replace(first, routes=routes), replace(second, routes=changed)])
     assert [ends(meta) for meta in metas] == [[3, 5], [3, 5]]
 
 
@@ -169,7 +169,7 @@ def test_predictions_that_are_alike_are_read_once() -> None:
     row = row_of(group_of("abcde", "abcXY"))
     repeats = row.repeats
     assert repeats is not None
-    alike = list(zip(row.selected_N.tolist(), row.targets_N.tolist(), strict=True))
-    assert [alike[first] for first in repeats.first_U] == sorted(set(alike))
+    predictions = list(zip(row.selected_N.tolist(), row.targets_N.tolist(), strict=True))
+    assert [predictions[first] for first in repeats.first_U] == sorted(set(predictions))
     assert torch.equal(row.targets_N[repeats.first_U][repeats.distinct_N], row.targets_N)
     assert repeats.summed(torch.ones(8)).tolist() == [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]

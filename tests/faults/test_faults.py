@@ -37,9 +37,9 @@ Results = dict[str, Future[tuple[Run, Path]]]
 def results(shared: Path, request: pytest.FixtureRequest) -> Iterator[Results]:
     """The chosen cases run three at a time, because those that hang only wait."""
 
-    wanted = [item.callspec.params["name"] for item in request.session.items if item.name.startswith("test_fault[")]
+    names = [item.callspec.params["name"] for item in request.session.items if item.name.startswith("test_fault[")]
     with ThreadPoolExecutor(3) as pool:
-        yield {name: pool.submit(run_case, name, CASES[name], shared) for name in wanted}
+        yield {name: pool.submit(run_case, name, CASES[name], shared) for name in names}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,13 +58,13 @@ def metrics(run: Path) -> list[dict[str, object]]:
 
 def joined(folder: Path, words: Sequence[Sequence[str]], fault: Fault | None = None) -> list[Run]:
     """Ranks as torchrun starts them, one for each list of words."""
-    place = {
+    rendezvous = {
         "WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     return [
-        Run(["sft", "c.yaml", *more], folder, fault, RANK=str(rank), LOCAL_RANK=str(rank), **place)
-        for rank, more in enumerate(words)
+        Run(["sft", "c.yaml", *extra], folder, fault, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous)
+        for rank, extra in enumerate(words)
     ]
 
 
@@ -75,8 +75,8 @@ def test_a_run_is_restarted_afresh_where_nothing_was_saved(shared: Path) -> None
     assert run.status == 0, run.errors()
     assert "restart 1 of 2: the attempt failed at step 2 (killed)" in run.errors()
     assert [line["step"] for line in metrics(folder / "run")] == list(range(1, STEPS + 1))
-    kept = json.loads((folder / "run" / "flight" / "attempt-1" / "rank-00000.json").read_text())
-    assert kept["exit_status"] == -9 and kept["where"].startswith("in step 2 of 6, forward")
+    record = json.loads((folder / "run" / "flight" / "attempt-1" / "rank-00000.json").read_text())
+    assert record["exit_status"] == -9 and record["where"].startswith("in step 2 of 6, forward")
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +130,13 @@ def cut_short(model: Path) -> None:
 
 def swap(model: Path) -> None:
     """The weights of a wider model."""
-    other = tiny_config("llama", vocab_size=264, hidden_size=128)
-    hf.build_random(other, dtype=torch.float32, attention="eager", seed=0).save_pretrained(model / "other")
+    replacement = tiny_config("llama", vocab_size=264, hidden_size=128)
+    hf.build_random(replacement, dtype=torch.float32, attention="eager", seed=0).save_pretrained(model / "other")
     shutil.move(model / "other" / WEIGHTS, model / WEIGHTS)
 
 
 @pytest.mark.parametrize(
-    ("harm", "says"),
+    ("harm", "message"),
     [
         (lambda model: (model / WEIGHTS).unlink(), "model.path"),
         (cut_short, "is cut short"),
@@ -145,13 +145,13 @@ def swap(model: Path) -> None:
     ],
     ids=["missing", "cut short", "swapped", "empty"],
 )
-def test_weights_that_cannot_be_loaded(harm: Callable[[Path], object], says: str, shared: Path) -> None:
-    folder = write_config(shared / f"weights {says}")
+def test_weights_that_cannot_be_loaded(harm: Callable[[Path], object], message: str, shared: Path) -> None:
+    folder = write_config(shared / f"weights {message}")
     shutil.copytree(shared / "model", folder / "model")
     harm(folder / "model")
     run = Run(["sft", "c.yaml", "model.path=model", "--nproc", "2"], folder).wait()
     assert run.status == 2 and "Traceback" not in run.errors(), run.errors()
-    assert says in run.errors()
+    assert message in run.errors()
 
 
 def test_a_run_whose_last_state_was_tampered_with_goes_on_from_the_one_before(shared: Path) -> None:
@@ -212,16 +212,17 @@ def test_two_runs_in_one_folder(shared: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "says"), [("missing", "data.path"), ("a folder", "data.path"), ("broken", "d.jsonl:2: is not valid JSON")]
+    ("damage", "message"),
+    [("missing", "data.path"), ("a folder", "data.path"), ("broken", "d.jsonl:2: is not valid JSON")],
 )
-def test_data_that_cannot_be_read(what: str, says: str, shared: Path) -> None:
-    folder = write_config(shared / f"data {what}")
+def test_data_that_cannot_be_read(damage: str, message: str, shared: Path) -> None:
+    folder = write_config(shared / f"data {damage}")
     data = folder / "d.jsonl"
-    if what == "a folder":
+    if damage == "a folder":
         data.mkdir()
-    elif what == "broken":
+    elif damage == "broken":
         data.write_text('{"text": "abc"}\n{"text": \n')
     run = Run(["sft", "c.yaml", "data.path=d.jsonl", "--nproc", "2"], folder).wait()
     assert run.status == 2 and "Traceback" not in run.errors()
-    assert says in run.errors()
+    assert message in run.errors()
     assert not (folder / "run").exists()

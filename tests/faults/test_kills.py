@@ -107,12 +107,12 @@ def check_whole(folder: Path, at_least: int) -> int:
 
 def one_process(folder: Path, kill_at: int | None = None, kill_after: float | None = None) -> None:
     """Start the saving process, and see it killed."""
-    ours, theirs = _context.Pipe()
-    child = _context.Process(target=_alone, args=(str(folder), saved_model("llama"), kill_at, theirs), daemon=True)
+    receiver, sender = _context.Pipe()
+    child = _context.Process(target=_alone, args=(str(folder), saved_model("llama"), kill_at, sender), daemon=True)
     child.start()
-    theirs.close()
-    assert ours.poll(60), "the saving process has not begun"
-    ours.recv()
+    sender.close()
+    assert receiver.poll(60), "the saving process has not begun"
+    receiver.recv()
     if kill_after is not None:
         time.sleep(kill_after)
         child.kill()
@@ -171,9 +171,9 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp
     run.wait(60)
     out, err = run.output(), run.errors()
     assert run.status == 128 + number, err
-    said = re.search(rf"^stopped  by {number.name} after step (\d+)\. Go on with: weft sft --resume (.+)$", out, re.M)
-    assert said is not None and said[2] == str(run_folder)
-    step = int(said[1])
+    advice = re.search(rf"^stopped  by {number.name} after step (\d+)\. Go on with: weft sft --resume (.+)$", out, re.M)
+    assert advice is not None and advice[2] == str(run_folder)
+    step = int(advice[1])
     assert complete_steps(run_folder / "checkpoints")[-1] == step == len(lines(run_folder))
     summary = json.loads((run_folder / "summary.json").read_text())
     assert summary["stopped"] == number.name and summary["steps"] == step

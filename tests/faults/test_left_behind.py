@@ -60,9 +60,9 @@ def numbers_in(path: Path, count: int, seconds: float = 60.0) -> list[int]:
     """Process ids that others write into a file, once there are so many."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        found = path.read_text().split("\n")[:-1] if path.exists() else []
-        if len(found) >= count:
-            return [int(number) for number in found]
+        complete_lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        if len(complete_lines) >= count:
+            return [int(number) for number in complete_lines]
         time.sleep(0.02)
     raise AssertionError(f"{path} does not name {count} processes")
 
@@ -155,10 +155,10 @@ def test_another_process_with_a_noted_id_stays(tmp_path: Path, sleeper: subproce
 def test_a_run_that_ends_leaves_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with reaping() as reaper:
-        left = subprocess.Popen(SLEEPER)
-        reaper.add(left.pid)
-        assert runs(left.pid)
-    assert left.wait(0.5) == -signal.SIGKILL
+        sleeper_process = subprocess.Popen(SLEEPER)
+        reaper.add(sleeper_process.pid)
+        assert runs(sleeper_process.pid)
+    assert sleeper_process.wait(0.5) == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
     assert reaper.mark  # as it was inside
 
@@ -182,14 +182,14 @@ def looking(watchdog: RayWatchdog, seconds: float = 20.0) -> ActorError:
 
 
 @pytest.mark.parametrize(
-    ("kind", "number", "says", "of_kind"),
+    ("kind", "number", "message", "of_kind"),
     [
         ("gcs_server", signal.SIGSTOP, r"Ray's GCS \(gcs_server\), process \d+, has been stopped \(SIGSTOP\)", "hang"),
         ("raylet", signal.SIGKILL, r"Ray's raylet, process \d+, has died \(killed by SIGKILL\)", "killed"),
     ],
 )
 def test_a_part_of_ray_is_named(
-    kind: str, number: signal.Signals, says: str, of_kind: str, sleeper: subprocess.Popen[bytes], quick: None
+    kind: str, number: signal.Signals, message: str, of_kind: str, sleeper: subprocess.Popen[bytes], quick: None
 ) -> None:
     watchdog = RayWatchdog()
     watchdog.add({kind: sleeper, "log_monitor": sleeper})
@@ -198,7 +198,7 @@ def test_a_part_of_ray_is_named(
     sleeper.send_signal(number)
     failure = looking(watchdog)
     assert failure.kind == of_kind
-    with pytest.raises(ActorError, match=says):
+    with pytest.raises(ActorError, match=message):
         raise failure
     assert sleeper.wait(5) == -signal.SIGKILL  # what waits for a stopped one goes on
 
@@ -224,7 +224,7 @@ def test_what_waits_for_ray_ends_with_the_failure_of_a_part(sleeper: subprocess.
     watchdog, for_ever = RayWatchdog(), threading.Event()
     watchdog.add({"gcs_server": sleeper})
 
-    async def both() -> list[Any]:
+    async def wait_for_both() -> list[Any]:
         waiting = asyncio.ensure_future(watchdog.unless_failed(asyncio.sleep(600)))
         blocked = asyncio.to_thread(watchdog.call, for_ever.wait)
         assert await watchdog.unless_failed(asyncio.sleep(0, "an answer")) == "an answer"
@@ -233,7 +233,7 @@ def test_what_waits_for_ray_ends_with_the_failure_of_a_part(sleeper: subprocess.
         return await asyncio.wait_for(asyncio.gather(waiting, blocked, return_exceptions=True), 20)
 
     try:
-        assert all(isinstance(error, ActorError) for error in asyncio.run(both()))
+        assert all(isinstance(error, ActorError) for error in asyncio.run(wait_for_both()))
     finally:
         for_ever.set()
 
@@ -267,16 +267,16 @@ def test_leaving_ray_ends_though_a_part_is_stopped(
         monkeypatch.setattr(ray_watchdog, "STOPPED_SECONDS", 0.0)
         looking(watchdog)
     monkeypatch.setattr(ray_actors, "_watchdog", watchdog)
-    left = list[bool]()
+    finished = list[bool]()
 
     def shutdown() -> None:
         part.wait()
-        left.append(True)
+        finished.append(True)
 
     ray_actors._end_session(SimpleNamespace(shutdown=shutdown), [psutil.Process(part.pid)])
-    assert ended(part.pid, below[0].pid, seconds=1.0) and left == [True]
-    said = capsys.readouterr().err
-    assert ("Ray has not ended within 0.3 seconds: Ray's raylet" in said) is not failed, said
+    assert ended(part.pid, below[0].pid, seconds=1.0) and finished == [True]
+    errors = capsys.readouterr().err
+    assert ("Ray has not ended within 0.3 seconds: Ray's raylet" in errors) is not failed, errors
 
 
 # ---------------------------------------------------------------- code of the user's
@@ -348,9 +348,9 @@ def test_user_code_that_starts_processes_without_end_is_ended() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", MANY], env=env, start_new_session=True, **pipes) as process:
-        said = process.stderr.read()  # it ends with the last of them
+        errors = process.stderr.read()  # it ends with the last of them
         assert process.wait(20) == 128 + signal.SIGKILL
-    assert said == "user code has started more than 20 processes, and is ended\n"
+    assert errors == "user code has started more than 20 processes, and is ended\n"
 
 
 def test_user_code_that_is_stopped_ends_when_the_controller_asks() -> None:

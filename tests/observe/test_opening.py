@@ -33,7 +33,7 @@ def rl(*overrides: str) -> RlConfig:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "steps", "documents", "said", "advice"),
+    ("overrides", "steps", "documents", "expected", "advice"),
     [
         ((), 1, 40, "1 optimizer step in all, of 64 documents; 1 epoch of 40 documents", "step.documents=4 "),
         ((), 8, 500, "8 optimizer steps in all, of 64 documents; 1 epoch of 500 documents", "step.documents=12 "),
@@ -44,10 +44,10 @@ def rl(*overrides: str) -> RlConfig:
     ],
 )
 def test_a_run_of_few_steps_is_told_how_to_get_more(
-    overrides: tuple[str, ...], steps: int, documents: int, said: str, advice: str | None
+    overrides: tuple[str, ...], steps: int, documents: int, expected: str, advice: str | None
 ) -> None:
     lines = steps_lines(sft(*overrides), steps, documents, steps)
-    assert lines[0].startswith(f"steps    {said}") and len(lines) == (1 if advice is None else 2)
+    assert lines[0].startswith(f"steps    {expected}") and len(lines) == (1 if advice is None else 2)
     if advice is not None:
         assert lines[1].startswith(f"hint     {counted(steps, 'optimizer step')} in all") and advice in lines[1]
         for word in lines[1].replace(",", " ").split():
@@ -56,14 +56,14 @@ def test_a_run_of_few_steps_is_told_how_to_get_more(
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("train.epochs=3", "of 64 documents; 3 epochs of 1,280 documents, 20 each"),
         ("train.steps=60", "of 64 documents; an epoch, 1,280 documents, has 20"),
     ],
 )
-def test_steps_of_an_epoch_and_in_all(override: str, said: str) -> None:
-    assert steps_lines(sft(override), 60, 1280, 20)[0] == f"steps    60 optimizer steps in all, {said}"
+def test_steps_of_an_epoch_and_in_all(override: str, expected: str) -> None:
+    assert steps_lines(sft(override), 60, 1280, 20)[0] == f"steps    60 optimizer steps in all, {expected}"
 
 
 def test_a_reinforced_run_of_few_steps_is_told_so() -> None:

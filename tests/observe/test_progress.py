@@ -28,9 +28,9 @@ class Clock:
         return self.now
 
 
-def shown(clock: Clock, total: int, every: int | None = None) -> tuple[Progress, io.StringIO]:
+def shown(clock: Clock, total: int, interval: int | None = None) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
-    return Progress(total, interval=every, console=Console(file=out, width=30), clock=clock), out
+    return Progress(total, interval=interval, console=Console(file=out, width=30), clock=clock), out
 
 
 def ticking(*times: float) -> Callable[[], float]:
@@ -75,7 +75,7 @@ def test_a_line_every_few_seconds_at_most(ends_at: int, expected: list[int]) -> 
 @pytest.mark.covers("train.log_every")
 def test_every_so_many_steps() -> None:
     clock = Clock()
-    progress, out = shown(clock, 20, every=8)
+    progress, out = shown(clock, 20, interval=8)
     with progress:
         for step in range(1, 21):
             progress.step({**LINE, "step": step} | ({"skipped": True} if step == 11 else {}))
@@ -104,8 +104,8 @@ def test_a_policy_is_described_by_its_rewards() -> None:
     assert words.startswith(
         "reward 0.3125  reward_std 0.21  kl 0.0012  entropy 1.25  length 341.5  cut 12%  staleness 0.5  grad_norm 12.3"
     )
-    several = describe({**POLICY, "rewards/format/mean": 1.0, "rewards/format/std": 0.5})
-    assert several[:4] == ["reward 0.3125", "math 0.3125", "format 1", "reward_std 0.21"]
+    described = describe({**POLICY, "rewards/format/mean": 1.0, "rewards/format/std": 0.5})
+    assert described[:4] == ["reward 0.3125", "math 0.3125", "format 1", "reward_std 0.21"]
     assert "loss" not in words and "kl_old" not in words
     assert "kl_old 0.01" in describe({**POLICY, "policy/kl_old": 0.01})
     assert describe({"step": 1, "rollout": 1, "reward": 0.25}) == ["reward 0.25"]  # nothing was trained
@@ -114,8 +114,8 @@ def test_a_policy_is_described_by_its_rewards() -> None:
     with progress:
         for step in range(1, 9):
             clock.now += 3
-            whole = POLICY if step % 2 == 0 else {**LINE, "rollout": 1}
-            progress.step({**whole, "step": step})
+            line = POLICY if step % 2 == 0 else {**LINE, "rollout": 1}
+            progress.step({**line, "step": step})
     assert steps_of(out) == [2, 4, 6, 8] and out.getvalue().count("reward 0.3125") == 4
 
 
@@ -156,13 +156,13 @@ def test_a_terminal_cuts_no_figure_in_two(width: int) -> None:
     with Progress(5, console=console) as progress:
         progress.step(line)
     drawn = [text for text in out.getvalue().splitlines() if "step 1/5" in text][-1]
-    known = {"ETA 0:00", *describe(line)}
-    shown = {word for word in known if word in drawn}
-    rest = drawn.partition("ETA")[2]
+    figures = {"ETA 0:00", *describe(line)}
+    shown = {word for word in figures if word in drawn}
+    after_eta = drawn.partition("ETA")[2]
     for word in shown:
-        rest = rest.replace(word.removeprefix("ETA"), "")
-    assert shown and not re.search(r"[a-z]{2}|\d", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|step 1/5", "", rest)), drawn
-    assert (len(shown) == len(known)) == (width >= 100)
+        after_eta = after_eta.replace(word.removeprefix("ETA"), "")
+    assert shown and not re.search(r"[a-z]{2}|\d", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|step 1/5", "", after_eta)), drawn
+    assert (len(shown) == len(figures)) == (width >= 100)
 
 
 def test_the_bar_says_what_goes_on() -> None:

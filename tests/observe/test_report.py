@@ -99,8 +99,8 @@ def test_a_page_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"
     text = (run / "report.html").read_text()
-    seen = Text(text)
-    assert seen.open == [] and seen.references == [] and "http" not in re.sub(r"\{.*?\}", "", seen.text)
+    shown = Text(text)
+    assert shown.open == [] and shown.references == [] and "http" not in re.sub(r"\{.*?\}", "", shown.text)
     assert not re.search(r"@import|url\(|https?://", text)
     for words in (
         "finished after 120 steps", "some/model", "12K", "7.2K of them trained on", "1.50 GiB", "Tokens/s 200 median",
@@ -111,7 +111,7 @@ def test_a_page_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "eval/*/loss nats per trained token math code",
         "held out (eval/loss)", f"weft chat {run}", "train 1:30 (90%)", "lr: 0.001",
     ):  # fmt: skip
-        assert words in seen.text, words
+        assert words in shown.text, words
     assert "<b>3</b>" not in text  # it is shown, not obeyed
 
 
@@ -136,8 +136,8 @@ def with_starts(run: Path, *lines: dict[str, Any]) -> Path:
 
 
 def test_where_when_and_by_which_command_it_ran(tmp_path: Path) -> None:
-    again = {**START, "started": "2026-01-03T00:00:00+00:00", "step": 60, "device": "H200"}
-    run = with_starts(make_run(tmp_path / "one"), START, END, again, END)
+    restarted = {**START, "started": "2026-01-03T00:00:00+00:00", "step": 60, "device": "H200"}
+    run = with_starts(make_run(tmp_path / "one"), START, END, restarted, END)
     text = page([read_run(run)])
     for words in (
         "device 8 x H200", "mesh dp_replicate 2, dp_shard 4", "host node1", "command weft sft <c>.yaml",
@@ -146,8 +146,8 @@ def test_where_when_and_by_which_command_it_ran(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert words in Text(text).text, words
     assert "<c>" not in text
-    other = with_starts(make_run(tmp_path / "two"), START)
-    compared = Text(page([read_run(run), read_run(other)])).text
+    second = with_starts(make_run(tmp_path / "two"), START)
+    compared = Text(page([read_run(run), read_run(second)])).text
     assert "device 8 x H200 8 x H100" in compared and "ended 2026-01-02 03:04:05 UTC -" in compared
 
 
@@ -171,18 +171,18 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
     run = with_starts(make_run(tmp_path / "a"), START, lost)
     (run / "flight").mkdir()
     (run / "flight" / "rank-00003.json").write_text("[")
-    said = (("peer", "RuntimeError: Connection"), ("failed", "KeyError: <x>\nmore"), ("", ""))
-    for rank, (kind, message) in enumerate(said):
+    failures = (("peer", "RuntimeError: Connection"), ("failed", "KeyError: <x>\nmore"), ("", ""))
+    for rank, (kind, message) in enumerate(failures):
         record = {"kind": kind, "message": message, "where": f"in step {rank}, forward"}
         (run / "flight" / f"rank-{rank:05d}.json").write_text(json.dumps(record))
-    seen = Text(page([read_run(run)])).text
-    assert "failed after step 120: KeyError: <x> " in seen
-    assert "1 KeyError: <x> more in step 1, forward 2 in step 2, forward 0 RuntimeError: Connection in step 0" in seen
-    assert "rank-00003.json: is no JSON and is left out" in seen
+    text = Text(page([read_run(run)])).text
+    assert "failed after step 120: KeyError: <x> " in text
+    assert "1 KeyError: <x> more in step 1, forward 2 in step 2, forward 0 RuntimeError: Connection in step 0" in text
+    assert "rank-00003.json: is no JSON and is left out" in text
     os.utime(run / "flight" / "rank-00001.json", (0, 0))  # of an earlier start
     assert "failed after step 120: RuntimeError: Connection closed" in Text(page([read_run(run)])).text
-    seen = Text(page([read_run(with_starts(run, START, lost, START, END))])).text
-    assert "finished after 120 steps" in seen and "How it failed" not in seen
+    text = Text(page([read_run(with_starts(run, START, lost, START, END))])).text
+    assert "finished after 120 steps" in text and "How it failed" not in text
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="nothing to show. The run failed: RuntimeError: Connection closed by peer."):
         read_run(with_starts(run, START, lost))
@@ -210,8 +210,8 @@ def test_keys_that_differ_from_their_defaults_come_first(tmp_path: Path) -> None
         "optimizer": {"lr": 1e-5, "betas": [0.9, 0.99]}, "train": {"epochs": 1, "steps": None}, "own": {"x": "<i>"},
     }  # fmt: skip
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    seen = Text(page([read_run(run)])).text
-    table, _, defaults = seen.split("Configuration")[1].partition("keys have their defaults")
+    shown = Text(page([read_run(run)])).text
+    table, _, defaults = shown.split("Configuration")[1].partition("keys have their defaults")
     assert "key value default" in table and "model.path some/model -" in table and "own.x <i> -" in table
     assert "optimizer.betas [0.9, 0.99] [0.9, 0.95]" in table and "data.image_pixels {max: 100} {}" in table
     assert "optimizer.lr" not in table and "data.shuffle true true" in defaults
@@ -224,21 +224,21 @@ def test_the_machine_over_time(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     times = [1000.0 + 10 * n for n in range(31)] + [9e6 + 10 * n for n in range(3)]
     lines = [
-        {"step": n, "time": at, "system/cpu": 0.5, "system/memory_gib": 2.0, "system/gpu0/utilisation": 1.0,
+        {"step": n, "time": time, "system/cpu": 0.5, "system/memory_gib": 2.0, "system/gpu0/utilisation": 1.0,
          "system/gpu1/utilisation": 0.5, "system/gpu0/watts": 300.0, "system/gpu1/memory_gib": None}
-        for n, at in enumerate(times)
+        for n, time in enumerate(times)
     ]  # fmt: skip
     (run / "system.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = {chart.title: chart for chart in system_charts([read_run(run)])}
-    assert list(found) == ["GPU utilisation", "GPU power", "Processor", "Host memory"]
-    assert [(one.name, one.y[0]) for one in found["GPU utilisation"].series] == [("gpu0", 1.0), ("gpu1", 0.5)]
-    minutes = found["Processor"].series[0].x
-    assert found["Processor"].over == "minutes" and list(minutes) == pytest.approx([n / 6 for n in range(34)])
+    charts = {chart.title: chart for chart in system_charts([read_run(run)])}
+    assert list(charts) == ["GPU utilisation", "GPU power", "Processor", "Host memory"]
+    assert [(series.name, series.y[0]) for series in charts["GPU utilisation"].series] == [("gpu0", 1.0), ("gpu1", 0.5)]
+    minutes = charts["Processor"].series[0].x
+    assert charts["Processor"].over == "minutes" and list(minutes) == pytest.approx([n / 6 for n in range(34)])
     assert "minutes" in Text(page([read_run(run)])).text and "Machine" in Text(page([read_run(run)])).text
-    other = make_run(tmp_path / "b")
-    (other / "system.jsonl").write_text((run / "system.jsonl").read_text())
-    (compared, *_) = system_charts([read_run(run), read_run(other), read_run(make_run(tmp_path / "c"))])
-    assert [(one.name, one.y[0], one.colour) for one in compared.series] == [("a", 0.75, 0), ("b", 0.75, 1)]
+    second = make_run(tmp_path / "b")
+    (second / "system.jsonl").write_text((run / "system.jsonl").read_text())
+    (compared, *_) = system_charts([read_run(run), read_run(second), read_run(make_run(tmp_path / "c"))])
+    assert [(series.name, series.y[0], series.colour) for series in compared.series] == [("a", 0.75, 0), ("b", 0.75, 1)]
 
 
 def test_many_answers_to_a_prompt_are_folded_away(tmp_path: Path) -> None:
@@ -255,9 +255,9 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=5e-4, finished=False)
     target = tmp_path / "both.html"
     assert cli.main(["report", str(first), str(second), "--output", str(target)]) == 0
-    seen = Text(target.read_text())
-    assert "2 runs compared" in seen.text and "not finished: 120 steps so far" in seen.text
-    assert "optimizer.lr 0.001 0.0005" in seen.text and "model.path" not in seen.text.split("Curves")[0]
+    shown = Text(target.read_text())
+    assert "2 runs compared" in shown.text and "not finished: 120 steps so far" in shown.text
+    assert "optimizer.lr 0.001 0.0005" in shown.text and "model.path" not in shown.text.split("Curves")[0]
     config = yaml.safe_load((second / "config.yaml").read_text())
     config |= {"train": {"seed": 0, "epochs": 2}, "data": {"path": "chat.jsonl", "image_pixels": {"max": 9}}}
     (second / "config.yaml").write_text(yaml.safe_dump(config))
@@ -339,9 +339,9 @@ def make_rl_run(folder: Path) -> Path:
 
 def test_a_page_about_reinforcement_learning(tmp_path: Path) -> None:
     run = read_run(make_rl_run(tmp_path / "rl"))
-    main, others = charts_of([run])
-    found = {chart.title: {series.name: list(series.y) for series in chart.series} for chart in main}
-    assert found == {
+    main, further = charts_of([run])
+    series_of_chart = {chart.title: {series.name: list(series.y) for series in chart.series} for chart in main}
+    assert series_of_chart == {
         "Reward": {"reward": [0.25, 0.5], "reward_std": [0.5, 0.5], "held out (eval/reward)": [0.25, 0.75]},
         "Rewards by function": {"rewards/exact/mean": [0.5, 0.5], "rewards/style/mean": [0.25, 0.25]},
         "Evaluation": {"eval/accuracy": [0.25, 0.75], "eval/pass@1": [0.5], "eval/pass@4": [1.0]},
@@ -354,17 +354,17 @@ def test_a_page_about_reinforcement_learning(tmp_path: Path) -> None:
         "Loss": {"loss": [None, -0.5, -0.5, -0.5, -0.5]},
         "Time": {"seconds": [1.0] * 4},
     }
-    assert [chart.title for chart in others] == ["own/metric"]
+    assert [chart.title for chart in further] == ["own/metric"]
     text = page([run])
-    seen = Text(text)
+    shown = Text(text)
     for words in (
         "Reward 0.5000 the last step; the first: 0.2500", "Held-out accuracy 0.7500 best, at step 4; last: 0.7500",
         "The best of rollout step 2 <i>question</i> 0 reward 1 (exact 1, style 0.25); 2 tokens, ended by itself "
         "<b>right</b>", "The worst of rollout step 2 <i>question</i> 0 reward 0 ", "all of them: weft rollouts",
     ):  # fmt: skip
-        assert words in seen.text, words
-    assert "<b>right</b>" not in text and "<i>" not in text and "failed" not in seen.text
-    assert "an earlier one" not in seen.text.split("Samples of the last rollout step")[1]
+        assert words in shown.text, words
+    assert "<b>right</b>" not in text and "<i>" not in text and "failed" not in shown.text
+    assert "an earlier one" not in shown.text.split("Samples of the last rollout step")[1]
 
 
 def test_answers_and_rewards_over_time(tmp_path: Path) -> None:
@@ -383,12 +383,12 @@ def test_answers_and_rewards_over_time(tmp_path: Path) -> None:
     assert [moment["text"] for moment in first["moments"]][-1] == "greedy 100"
     assert first["moments"][-1]["about"] == "reward 1 (exact 1, style 0.25); mean of 2: 0.75"
     assert second["moments"][0]["about"] == "reward 0 (exact 0, style 0.25)"
-    (again,) = trained["prompts"]
-    assert [(moment["when"], moment["text"]) for moment in again["moments"]] == [
+    (prompt,) = trained["prompts"]
+    assert [(moment["when"], moment["text"]) for moment in prompt["moments"]] == [
         ("rollout step 1", "an earlier one"), ("rollout step 2", "<b>right</b>"),
     ]  # fmt: skip
-    seen = Text(page([read_run(run)]))
-    assert "<i>question</i> 0 step 0 reward 0 (exact 0, style 0.25); mean of 2: 0.25 greedy 0 step 10" in seen.text
+    shown = Text(page([read_run(run)]))
+    assert "<i>question</i> 0 step 0 reward 0 (exact 0, style 0.25); mean of 2: 0.25 greedy 0 step 10" in shown.text
     (run / "evaluations" / "step-000030.parquet").write_bytes(b"PAR1")
     assert len(read_run(run).over_time[0]["prompts"][0]["moments"]) == 7
     assert "step-000030.parquet: holds no rollouts" in Text(page([read_run(run)])).text
@@ -409,9 +409,9 @@ def test_prompts_of_rollouts_that_do_not_come_again(tmp_path: Path) -> None:
 
 def test_runs_of_reinforcement_learning_are_compared(tmp_path: Path) -> None:
     runs = [read_run(make_rl_run(tmp_path / "a")), read_run(make_rl_run(tmp_path / "b"))]
-    main, others = charts_of(runs)
+    main, further = charts_of(runs)
     assert [series.name for series in main[0].series] == ["a", "b", "a, held out", "b, held out"]
-    assert {"reward_std", "eval/pass@4", "seconds/train"} <= {chart.title for chart in others}
+    assert {"reward_std", "eval/pass@4", "seconds/train"} <= {chart.title for chart in further}
     assert "2 runs compared" in Text(page(runs)).text
 
 
@@ -436,7 +436,7 @@ def test_the_page_on_a_phone() -> None:
     assert "event.clientY" not in text  # where the tip is does not depend on where on the curve the pointer is
     assert re.search(r"\.scroll table \{ width: max-content; min-width: 100%; \}", text)
     (phone,) = re.findall(r"@media \(max-width: 700px\) \{(.*?)\n\}", text, re.DOTALL)
-    (size,) = (float(found) for found in re.findall(r"svg \.tick \{ font-size: ([\d.]+)px", phone))
+    (size,) = (float(match) for match in re.findall(r"svg \.tick \{ font-size: ([\d.]+)px", phone))
     card = 360 - 2 * 10 - 12 - 26
     assert size * card / drawing.WIDTH >= 10.0, "in pixels of the screen"
     longest = 0.6 * size * len("0.99975")  # of a y axis, which may reach into the card's padding
@@ -463,10 +463,10 @@ def test_where_a_line_is_drawn() -> None:
     """Steps 1 to 3 span the width between the margins; 0 to 10, with 5% above, the height."""
     svg, data = draw(Chart("t", "u", [Series("s", [1, 2, 3], [10.0, None, 5.0])], zero=True, marks=[2]))
     top, bottom = drawing.TOP, drawing.HEIGHT - drawing.BOTTOM
-    left, right = drawing.LEFT, drawing.WIDTH - drawing.RIGHT
+    start, right = drawing.LEFT, drawing.WIDTH - drawing.RIGHT
     y = [bottom + (top - bottom) * value / 10.5 for value in (10.0, 5.0)]
-    assert f'd="M{left:.1f} {y[0]:.1f}M{right:.1f} {y[1]:.1f}"' in svg  # a gap, no line over the missing step
-    assert f"M{(left + right) / 2:.1f} {bottom - 8}" in svg  # the mark
+    assert f'd="M{start:.1f} {y[0]:.1f}M{right:.1f} {y[1]:.1f}"' in svg  # a gap, no line over the missing step
+    assert f"M{(start + right) / 2:.1f} {bottom - 8}" in svg  # the mark
     assert data["series"][0]["y"] == [10.0, None, 5.0] and data["x"] == [1.0, 3.0]
 
 
@@ -475,8 +475,8 @@ def test_stacked_areas_stand_on_each_other() -> None:
     svg, _ = draw(chart)
     scale = (drawing.TOP - drawing.HEIGHT + drawing.BOTTOM) / (3.0 * 1.05)
     heights = [drawing.HEIGHT - drawing.BOTTOM + scale * value for value in (3.0, 1.0)]
-    left, right = drawing.LEFT, drawing.WIDTH - drawing.RIGHT
-    upper = f"{left:.1f},{heights[0]:.1f} {right:.1f},{heights[1]:.1f} {right:.1f},{heights[1]:.1f}"
+    start, right = drawing.LEFT, drawing.WIDTH - drawing.RIGHT
+    upper = f"{start:.1f},{heights[0]:.1f} {right:.1f},{heights[1]:.1f} {right:.1f},{heights[1]:.1f}"
     assert f'points="{upper}' in svg
 
 
@@ -488,11 +488,11 @@ def test_a_long_series_is_drawn_as_means_and_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"), [([1.0, 60.0], True), ([1.0, 40.0], False), ([0.0, 60.0], False), ([None, None], False)]
+    ("values", "expected"), [([1.0, 60.0], True), ([1.0, 40.0], False), ([0.0, 60.0], False), ([None, None], False)]
 )
-def test_when_a_scale_is_logarithmic(values: list[float | None], wanted: bool) -> None:
+def test_when_a_scale_is_logarithmic(values: list[float | None], expected: bool) -> None:
     chart = Chart("t", "u", [Series("s", [1, 2], values)], log=True)
-    assert drawing.logarithmic(chart) is wanted
+    assert drawing.logarithmic(chart) is expected
     draw(chart)
 
 
@@ -504,15 +504,15 @@ def test_ticks_are_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "wanted"),
+    ("first", "last", "expected"),
     [
         (10, 30, [10, 15, 20, 25, 30]), (1, 3, [1, 2, 3]), (1, 21, [5, 10, 15, 20]), (3, 203, list(range(25, 201, 25))),
         (7, 7, [7]),
     ],
 )  # fmt: skip
-def test_steps_on_an_axis_are_whole_and_equally_far_apart(first: int, last: int, wanted: list[int]) -> None:
+def test_steps_on_an_axis_are_whole_and_equally_far_apart(first: int, last: int, expected: list[int]) -> None:
     svg, _ = draw(Chart("t", "u", [Series("s", [first, last], [1.0, 2.0])]))
-    assert [int(text) for text in re.findall(r'class="tick step[^>]*>([^<]*)<', svg)] == wanted
+    assert [int(text) for text in re.findall(r'class="tick step[^>]*>([^<]*)<', svg)] == expected
 
 
 def test_neighbours_on_an_axis_are_told_apart() -> None:
@@ -535,13 +535,13 @@ def test_numbers_on_axes(value: float, text: str) -> None:
 
 
 def test_the_reward_of_a_sample_in_words() -> None:
-    (found,) = samples_of(groups_of([[0.123456]], ["right"]))
-    found.rewards = {}
-    assert reward_text(found) == "0.1235"
-    found.rewards = {"math": 0.25, "style": None}
-    assert reward_text(found) == "0.1235 (math 0.25, style -)"
-    found.reward = None
-    assert reward_text(found) == "- (math 0.25, style -)"
+    (sample,) = samples_of(groups_of([[0.123456]], ["right"]))
+    sample.rewards = {}
+    assert reward_text(sample) == "0.1235"
+    sample.rewards = {"math": 0.25, "style": None}
+    assert reward_text(sample) == "0.1235 (math 0.25, style -)"
+    sample.reward = None
+    assert reward_text(sample) == "- (math 0.25, style -)"
 
 
 def test_rollouts_alone_go_on_behind_the_last_whole_step(tmp_path: Path) -> None:

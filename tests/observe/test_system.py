@@ -62,12 +62,12 @@ class Nvml:
         return 3 if handle.value == 3 else 0  # NVML_ERROR_NOT_SUPPORTED
 
 
-def seen(monkeypatch: pytest.MonkeyPatch, visible: str | None, most: int | None = None) -> list[float]:
+def seen(monkeypatch: pytest.MonkeyPatch, visible: str | None, limit: int | None = None) -> list[float]:
     """The handles of the GPUs that are sampled, by their memory."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    sample = Gpus(Nvml(), most).sample()
+    sample = Gpus(Nvml(), limit).sample()
     return [value for name, value in sample.items() if name.endswith("/memory_gib")]
 
 
@@ -82,7 +82,7 @@ def test_what_is_sampled_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "most", "handles"),
+    ("visible", "limit", "handles"),
     [
         (None, None, [1, 2, 3]), (None, 2, [1, 2]), (None, 0, []), ("", None, []), ("1", None, [2]),
         ("2,1", None, [3, 2]), ("1,-1,2", None, [2]), ("0,9,1", None, [1]),
@@ -90,9 +90,9 @@ def test_what_is_sampled_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_which_gpus_are_sampled(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, most: int | None, handles: list[int]
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, limit: int | None, handles: list[int]
 ) -> None:
-    assert seen(monkeypatch, visible, most) == handles
+    assert seen(monkeypatch, visible, limit) == handles
 
 
 def test_an_old_driver_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +103,9 @@ def test_an_old_driver_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_memory_is_that_of_a_container_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "_CGROUP", tmp_path)
-    whole = system.host_sample()["system/memory_gib"]
+    unlimited = system.host_sample()["system/memory_gib"]
     (tmp_path / "memory.max").write_text("max\n")
-    assert system.host_sample()["system/memory_gib"] == pytest.approx(whole, rel=0.5)
+    assert system.host_sample()["system/memory_gib"] == pytest.approx(unlimited, rel=0.5)
     (tmp_path / "memory.max").write_text(f"{1 << 29}\n")
     (tmp_path / "memory.current").write_text(f"{1 << 28}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {1 << 27}\n")
@@ -113,17 +113,17 @@ def test_memory_is_that_of_a_container_with_a_limit(tmp_path: Path, monkeypatch:
 
 
 def test_the_thread_samples_and_ends_with_a_last_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, sent, several = Nvml(), list[Mapping[str, object]](), threading.Event()
+    library, sent, enough_samples = Nvml(), list[Mapping[str, object]](), threading.Event()
     monkeypatch.setattr(system, "nvml", lambda: library)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def send(line: Mapping[str, object]) -> None:
         sent.append(line)
         if len(sent) == 3:
-            several.set()
+            enough_samples.set()
 
     with SystemMonitor(tmp_path / "system.jsonl", 0.001, 1, 7, send) as monitor:
-        assert several.wait(20)
+        assert enough_samples.wait(20)
         monitor.step = 8
     lines = [json.loads(line) for line in (tmp_path / "system.jsonl").read_text().splitlines()]
     assert len(lines) == len(sent) >= 4 and lines[0]["step"] == 7 and lines[-1]["step"] == 8

@@ -124,11 +124,11 @@ def test_without_a_terminal_names_are_whole() -> None:
     assert any(name in line for line in lines)
 
 
-@pytest.mark.parametrize(("given", "page"), [(80, 120), (150, 150)])
-def test_without_a_terminal_a_list_of_names_folds_at_a_page(given: int, page: int) -> None:
+@pytest.mark.parametrize(("width", "page"), [(80, 120), (150, 150)])
+def test_without_a_terminal_a_list_of_names_folds_at_a_page(width: int, page: int) -> None:
     names = tuple(f"some_projection_{i}.weight" for i in range(20))
     out = io.StringIO()
-    show(optimizer_table([OptimizerGroupRow("decayed", 0.1, 20, 1000, names)]), Console(file=out, width=given))
+    show(optimizer_table([OptimizerGroupRow("decayed", 0.1, 20, 1000, names)]), Console(file=out, width=width))
     assert all(len(line) <= page for line in out.getvalue().splitlines())
     assert all(name in out.getvalue() for name in names)
 

@@ -84,27 +84,29 @@ def test_numbers_of_a_line() -> None:
 
 @pytest.mark.covers("track.report_to", "track.project", "track.name")
 def test_a_tracker_gets_config_names_steps_and_the_end(tmp_path: Path) -> None:
-    made = tracked(tmp_path, "fake", project="p")
-    made.log({"step": 1, "loss": 2.0})
-    made.finish()
+    trackers = tracked(tmp_path, "fake", project="p")
+    trackers.log({"step": 1, "loss": 2.0})
+    trackers.finish()
     (config, run), line, failed = Recording.told
     assert config == CONFIG and (run.project, run.name, run.step) == ("p", tmp_path.name, 0)
     assert line == (1, {"train/loss": 2.0}) and failed is False
-    assert made.notes == ["track    fake: in memory"]
+    assert trackers.notes == ["track    fake: in memory"]
     tracked(tmp_path, "fake", step=1, name="n").finish(failed=True)
-    again = Recording.told[3][1]
-    assert (again.id, again.name, again.step) == (run.id, "n", 1) and Recording.told[-1] is True
+    restarted = Recording.told[3][1]
+    assert (restarted.id, restarted.name, restarted.step) == (run.id, "n", 1) and Recording.told[-1] is True
 
 
 def test_one_that_fails_is_dropped_with_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = tracked(tmp_path, "no-start", "fails", "fake")
-    assert made.notes[0] == "track    no-start failed and receives no more metrics: ConnectionError: no route to host"
+    trackers = tracked(tmp_path, "no-start", "fails", "fake")
+    assert (
+        trackers.notes[0] == "track    no-start failed and receives no more metrics: ConnectionError: no route to host"
+    )
     for step in (1, 2, 3):
-        made.log({"step": step, "loss": 1.0})
-    made.finish()
+        trackers.log({"step": step, "loss": 1.0})
+    trackers.finish()
     assert capsys.readouterr().err == "track    fails failed and receives no more metrics: OSError: disk full\n"
     assert Recording.told.count("failed") == 1
-    assert [told for told in Recording.told if isinstance(told, tuple)][-1][0] == 3
+    assert [call for call in Recording.told if isinstance(call, tuple)][-1][0] == 3
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -123,10 +125,10 @@ def test_one_that_is_stuck_holds_up_nothing(
 
 def test_without_trackers_nothing_is_written_and_no_thread_runs(tmp_path: Path) -> None:
     before = threading.active_count()
-    made = tracked(tmp_path)
-    made.log({"step": 1})
+    trackers = tracked(tmp_path)
+    trackers.log({"step": 1})
     assert threading.active_count() == before and list(tmp_path.iterdir()) == []
-    made.finish()
+    trackers.finish()
 
 
 def test_what_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

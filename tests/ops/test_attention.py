@@ -43,13 +43,13 @@ def bounds_of(lengths: tuple[int, ...]) -> Bounds:
     return Bounds(lengths, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32))
 
 
-def call_of(bounds: Bounds, batch: int = 1, heads: int = 4, widths: tuple[int, int] = (16, 16), **rest: Any) -> Call:
+def call_of(bounds: Bounds, batch: int = 1, heads: int = 4, widths: tuple[int, int] = (16, 16), **options: Any) -> Call:
     """With half as many key heads, laid out as transformers has them: [B, T, H, D], transposed."""
     generator = torch.Generator().manual_seed(0)
     length = sum(bounds.lengths) // batch
     shapes = ((heads, widths[0]), (heads // 2, widths[0]), (heads // 2, widths[1]))
-    made = (torch.randn(batch, length, n, width, generator=generator).transpose(1, 2) for n, width in shapes)
-    return Call(*made, bounds, **{"scaling": 0.3, "window": None, "softcap": None, "sinks_H": None} | rest)
+    tensors = (torch.randn(batch, length, n, width, generator=generator).transpose(1, 2) for n, width in shapes)
+    return Call(*tensors, bounds, **{"scaling": 0.3, "window": None, "softcap": None, "sinks_H": None} | options)
 
 
 # ---------------------------------------------------------------- per_document
@@ -69,8 +69,8 @@ def test_neighbours_of_one_length_are_as_if_alone(kind: dict[str, Any]) -> None:
     lengths = (9, 5, 5, 5, 2, 1, 1, 7)
     call = call_of(bounds_of(lengths), **kind)
     firsts = [sum(lengths[:i]) for i in range(len(lengths))]
-    alone = [per_document(sliced(call, first, n)) for first, n in zip(firsts, lengths, strict=True)]
-    assert torch.allclose(per_document(call), torch.cat(alone, dim=2), atol=2e-6)
+    expected = [per_document(sliced(call, first, n)) for first, n in zip(firsts, lengths, strict=True)]
+    assert torch.allclose(per_document(call), torch.cat(expected, dim=2), atol=2e-6)
 
 
 def test_a_window_hides_what_is_as_far_away_as_it_is_long() -> None:
@@ -90,17 +90,19 @@ def test_blocks_of_queries_see_no_later_keys(window: int | None) -> None:
     shapes = (sum(queries), sum(keys), sum(keys))
     inputs = [torch.randn(1, 2, tokens, 8, generator=generator).requires_grad_() for tokens in shapes]
     bounds = Bounds(queries, key_lengths=keys)
-    found = per_document(Call(*inputs, bounds, scaling=0.3, window=window, softcap=None, sinks_H=None))
+    actual = per_document(Call(*inputs, bounds, scaling=0.3, window=window, softcap=None, sinks_H=None))
     parts = []
     for q, k, v in zip(*(x.split(list(n), 2) for x, n in zip(inputs, (queries, keys, keys), strict=True)), strict=True):
         key, query = torch.arange(k.shape[2]), torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
         hidden = (key > query) | (key <= query - (window or 10**6))
         parts.append((q @ k.transpose(2, 3) * 0.3).masked_fill(hidden, float("-inf")).softmax(-1) @ v)
     expected = torch.cat(parts, 2)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     upstream = torch.randn(expected.shape, generator=generator)
-    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, expected)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    for gradient, reference in zip(
+        *(torch.autograd.grad(out, inputs, upstream) for out in (actual, expected)), strict=True
+    ):
+        torch.testing.assert_close(gradient, reference, rtol=1e-3, atol=1e-5)
 
 
 # ---------------------------------------------------------------- the table
@@ -174,11 +176,11 @@ def rule_of(lengths: tuple[int, ...], window: int | None) -> Callable[..., Tenso
 
 def tables(mask: BlockMask) -> dict[str, list[list[int]]]:
     """Which blocks each block has, of all four tables."""
-    found = {}
+    blocks = {}
     for name in ("kv", "full_kv", "q", "full_q"):
         counts, places = getattr(mask, f"{name}_num_blocks")[0, 0], getattr(mask, f"{name}_indices")[0, 0]
-        found[name] = [places[i, :n].tolist() for i, n in enumerate(counts.tolist())]
-    return found
+        blocks[name] = [places[i, :n].tolist() for i, n in enumerate(counts.tolist())]
+    return blocks
 
 
 def random_rows() -> Iterator[tuple[tuple[int, ...], int | None]]:
@@ -259,9 +261,9 @@ FLEX = {
 
 @pytest.mark.parametrize("kind", FLEX)
 def test_flex_and_its_gradients(kind: str, interpreted: None) -> None:
-    found = errors(FLEX[kind], attention.flex)
-    assert max(found.values()) < 2e-6, found
-    assert ("gradients of sinks" in found) == (FLEX[kind].sinks_H is not None)
+    deviations = errors(FLEX[kind], attention.flex)
+    assert max(deviations.values()) < 2e-6, deviations
+    assert ("gradients of sinks" in deviations) == (FLEX[kind].sinks_H is not None)
 
 
 def graphs() -> int:
@@ -312,10 +314,10 @@ def stand_in(
     for (start, end), (first, last) in zip(pairwise(ends), pairwise(key_ends), strict=True):
         q, k, v = (x.transpose(0, 1) for x in (query[start:end], key[first:last], value[first:last]))
         distance = torch.arange(last - first)[start - end :, None] - torch.arange(last - first)
-        seen = distance >= -window_size[1]
+        visible = distance >= -window_size[1]
         if window_size[0] >= 0:
-            seen &= distance <= window_size[0]
-        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+            visible &= distance <= window_size[0]
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, float("-inf"))
         out.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(out)
 
@@ -334,9 +336,9 @@ VARLEN = {
 def test_varlen_and_its_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_varlen, "varlen_attn", stand_in)
     versions.varlen_attention.cache_clear()
-    found = errors(VARLEN[kind], varlen)
+    deviations = errors(VARLEN[kind], varlen)
     versions.varlen_attention.cache_clear()
-    assert max(found.values()) < 2e-6, found
+    assert max(deviations.values()) < 2e-6, deviations
 
 
 def test_grouped_heads_are_said_where_torch_has_a_word_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,8 +377,8 @@ def of_paths(call: Call) -> Tensor:
     for segment, length in enumerate(TREE.lengths):
         places = TREE.path_tokens(segment)
         query, key, value = (x[:, :, places] for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
-        alone = replace(call, query_BHTD=query, key_BKTD=key, value_BKTE=value, bounds=bounds_of((len(places),)))
-        parts.append(per_document(alone)[:, :, -length:])
+        path_call = replace(call, query_BHTD=query, key_BKTD=key, value_BKTE=value, bounds=bounds_of((len(places),)))
+        parts.append(per_document(path_call)[:, :, -length:])
     return torch.cat(parts, 2)
 
 
@@ -404,5 +406,5 @@ def test_every_kernel_sees_the_paths_of_a_tree(
     results = attention.attend_by_paths(run, call), of_paths(call)
     gradients = [torch.autograd.grad(out, tensors, torch.ones_like(out)) for out in results]
     versions.varlen_attention.cache_clear()
-    for ours, theirs in zip((results[0], *gradients[0]), (results[1], *gradients[1]), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=3e-5)
+    for actual, expected in zip((results[0], *gradients[0]), (results[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=3e-5)

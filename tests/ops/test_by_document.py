@@ -15,10 +15,10 @@ from weft.ops.by_document import by_document, grouped, groups_of
 ROWS = [(5,), (1, 1), (36, 1, 24, 35), (9, 9, 9), (40, 39, 7, 7, 6, 1, 1, 1, 12), (600, 590, 30, 29, 28, 2, 1, 100)]
 
 
-def sums(hidden: Tensor, position_ids: Tensor, rest: Any = None) -> tuple[Tensor, None]:
+def sums(hidden: Tensor, position_ids: Tensor, extra: Any = None) -> tuple[Tensor, None]:
     """Causal, of tensors in several shapes; what it is given beside them stays."""
-    assert hidden.shape[:2] == position_ids.shape and hidden.shape[1] > 1 and rest[0] == "as it is"
-    return (hidden * rest[1]).cumsum(1) * (position_ids[..., None] + 1), None
+    assert hidden.shape[:2] == position_ids.shape and hidden.shape[1] > 1 and extra[0] == "as it is"
+    return (hidden * extra[1]).cumsum(1) * (position_ids[..., None] + 1), None
 
 
 @pytest.mark.parametrize("lengths", ROWS)
@@ -26,15 +26,15 @@ def test_each_document_has_what_it_has_alone(lengths: tuple[int, ...]) -> None:
     tokens = sum(lengths)
     inputs = [torch.randn(1, tokens, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    out, none = by_document(sums, Bounds(lengths), inputs[0], position_ids=positions, rest=("as it is", inputs[1]))
+    out, none = by_document(sums, Bounds(lengths), inputs[0], position_ids=positions, extra=("as it is", inputs[1]))
     assert none is None and out.shape == (1, tokens, 3)
     parts = [x.split(lengths, dim=1) for x in (*inputs, positions)]
-    alone = torch.cat([(a * b).cumsum(1) * (p[..., None] + 1) for a, b, p in zip(*parts, strict=True)], 1)
-    torch.testing.assert_close(out, alone, rtol=0, atol=1e-12)
+    separate = torch.cat([(a * b).cumsum(1) * (p[..., None] + 1) for a, b, p in zip(*parts, strict=True)], 1)
+    torch.testing.assert_close(out, separate, rtol=0, atol=1e-12)
     upstream = torch.randn_like(out)
-    found, expected = (torch.autograd.grad(of, inputs, upstream) for of in (out, alone))
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    gradients, expected = (torch.autograd.grad(result, inputs, upstream) for result in (out, separate))
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-9)
 
 
 def test_what_of_a_neighbour_is_no_number_stays_there() -> None:

@@ -28,16 +28,16 @@ FORESTS = [
 ]
 
 
-def sums(before: Tensor | None, hidden: Tensor, rest: Any) -> tuple[tuple[Tensor, None], Tensor]:
+def sums(before: Tensor | None, hidden: Tensor, extra: Any) -> tuple[tuple[Tensor, None], Tensor]:
     """Sums along sequences, which begin with the states before them."""
-    assert rest[0] == "as it is" and hidden.shape[1] > 1
-    result = (hidden * rest[1]).cumsum(1)
+    assert extra[0] == "as it is" and hidden.shape[1] > 1
+    result = (hidden * extra[1]).cumsum(1)
     result = result if before is None else result + before[:, None]
     return (result, None), result[:, -1]
 
 
 def joined(chosen: Sequence[tuple[Tensor, int]]) -> Tensor:
-    return torch.stack([states[place] for states, place in chosen])
+    return torch.stack([states[index] for states, index in chosen])
 
 
 @pytest.mark.parametrize("segments", FORESTS)
@@ -45,26 +45,26 @@ def joined(chosen: Sequence[tuple[Tensor, int]]) -> Tensor:
 def test_each_token_has_what_it_has_in_its_documents(segments: Segments, forked: bool) -> None:
     tokens = sum(segments.lengths)
     inputs = [torch.randn(1, tokens, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    bounds, rest = Bounds(segments.lengths, segments=segments), ("as it is", inputs[1])
+    bounds, extra = Bounds(segments.lengths, segments=segments), ("as it is", inputs[1])
     if forked:
         row = forked_row(bounds, CPU)
         assert row is not None
-        out, none = by_forks(sums, joined, row, inputs[0], rest=rest)
+        out, none = by_forks(sums, joined, row, inputs[0], extra=extra)
     else:
         unfolded = unfolded_row(bounds, CPU)
-        (hidden,), keywords = unfolded.unfold(((inputs[0],), {"rest": rest}))
+        (hidden,), keywords = unfolded.unfold(((inputs[0],), {"rest": extra}))
         out, none = unfolded.fold(
-            by_document(lambda x, rest: sums(None, x, rest)[0], unfolded.bounds, hidden, **keywords)
+            by_document(lambda x, extra: sums(None, x, extra)[0], unfolded.bounds, hidden, **keywords)
         )
     assert none is None and out.shape == (1, tokens, 3)
-    product, alone = (inputs[0] * inputs[1])[0], torch.empty(tokens, 3, dtype=torch.float64)
+    product, separate = (inputs[0] * inputs[1])[0], torch.empty(tokens, 3, dtype=torch.float64)
     for segment in range(len(segments.lengths)):
         places = segments.path_tokens(segment)
-        alone = alone.index_put((places,), product[places].cumsum(0))
-    torch.testing.assert_close(out[0], alone, rtol=0, atol=1e-11)
-    upstream = torch.randn_like(alone)
-    ours, theirs = (torch.autograd.grad(of, inputs, upstream) for of in (out[0], alone))
-    for gradient, expected in zip(ours, theirs, strict=True):
+        separate = separate.index_put((places,), product[places].cumsum(0))
+    torch.testing.assert_close(out[0], separate, rtol=0, atol=1e-11)
+    upstream = torch.randn_like(separate)
+    gradients, references = (torch.autograd.grad(result, inputs, upstream) for result in (out[0], separate))
+    for gradient, expected in zip(gradients, references, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-9)
 
 
@@ -83,18 +83,18 @@ def test_random_forests() -> None:
         lengths = tuple(rng.choice([1, 2, 33, 80, 80]) for _ in range(count))
         parents = [ROOT]
         for index in range(1, count):  # depth first: the parent is the segment before, or one of its ancestors
-            path, at = [index - 1], index - 1
-            while (at := parents[at]) != ROOT:
-                path.append(at)
+            path, node = [index - 1], index - 1
+            while (node := parents[node]) != ROOT:
+                path.append(node)
             parents.append(rng.choice([*path, ROOT]))
         segments = Segments(lengths, tuple(parents), tuple(range(count)))
         hidden, bounds = torch.randn(1, sum(lengths), 2, dtype=torch.float64), Bounds(lengths, segments=segments)
         expected = torch.empty(sum(lengths), 2, dtype=torch.float64)
         for segment in range(count):
             expected[segments.path_tokens(segment)] = hidden[0, segments.path_tokens(segment)].cumsum(0)
-        row, rest = forked_row(bounds, CPU), ("as it is", 1.0)
+        row, extra = forked_row(bounds, CPU), ("as it is", 1.0)
         if row is not None:
-            torch.testing.assert_close(by_forks(sums, joined, row, hidden, rest=rest)[0][0], expected)
+            torch.testing.assert_close(by_forks(sums, joined, row, hidden, extra=extra)[0][0], expected)
         unfolded = unfolded_row(bounds, CPU)
         out = by_document(lambda x: x.cumsum(1), unfolded.bounds, unfolded.unfold(hidden))
         torch.testing.assert_close(unfolded.fold(out)[0], expected)

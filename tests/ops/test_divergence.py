@@ -87,25 +87,25 @@ def problem(rows: int = 37, rows_q: int = 37, tokens: int = 11, dtype: torch.dty
 STUDENT, TEACHER = LogitTransform(scale=1.3, softcap=4.0), LogitTransform(scale=0.7, softcap=6.0)
 
 
-def full(given: Problem, name: str, temperature: float, ce_temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def full(case: Problem, name: str, temperature: float, ce_temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """(logprob, divergence, agreement) from all logits."""
-    z = STUDENT(given.hidden @ given.weight.T + given.bias)
-    z_q = TEACHER(given.hidden_q @ given.weight_q.T + given.bias_q)
+    z = STUDENT(case.hidden @ case.weight.T + case.bias)
+    z_q = TEACHER(case.hidden_q @ case.weight_q.T + case.bias_q)
     common = min(z.shape[1], z_q.shape[1])
     z_p, z_q = z[:, :common], z_q[:, :common]
     value = full_divergence(name, (z_p / temperature).log_softmax(1), (z_q / temperature).log_softmax(1))
-    logprob = (z / ce_temperature).log_softmax(1).gather(1, given.targets[:, None])[:, 0]
+    logprob = (z / ce_temperature).log_softmax(1).gather(1, case.targets[:, None])[:, 0]
     return logprob, value, (z_p.argmax(1) == z_q.argmax(1)).double()
 
 
-def head_of(given: Problem) -> TeacherHead:
-    common = min(len(given.weight), len(given.weight_q))
-    return TeacherHead(given.weight_q, given.bias_q, TEACHER, common)
+def head_of(case: Problem) -> TeacherHead:
+    common = min(len(case.weight), len(case.weight_q))
+    return TeacherHead(case.weight_q, case.bias_q, TEACHER, common)
 
 
-def chunked(given: Problem, name: str, of_divergence: float, **options: Any) -> Divergences:
-    comparison = Comparison(DIVERGENCES[name], TeacherLogits(given.hidden_q, head_of(given)), of_divergence)
-    return divergences(given.hidden, given.weight, given.bias, given.targets, STUDENT, comparison, **options)
+def chunked(case: Problem, name: str, of_divergence: float, **options: Any) -> Divergences:
+    comparison = Comparison(DIVERGENCES[name], TeacherLogits(case.hidden_q, head_of(case)), of_divergence)
+    return divergences(case.hidden, case.weight, case.bias, case.targets, STUDENT, comparison, **options)
 
 
 def near(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
@@ -116,63 +116,63 @@ def near(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_values_and_gradients_equal_full_logits(name: str, temperature: float, rows: tuple[int, int]) -> None:
-    given = problem(*rows)
+    case = problem(*rows)
     upstream = torch.randn(2, 11, dtype=torch.float64)
-    inputs = [given.hidden, given.weight, given.bias]
+    inputs = [case.hidden, case.weight, case.bias]
     for ce_temperature in (1.0, 0.7):
-        logprob, value, _ = full(given, name, temperature, ce_temperature)
+        logprob, value, _ = full(case, name, temperature, ce_temperature)
         expected = torch.autograd.grad([logprob, value], inputs, list(upstream))
         for height in (None, 1, 4):
-            for known in (None, KnownGrad(3.0 * upstream.flatten())):
+            for direction in (None, KnownGrad(3.0 * upstream.flatten())):
                 out = chunked(
-                    given, name, temperature, temperature=ce_temperature, rows_per_tile=height, known_grad=known
+                    case, name, temperature, temperature=ce_temperature, rows_per_tile=height, known_grad=direction
                 )
                 near(out.logprob, logprob)
                 near(out.divergence, value)
                 actual = torch.autograd.grad([out.logprob, out.divergence], inputs, list(upstream))
-                for one, other in zip(actual, expected, strict=True):
-                    near(one, other)
-                assert known is None or not any(known.wrong)
+                for result, reference in zip(actual, expected, strict=True):
+                    near(result, reference)
+                assert direction is None or not any(direction.wrong)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_each_readout_alone_may_have_a_gradient(name: str) -> None:
-    given = problem()
+    case = problem()
     for index in (0, 1):
-        expected = torch.autograd.grad(full(given, name, 1.0)[index].sum(), given.weight)
-        near(torch.autograd.grad(chunked(given, name, 1.0)[:2][index].sum(), given.weight)[0], expected[0])
+        expected = torch.autograd.grad(full(case, name, 1.0)[index].sum(), case.weight)
+        near(torch.autograd.grad(chunked(case, name, 1.0)[:2][index].sum(), case.weight)[0], expected[0])
 
 
 def test_a_wrong_direction_is_flagged() -> None:
-    given = problem()
-    known = KnownGrad(torch.ones(22, dtype=torch.float64))
-    out = chunked(given, "forward_kl", 1.0, known_grad=known)
+    case = problem()
+    direction = KnownGrad(torch.ones(22, dtype=torch.float64))
+    out = chunked(case, "forward_kl", 1.0, known_grad=direction)
     (out.divergence.sum() + 2 * out.logprob.sum()).backward()
-    assert any(known.wrong)
+    assert any(direction.wrong)
 
 
-def parts_of(given: Problem, ranks: int) -> list[slice]:
+def parts_of(case: Problem, ranks: int) -> list[slice]:
     """The rows of the student's head of each rank."""
-    bounds = torch.linspace(0, len(given.weight), ranks + 1).long().tolist()
+    bounds = torch.linspace(0, len(case.weight), ranks + 1).long().tolist()
     return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
 
 def of_shards(
-    given: Problem, ranks: int, comparisons: Sequence[Comparison], upstream: Tensor
+    case: Problem, ranks: int, comparisons: Sequence[Comparison], upstream: Tensor
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Of each rank of a divided vocabulary: (logprob, divergence and agreement; gradients of hidden states, weight and
     bias). comparisons: of each rank."""
-    group, parts = ThreadGroup(ranks), parts_of(given, ranks)
+    group, parts = ThreadGroup(ranks), parts_of(case, ranks)
 
     def of_rank(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         try:
             part = parts[rank]
-            shards = (given.hidden, given.weight[part], given.bias[part])
+            shards = (case.hidden, case.weight[part], case.bias[part])
             local = [x.detach().clone().requires_grad_() for x in shards]
             shard = VocabularyShard(part.start, ThreadCommunicator(group, rank))
-            arguments = (*local, given.targets, STUDENT, comparisons[rank])
-            known = KnownGrad(upstream.flatten())
-            out = divergences(*arguments, rows_per_tile=4, shard=shard, known_grad=known)
+            arguments = (*local, case.targets, STUDENT, comparisons[rank])
+            direction = KnownGrad(upstream.flatten())
+            out = divergences(*arguments, rows_per_tile=4, shard=shard, known_grad=direction)
             grads = torch.autograd.grad([out.logprob, out.divergence], local, list(upstream))
             with torch.no_grad():
                 agreed = divergences(*arguments, shard=shard, agreement=True).agreement
@@ -205,35 +205,35 @@ def near_sum_of_shards(
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd 0.1", "skewed"])
 def test_a_divided_vocabulary(name: str, ranks: int, rows: tuple[int, int]) -> None:
     """Shards are uneven, the teacher's head is whole or divided like the student's."""
-    given = problem(*rows)
+    case = problem(*rows)
     upstream = torch.randn(2, 11, dtype=torch.float64)
-    inputs = [given.hidden, given.weight, given.bias]
-    *values, agreement = full(given, name, 2.0)
+    inputs = [case.hidden, case.weight, case.bias]
+    *values, agreement = full(case, name, 2.0)
     expected = torch.autograd.grad(values, inputs, list(upstream))
     comparisons = []
-    for rank, part in enumerate(parts_of(given, ranks)):
-        head = head_of(given)
+    for rank, part in enumerate(parts_of(case, ranks)):
+        head = head_of(case)
         if rank:
             head = head.rows(part.start, part.stop - part.start)
-        comparisons.append(Comparison(DIVERGENCES[name], TeacherLogits(given.hidden_q, head), 2.0))
-    results = of_shards(given, ranks, comparisons, upstream)
+        comparisons.append(Comparison(DIVERGENCES[name], TeacherLogits(case.hidden_q, head), 2.0))
+    results = of_shards(case, ranks, comparisons, upstream)
     near_sum_of_shards(results, [*values, agreement], expected)
 
 
 def test_agreement_is_equality_of_the_likeliest_tokens() -> None:
-    given = problem()
+    inputs = problem()
     with torch.no_grad():
-        out = chunked(given, "forward_kl", 1.0, agreement=True, rows_per_tile=3)
+        out = chunked(inputs, "forward_kl", 1.0, agreement=True, rows_per_tile=3)
     assert out.agreement is not None
-    near(out.agreement, full(given, "forward_kl", 1.0)[2])
+    near(out.agreement, full(inputs, "forward_kl", 1.0)[2])
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_certain_distributions_stay_finite(name: str) -> None:
     """Logits hundreds of nats apart: probabilities underflow, and nothing is NaN."""
-    given = problem(dtype=torch.float32)
-    sharp = given._replace(
-        weight=(given.weight * 60).detach().requires_grad_(), weight_q=given.weight_q * 60, bias=given.bias
+    inputs = problem(dtype=torch.float32)
+    sharp = inputs._replace(
+        weight=(inputs.weight * 60).detach().requires_grad_(), weight_q=inputs.weight_q * 60, bias=inputs.bias
     )
     head = TeacherHead(sharp.weight_q, sharp.bias_q, LogitTransform(), 37)
     comparison = Comparison(DIVERGENCES[name], TeacherLogits(sharp.hidden_q, head))
@@ -245,38 +245,38 @@ def test_certain_distributions_stay_finite(name: str) -> None:
 def test_a_teacher_that_is_the_student_gets_no_gradient() -> None:
     """At p = q every divergence is at its minimum; a gradient into the teacher's side would not be seen there, so
     the teacher shares the head and has other hidden states."""
-    given = problem()
-    apart = given._replace(hidden_q=2 * given.hidden.detach(), weight_q=given.weight.detach())
-    expected = torch.autograd.grad(full(apart, "reverse_kl", 1.0)[1].sum(), given.weight)
-    head = TeacherHead(given.weight, given.bias_q, TEACHER, 37)
-    comparison = Comparison(reverse_kl, TeacherLogits(2 * given.hidden, head))
-    out = divergences(given.hidden, given.weight, given.bias, given.targets, STUDENT, comparison)
-    near(torch.autograd.grad(out.divergence.sum(), given.weight)[0], expected[0])
+    case = problem()
+    different = case._replace(hidden_q=2 * case.hidden.detach(), weight_q=case.weight.detach())
+    expected = torch.autograd.grad(full(different, "reverse_kl", 1.0)[1].sum(), case.weight)
+    head = TeacherHead(case.weight, case.bias_q, TEACHER, 37)
+    comparison = Comparison(reverse_kl, TeacherLogits(2 * case.hidden, head))
+    out = divergences(case.hidden, case.weight, case.bias, case.targets, STUDENT, comparison)
+    near(torch.autograd.grad(out.divergence.sum(), case.weight)[0], expected[0])
 
 
 def test_no_predictions_give_zero_gradients() -> None:
-    given = problem(tokens=0)
-    out = chunked(given, "jsd 0.5", 1.0)
+    inputs = problem(tokens=0)
+    out = chunked(inputs, "jsd 0.5", 1.0)
     out.divergence.sum().backward()
-    assert given.weight.grad is not None and not given.weight.grad.any()
+    assert inputs.weight.grad is not None and not inputs.weight.grad.any()
 
 
 def test_impossible_settings_are_refused() -> None:
-    given = problem()
+    inputs = problem()
     with pytest.raises(ValueError, match="temperature must be above 0"):
-        chunked(given, "forward_kl", 0.0)
+        chunked(inputs, "forward_kl", 0.0)
     summed = differentiated(lambda log_p, log_q: (log_p - log_q).sum(1), "mine.py:kl")
-    comparison = Comparison(summed, TeacherLogits(given.hidden_q, head_of(given)))
+    comparison = Comparison(summed, TeacherLogits(inputs.hidden_q, head_of(inputs)))
     with pytest.raises(ValueError, match=r"mine.py:kl gives \(11,\); it must give a term for each token"):
-        divergences(given.hidden, given.weight, given.bias, given.targets, STUDENT, comparison)
+        divergences(inputs.hidden, inputs.weight, inputs.bias, inputs.targets, STUDENT, comparison)
 
 
 # ---------------------------------------------------------------- a teacher's likeliest tokens and a tail
 
 
-def listed(given: Problem, count: int, temperature: float) -> TopTokens:
+def listed(inputs: Problem, count: int, temperature: float) -> TopTokens:
     """The teacher's `count` likeliest tokens, in two more entries of which none is used, shuffled."""
-    z_q = TEACHER(given.hidden_q @ given.weight_q.T + given.bias_q)
+    z_q = TEACHER(inputs.hidden_q @ inputs.weight_q.T + inputs.bias_q)
     log_q, ids = (z_q / temperature).log_softmax(1).topk(count, 1)
     unused = torch.full((len(ids), 2), -1)
     order = torch.randperm(count + 2, generator=torch.Generator().manual_seed(1))
@@ -296,12 +296,12 @@ def in_bins(log_p: Tensor, teacher: TopTokens) -> Tensor:
     return torch.cat([chosen, torch.stack(tails).logsumexp(1, keepdim=True)], 1)
 
 
-def full_of_list(given: Problem, name: str, teacher: TopTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def full_of_list(inputs: Problem, name: str, teacher: TopTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """(logprob, divergence, agreement) from all logits of both."""
-    z = STUDENT(given.hidden @ given.weight.T + given.bias)
-    z_q = TEACHER(given.hidden_q @ given.weight_q.T + given.bias_q)
+    z = STUDENT(inputs.hidden @ inputs.weight.T + inputs.bias)
+    z_q = TEACHER(inputs.hidden_q @ inputs.weight_q.T + inputs.bias_q)
     log_p, log_q = (in_bins((x / temperature).log_softmax(1), teacher) for x in (z, z_q))
-    logprob = z.log_softmax(1).gather(1, given.targets[:, None])[:, 0]
+    logprob = z.log_softmax(1).gather(1, inputs.targets[:, None])[:, 0]
     return logprob, full_divergence(name, log_p, log_q), (z.argmax(1) == z_q.argmax(1)).double()
 
 
@@ -310,26 +310,26 @@ def full_of_list(given: Problem, name: str, teacher: TopTokens, temperature: flo
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_list_and_a_tail_equal_bins_of_full_logits(name: str, ranks: int, count: int) -> None:
     """With all 37 tokens listed there is no tail, and the divergence is that of the whole vocabulary."""
-    given, temperature = problem(), 2.0
-    teacher = listed(given, count, temperature)
-    *values, agreement = full_of_list(given, name, teacher, temperature)
+    case, temperature = problem(), 2.0
+    teacher = listed(case, count, temperature)
+    *values, agreement = full_of_list(case, name, teacher, temperature)
     if count == 37:
-        near(values[1], full(given, name, temperature)[1])
-    inputs, upstream = [given.hidden, given.weight, given.bias], torch.randn(2, 11, dtype=torch.float64)
+        near(values[1], full(case, name, temperature)[1])
+    inputs, upstream = [case.hidden, case.weight, case.bias], torch.randn(2, 11, dtype=torch.float64)
     expected = torch.autograd.grad(values, inputs, list(upstream))
     comparison = Comparison(DIVERGENCES[name], teacher, temperature)
-    results = of_shards(given, ranks, [comparison] * ranks, upstream)
+    results = of_shards(case, ranks, [comparison] * ranks, upstream)
     near_sum_of_shards(results, [*values, agreement], expected)
 
 
 def test_the_minimum_of_a_list_is_the_teacher() -> None:
     """Without the tail, a student with all its mass on the listed tokens would do better than the teacher itself."""
-    given = problem()._replace(hidden_q=torch.eye(11, 10, dtype=torch.float64))
-    student = TEACHER(given.hidden_q @ given.weight_q.T + given.bias_q)
+    inputs = problem()._replace(hidden_q=torch.eye(11, 10, dtype=torch.float64))
+    student = TEACHER(inputs.hidden_q @ inputs.weight_q.T + inputs.bias_q)
     identity, hidden = torch.eye(37, dtype=torch.float64), student.clone().requires_grad_()
     for name in DIVERGENCES:
-        comparison = Comparison(DIVERGENCES[name], listed(given, 3, 1.0))
-        out = divergences(hidden, identity, None, given.targets, LogitTransform(), comparison)
+        comparison = Comparison(DIVERGENCES[name], listed(inputs, 3, 1.0))
+        out = divergences(hidden, identity, None, inputs.targets, LogitTransform(), comparison)
         near(out.divergence, torch.zeros(11, dtype=torch.float64))
         near(torch.autograd.grad(out.divergence.sum(), hidden)[0], torch.zeros_like(hidden))
 
@@ -362,12 +362,12 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("known", [False, True])
-def test_no_tensor_is_larger_than_a_tile(name: str, known: bool) -> None:
+@pytest.mark.parametrize("with_direction", [False, True])
+def test_no_tensor_is_larger_than_a_tile(name: str, with_direction: bool) -> None:
     """Forward and backward of 200 tokens and 1000 tokens of the vocabulary, in tiles of 16 tokens."""
-    given = problem(1000, 1000, tokens=200, dtype=torch.float32)
-    direction = KnownGrad(torch.ones(400)) if known else None
+    case = problem(1000, 1000, tokens=200, dtype=torch.float32)
+    direction = KnownGrad(torch.ones(400)) if with_direction else None
     with _Largest() as largest:
-        out = chunked(given, name, 1.0, rows_per_tile=16, known_grad=direction)
+        out = chunked(case, name, 1.0, rows_per_tile=16, known_grad=direction)
         (out.logprob + out.divergence).sum().backward()
     assert largest.elements <= 16 * 1000, largest.elements

@@ -78,18 +78,18 @@ def test_values_and_gradients_equal_full_logits(
     inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for temperature in (1.0, 0.6):
-        given = bias if with_bias else None
+        bias_used = bias if with_bias else None
         actual = chunked_readouts(
-            hidden, weight, given, targets, transform, entropy=True, temperature=temperature, tile=tile
+            hidden, weight, bias_used, targets, transform, entropy=True, temperature=temperature, tile=tile
         )
-        expected = full_readouts(hidden, weight, given, targets, transform, temperature)
+        expected = full_readouts(hidden, weight, bias_used, targets, transform, temperature)
         assert actual[1] is not None
         upstream = [torch.randn(11, dtype=dtype), torch.randn(11, dtype=dtype)]
         close(actual[0], expected[0], tolerance)
         close(actual[1], expected[1], tolerance)
         got = gradients([actual[0], actual[1]], upstream, inputs)
-        for one, other in zip(got, gradients(list(expected), upstream, inputs), strict=True):
-            close(one, other, tolerance)
+        for value, reference in zip(got, gradients(list(expected), upstream, inputs), strict=True):
+            close(value, reference, tolerance)
 
 
 @pytest.mark.parametrize("readout", ["logprob", "entropy only", "entropy unused"])
@@ -98,12 +98,12 @@ def test_each_readout_alone_may_have_a_gradient(readout: str) -> None:
     transform = TRANSFORMS["scale and softcap"]
     actual = chunked_readouts(hidden, weight, bias, targets, transform, entropy=readout != "logprob", tile=(2, 5))
     expected = full_readouts(hidden, weight, bias, targets, transform, 1.0)
-    which = 1 if readout == "entropy only" else 0
-    one = actual[which]
-    assert one is not None and (actual[1] is None) == (readout == "logprob")
+    index = 1 if readout == "entropy only" else 0
+    readout_value = actual[index]
+    assert readout_value is not None and (actual[1] is None) == (readout == "logprob")
     upstream = [torch.randn(7, dtype=torch.float64)]
-    got = gradients([one], upstream, [hidden, weight, bias])
-    for a, b in zip(got, gradients([expected[which]], upstream, [hidden, weight, bias]), strict=True):
+    got = gradients([readout_value], upstream, [hidden, weight, bias])
+    for a, b in zip(got, gradients([expected[index]], upstream, [hidden, weight, bias]), strict=True):
         close(a, b, 1e-12)
 
 
@@ -183,11 +183,11 @@ def test_a_known_direction_changes_nothing_but_the_work(
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     close(actual, expected, tolerance)
     inputs = [hidden, weight, bias]
-    wanted = gradients([expected], [upstream], inputs)
+    reference_gradients = gradients([expected], [upstream], inputs)
     for retain in (True, False):
         got = torch.autograd.grad([actual], inputs, [upstream], retain_graph=retain)
-        for one, other in zip(got, wanted, strict=True):
-            close(one, other, tolerance)
+        for value, reference in zip(got, reference_gradients, strict=True):
+            close(value, reference, tolerance)
     assert [bool(flag) for flag in direction.wrong] == [False]  # the second backward computed afresh
 
 
@@ -235,9 +235,9 @@ def test_a_known_direction_in_bf16(tokens: int) -> None:
             hidden, weight, None, targets, LogitTransform(), entropy=False, known_grad=direction, tile=(16, 100)
         )
         grads.append(gradients([logprob.sum()], [torch.tensor(0.5)], [hidden, weight]))
-    for one, other in zip(*grads, strict=True):
-        assert one.dtype == other.dtype == torch.bfloat16
-        assert (one.float() - other.float()).norm() <= 0.01 * one.float().norm()
+    for gradient, reference in zip(*grads, strict=True):
+        assert gradient.dtype == reference.dtype == torch.bfloat16
+        assert (gradient.float() - reference.float()).norm() <= 0.01 * gradient.float().norm()
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
@@ -265,9 +265,11 @@ def test_bf16_is_as_near_to_the_truth_as_full_logits(tile: tuple[int, int] | Non
             logprob, _ = full_readouts(h, w, None, targets, LogitTransform(), 1.0)
         return logprob, gradients([logprob], [upstream[0].to(logprob.dtype)], [h, w])
 
-    truth, naive, ours = run(torch.float64, False), run(torch.bfloat16, False), run(torch.bfloat16, True)
-    assert ours[0].dtype == torch.float32 and [g.dtype for g in ours[1]] == [torch.bfloat16] * 2
-    for expected, plain, actual in zip([truth[0], *truth[1]], [naive[0], *naive[1]], [ours[0], *ours[1]], strict=True):
+    truth, naive, tiled = run(torch.float64, False), run(torch.bfloat16, False), run(torch.bfloat16, True)
+    assert tiled[0].dtype == torch.float32 and [g.dtype for g in tiled[1]] == [torch.bfloat16] * 2
+    for expected, plain, actual in zip(
+        [truth[0], *truth[1]], [naive[0], *naive[1]], [tiled[0], *tiled[1]], strict=True
+    ):
         noise = (plain.double() - expected).norm()
         assert (actual.double() - expected).norm() <= 1.2 * noise + 1e-9 * expected.norm()
 
@@ -316,24 +318,24 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_on_cuda_a_tile_costs_one_kernel_beside_its_products(known: bool) -> None:
+@pytest.mark.parametrize("with_direction", [True, False])
+def test_on_cuda_a_tile_costs_one_kernel_beside_its_products(with_direction: bool) -> None:
     """In a simulation of a card with 24 GB and of one with 80 GB, whose tiles are four times larger."""
     counts = []
     for gigabytes in (24, 80):
         simulation = Simulation("cuda", gigabytes * 10**9)
-        with simulation.running(), Operators() as seen:
+        with simulation.running(), Operators() as operators:
             hidden = torch.zeros(4000, 64, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.zeros(151_936, 64, dtype=torch.bfloat16, requires_grad=True)
-            direction = KnownGrad(torch.ones(4000)) if known else None
+            direction = KnownGrad(torch.ones(4000)) if with_direction else None
             targets = torch.zeros(4000, dtype=torch.int64)
             logprob, entropy = chunked_readouts(
-                hidden, weight, None, targets, LogitTransform(), entropy=not known, known_grad=direction
+                hidden, weight, None, targets, LogitTransform(), entropy=not with_direction, known_grad=direction
             )
             (logprob.sum() if entropy is None else logprob.sum() + entropy.sum()).backward()
-        names = seen.names
-        tiles = names["weft::head_softmax_gradient" if known else "weft::head_gradient"]
-        assert names["weft::head_fold"] == (0 if known else tiles)
+        names = operators.names
+        tiles = names["weft::head_softmax_gradient" if with_direction else "weft::head_gradient"]
+        assert names["weft::head_fold"] == (0 if with_direction else tiles)
         assert names["aten::addmm.dtype_out"] == 2 * tiles
         assert not names["aten::exp_"] and not names["aten::scatter_add_"]
         counts.append(tiles)
@@ -344,23 +346,24 @@ def compare_kernels() -> None:
     """Values, both gradients, a softcap, targets of other tiles, columns that no block divides."""
     assert head.check_kernels(torch.device("cpu"), torch.bfloat16)
     for transform in (TRANSFORMS["none"], TRANSFORMS["scale and softcap"]):
-        for known in (False, True):
+        for with_direction in (False, True):
             results = []
             for has_kernel in (False, True):
                 head.has_kernel = lambda tile, has_kernel=has_kernel: has_kernel
                 hidden, weight, bias, targets = problem(12, torch.bfloat16, vocabulary=300, width=16)
                 upstream = torch.linspace(0.5, 2.0, 12)
-                direction = KnownGrad(upstream) if known else None
+                direction = KnownGrad(upstream) if with_direction else None
                 logprob, entropy = chunked_readouts(
-                    hidden, weight, bias, targets, transform, entropy=not known, temperature=0.7, known_grad=direction,
+                    hidden, weight, bias, targets, transform, entropy=not with_direction, temperature=0.7,
+                    known_grad=direction,
                     tile=(5, 130),
                 )  # fmt: skip
                 outputs = [logprob] if entropy is None else [logprob, entropy]
-                found = gradients(outputs, [upstream, upstream.flip(0)][: len(outputs)], [hidden, weight, bias])
+                grads = gradients(outputs, [upstream, upstream.flip(0)][: len(outputs)], [hidden, weight, bias])
                 top1 = logprob_and_top1(hidden, weight, bias, targets, transform, tile=(5, 130))
-                results.append([*outputs, *found, *top1])
-            for plain, ours in zip(*results, strict=True):
-                close(ours.float(), plain.float(), 2.0**-6 if plain.dtype == torch.bfloat16 else 1e-5)
+                results.append([*outputs, *grads, *top1])
+            for plain, fused in zip(*results, strict=True):
+                close(fused.float(), plain.float(), 2.0**-6 if plain.dtype == torch.bfloat16 else 1e-5)
 
 
 def test_kernels_equal_the_operations() -> None:
@@ -402,13 +405,13 @@ def test_kernels_name_nothing_that_tritons_compiler_refuses() -> None:
     code = ast.parse((Path(head.__file__).parent / "head_kernels.py").read_text())
     functions = [node for node in code.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
     assert len(functions) >= 4
-    known = {"tl", "float", "range", *(function.name for function in functions)}
+    globals_allowed = {"tl", "float", "range", *(function.name for function in functions)}
     for function in functions:
         names = [node for node in ast.walk(function.args) if isinstance(node, ast.Name)]
         names += [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-        own = {node.arg for node in function.args.args}
-        own |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        assert {node.id for node in names} - own - {"triton"} <= known, function.name
+        local_names = {node.arg for node in function.args.args}
+        local_names |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        assert {node.id for node in names} - local_names - {"triton"} <= globals_allowed, function.name
 
 
 def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,12 +435,12 @@ def test_in_fp16_gradients_are_of_the_scaled_loss() -> None:
     logprob, _ = chunked_readouts(
         hidden, weight, None, targets, LogitTransform(), entropy=False, known_grad=KnownGrad(upstream)
     )
-    (ours,) = gradients([logprob], [upstream * scale], [weight])
+    (gradient,) = gradients([logprob], [upstream * scale], [weight])
     wide = weight.detach().double().requires_grad_()
     exact, _ = full_readouts(hidden.double(), wide, None, targets, LogitTransform(), 1.0)
     (truth,) = gradients([exact], [upstream.double() * scale], [wide])
     assert 1e-9 < float(-truth[1]) / scale < 6e-8
-    torch.testing.assert_close(ours[1:].double(), truth[1:], rtol=0.02, atol=0.0)  # 1 - p rounds to 0 in fp32
+    torch.testing.assert_close(gradient[1:].double(), truth[1:], rtol=0.02, atol=0.0)  # 1 - p rounds to 0 in fp32
 
 
 def test_mixed_dtypes_follow_the_weight() -> None:
@@ -486,16 +489,21 @@ def test_readouts_of_a_divided_vocabulary(ranks: int) -> None:
     group = ThreadGroup(ranks)
 
     def of_rank(rank: int) -> tuple[Tensor, ...]:
-        own, shard = weight[rank * size :][:size], VocabularyShard(rank * size, ThreadCommunicator(group, rank))
-        logprob, entropy = chunked_readouts(hidden, own, None, targets, LogitTransform(), entropy=True, shard=shard)
+        local_weight, shard = (
+            weight[rank * size :][:size],
+            VocabularyShard(rank * size, ThreadCommunicator(group, rank)),
+        )
+        logprob, entropy = chunked_readouts(
+            hidden, local_weight, None, targets, LogitTransform(), entropy=True, shard=shard
+        )
         assert entropy is not None
-        return *logprob_and_top1(hidden, own, None, targets, LogitTransform(), shard=shard), logprob, entropy
+        return *logprob_and_top1(hidden, local_weight, None, targets, LogitTransform(), shard=shard), logprob, entropy
 
     entropy = full_readouts(hidden, weight, None, targets, LogitTransform(), 1.0)[1]
     with ThreadPoolExecutor(ranks) as threads:
-        for found in threads.map(of_rank, range(ranks)):
-            for one, other in zip(found, (*expected, expected[0], entropy), strict=True):
-                close(one, other, 1e-12)
+        for readouts in threads.map(of_rank, range(ranks)):
+            for value, reference in zip(readouts, (*expected, expected[0], entropy), strict=True):
+                close(value, reference, 1e-12)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 1024, 8192, 8193, 100_000])
@@ -515,15 +523,15 @@ def test_memory_against_the_naive_loss() -> None:
     """At a real vocabulary: at most 10% of the naive loss's extra memory. Each runs in a process of its own, so that
     the peaks are the operating system's; benchmarks/head.py has the times."""
 
-    def measure(what: str) -> dict[str, float]:
-        command = [sys.executable, str(_MEASURE), "--one", what, "--tokens", "1024", "--width", "64", "--runs", "1"]
+    def measure(variant: str) -> dict[str, float]:
+        command = [sys.executable, str(_MEASURE), "--one", variant, "--tokens", "1024", "--width", "64", "--runs", "1"]
         done = subprocess.run(command, check=True, capture_output=True)
         answer: dict[str, float] = json.loads(done.stdout)
         return answer
 
     naive = measure("naive")
-    for what in ("chunked", "chunked, known direction"):
-        ours = measure(what)
-        assert ours["extra_mib"] <= 0.10 * naive["extra_mib"], (what, ours, naive)
-        assert abs(ours["loss"] - naive["loss"]) <= 1e-5 * abs(naive["loss"])
-        assert abs(ours["grad_norm"] - naive["grad_norm"]) <= 1e-5 * naive["grad_norm"]
+    for variant in ("chunked", "chunked, known direction"):
+        chunked = measure(variant)
+        assert chunked["extra_mib"] <= 0.10 * naive["extra_mib"], (variant, chunked, naive)
+        assert abs(chunked["loss"] - naive["loss"]) <= 1e-5 * abs(naive["loss"])
+        assert abs(chunked["grad_norm"] - naive["grad_norm"]) <= 1e-5 * naive["grad_norm"]

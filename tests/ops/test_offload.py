@@ -72,18 +72,18 @@ def layers() -> nn.ModuleList:
     return nn.ModuleList(Layer() for _ in range(6))
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("keep_results", [False, True])
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_gradients_are_those_without(layers: nn.ModuleList, kept: bool, in_flight: int, rows: int) -> None:
+def test_gradients_are_those_without(layers: nn.ModuleList, keep_results: bool, in_flight: int, rows: int) -> None:
     x = torch.randn(1, 50, 64, requires_grad=True)
     expected = gradients(layers, x, SELECTIVE, rows=rows)
-    transfers, copies = ActivationOffload(kept=kept), LateCopies()
+    transfers, copies = ActivationOffload(kept=keep_results), LateCopies()
     transfers.open(CPU, None, copies)
     with mock.patch.object(offload, "LAYERS_IN_FLIGHT", in_flight):
         observed = gradients(layers, x, SELECTIVE, transfers, rows)
     assert all(map(torch.equal, observed, expected))
-    of_layer = 2 if kept else 1  # one product of two
+    of_layer = 2 if keep_results else 1  # one product of two
     traffic = transfers.traffic
     assert traffic.sent == 6 * rows * of_layer and traffic.most_in_flight == in_flight
     assert traffic.fetched == traffic.sent - in_flight * of_layer  # the last layers never left
@@ -115,10 +115,10 @@ def test_the_layer_before_is_fetched_ahead(layers: nn.ModuleList) -> None:
         mock.patch.object(offload, "LAYERS_IN_FLIGHT", 1),
     ):
         gradients(layers, torch.randn(1, 50, 64, requires_grad=True), FULL, transfers)
-    wanted = ["fetch 0", "restore 1"]  # the last layer never left; the one before it comes meanwhile
+    expected = ["fetch 0", "restore 1"]  # the last layer never left; the one before it comes meanwhile
     for number in range(4):
-        wanted += [f"fetch {number + 2}", f"restore {0 if number == 0 else number + 1}"]
-    assert order == [*wanted, "restore 5"]
+        expected += [f"fetch {number + 2}", f"restore {0 if number == 0 else number + 1}"]
+    assert order == [*expected, "restore 5"]
 
 
 def test_an_error_gives_all_memory_back(layers: nn.ModuleList) -> None:
@@ -169,9 +169,9 @@ def test_a_change_in_place_before_the_copy_is_done_is_an_error(layers: nn.Module
 def test_a_tensor_comes_back_as_it_was(tensor: Tensor) -> None:
     transfers = ActivationOffload(kept=False)
     transfers.open(CPU, None, LateCopies())
-    taken = transfers._pages.take(5 * PAGE)  # pages of one tensor need not be neighbours
-    assert taken is not None
-    transfers._pages.give(taken[1::2])
+    pages = transfers._pages.take(5 * PAGE)  # pages of one tensor need not be neighbours
+    assert pages is not None
+    transfers._pages.give(pages[1::2])
     item = transfers.layer(tensor).hosted(tensor, narrow=False)
     assert item is not None
     item.finish()

@@ -60,11 +60,11 @@ def test_random_trees_hold_each_document_s_tokens_in_order() -> None:
         parents = tuple(draw.randint(ROOT, index - 1) for index in range(count))
         documents = tuple(draw.randrange(count) for _ in range(draw.randint(0, 5)))
         tree = Segments(lengths, parents, documents)
-        held = torch.zeros(sum(lengths), dtype=torch.int64)
+        counts = torch.zeros(sum(lengths), dtype=torch.int64)
         for places in tree.document_tokens(CPU).split(list(tree.document_lengths)):
             assert (places.diff() > 0).all()
-            held[places] += 1
-        assert torch.equal(held, tree.multiplicity_T(CPU))
+            counts[places] += 1
+        assert torch.equal(counts, tree.multiplicity_T(CPU))
         for segment, keys in enumerate(tree.key_tokens(CPU).split(list(tree.key_lengths))):
-            own = torch.arange(tree.starts[segment], tree.starts[segment] + lengths[segment])
-            assert torch.equal(keys[-lengths[segment] :], own)
+            positions = torch.arange(tree.starts[segment], tree.starts[segment] + lengths[segment])
+            assert torch.equal(keys[-lengths[segment] :], positions)

@@ -49,44 +49,46 @@ def test_values_and_gradients_equal_full_logits(
     assert torch.equal(got.top_ids, top_ids)
     actual, tolerance = [got.chosen, got.top, got.logsumexp], 1e-12 if dtype == torch.float64 else 1e-5
     upstream = [torch.randn(value.shape, dtype=dtype) for value in expected]
-    for one, other in zip(actual, expected, strict=True):
-        close(one, other, tolerance)
-    for which in ([0], [1], [2], [0, 1, 2]):  # each alone may have a gradient
-        found, wanted = (
-            torch.autograd.grad([of[i] for i in which], inputs, [upstream[i] for i in which], retain_graph=True)
-            for of in (actual, expected)
+    for one, reference in zip(actual, expected, strict=True):
+        close(one, reference, tolerance)
+    for chosen in ([0], [1], [2], [0, 1, 2]):  # each alone may have a gradient
+        gradients, reference_gradients = (
+            torch.autograd.grad([results[i] for i in chosen], inputs, [upstream[i] for i in chosen], retain_graph=True)
+            for results in (actual, expected)
         )
-        for one, other in zip(found, wanted, strict=True):
-            close(one, other, tolerance)
+        for one, reference in zip(gradients, reference_gradients, strict=True):
+            close(one, reference, tolerance)
 
 
-@pytest.mark.parametrize("most", [0, 3, 20])
-def test_parts_of_a_vocabulary_are_joined(most: int) -> None:
+@pytest.mark.parametrize("top_count", [0, 3, 20])
+def test_parts_of_a_vocabulary_are_joined(top_count: int) -> None:
     """Over threads that stand for ranks; 20 of the largest logits are more than one part has."""
     hidden, weight, bias, targets = problem(11, torch.float64)
     ids = torch.stack([targets, (targets * 3 + 1) % 37], 1)
-    whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    expected = selected_logits(*whole, ids, LogitTransform(softcap=3.0), top=most, temperature=0.6)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    expected = selected_logits(*leaves, ids, LogitTransform(softcap=3.0), top=top_count, temperature=0.6)
     upstream = [torch.randn_like(x) for x in (expected.chosen, expected.top, expected.logsumexp)]
-    wanted = torch.autograd.grad([expected.chosen, expected.top, expected.logsumexp], whole, upstream)
+    expected_gradients = torch.autograd.grad([expected.chosen, expected.top, expected.logsumexp], leaves, upstream)
     group, borders = ThreadGroup(3), [0, 12, 24, 37]
 
-    def part(place: int) -> tuple[Any, Any]:
-        own = slice(borders[place], borders[place + 1])
-        inputs = [x.clone().requires_grad_() for x in (hidden, weight[own].detach(), bias[own].detach())]
-        shard = VocabularyShard(own.start, ThreadCommunicator(group, place))
-        got = selected_logits(*inputs, ids, LogitTransform(softcap=3.0), top=most, temperature=0.6, shard=shard)
+    def part(rank: int) -> tuple[Any, Any]:
+        rows = slice(borders[rank], borders[rank + 1])
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight[rows].detach(), bias[rows].detach())]
+        shard = VocabularyShard(rows.start, ThreadCommunicator(group, rank))
+        got = selected_logits(*inputs, ids, LogitTransform(softcap=3.0), top=top_count, temperature=0.6, shard=shard)
         return got, torch.autograd.grad([got.chosen, got.top, got.logsumexp], inputs, upstream)
 
     with ThreadPoolExecutor(3) as pool:
         parts = list(pool.map(part, range(3)))
     for got, _ in parts:
         assert torch.equal(got.top_ids, expected.top_ids)
-        for one, other in zip(got, expected, strict=True):
-            close(one.detach().double(), other.detach().double(), 1e-12)
+        for value, reference in zip(got, expected, strict=True):
+            close(value.detach().double(), reference.detach().double(), 1e-12)
     of_hidden, of_weight, of_bias = zip(*(gradients for _, gradients in parts), strict=True)
-    for one, other in zip((sum(of_hidden), torch.cat(of_weight), torch.cat(of_bias)), wanted, strict=True):
-        close(one, other, 1e-12)
+    for value, reference in zip(
+        (sum(of_hidden), torch.cat(of_weight), torch.cat(of_bias)), expected_gradients, strict=True
+    ):
+        close(value, reference, 1e-12)
 
 
 def test_no_predictions_give_zero_gradients() -> None:
@@ -114,10 +116,10 @@ class Largest(TorchDispatchMode):
 def test_all_logits_are_never_there() -> None:
     """600 x 4096 of them: the largest tensor of forward and backward is the weight's gradient."""
     hidden, weight, _, targets = problem(600, torch.float32, vocabulary=4096, width=8)
-    with Largest() as seen:
+    with Largest() as largest:
         got = selected_logits(hidden, weight, None, targets[:, None], LogitTransform(), top=K, tile=(100, 256))
         (got.chosen.sum() + got.top.square().sum() + got.logsumexp.sum()).backward()
-    assert seen.most <= weight.numel() < 600 * 4096 / 50
+    assert largest.most <= weight.numel() < 600 * 4096 / 50
 
 
 # ---------------------------------------------------------------- an objective, beside plain transformers
@@ -143,24 +145,31 @@ class Everything:
         return torch.cat([targets_N[:, None], targets_N.new_tensor(IDS).expand(len(targets_N), -1)], 1)
 
     def __call__(self, batch: Batch) -> LossOutput:
-        found = batch.readouts
-        assert torch.equal(found["top_ids/2"], found[f"top_ids/{K}"][:, :2])
-        hidden = [found[f"hidden/{name}"] for name in self.hidden]
-        every = loss_of(
-            found["logprob"], found["entropy"], found["logsumexp"], found["chosen_logits"], found[f"top_logits/{K}"],
-            found["top_logits/2"], hidden,
+        readouts = batch.readouts
+        assert torch.equal(readouts["top_ids/2"], readouts[f"top_ids/{K}"][:, :2])
+        hidden = [readouts[f"hidden/{name}"] for name in self.hidden]
+        losses = loss_of(
+            readouts["logprob"], readouts["entropy"], readouts["logsumexp"], readouts["chosen_logits"],
+            readouts[f"top_logits/{K}"],
+            readouts["top_logits/2"], hidden,
         )  # fmt: skip
-        loss = (batch.weights_N * every).sum()
+        loss = (batch.weights_N * losses).sum()
         return LossOutput(loss, {"loss": (loss.detach(), batch.weights_N.sum())})
 
 
 def loss_of(
-    logprob: Tensor, entropy: Tensor, lse: Tensor, chosen: Tensor, top: Tensor, few: Tensor, hidden: Sequence[Tensor]
+    logprob: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    top: Tensor,
+    top_two: Tensor,
+    hidden: Sequence[Tensor],
 ) -> Tensor:
     """[N]"""
     teacher = torch.tensor([0.4, 0.3, 0.2, 0.1])
     distilled = -((chosen - lse[:, None]) * teacher).sum(1)
-    spread = (top - lse[:, None]).exp().sum(1) + 0.01 * few.square().sum(1)
+    spread = (top - lse[:, None]).exp().sum(1) + 0.01 * top_two.square().sum(1)
     return distilled + spread - 0.1 * logprob - 0.1 * entropy + sum(h.square().mean(1) for h in hidden)
 
 
@@ -171,16 +180,16 @@ def of_weft(
     path: str, family: str, mesh: str, layout: str, sections: dict[str, Any]
 ) -> tuple[float, dict[str, Tensor]]:
     objective = Everything(family)
-    asked = sorted(objective.readouts)
-    engine = open_engine(path, mesh, step={"max_tokens_per_device": 32}, readouts=asked, **sections)
+    readouts_asked = sorted(objective.readouts)
+    engine = open_engine(path, mesh, step={"max_tokens_per_device": 32}, readouts=readouts_asked, **sections)
     assert engine.built.layout == layout
     documents, metas = to_documents(engine, DOCUMENTS)
     metrics = engine.accumulate(engine.plan(metas), documents, objective)
     return float(metrics["loss"] or 0.0), {n: g for n, g in engine.gradients() if g is not None}
 
 
-def keep(kept: dict[str, Tensor], name: str, _: Any, __: Any, output: Any) -> None:
-    kept[name] = (output[0] if isinstance(output, tuple) else output)[0]
+def keep(outputs: dict[str, Tensor], name: str, _: Any, __: Any, output: Any) -> None:
+    outputs[name] = (output[0] if isinstance(output, tuple) else output)[0]
 
 
 def of_transformers(path: str, family: str) -> tuple[float, dict[str, Tensor]]:
@@ -188,21 +197,21 @@ def of_transformers(path: str, family: str) -> tuple[float, dict[str, Tensor]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     total, count, hidden = torch.zeros(()), 0, ("model.layers.0", HIDDEN[family])
     for tokens, mask in DOCUMENTS:
-        kept: dict[str, Tensor] = {}
-        hooks = [model.get_submodule(name).register_forward_hook(partial(keep, kept, name)) for name in hidden]
+        outputs: dict[str, Tensor] = {}
+        hooks = [model.get_submodule(name).register_forward_hook(partial(keep, outputs, name)) for name in hidden]
         ids = torch.tensor([tokens])
         logits = model(ids, use_cache=False).logits[0, :-1]
         for hook in hooks:
             hook.remove()
-        wanted = torch.tensor(mask[1:]).bool()
-        z, targets = logits[wanted], ids[0, 1:][wanted]
+        trained = torch.tensor(mask[1:]).bool()
+        z, targets = logits[trained], ids[0, 1:][trained]
         logprobs = z.log_softmax(1)
         chosen = torch.cat([z.gather(1, targets[:, None]), z[:, list(IDS)]], 1)
-        every = loss_of(
+        losses = loss_of(
             logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1), z.logsumexp(1), chosen,
-            z.topk(K, 1).values, z.topk(2, 1).values, [kept[name][:-1][wanted] for name in hidden],
+            z.topk(K, 1).values, z.topk(2, 1).values, [outputs[name][:-1][trained] for name in hidden],
         )  # fmt: skip
-        total, count = total + every.sum(), count + len(targets)
+        total, count = total + losses.sum(), count + len(targets)
     (total / count).backward()
     return float(total.detach() / count), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -225,12 +234,12 @@ def test_parity_with_plain_transformers(family: str, mesh: str, layout: str, sec
     path = saved_model(family)
     loss, expected = of_transformers(path, family)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for found, gradients in run(world_of(mesh), of_weft, path, family, mesh, layout, sections):
-        assert found == pytest.approx(loss, rel=1e-5)
+    for actual, gradients in run(world_of(mesh), of_weft, path, family, mesh, layout, sections):
+        assert actual == pytest.approx(loss, rel=1e-5)
         assert gradients.keys() == expected.keys()
-        for name, wanted in expected.items():
-            allowed = 1e-5 * max(float(wanted.abs().max()), 1e-3 * largest)
-            assert float((gradients[name] - wanted).abs().max()) <= allowed, name
+        for name, reference in expected.items():
+            allowed = 1e-5 * max(float(reference.abs().max()), 1e-3 * largest)
+            assert float((gradients[name] - reference).abs().max()) <= allowed, name
 
 
 # ---------------------------------------------------------------- what is refused
@@ -266,9 +275,11 @@ def opened(path: str, readouts: Sequence[str], compiled: bool = False, mesh: str
 
 def test_what_a_model_does_not_have_is_said_before_it_loads() -> None:
     path = saved_model("qwen3")
-    (said,) = run(1, opened, path, ["hidden/model.layers.9"])
-    assert said.startswith("train.loss: `hidden/model.layers.9` in `readouts`: the model has no module model.layers.9.")
-    assert "Did you mean model.layers.1 or model.layers.0" in said
+    (message,) = run(1, opened, path, ["hidden/model.layers.9"])
+    assert message.startswith(
+        "train.loss: `hidden/model.layers.9` in `readouts`: the model has no module model.layers.9."
+    )
+    assert "Did you mean model.layers.1 or model.layers.0" in message
     assert run(1, opened, path, ["hidden/model.layers.1", "top_logits/5"]) == [""]
     assert "logits. Ask for fewer." in run(1, opened, path, ["top_logits/999"])[0]
     assert "Set model.compile=false." in run(1, opened, path, ["hidden/model.norm"], True)[0]
@@ -276,22 +287,22 @@ def test_what_a_model_does_not_have_is_said_before_it_loads() -> None:
 
 def test_parts_of_states_are_refused() -> None:
     inside = ["hidden/model.layers.1.mlp", "hidden/model.layers.1.mlp.down_proj"]
-    for said in run(2, opened, saved_model("qwen3"), inside, False, "tp2"):
-        assert "each rank has a part of what is inside of model.layers.1.mlp. Read model.layers.1.mlp or" in said
+    for message in run(2, opened, saved_model("qwen3"), inside, False, "tp2"):
+        assert "each rank has a part of what is inside of model.layers.1.mlp. Read model.layers.1.mlp or" in message
     assert run(2, opened, saved_model("qwen3"), inside[:1], False, "tp2") == ["", ""]
 
 
 def test_what_is_inside_of_a_module_that_carries_state_is_refused() -> None:
     """It runs documents in groups, padded; what the module itself gives is of the row."""
-    (said,) = run(1, opened, saved_model("lfm2"), ["hidden/model.layers.0.conv.in_proj"])
-    assert "model.layers.0.conv carries state" in said and "Read model.layers.0.conv or its layer." in said
+    (message,) = run(1, opened, saved_model("lfm2"), ["hidden/model.layers.0.conv.in_proj"])
+    assert "model.layers.0.conv carries state" in message and "Read model.layers.0.conv or its layer." in message
     assert run(1, opened, saved_model("lfm2"), ["hidden/model.layers.0.conv"]) == [""]
 
 
 def test_a_module_that_gives_no_vector_for_each_token() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0))
-    says = r"hidden/1` in `readouts`: the module gives \[12\], not a vector for each of 3 tokens"
-    with pytest.raises(UserError, match=says), capture_outputs(module, ["0", "1"], 3):
+    message = r"hidden/1` in `readouts`: the module gives \[12\], not a vector for each of 3 tokens"
+    with pytest.raises(UserError, match=message), capture_outputs(module, ["0", "1"], 3):
         module(torch.zeros(3, 4))
 
 
@@ -310,8 +321,8 @@ def wrong_ids(path: str, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["flat", "float", "list"])
 def test_tokens_that_are_none(kind: str) -> None:
-    (said,) = run(1, wrong_ids, saved_model("qwen3"), kind)
-    assert "token_ids() of Asking gives " in said and "has to give int64 of shape [39, tokens]" in said
+    (message,) = run(1, wrong_ids, saved_model("qwen3"), kind)
+    assert "token_ids() of Asking gives " in message and "has to give int64 of shape [39, tokens]" in message
 
 
 def test_what_is_wanted() -> None:

@@ -42,15 +42,15 @@ def test_values_and_gradients_are_those_of_the_whole(
     mlp, x = Mlp().double(), torch.randn(shape, dtype=torch.float64, requires_grad=input_grad)
     for name in frozen:
         getattr(mlp, name).requires_grad_(False)
-    wanted = [x] * input_grad + [p for p in mlp.parameters() if p.requires_grad]
-    if not wanted:
+    inputs = [x] * input_grad + [p for p in mlp.parameters() if p.requires_grad]
+    if not inputs:
         assert not run_in_tiles(mlp.forward, mlp, 4, x).requires_grad
         return
-    whole, tiled = mlp(x), run_in_tiles(mlp.forward, mlp, 4, x)
-    torch.testing.assert_close(tiled, whole)
-    gradient = torch.randn_like(whole)
+    untiled, tiled = mlp(x), run_in_tiles(mlp.forward, mlp, 4, x)
+    torch.testing.assert_close(tiled, untiled)
+    gradient = torch.randn_like(untiled)
     for observed, expected in zip(
-        torch.autograd.grad(tiled, wanted, gradient), torch.autograd.grad(whole, wanted, gradient), strict=True
+        torch.autograd.grad(tiled, inputs, gradient), torch.autograd.grad(untiled, inputs, gradient), strict=True
     ):
         torch.testing.assert_close(observed, expected)
 
@@ -90,9 +90,9 @@ def gathers(path: str, tile: int | str) -> tuple[int, list[Any]]:
 
 def test_weights_are_gathered_once_for_all_tiles() -> None:
     path = saved_model("llama")
-    whole, tiled = (run(2, gathers, path, tile)[0] for tile in ("off", 16))
-    assert tiled[0] == whole[0]
-    for observed, expected in zip(tiled[1], whole[1], strict=True):
+    untiled, tiled = (run(2, gathers, path, tile)[0] for tile in ("off", 16))
+    assert tiled[0] == untiled[0]
+    for observed, expected in zip(tiled[1], untiled[1], strict=True):
         assert float((observed - expected).norm()) <= 1e-5 * float(expected.norm())
 
 

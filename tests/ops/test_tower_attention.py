@@ -30,13 +30,13 @@ def test_each_image_sees_itself_both_ways(lengths: list[int]) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(1, 3, sum(lengths), 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    found, _ = attend_in_tower(nn.Module(), *inputs, cu_seq_lens_q=bounds, max_length_q=max(lengths), scaling=0.3)
-    wanted = expected(*inputs, lengths, 0.3)
-    torch.testing.assert_close(found, wanted)
-    weights = torch.randn_like(wanted)
-    ours, theirs = (torch.autograd.grad((out * weights).sum(), inputs) for out in (found, wanted))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+    actual, _ = attend_in_tower(nn.Module(), *inputs, cu_seq_lens_q=bounds, max_length_q=max(lengths), scaling=0.3)
+    reference = expected(*inputs, lengths, 0.3)
+    torch.testing.assert_close(actual, reference)
+    weights = torch.randn_like(reference)
+    gradients, reference_gradients = (torch.autograd.grad((out * weights).sum(), inputs) for out in (actual, reference))
+    for gradient, reference_gradient in zip(gradients, reference_gradients, strict=True):
+        torch.testing.assert_close(gradient, reference_gradient)
 
 
 def test_images_without_bounds_are_an_error() -> None:
@@ -54,22 +54,24 @@ def test_towers_are_called_with_the_bounds_of_their_images(family: str) -> None:
     patch = 3 * config.vision_config.temporal_patch_size * config.vision_config.patch_size**2
     grids = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 4, 6], [1, 8, 4]])
     pixels = torch.randn(int(grids.prod(1).sum()), patch)
-    calls, whole = list[list[int]](), tower_attention._alike_together
+    calls, original = list[list[int]](), tower_attention._alike_together
 
-    def counted(*given: Any) -> Tensor:
-        calls.append(given[3])
-        return whole(*given)
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(arguments[3])
+        return original(*arguments)
 
     def features() -> Tensor:
-        found = model.model.get_image_features(pixels, grids, return_dict=True).pooler_output
-        return torch.cat(list(found)) if isinstance(found, list | tuple) else found
+        features_of_images = model.model.get_image_features(pixels, grids, return_dict=True).pooler_output
+        return (
+            torch.cat(list(features_of_images)) if isinstance(features_of_images, list | tuple) else features_of_images
+        )
 
     with mock.patch.object(tower_attention, "_alike_together", counted), torch.no_grad():
-        ours = features()
+        actual = features()
         assert len(calls) == config.vision_config.depth
         assert all(sum(lengths) == len(pixels) and len(lengths) >= len(grids) for lengths in calls)
         hf.set_attention(model, "weft_exact")
-        torch.testing.assert_close(ours, features(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(actual, features(), rtol=0, atol=2e-6)
     assert len(calls) == config.vision_config.depth
 
 

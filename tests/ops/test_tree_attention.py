@@ -19,9 +19,9 @@ def forest(seed: int) -> Segments:
     rng = random.Random(seed)
     lengths, parents = [rng.choice([1, 2, 5, 9]) for _ in range(rng.randrange(1, 12))], [ROOT]
     for index in range(1, len(lengths)):
-        path, at = [index - 1, ROOT], index - 1
-        while (at := parents[at]) != ROOT:
-            path.append(at)
+        path, node = [index - 1, ROOT], index - 1
+        while (node := parents[node]) != ROOT:
+            path.append(node)
         parents.append(rng.choice(path))
     return Segments((*lengths, 3), (*parents, ROOT), tuple(range(len(lengths))))
 
@@ -49,5 +49,7 @@ def test_each_segment_sees_its_path_and_itself(heads: int, keys: int) -> None:
         out, expected = attend_trees(call), by_paths(call, segments)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
         upstream = torch.randn_like(out)
-        for ours, theirs in zip(*(torch.autograd.grad(o, tensors, upstream) for o in (out, expected)), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+        for gradient, reference in zip(
+            *(torch.autograd.grad(o, tensors, upstream) for o in (out, expected)), strict=True
+        ):
+            torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-11)

@@ -68,8 +68,8 @@ def differing(path: str, mesh: str, modes: list[str], sections: dict[str, Any]) 
     }
 
 
-def _differ(plain: Tensor, other: Tensor, tolerance: float) -> bool:
-    return not torch.equal(plain, other) and not float((plain - other).norm()) <= tolerance * float(plain.norm())
+def _differ(plain: Tensor, changed: Tensor, tolerance: float) -> bool:
+    return not torch.equal(plain, changed) and not float((plain - changed).norm()) <= tolerance * float(plain.norm())
 
 
 # The last is for models with dense MLPs or shared experts.
@@ -137,10 +137,14 @@ def work(path: str, mesh: str, mode: Any) -> tuple[int, int, int]:
 
         return mock.patch.object(GroupCommunicator, name, call)
 
-    with counted("sum_"), counted("all_to_all"), counted("all_gather"), Operations() as seen:
+    with counted("sum_"), counted("all_to_all"), counted("all_gather"), Operations() as operations:
         engine.accumulate(plan, documents, CrossEntropy())
     kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    return seen.counts[kernel], seen.counts["aten::mm"] + seen.counts["aten::_grouped_mm"], sent.total()
+    return (
+        operations.counts[kernel],
+        operations.counts["aten::mm"] + operations.counts["aten::_grouped_mm"],
+        sent.total(),
+    )
 
 
 @pytest.mark.parametrize(("family", "mesh"), [("llama", "tp2"), ("qwen3_moe", "ep2xcp2")])

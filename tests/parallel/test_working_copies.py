@@ -47,8 +47,8 @@ def a_step(path: str, sections: dict[str, Any], steps: int) -> tuple[Counter[str
     """(Elements by operation in the last step's micro-batches; weights afterwards; trained elements; micro-batches)."""
     engine = open_engine(path, "1", **{**MANY, **sections})
     for _ in range(steps):
-        plan, own = engine.plan_step(documents())
-        rows = engine.rows(plan, own, CrossEntropy()).ahead()
+        plan, local = engine.plan_step(documents())
+        rows = engine.rows(plan, local, CrossEntropy()).ahead()
         with Copies() as copies:
             engine.accumulate(plan, rows, CrossEntropy())
         assert all(not name or "weight" in name or "lora" in name for name, _ in engine.module.named_parameters())
@@ -64,29 +64,29 @@ def a_step(path: str, sections: dict[str, Any], steps: int) -> tuple[Counter[str
 
 def test_kept_copies_are_made_once_a_step() -> None:
     """Each gather of a parameter in bf16 is a cast and a copy."""
-    both = []
+    results = []
     for reshard in (True, False):
         sections = {"fsdp": {"param_dtype": "bf16", "reshard_after_forward": reshard}}
-        both.append(run(1, a_step, saved_model("llama"), sections, 2)[0])
-    (freed, weights, elements, micro_batches), (kept, same, _, _) = both
+        results.append(run(1, a_step, saved_model("llama"), sections, 2)[0])
+    (freed, weights, elements, micro_batches), (retained, same, _, _) = results
     assert micro_batches >= 3
-    saved = (freed["aten::copy_"] - kept["aten::copy_"]) / elements
+    saved = (freed["aten::copy_"] - retained["aten::copy_"]) / elements
     assert saved > 0.8 * (2 * micro_batches - 1)  # the units that always stay gathered until backward save less
-    assert freed["aten::_to_copy"] - kept["aten::_to_copy"] > 0.8 * (2 * micro_batches - 1) * elements
+    assert freed["aten::_to_copy"] - retained["aten::_to_copy"] > 0.8 * (2 * micro_batches - 1) * elements
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
 
 
 def test_gradients_are_not_divided_by_one() -> None:
-    seen, _, elements, _ = run(1, a_step, saved_model("llama"), {}, 1)[0]
-    assert seen["aten::div.Tensor"] + seen["aten::div_.Tensor"] < elements / 10
+    counts, _, elements, _ = run(1, a_step, saved_model("llama"), {}, 1)[0]
+    assert counts["aten::div.Tensor"] + counts["aten::div_.Tensor"] < elements / 10
 
 
 def test_a_frozen_base_is_not_copied() -> None:
     sections = {"lora": {"rank": 4}, "fsdp": {"param_dtype": "bf16"}}
-    seen, weights, elements, micro_batches = run(1, a_step, saved_model("llama"), sections, 1)[0]
+    counts, weights, elements, micro_batches = run(1, a_step, saved_model("llama"), sections, 1)[0]
     base = sum(w.numel() for w in weights) - elements
     assert base > 4 * elements
-    assert seen["aten::copy_"] < 2 * micro_batches * (elements + base / 10)
+    assert counts["aten::copy_"] < 2 * micro_batches * (elements + base / 10)
 
 
 def frozen_and_trained(path: str, mesh: str) -> tuple[set[type], set[type]]:
@@ -105,8 +105,8 @@ def test_a_frozen_base_is_sharded_over_several_ranks() -> None:
 
 def decisions(path: str, mesh: str, peaks: list[int]) -> list[bool]:
     engine = open_engine(path, mesh, fsdp={"param_dtype": "bf16"})
-    plan, own = engine.plan_step(documents())
-    engine.accumulate(plan, own, CrossEntropy())
+    plan, local = engine.plan_step(documents())
+    engine.accumulate(plan, local, CrossEntropy())
     copies = WorkingCopies(engine.module, False, torch.device("cuda"))
     decided = []
     with pytest.MonkeyPatch.context() as patch:
@@ -118,8 +118,10 @@ def decisions(path: str, mesh: str, peaks: list[int]) -> list[bool]:
             patch.setattr(fsdp.torch, "cuda", device)
             copies.decide()
             decided.append(copies.on)
-    kept = {unit._get_fsdp_state()._fsdp_param_group._reshard_after_forward for unit in fsdp_modules(engine.module)}
-    assert kept == ({False} if copies.on else {True, False}), "what decide() says is what the units do"
+    reshard_settings = {
+        unit._get_fsdp_state()._fsdp_param_group._reshard_after_forward for unit in fsdp_modules(engine.module)
+    }
+    assert reshard_settings == ({False} if copies.on else {True, False}), "what decide() says is what the units do"
     return decided
 
 

@@ -16,13 +16,13 @@ LR, CLIP, STEPS, DECAY = 3e-3, 1.65, 10, 0.1
 
 def curve(path: str, mesh: str, count: int) -> list[tuple[float, float]]:
     engine = open_engine(path, mesh, optimizer={"eps": 1e-8, "max_grad_norm": CLIP, "weight_decay": DECAY})
-    steps, seen = awkward_steps(128), []
+    steps, losses = awkward_steps(128), []
     for number in range(count):
         documents, metas = to_documents(engine, steps[number % 3])
         loss = engine.accumulate(engine.plan(metas), documents, CrossEntropy())["loss"]
         assert loss is not None
-        seen.append((loss, engine.apply(LR).grad_norm))
-    return seen
+        losses.append((loss, engine.apply(LR).grad_norm))
+    return losses
 
 
 def expected_curve(path: str, count: int) -> list[tuple[float, float]]:
@@ -32,8 +32,8 @@ def expected_curve(path: str, count: int) -> list[tuple[float, float]]:
 
 
 def check(path: str, mesh: str, expected: list[tuple[float, float]]) -> None:
-    seen = run(int(mesh), curve, path, mesh, len(expected))[0]
-    for (loss, norm), (expected_loss, expected_norm) in zip(seen, expected, strict=True):
+    losses = run(int(mesh), curve, path, mesh, len(expected))[0]
+    for (loss, norm), (expected_loss, expected_norm) in zip(losses, expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-4)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
 

@@ -99,14 +99,14 @@ def check(student: str, mesh: str, teachers: list[tuple[str, str]], plant: str |
     assert losses[0] == pytest.approx(expected[0][0], rel=SCALAR)
     for of_run, of_plain in zip(losses[1:], expected[0], strict=True):
         assert of_run == pytest.approx(of_plain, rel=10 * SCALAR)
-    for number, found in enumerate(gradients, start=-1):
+    for number, actual in enumerate(gradients, start=-1):
         plain = expected[1][max(number, 0)]
-        if all(figure.passed for figure in compare_gradients(found, plain, {})):
+        if all(figure.passed for figure in compare_gradients(actual, plain, {})):
             continue
         # After an update there is the noise of fp32 in the weights too.
         exact = train(torch.float64)[1][max(number, 0)]
         noise = {figure.name: figure.value for figure in compare_gradients(plain, exact, {})}
-        bad = [figure for figure in compare_gradients(found, plain, noise) if not figure.passed]
+        bad = [figure for figure in compare_gradients(actual, plain, noise) if not figure.passed]
         assert not bad, (number, bad)
     moved = sum(float((expected[2][n] - w).double().square().sum()) for n, w in start.items())
     error = sum(float((expected[2][n].double() - weights[n].double()).square().sum()) for n in start)

@@ -17,9 +17,9 @@ def test_eight_ranks_on_three_axes(family: str, mix: str) -> None:
 
 
 def test_the_page_has_every_mix_and_none_fails() -> None:
-    found = support_table.rows(mixes_table.PAGE.read_text())
-    assert tuple(found) == mixes_table.MIXES, "run: make verify-all"
-    for mix, (_, *cells) in found.items():
+    rows = support_table.rows(mixes_table.PAGE.read_text())
+    assert tuple(rows) == mixes_table.MIXES, "run: make verify-all"
+    for mix, (_, *cells) in rows.items():
         assert len(cells) == len(mixes_table.FAMILIES)
         for family, cell in zip(mixes_table.FAMILIES, cells, strict=True):
             assert cell.startswith(("ok", "refused: ")) if mixes_table.applies(family, mix) else not cell, (

@@ -38,7 +38,7 @@ CASES = [
 def tables() -> list[Any]:
     """Every family on one mesh and every mesh with two families; the other pairs are for `make verify-all`."""
     pairs = [(f, m, (n + 2 * k) % len(MESHES)) for n, f in enumerate(PARITY_FAMILIES) for k, m in enumerate(MESHES)]
-    return [pytest.param(f, m, marks=() if place == 0 else pytest.mark.table) for f, m, place in pairs]
+    return [pytest.param(f, m, marks=() if index == 0 else pytest.mark.table) for f, m, index in pairs]
 
 
 @pytest.mark.covers("model.path")

@@ -88,9 +88,9 @@ def rollouts(path: str) -> list[Row]:
     model = plain_model(path)
     rewards = [[1.0, 0.0, 0.5, None, 0.0], [1.0, 1.0, 1.0], [None, 0.3], [0.0, 2.0, 0.0]]
     rows = []
-    for group, given in enumerate(rewards):
+    for group, group_rewards in enumerate(rewards):
         prompt = [draw(3, 128) for _ in range(draw(1, 9))]
-        for reward in given:
+        for reward in group_rewards:
             length = draw(1, LONGEST + 1)
             drawn = [len(prompt) + n for n in range(length) if n % 6 != 4 or n == length - 1]
             row = Row([*prompt, *(draw(3, 128) for _ in range(length))], drawn, group, reward, *[torch.zeros(0)] * 4)
@@ -161,7 +161,7 @@ def accumulate_fresh(engine: Engine, rows: Sequence[Row], config: RlConfig) -> t
     loss = engine.accumulate(plan, documents, objective)["loss"]
     assert loss is not None
     places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
-    return loss, {places[index]: found for index, found in objective.old_logprobs().items()}
+    return loss, {places[index]: logprobs for index, logprobs in objective.old_logprobs().items()}
 
 
 FRESH = [name for name, rl in CONFIGS.items() if old_is_current(rl_config(rl))]
@@ -170,49 +170,49 @@ FRESH = [name for name, rl in CONFIGS.items() if old_is_current(rl_config(rl))]
 def ours_fresh(path: str, mesh: str, rows: list[Row]) -> tuple[dict[str, tuple[float, Tensors]], dict[int, Tensor]]:
     """(loss, gradients) of each algorithm, and what this rank says of the old policy, by place."""
     engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": 40})
-    found, read = {}, dict[int, Tensor]()
+    updates, read = {}, dict[int, Tensor]()
     for name in FRESH:
         loss, read = accumulate_fresh(engine, rows, rl_config(CONFIGS[name], max_new_tokens=LONGEST))
-        found[name] = loss, {n: g for n, g in engine.gradients() if g is not None}
+        updates[name] = loss, {n: g for n, g in engine.gradients() if g is not None}
         engine.drop_gradients()
-    return found, read
+    return updates, read
 
 
 def ours(path: str, mesh: str, rows: list[Row], budget: int) -> tuple[dict[str, tuple[float, Tensors]], Tensors]:
     """(loss, gradients) of each algorithm, and the weights after one step of each in turn."""
     engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": budget})
-    found = {}
+    updates = {}
     for name, rl in CONFIGS.items():
         loss = accumulate(engine, rows, rl_config(rl, max_new_tokens=LONGEST))
-        found[name] = loss, {n: g for n, g in engine.gradients() if g is not None}
+        updates[name] = loss, {n: g for n, g in engine.gradients() if g is not None}
         engine.drop_gradients()
     for rl in CONFIGS.values():
         accumulate(engine, rows, rl_config(rl, max_new_tokens=LONGEST), budget=2 * budget)
         engine.apply(LR)
-    return found, dict(engine.tensors())
+    return updates, dict(engine.tensors())
 
 
 @cache
 def plain(path: str) -> tuple[dict[str, tuple[float, Tensors]], Tensors, Tensors]:
     """The same without weft, and the weights before it."""
-    model, rows, found = plain_model(path), rollouts(path), {}
+    model, rows, updates = plain_model(path), rollouts(path), {}
 
     def update(name: str) -> float:
         model.zero_grad(set_to_none=True)
         return plain_rl.update(model, rows, name, TEMPERATURE)
 
     for name in CONFIGS:
-        found[name] = update(name), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        updates[name] = update(name), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    decayed = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    decayed = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(decayed, lr=LR, betas=(0.9, 0.95), eps=EPSILON)
     for name in CONFIGS:
         update(name)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return found, {n: p.detach() for n, p in model.named_parameters()}, start
+    return updates, {n: p.detach() for n, p in model.named_parameters()}, start
 
 
 def one_update(plant: str | None, path: str, rows: list[Row]) -> Tensors:
@@ -225,8 +225,8 @@ def one_update(plant: str | None, path: str, rows: list[Row]) -> Tensors:
 def update_is_the_plain_one(plant: str | None) -> bool:
     """Every gradient of one update, with a known bug planted or none."""
     path = saved_model("llama")
-    found = run(1, one_update, plant, path, rollouts(path))[0]
-    return all(figure.value <= GRADIENT for figure in compare_gradients(found, plain(path)[0]["grpo"][1], {}))
+    gradients = run(1, one_update, plant, path, rollouts(path))[0]
+    return all(figure.value <= GRADIENT for figure in compare_gradients(gradients, plain(path)[0]["grpo"][1], {}))
 
 
 @pytest.mark.covers("rl.policy_loss", "rl.clip", "rl.kl_clamp", "rl.entropy_aggregation", "rl.count_masked")
@@ -238,14 +238,14 @@ def update_is_the_plain_one(plant: str | None) -> bool:
 def test_every_algorithm(family: str, mesh: str, budget: int) -> None:
     path = saved_model(family)
     expected, after, start = plain(path)
-    found, weights = run(world_of(mesh), ours, path, mesh, rollouts(path), budget)[0]
+    updates, weights = run(world_of(mesh), ours, path, mesh, rollouts(path), budget)[0]
     precise = plain_model(path).double() if family == "llama" else None  # transformers' experts have no fp64
     for name, (loss, gradients) in expected.items():
-        assert found[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
-        _require_near(found[name][1], gradients, precise, rollouts(path), name)
+        assert updates[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
+        _require_near(updates[name][1], gradients, precise, rollouts(path), name)
     for name, weight in after.items():
-        moved, apart = (weight - start[name]).norm(), (weights[name] - weight).norm()
-        assert apart <= ADAMW * moved, (name, float(apart / moved))
+        moved, deviation = (weight - start[name]).norm(), (weights[name] - weight).norm()
+        assert deviation <= ADAMW * moved, (name, float(deviation / moved))
 
 
 def test_an_update_that_reads_the_old_policy_itself() -> None:
@@ -259,25 +259,25 @@ def test_an_update_that_reads_the_old_policy_itself() -> None:
             now = plain_rl.current(model, row, TEMPERATURE)[0]
         rows.append(replace(row, old=now, rollout=now + (row.rollout - row.old)))
     parts = run(4, ours_fresh, path, "2x2", rows)
-    found, read = parts[0][0], {place: own for _, part in parts for place, own in part.items()}
+    updates, read = parts[0][0], {index: logprobs for _, part in parts for index, logprobs in part.items()}
     assert len(read) == sum(row.reward is not None for row in rows)
-    assert max(float((rows[place].old - own).abs().max()) for place, own in read.items()) <= 1e-5
+    assert max(float((rows[index].old - logprobs).abs().max()) for index, logprobs in read.items()) <= 1e-5
     # The ratio of a whole sample multiplies what its tokens round: from here on both have the same old policy.
-    rows = [replace(row, old=read.get(place, row.old)) for place, row in enumerate(rows)]
+    rows = [replace(row, old=read.get(index, row.old)) for index, row in enumerate(rows)]
     precise = plain_model(path).double()
     for name in FRESH:
         loss, gradients = plain_update(model, rows, name)
-        assert found[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
-        _require_near(found[name][1], gradients, precise, rows, name)
+        assert updates[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name
+        _require_near(updates[name][1], gradients, precise, rows, name)
 
 
-def _require_near(found: Tensors, gradients: Tensors, precise: Any, rows: list[Row], name: str) -> None:
+def _require_near(actual: Tensors, gradients: Tensors, precise: Any, rows: list[Row], name: str) -> None:
     """The ratio of a whole sample brings what the plain update itself rounds to the tolerance: twice that is allowed.
     precise: the plain model in fp64; None: nothing more than the tolerance is allowed."""
     exact = gradients if precise is None else {n: g.float() for n, g in plain_update(precise, rows, name)[1].items()}
     noise = {figure.name: figure.value for figure in compare_gradients(gradients, exact, {})}
     assert max(noise.values()) <= 2 * GRADIENT
-    for figure in compare_gradients(found, gradients, {}):
+    for figure in compare_gradients(actual, gradients, {}):
         assert figure.value <= max(GRADIENT, 2 * noise[figure.name]), (name, figure)
 
 

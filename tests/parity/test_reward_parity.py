@@ -162,8 +162,8 @@ def plain(path: str, weights: Tensors) -> list[tuple[Figures, Tensors]]:
     return descend(model, [partial(pair_figures, model, step, lambda ids: {}) for step in steps()])
 
 
-def check(found: Any, expected: Any, tolerance: float = GRADIENT) -> None:
-    for number, ((metrics, gradients), (figures, truth)) in enumerate(zip(found, expected, strict=True)):
+def check(actual: Any, expected: Any, tolerance: float = GRADIENT) -> None:
+    for number, ((metrics, gradients), (figures, truth)) in enumerate(zip(actual, expected, strict=True)):
         for name in figures:
             assert metrics[name] == pytest.approx(figures[name], rel=SCALAR, abs=SCALAR), (number, name)
         bad = [f for f in compare_gradients(gradients, truth, {}) if not f.value <= tolerance]
@@ -188,17 +188,17 @@ TABLE = [
 def test_pairs(family: str, mesh: str) -> None:
     """Rows of 64 tokens: a step has several micro-batches, and its pairs are on several rows and ranks."""
     path = saved_model(family)
-    weights, found = run(world_of(mesh), ours, path, mesh, {})[0]
-    assert found[0][0]["parted"] and found[0][0]["rows"] * world_of(mesh) > 1
-    check(found, plain(path, weights))
+    weights, actual = run(world_of(mesh), ours, path, mesh, {})[0]
+    assert actual[0][0]["parted"] and actual[0][0]["rows"] * world_of(mesh) > 1
+    check(actual, plain(path, weights))
 
 
 @pytest.mark.parametrize("mesh", ["1"])
 def test_pairs_that_are_not_parted(mesh: str) -> None:
     path = saved_model("qwen3")
-    weights, found = run(1, ours, path, mesh, {"step": {"max_tokens_per_device": 512}})[0]
-    assert not any(metrics["parted"] for metrics, _ in found)
-    check(found, plain(path, weights))
+    weights, actual = run(1, ours, path, mesh, {"step": {"max_tokens_per_device": 512}})[0]
+    assert not any(metrics["parted"] for metrics, _ in actual)
+    check(actual, plain(path, weights))
 
 
 # ---------------------------------------------------------------- other losses
@@ -251,10 +251,10 @@ def labelled_loss(model: Any, documents: list[Document], kind: str) -> Figures:
 ))  # fmt: skip
 def test_labels(kind: str, family: str, mesh: str) -> None:
     path, (_, labels, task) = saved_model(family), KINDS[kind]
-    weights, found = run(world_of(mesh), ours_labelled, path, mesh, kind)[0]
+    weights, actual = run(world_of(mesh), ours_labelled, path, mesh, kind)[0]
     model = plain_model(path, weights, labels, task.capitalize())
     documents = [labelled(step, kind) for step in steps()]
-    check(found, descend(model, [partial(labelled_loss, model, step, kind) for step in documents]))
+    check(actual, descend(model, [partial(labelled_loss, model, step, kind) for step in documents]))
 
 
 # ---------------------------------------------------------------- images
@@ -276,11 +276,11 @@ def ours_with_images(path: str, mesh: str) -> tuple[Tensors, Any, list[Answers],
 @pytest.mark.parametrize(("family", "mesh"), pairs([("gemma3", "2")], [("gemma3", "tp2"), ("gemma3", "2x2")]))
 def test_pairs_with_images(family: str, mesh: str) -> None:
     path = saved_vision_model(family)
-    weights, found, all_steps, images = run(world_of(mesh), ours_with_images, path, mesh)[0]
+    weights, actual, all_steps, images = run(world_of(mesh), ours_with_images, path, mesh)[0]
     reference = ImageReference(images, path)
     reference.plain = model = plain_model(path, weights)
     losses = [partial(pair_figures, model, step, lambda ids: reference.images([ids])) for step in all_steps]
-    check(found, descend(model, losses))
+    check(actual, descend(model, losses))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -310,10 +310,10 @@ def pooled(model: Any, padding: int) -> Tensor:
 @pytest.mark.parametrize("mesh", ["2", "pp2"])
 def test_a_saved_model_gives_its_scores_in_transformers(mesh: str, tmp_path: Path) -> None:
     scores = run(2, saved, saved_model("llama_tied"), mesh, str(tmp_path), {})[0]
-    model, told = transformers.AutoModelForSequenceClassification.from_pretrained(
+    model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "checkpoints" / "step-000001", dtype=torch.float32, output_loading_info=True
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"] and type(model).__name__.startswith("Llama")
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and type(model).__name__.startswith("Llama")
     assert model.num_labels == 1 and model.config.pad_token_id == 0
     torch.testing.assert_close(pooled(model, 0), torch.tensor(scores), rtol=1e-4, atol=1e-4)
 
@@ -330,8 +330,8 @@ def test_a_saved_adapter_holds_the_head(tmp_path: Path) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(merged, dtype=torch.float32)
     assert model.num_labels == 1
     torch.testing.assert_close(pooled(model, 0), torch.tensor(scores), rtol=1e-4, atol=1e-4)
-    again = run(1, adapter_scores, path, str(checkpoint))[0]
-    torch.testing.assert_close(torch.tensor(again), torch.tensor(scores), rtol=1e-5, atol=1e-5)
+    reloaded = run(1, adapter_scores, path, str(checkpoint))[0]
+    torch.testing.assert_close(torch.tensor(reloaded), torch.tensor(scores), rtol=1e-5, atol=1e-5)
 
 
 def adapter_scores(path: str, adapter: str) -> list[float]:

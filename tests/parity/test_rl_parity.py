@@ -33,8 +33,8 @@ KEYS = (
 
 @cache
 def model(family: str, mesh: str = "1") -> str:
-    several = "pp_schedule" in MESHES[mesh]  # stages on each rank
-    path = saved_model(family, **({"num_hidden_layers": 4} if several else {}))
+    two_stages = "pp_schedule" in MESHES[mesh]  # stages on each rank
+    path = saved_model(family, **({"num_hidden_layers": 4} if two_stages else {}))
     byte_tokenizer().save_pretrained(path)  # nothing is tokenised
     return path
 
@@ -51,15 +51,15 @@ def verdict_of(plant: str | None, path: str, mesh: str, keys: tuple[str, ...]) -
 
 def verdict_on_trees(path: str, mesh: str, keys: tuple[str, ...]) -> tuple[Verdict | None, set[tuple[bool, bool]]]:
     """(The verdict, (whether a row of this rank has trees, whether it replays experts) of each)."""
-    seen, build = set[tuple[bool, bool]](), RowBuilder._build
+    layouts, build = set[tuple[bool, bool]](), RowBuilder._build
 
     def noted(self: RowBuilder, *args: Any) -> Row:
         row = build(self, *args)
-        seen.add((row.bounds.segments is not None, row.routes is not None))
+        layouts.add((row.bounds.segments is not None, row.routes is not None))
         return row
 
     with mock.patch.object(RowBuilder, "_build", noted):
-        return verdict_of(None, path, mesh, keys), seen
+        return verdict_of(None, path, mesh, keys), layouts
 
 
 PPO = (
@@ -117,7 +117,7 @@ def test_updates_are_those_of_one_plain_process(family: str, mesh: str, keys: tu
     results = run(world_of(mesh), verdict_on_trees, model(family, mesh), mesh, keys)
     verdict: Verdict = results[0][0]
     assert verdict.passed, describe(verdict)
-    rows = {row for _, seen in results for row in seen}
+    rows = {row for _, layouts in results for row in layouts}
     assert any(trees and (replays or family != "qwen3_moe") for trees, replays in rows)
     names = {figure.name for figure in verdict.figures}
     assert "the engine samples what the trainer reads" in names and "weights after 6 updates" in names

@@ -82,7 +82,7 @@ def plain(path: str, of_teacher: str, case: str, rows: list[Row], rewarded: bool
             a = a + keys["teacher_coef"] * (of_tokens - row.old).double()
         loss = plain_rl.clipped(plain_rl.ratio(row, logp), a, 0.2, 0.2)
         if case == "loss":
-            places = [place - 1 for place in row.drawn]
+            places = [position - 1 for position in row.drawn]
             z = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0][places] / TEMPERATURE
             with torch.no_grad():
                 z_q = teacher(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0][places] / TEMPERATURE
@@ -102,8 +102,8 @@ def differs(mesh: str, case: str, rewarded: bool, family: str = "llama", of_teac
     loss, gradients = run(world_of(mesh), accumulate, path, teacher, mesh, case, rows, rewarded)[0]
     expected = plain(path, teacher, case, rows, rewarded)
     figures = compare_gradients(gradients, expected[1], {})
-    apart = abs(loss - expected[0]) / max(abs(expected[0]), 1.0) / SCALAR
-    return max(apart, *(figure.value / GRADIENT for figure in figures))
+    deviation = abs(loss - expected[0]) / max(abs(expected[0]), 1.0) / SCALAR
+    return max(deviation, *(figure.value / GRADIENT for figure in figures))
 
 
 @pytest.mark.covers("rl.teacher", "rl.teacher_in", "rl.teacher_coef", "rl.teacher_divergence", "rl.teacher_beta")
@@ -131,8 +131,8 @@ def test_equal_rewards_are_nothing_to_learn_from_only_without_a_teacher_in_the_l
         sample.reward, sample.advantages = 0.0, torch.zeros(len(sample)).numpy()
     flat = FlatSteps()
     config = rl_config(algorithm("grpo", teacher="t", teacher_in=teacher_in), max_new_tokens=LONGEST)
-    said = [flat.count(samples, config) for _ in range(3)]
-    assert len(said[-1]) == lines
+    counts = [flat.count(samples, config) for _ in range(3)]
+    assert len(counts[-1]) == lines
     if not lines:
         flat.require_signal(3)
 

@@ -13,9 +13,9 @@ from weft.errors import UserError
 
 
 def test_the_page_has_every_family_in_the_order_of_the_zoo() -> None:
-    found = support_table.rows(support_table.PAGE.read_text())
-    assert tuple(found) == support_table.FAMILIES, "run: make support"
-    for family, (model_type, layout, *cells) in found.items():
+    rows = support_table.rows(support_table.PAGE.read_text())
+    assert tuple(rows) == support_table.FAMILIES, "run: make support"
+    for family, (model_type, layout, *cells) in rows.items():
         assert model_type == f"`{tiny_config(family).get_text_config().model_type}`"
         assert layout in ("packed", "padded")
         assert len(cells) == len(support_table.AXES)
@@ -39,9 +39,9 @@ def test_what_is_proven_is_what_tests_prove() -> None:
         (family, axis): f"{mesh}, whole" if axis == "cp" and (family, mesh) in dealt_whole else mesh
         for (family, axis), mesh in support_table.cases().items()
     }
-    found = proven()
-    assert of_parity.items() <= found.items(), "run: make support"
-    for (_, axis), mesh in found.items() - of_parity.items():
+    listed = proven()
+    assert of_parity.items() <= listed.items(), "run: make support"
+    for (_, axis), mesh in listed.items() - of_parity.items():
         two = support_table.TWO_RANKS[axis]
         assert mesh in ((two, f"{two}, whole", support_table.STATES) if axis == "cp" else (two,)), "run: make support"
 
@@ -50,8 +50,8 @@ def test_what_is_proven_is_what_tests_prove() -> None:
 @pytest.mark.parametrize(("family", "axis"), [case for case in proven() if case not in support_table.cases()])
 def test_what_the_page_calls_proven(family: str, axis: str) -> None:
     """Beyond the tests of parity."""
-    mesh, _, whole = proven()[family, axis].partition(", ")
-    cell = support_table.proven(family, axis, mesh, bool(whole))
+    mesh, _, every_mesh = proven()[family, axis].partition(", ")
+    cell = support_table.proven(family, axis, mesh, bool(every_mesh))
     assert cell == f"proven: {proven()[family, axis]}"
 
 

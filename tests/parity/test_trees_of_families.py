@@ -72,8 +72,10 @@ def loads(path: str, planted: bool) -> list[tuple[float, list[Tensor]]]:
     for share in ("auto", "off"):
         engine = open_engine(path, "1", model=model, step={"max_tokens_per_device": 256, "share_prefixes": share})
         documents, metadata = to_documents(engine, forest_steps(128)[0])
-        once = mock.patch.object(Segments, "multiplicity_T", lambda self, device: counts(self, device).clamp(max=1))
-        with once if planted else nullcontext():
+        counting_once = mock.patch.object(
+            Segments, "multiplicity_T", lambda self, device: counts(self, device).clamp(max=1)
+        )
+        with counting_once if planted else nullcontext():
             metrics = engine.accumulate(engine.plan(metadata), documents, CrossEntropy())
         engine.apply(0.0)
         biases = [bias.clone() for bias in find_biases(engine.module).values()]
@@ -83,9 +85,9 @@ def loads(path: str, planted: bool) -> list[tuple[float, list[Tensor]]]:
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_loads_and_correction_biases_count_a_shared_token_for_each_document(planted: bool) -> None:
-    (trees, apart) = run(1, loads, saved_model("deepseek_v3"), planted)[0]
-    same = all(torch.equal(a, b) for a, b in zip(trees[1], apart[1], strict=True))
-    assert (trees[0] == pytest.approx(apart[0], rel=1e-9) and same) == (not planted)
+    (trees, separate) = run(1, loads, saved_model("deepseek_v3"), planted)[0]
+    same = all(torch.equal(a, b) for a, b in zip(trees[1], separate[1], strict=True))
+    assert (trees[0] == pytest.approx(separate[0], rel=1e-9) and same) == (not planted)
 
 
 @cache
@@ -123,8 +125,8 @@ def forests_with_images(vision: Vision, base: Any) -> tuple[list[list[Document]]
     """Two steps of documents that begin with one image, most of them; one has another image at its place, and one has a
     second image behind."""
     generator = torch.Generator().manual_seed(0)
-    first, other, wide = (vision.sample(generator, size) for size in (2, 2, 3))
-    runs = {id(inputs): placeholders(vision, base, inputs) for inputs in (first, other, wide)}
+    first, second, wide = (vision.sample(generator, size) for size in (2, 2, 3))
+    runs = {id(inputs): placeholders(vision, base, inputs) for inputs in (first, second, wide)}
     words, images, steps = text_ids(vision), dict[tuple[int, ...], dict[str, Tensor]](), list[list[Document]]()
 
     def shown(inputs: dict[str, Tensor]) -> list[int]:
@@ -136,7 +138,7 @@ def forests_with_images(vision: Vision, base: Any) -> tuple[list[list[Document]]
     for lengths in ((3, 9, 1, 5, 12), (8, 2)):
         documents = []
         for number, length in enumerate(lengths):
-            shows = [other] if number == 2 else [first, wide] if number == 3 else [first]
+            shows = [second] if number == 2 else [first, wide] if number == 3 else [first]
             code = divmod(len(images), len(words))  # the reference knows images by the beginning of a document
             ids = [*text(6, 1), *shown(shows[0]), *text(4, 3), *(words[digit] for digit in code), *text(length, number)]
             ids += [] if len(shows) == 1 else [*shown(wide), *text(3, 5)]
@@ -187,8 +189,8 @@ def images_beside_a_cut_document(path: str) -> list[tuple[float, float, list[Ten
         assert vision is not None
         plain = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0)
         (step, _), images = forests_with_images(vision, plain.model)
-        (ids, _), more = step[3], [text_ids(vision)[n % 3] for n in range(150)]
-        long = ([*ids, *more], [1.0] * len([*ids, *more]))
+        (ids, _), text = step[3], [text_ids(vision)[n % 3] for n in range(150)]
+        long = ([*ids, *text], [1.0] * len([*ids, *text]))
         images[tuple(long[0])] = images[tuple(ids)]
         documents, metadata = to_documents(engine, [long, *step[:3], *step[4:]], images)
         planned = (engine.plan(metadata, budget=budget) for budget in range(250, 80, -10))
@@ -211,9 +213,11 @@ def trees_beside_cut(plan: StepPlan) -> bool:
 
 
 def test_images_of_a_tree_beside_those_of_a_cut_document() -> None:
-    for trees, apart in run(2, images_beside_a_cut_document, saved_vision_model("qwen2_vl")):
-        assert trees[:2] == pytest.approx(apart[:2], rel=1e-6)
-        assert len(trees[2]) == len(apart[2]) > 20
-        largest = max(float(gradient.abs().max()) for gradient in apart[2])
-        for ours, theirs in zip(trees[2], apart[2], strict=True):
-            assert float((ours - theirs).abs().max()) <= 1e-5 * max(float(theirs.abs().max()), 1e-3 * largest)
+    for trees, separate in run(2, images_beside_a_cut_document, saved_vision_model("qwen2_vl")):
+        assert trees[:2] == pytest.approx(separate[:2], rel=1e-6)
+        assert len(trees[2]) == len(separate[2]) > 20
+        largest = max(float(gradient.abs().max()) for gradient in separate[2])
+        for gradient_of_tree, expected in zip(trees[2], separate[2], strict=True):
+            assert float((gradient_of_tree - expected).abs().max()) <= 1e-5 * max(
+                float(expected.abs().max()), 1e-3 * largest
+            )

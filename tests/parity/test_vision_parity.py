@@ -35,8 +35,8 @@ def parity(
         vision = engine.built.vision
         assert vision is not None and not engine.built.support.images
         assert not (videos and engine.built.support.videos)
-        documents, images, behind = shown(engine, awkward_steps(100), plain.model, bare, videos)
-        return harness.verify(engine, path, documents[:steps], [1e-3] * steps, images, image_step=behind)
+        documents, images, image_step = shown(engine, awkward_steps(100), plain.model, bare, videos)
+        return harness.verify(engine, path, documents[:steps], [1e-3] * steps, images, image_step=image_step)
 
 
 def check(
@@ -85,8 +85,8 @@ def test_the_tower_is_in_the_first_stage(family: str, mesh: str, layers: int, se
 
 
 def test_layers_that_take_features_are_in_the_first_stage() -> None:
-    said = run(3, refused, saved_vision_model("qwen3_vl", 3, 2), "pp3")
-    assert "first 2 of which take features of images and are in the first stage, allow: set mesh.pp=2." in said[0]
+    messages = run(3, refused, saved_vision_model("qwen3_vl", 3, 2), "pp3")
+    assert "first 2 of which take features of images and are in the first stage, allow: set mesh.pp=2." in messages[0]
 
 
 def refused(path: str, mesh: str) -> str:
@@ -124,9 +124,9 @@ def parity_of_cut_documents(path: str, mesh: str, sections: dict[str, dict[str, 
 )
 def test_documents_with_images_that_are_cut(family: str, mesh: str, freeze: list[str]) -> None:
     sections: dict[str, dict[str, Any]] = {"model": {"freeze": freeze}}
-    found = run(world_of(mesh), parity_of_cut_documents, saved_vision_model(family), mesh, sections)
-    assert found[0][0].passed, describe(found[0][0])
-    assert all(parts > 0 for _, parts in found)
+    results = run(world_of(mesh), parity_of_cut_documents, saved_vision_model(family), mesh, sections)
+    assert results[0][0].passed, describe(results[0][0])
+    assert all(parts > 0 for _, parts in results)
 
 
 def test_images_with_experts_on_several_ranks() -> None:

@@ -49,10 +49,10 @@ def train_on_random_steps(path: str, mesh: str, steps: int, reduce: str) -> list
     assert engine.built.vision is not None
     originals = [getattr(dist, name) for name in (ALL_GATHER, REDUCE_SCATTER)]
 
-    def counted(place: int):  # type: ignore[no-untyped-def]
+    def counted(index: int):  # type: ignore[no-untyped-def]
         def call(*args, **kwargs):  # type: ignore[no-untyped-def]
-            counts[place] += 1
-            return originals[place](*args, **kwargs)
+            counts[index] += 1
+            return originals[index](*args, **kwargs)
 
         return call
 
@@ -65,8 +65,8 @@ def train_on_random_steps(path: str, mesh: str, steps: int, reduce: str) -> list
 
 
 def one_step(engine: Engine, documents: list[Document]) -> None:
-    plan, own = engine.plan_step(documents)
-    metrics = engine.accumulate(plan, own, CrossEntropy())
+    plan, local = engine.plan_step(documents)
+    metrics = engine.accumulate(plan, local, CrossEntropy())
     assert not engine.apply(1e-3).skipped
     assert metrics["loss"] is not None
 
@@ -97,8 +97,8 @@ def test_what_is_trained(sections: dict[str, dict[str, Any]]) -> None:
 def train_a_projector_on_text(path: str) -> float:
     """The gradient norm of a step without images in which only the projector is trained."""
     engine = open_engine(path, "2", model={"freeze": ["vision", "language"]})
-    plan, own = engine.plan_step([Document(torch.arange(3, 20), torch.ones(17)) for _ in range(3)])
-    engine.accumulate(plan, own, CrossEntropy())
+    plan, local = engine.plan_step([Document(torch.arange(3, 20), torch.ones(17)) for _ in range(3)])
+    engine.accumulate(plan, local, CrossEntropy())
     return engine.apply(1e-3).grad_norm
 
 
@@ -127,8 +127,8 @@ class Drawn(MeasuredDocuments):
         return 1
 
     def measures(self) -> Measures:
-        one, no = np.array([30]), np.array([False])
-        return Measures(one, np.array([29.0]), np.array([29]), no, np.array([16]), np.array([256]), no)
+        length, no = np.array([30]), np.array([False])
+        return Measures(length, np.array([29.0]), np.array([29]), no, np.array([16]), np.array([256]), no)
 
     def source(self, index: int) -> str:
         return "seen.jsonl:1"
@@ -149,12 +149,12 @@ def refusal(path: str, tokens: int) -> str:
 
 def test_images_that_fit_no_row_are_named_before_training() -> None:
     path = saved_vision_model("qwen2_5_vl")
-    said = run(1, refusal, path, 32)[0]
-    assert "seen.jsonl:1" in said
-    proposed = int(said.split("set that to ")[1].split()[0])
+    message = run(1, refusal, path, 32)[0]
+    assert "seen.jsonl:1" in message
+    proposed = int(message.split("set that to ")[1].split()[0])
     assert 32 < proposed < 60 and run(1, refusal, path, proposed) == [""]
 
 
 def test_images_are_refused_where_the_model_takes_none() -> None:
-    said = run(1, refusal, saved_model("llama"), 128)[0]
-    assert "seen.jsonl:1: this model cannot be trained on images" in said
+    message = run(1, refusal, saved_model("llama"), 128)[0]
+    assert "seen.jsonl:1: this model cannot be trained on images" in message

@@ -39,17 +39,17 @@ def config_of(*overrides: str) -> SftConfig:
 def test_the_cheapest_settings_save_what_they_say(checkout: Path) -> None:
     """Each saving is that of the plan with and without the setting; what costs less comes first."""
     config = config_of("model.recompute=none")
-    found = knobs(Situation.of(config, 8, "cpu", H100))
-    costs = [max(0.0, round(knob.slower, 2)) for knob in found]
+    proposals = knobs(Situation.of(config, 8, "cpu", H100))
+    costs = [max(0.0, round(knob.slower, 2)) for knob in proposals]
     assert costs == sorted(costs)
-    names = [knob.override.strip("'").partition("=")[0] for knob in found]
+    names = [knob.override.strip("'").partition("=")[0] for knob in proposals]
     assert len(names) == len(set(names)) and "step.max_tokens_per_device" in names and "model.recompute" in names
-    for knob in found:
+    for knob in proposals:
         if knob.override.startswith(("'model", "model", "optimizer", "fsdp")):
             changed = config_of("model.recompute=none", knob.override.strip("'"))
             sizes = []
-            for one in (config, changed):
-                run = Situation.of(one, 8, "cpu", H100)
+            for variant in (config, changed):
+                run = Situation.of(variant, 8, "cpu", H100)
                 sizes.append(run.memory_and_seconds(Choice.of(run.model.config), 16_384)[0].fullest)
             assert sizes[0] - sizes[1] == knob.saved > 0
 
@@ -87,6 +87,6 @@ def test_a_run_that_ran_out_of_memory_ends_with_the_account(
     words = ["sft", "--nproc", "1", "--device", "cpu", f"model.path={ROOT / 'examples/models/Qwen3-4B'}"]
     words += ["data.path=examples/chat.jsonl", "step.documents=8", "model.init=random", f"run.dir={tmp_path / 'run'}"]
     assert cli.main(words) == 12
-    said = capsys.readouterr().err
-    assert said.index("OutOfMemoryError: CUDA out of memory") < said.index("account  of the fullest rank")
-    assert len(re.findall(r" saves [\d.]+ GiB, ", said)) == 3
+    errors = capsys.readouterr().err
+    assert errors.index("OutOfMemoryError: CUDA out of memory") < errors.index("account  of the fullest rank")
+    assert len(re.findall(r" saves [\d.]+ GiB, ", errors)) == 3

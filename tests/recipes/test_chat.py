@@ -88,8 +88,8 @@ def test_what_models_say_of_generation_is_refused_in_a_sentence(
     (folder / "generation_config.json").write_text(json.dumps(HOSTILE[name]))
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     assert cli.main(["chat", str(folder), "--max-new-tokens", "4", "--device", "cpu"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "Traceback" not in said and str(folder) in said
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and "Traceback" not in message and str(folder) in message
 
 
 def test_turns_follow_on_each_other_until_a_new_beginning(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,13 +108,13 @@ def test_turns_follow_on_each_other_until_a_new_beginning(run: Path, capsys: pyt
 def test_a_terminal_has_a_conversation(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[list[str]] = []
+    conversations: list[list[str]] = []
 
     def say(self: Chat, text: str) -> str:
         if text == "stop":
             raise KeyboardInterrupt
         self.messages.append({"role": "user", "content": text})
-        said.append([message["content"] for message in self.messages])
+        conversations.append([message["content"] for message in self.messages])
         return ""
 
     typed = iter(["a", "", "b", "/new", "stop", "/quitt", "/save x", "c", "/quit", "never"])
@@ -122,7 +122,7 @@ def test_a_terminal_has_a_conversation(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     assert cli.main(["chat", str(run), "--device", "cpu"]) == 0
-    assert said == [["a"], ["a", "b"], ["c"]]
+    assert conversations == [["a"], ["a", "b"], ["c"]]
     out = capsys.readouterr().out
     assert "step-000004 on cpu" in out and "/exit or Ctrl-D ends" in out and "(stopped)" in out
     assert "/quitt is no command and was not sent" in out and "/save is no command" in out
@@ -154,16 +154,16 @@ def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("template", [ASKS, CHATML])
 def test_the_answer_begins_where_the_template_says(template: str) -> None:
-    asked = prompt_text(byte_tokenizer(template), [{"role": "user", "content": "a"}])
-    assert asked == "<|start|>user\na<|end|>\n<|start|>assistant\n"
+    prompt = prompt_text(byte_tokenizer(template), [{"role": "user", "content": "a"}])
+    assert prompt == "<|start|>user\na<|end|>\n<|start|>assistant\n"
 
 
 def test_a_rendered_text_has_no_second_bos_where_there_is_no_template(run: Path) -> None:
     chat = open_chat(ChatOptions(path=str(run), device="cpu"))
     chat.tokenizer = byte_tokenizer(None, bos=True)
     for text in ("a", "<s>a"):
-        given = chat._inputs(text, [], ())
-        assert chat.tokenizer.decode(given["input_ids"][0]) == "<s>a" and given["attention_mask"].sum() == 2
+        inputs = chat._inputs(text, [], ())
+        assert chat.tokenizer.decode(inputs["input_ids"][0]) == "<s>a" and inputs["attention_mask"].sum() == 2
 
 
 def test_what_ends_an_answer() -> None:

@@ -37,15 +37,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, picture in PICTURES.items():
         picture.save(path / f"{name}.png")
     (path / "text.png").write_text("no image")
-    whole = (path / "a.png").read_bytes()
-    (path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    content = (path / "a.png").read_bytes()
+    (path / "cut.png").write_bytes(content[: len(content) // 2])
     PICTURES["a"].resize((900, 2)).save(path / "thin.png")
     return path
 
 
 def opened(path: str, *images: Path) -> Chat:
-    given = tuple(str(image) for image in images)
-    return open_chat(ChatOptions(path=path, images=given, max_new_tokens=NEW, temperature=0.0, device="cpu"))
+    paths = tuple(str(image) for image in images)
+    return open_chat(ChatOptions(path=path, images=paths, max_new_tokens=NEW, temperature=0.0, device="cpu"))
 
 
 def asked(text: str, images: int = 0) -> dict[str, Any]:
@@ -75,30 +75,30 @@ class Oracle:
 
     def answer(self, messages: Sequence[dict[str, Any]], names: str) -> str:
         inputs = self.inputs(messages, names)
-        found = self.model.generate(**inputs, do_sample=False, max_new_tokens=NEW,
+        output = self.model.generate(**inputs, do_sample=False, max_new_tokens=NEW,
                                     eos_token_id=self.tokenizer.eos_token_id, pad_token_id=0)  # fmt: skip
-        return str(self.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        return str(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_answers_are_those_of_transformers(family: str, files: Path) -> None:
     """With an image, in a turn without one, and in a turn with two more; also of a second conversation. What generate
     is given is compared, too: gemma3 so small says the same of every image."""
-    chat, oracle, said = opened(folder(family), files / "a.png"), Oracle.of(family), list[dict[str, Any]]()
-    given: dict[str, Any] = {}
+    chat, oracle, conversation = opened(folder(family), files / "a.png"), Oracle.of(family), list[dict[str, Any]]()
+    passed: dict[str, Any] = {}
     generate = chat.model.generate
-    chat.model.generate = lambda **inputs: (given.update(inputs), generate(**inputs))[1]
+    chat.model.generate = lambda **inputs: (passed.update(inputs), generate(**inputs))[1]
     for text, new, names in (("who is it?", "", "a"), ("why?", "", "a"), ("what else?", "bc", "abc")):
         for name in new:
             chat.show(str(files / f"{name}.png"))
-        said.append(asked(text, len(new) + (not said)))
+        conversation.append(asked(text, len(new) + (not conversation)))
         answer = chat.say(text)
-        assert answer == oracle.answer(said, names) != ""
-        for name, value in oracle.inputs(said, names).items():
-            assert torch.equal(given[name], value), name
-        said.append({"role": "assistant", "content": answer})
+        assert answer == oracle.answer(conversation, names) != ""
+        for name, value in oracle.inputs(conversation, names).items():
+            assert torch.equal(passed[name], value), name
+        conversation.append({"role": "assistant", "content": answer})
     chat.begin()
-    assert chat.say("who is it?") == said[1]["content"]
+    assert chat.say("who is it?") == conversation[1]["content"]
 
 
 def test_every_line_of_standard_input_has_the_images(
@@ -133,8 +133,8 @@ def test_a_terminal_takes_images(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     assert cli.main(["chat", folder("qwen2_5_vl"), "--image", str(files / "a.png"), "--device", "cpu"]) == 0
-    both = ["a.png", "a b.png"]
-    assert shown == [both, both, [*both, "a b.png", "c.png"], ["a.png"]]
+    both_images = ["a.png", "a b.png"]
+    assert shown == [both_images, both_images, [*both_images, "a b.png", "c.png"], ["a.png"]]
     out = capsys.readouterr().out
     assert "/image PATH adds an image" in out and "(a.png (40 x 24 pixels) is added to your first message)" in out
     assert "(a b.png (32 x 32 pixels) is added to your next message)" in out
@@ -187,8 +187,8 @@ def test_models_without_images_say_so(files: Path, tmp_path: Path) -> None:
 def test_an_adapter_of_a_vision_model_sees_images(files: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     oracle = Oracle("qwen2_5_vl")
-    wanted = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    oracle.model = peft.get_peft_model(oracle.model, wanted).eval()
+    adapter = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    oracle.model = peft.get_peft_model(oracle.model, adapter).eval()
     oracle.model.save_pretrained(tmp_path)
     vision_tokenizer("qwen2_5_vl").save_pretrained(tmp_path)
     plain = Oracle.of("qwen2_5_vl").answer([asked("who?", 1)], "a")

@@ -53,16 +53,16 @@ def test_numbers_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "says"),
+    ("policy", "consequence"),
     [
         ("error", "training would refuse them: raise it, or set data.long_documents to truncate or drop"),
         ("truncate", "they lose their ends, 14 tokens (data.long_documents)"),
         ("drop", "they are left out (data.long_documents)"),
     ],
 )
-def test_long_documents(policy: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_documents(policy: str, consequence: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "data.path=d.jsonl", "data.max_length=8", f"data.long_documents={policy}", "step.documents=2")
-    assert f"long     2 documents are longer than 8 tokens (data.max_length); {says}" in out
+    assert f"long     2 documents are longer than 8 tokens (data.max_length); {consequence}" in out
     assert f"steps    {3 if policy == 'truncate' else 2} in an epoch" in out
 
 
@@ -173,10 +173,10 @@ def test_what_is_trained_is_always_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert "\u00bbf" in out and "l<|end|>\u00ab" in out and "a" * 100 not in out and "b" * 200 not in out
     hidden = [int(line.split()[1].replace(",", "")) for line in out.splitlines() if line.startswith("[... ")]
     assert len(hidden) == 2 and "trained tokens: --full shows them" in out
-    whole = shown(capsys, "data.path=long.jsonl", "--full")
-    assert "a" * 1000 in whole and "b" * 500 in whole and "[..." not in whole
-    said = [" ".join(line for line in text.splitlines() if not line.startswith("[...")) for text in (whole, out)]
-    letters = [sum(text.count(letter) for letter in "ab") for text in said]
+    full = shown(capsys, "data.path=long.jsonl", "--full")
+    assert "a" * 1000 in full and "b" * 500 in full and "[..." not in full
+    texts = [" ".join(line for line in text.splitlines() if not line.startswith("[...")) for text in (full, out)]
+    letters = [sum(text.count(letter) for letter in "ab") for text in texts]
     assert letters[0] - letters[1] == sum(hidden)  # one token is a letter
 
 

@@ -55,7 +55,7 @@ def documents_of(name: str) -> list[reference.Document]:
         ids = [source.randrange(3, 128) for _ in range(abs(length))]
         first = abs(length) if length < 0 else source.randrange(0, max(1, length // 2))
         weight = source.choice([1.0, 1.0, 0.5])
-        out.append((ids, [0.0 if place < first else weight for place in range(abs(length))]))
+        out.append((ids, [0.0 if index < first else weight for index in range(abs(length))]))
     return out
 
 
@@ -68,13 +68,13 @@ def plain_means(family: str, name: str) -> tuple[float, float, float]:
     for ids, mask in documents_of(name):
         with torch.no_grad():
             logprob = plain.logits(ids).log_softmax(-1)
-        asked = [place for place in range(1, len(ids)) if mask[place]]
-        if asked:
-            wholly.append(all(int(logprob[place - 1].argmax()) == ids[place] for place in asked))
-        for place in range(1, len(ids)):
-            loss -= mask[place] * float(logprob[place - 1, ids[place]])
-            right += mask[place] * (int(logprob[place - 1].argmax()) == ids[place])
-            weights += mask[place]
+        predicted = [index for index in range(1, len(ids)) if mask[index]]
+        if predicted:
+            wholly.append(all(int(logprob[index - 1].argmax()) == ids[index] for index in predicted))
+        for index in range(1, len(ids)):
+            loss -= mask[index] * float(logprob[index - 1, ids[index]])
+            right += mask[index] * (int(logprob[index - 1].argmax()) == ids[index])
+            weights += mask[index]
     return loss / weights, right / weights, sum(wholly) / len(wholly)
 
 
@@ -88,16 +88,16 @@ def evaluated(
 ) -> list[Figures]:
     """What one engine finds on each set of named documents; two rows of a rank make a plan."""
     with planted(plant), mock.patch.object(evaluate, "_ROWS", 2):
-        engine, found = open_engine(path, mesh, **sections), []
+        engine, results = open_engine(path, mesh, **sections), []
         for named in sets:
             held_out = HeldOut({name: [as_document(d) for d in documents] for name, documents in named.items()})
             config = schema.SftConfig(model=schema.ModelConfig(path=path), data=schema.DataConfig(path=""))
-            found.append(
+            results.append(
                 Evaluator(config, engine, held_out, {}, Path(), Phases(), objective or CrossEntropy()).evaluate(1, 1)
             )
         assert all(parameter.grad is None for parameter in engine.module.parameters())
         assert engine.module.training
-        return found
+        return results
 
 
 def as_document(document: reference.Document) -> Document:
@@ -109,8 +109,8 @@ def on_mesh(mesh: str, family: str, plant: str | None = None, sections: Sections
     """The figures of each set, which all ranks find alike."""
     sets = [{"": documents_of(name)} for name in SETS]
     by_rank = run(world_of(mesh), evaluated, plant, saved_model(family), mesh, sections or {}, sets)
-    for found in by_rank:
-        assert [dict(f, **{"eval/seconds": 0}) for f in found] == [dict(f, **{"eval/seconds": 0}) for f in by_rank[0]]
+    for figures in by_rank:
+        assert [dict(f, **{"eval/seconds": 0}) for f in figures] == [dict(f, **{"eval/seconds": 0}) for f in by_rank[0]]
     return dict(zip(SETS, by_rank[0], strict=True))
 
 
@@ -124,8 +124,8 @@ FAMILIES = {"llama": ("1", "2", "3", "4", "2x2", "tp2"), "lfm2": ("1", "3"), "ge
 
 @pytest.mark.parametrize(("family", "mesh"), [(family, mesh) for family, meshes in FAMILIES.items() for mesh in meshes])
 def test_the_held_out_loss_is_the_references_token_mean(family: str, mesh: str) -> None:
-    found = one_rank(family) if mesh == "1" else on_mesh(mesh, family)
-    for name, figures in found.items():
+    measured = one_rank(family) if mesh == "1" else on_mesh(mesh, family)
+    for name, figures in measured.items():
         loss, accuracy, exact = plain_means(family, name)
         assert figures["eval/loss"] == pytest.approx(loss, rel=3e-6), name
         assert figures["eval/accuracy"] == pytest.approx(accuracy, rel=1e-9), name
@@ -136,13 +136,13 @@ def test_the_held_out_loss_is_the_references_token_mean(family: str, mesh: str) 
 
 def held_out_loss_is_the_references(plant: str | None) -> bool:
     """For docs/explanation/planted-bugs.md."""
-    found = on_mesh("2", "llama", plant)
-    return all(found[name]["eval/loss"] == pytest.approx(plain_means("llama", name)[0], rel=3e-6) for name in SETS)
+    measured = on_mesh("2", "llama", plant)
+    return all(measured[name]["eval/loss"] == pytest.approx(plain_means("llama", name)[0], rel=3e-6) for name in SETS)
 
 
 def test_in_bf16_it_is_the_same_within_its_noise() -> None:
-    found = on_mesh("2", "llama", sections={"fsdp": {"param_dtype": "bf16"}})
-    for name, figures in found.items():
+    measured = on_mesh("2", "llama", sections={"fsdp": {"param_dtype": "bf16"}})
+    for name, figures in measured.items():
         assert figures["eval/loss"] == pytest.approx(plain_means("llama", name)[0], rel=2e-2), name
         assert figures["eval/loss"] != pytest.approx(plain_means("llama", name)[0], rel=1e-6), name
 
@@ -192,47 +192,47 @@ def held_out_file() -> str:
     )
 
 
-def evaluating(**more: Any) -> Sections:
+def evaluating(**options: Any) -> Sections:
     return {
         "eval": {"path": held_out_file(), "every": 2, "at_start": True, "prompts": ("ab", "a", "abc"),
-                 "max_new_tokens": 4, "temperature": 1.0, **more},
+                 "max_new_tokens": 4, "temperature": 1.0, **options},
         "checkpoint": {"every": 5, "keep_best": True},
     }  # fmt: skip
 
 
 def without_evaluation(run_folder: Path) -> list[dict[str, Any]]:
-    found = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines(run_folder)]
-    return [line for line in found if line["step"]]
+    training_lines = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines(run_folder)]
+    return [line for line in training_lines if line["step"]]
 
 
 @pytest.mark.covers("eval.path", "eval.at_start", "eval.max_new_tokens")
 def test_training_does_not_notice_an_evaluation_and_a_resumed_run_finds_the_same(tmp_path: Path) -> None:
-    mesh, plain, whole, killed = "2", tmp_path / "plain", tmp_path / "whole", tmp_path / "killed"
+    mesh, plain, complete, killed = "2", tmp_path / "plain", tmp_path / "whole", tmp_path / "killed"
     drawn = process(plain, mesh, sections={"checkpoint": {"every": 0}})
-    assert process(whole, mesh, sections=evaluating()) == drawn
-    assert without_evaluation(whole) == lines(plain)
-    assert equal(state_of(whole, STEPS), state_of(plain, STEPS))
-    assert equal(*(load_file(f / "checkpoints" / "latest" / "model.safetensors") for f in (whole, plain)))
+    assert process(complete, mesh, sections=evaluating()) == drawn
+    assert without_evaluation(complete) == lines(plain)
+    assert equal(state_of(complete, STEPS), state_of(plain, STEPS))
+    assert equal(*(load_file(f / "checkpoints" / "latest" / "model.safetensors") for f in (complete, plain)))
 
     process(killed, mesh, steps=5, sections=evaluating())
     process(killed, mesh, steps=0, resume=True, sections=evaluating())
     process(killed, mesh, resume=True, sections=evaluating())
-    assert lines(killed) == lines(whole)
-    assert (killed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert best_step(killed / "checkpoints") == best_step(whole / "checkpoints") is not None
+    assert lines(killed) == lines(complete)
+    assert (killed / "samples.jsonl").read_text() == (complete / "samples.jsonl").read_text()
+    assert best_step(killed / "checkpoints") == best_step(complete / "checkpoints") is not None
 
-    written = lines(whole)
+    written = lines(complete)
     assert [line["step"] for line in written if "eval/loss" in line] == [0, 2, 4, 6, 8, 10]
-    samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (complete / "samples.jsonl").read_text().splitlines()]
     assert [(s["step"], s["prompt"]) for s in samples] == [(n, p) for n in range(0, 11, 2) for p in ("ab", "a", "abc")]
     assert all(0 <= sample["tokens"] <= 4 and isinstance(sample["answer"], str) for sample in samples)
-    summary = json.loads((whole / "summary.json").read_text())
+    summary = json.loads((complete / "summary.json").read_text())
     evaluation = {line["step"]: line["eval/loss"] for line in written if line.get("eval/loss") is not None}
     best = min((step for step in evaluation if step), key=lambda step: evaluation[step])
     assert summary["evaluation"]["first"]["eval/loss"] == evaluation[0]
     assert summary["evaluation"]["last"]["eval/loss"] == evaluation[10]
     assert summary["evaluation"]["best"] == {
-        "step": best, "eval/loss": evaluation[best], "checkpoint": str(step_folder(whole / "checkpoints", best)),
+        "step": best, "eval/loss": evaluation[best], "checkpoint": str(step_folder(complete / "checkpoints", best)),
     }  # fmt: skip
 
 
@@ -257,8 +257,8 @@ def scripted(*arguments: Any) -> None:
         attempt(*arguments)
 
 
-def scripted_process(folder: Path, *, resume: bool = False, steps: int | None = None, **more: Any) -> None:
-    sections: Sections = {**PATIENT, "eval": {**PATIENT["eval"], "path": held_out_file(), **more}}
+def scripted_process(folder: Path, *, resume: bool = False, steps: int | None = None, **options: Any) -> None:
+    sections: Sections = {**PATIENT, "eval": {**PATIENT["eval"], "path": held_out_file(), **options}}
     run(1, scripted, str(inputs()), str(folder), "1", resume, steps, sections, None)
 
 
@@ -317,10 +317,10 @@ def test_a_run_that_was_ended_goes_on_only_with_more_patience(patient: Path, tmp
 @pytest.mark.covers("eval.min_delta")
 def test_small_improvements_add_up() -> None:
     best = BestEvaluation(schema.EvalConfig(patience=2, min_delta=0.1))
-    found = [
+    verdicts = [
         (best.update(step, {"eval/loss": loss}), best.waited) for step, loss in enumerate((1.0, 0.95, 0.89, 0.88), 1)
     ]
-    assert found == [(True, 0), (True, 1), (True, 0), (True, 1)]  # 0.89 is lower than 1.0 by more than 0.1
+    assert verdicts == [(True, 0), (True, 1), (True, 0), (True, 1)]  # 0.89 is lower than 1.0 by more than 0.1
     assert best.ends is None and (best.value, best.step) == (0.88, 4)
     assert not best.update(5, {"eval/loss": 0.88}) and best.ends == "eval.patience"
     assert (
@@ -332,8 +332,8 @@ def test_the_best_of_other_documents_or_another_figure_is_forgotten() -> None:
     first = BestEvaluation(schema.EvalConfig(), "abc")
     first.update(3, {"eval/loss": 1.0})
     for config, digest in ((schema.EvalConfig(), "abd"), (schema.EvalConfig(metric="eval/a/loss"), "abc")):
-        other = BestEvaluation(config, digest)
-        assert "its best is forgotten" in other.restore(first.state(saved=True))[0] and other.value is None
+        changed = BestEvaluation(config, digest)
+        assert "its best is forgotten" in changed.restore(first.state(saved=True))[0] and changed.value is None
     same = BestEvaluation(schema.EvalConfig(), "abc")
     assert same.restore(first.state(saved=True)) == [] and same == first
 
@@ -366,7 +366,7 @@ def test_best_names_what_was_the_best_up_to_the_checkpoint_that_is_resumed_from(
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("model", "chats.jsonl"):
         (tmp_path / name).symlink_to(inputs() / name)
     monkeypatch.chdir(tmp_path)
@@ -378,12 +378,12 @@ SFT = ["sft", "model.path=model", "data.path=chats.jsonl", "step.documents=8", "
 
 
 @pytest.mark.covers("eval.sources", "eval.every", "eval.metric", "eval.prompts")
-def test_what_a_run_says_of_its_evaluations(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_jsonl(here / "a.jsonl", chat(("user", "a"), ("assistant", "bc")))
+def test_what_a_run_says_of_its_evaluations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(folder / "a.jsonl", chat(("user", "a"), ("assistant", "bc")))
     write_jsonl(
-        here / "b.jsonl", chat(("user", "abc"), ("assistant", "bcdbcd")), chat(("user", "a"), ("assistant", "b"))
+        folder / "b.jsonl", chat(("user", "abc"), ("assistant", "bcdbcd")), chat(("user", "a"), ("assistant", "b"))
     )
-    write_jsonl(here / "ask.jsonl", chat(("user", "abc"), ("assistant", "left out")), {"prompt": "bcd"})
+    write_jsonl(folder / "ask.jsonl", chat(("user", "abc"), ("assistant", "left out")), {"prompt": "bcd"})
     words = ["eval.sources=[{path: a.jsonl}, {name: b, path: b.jsonl}]", "eval.prompts=ask.jsonl",
              "eval.max_new_tokens=3", "eval.every=2",
              "checkpoint.keep_best=true", "eval.patience=9", "eval.metric=eval/b/loss"]  # fmt: skip
@@ -391,19 +391,19 @@ def test_what_a_run_says_of_its_evaluations(here: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "held out a (a.jsonl): 1 documents" in out and "held out b (b.jsonl): 2 documents" in out
     assert "prompts  2, answered at every evaluation" in out
-    said = [line for line in out.splitlines() if line.startswith("eval     step ")]
-    assert [line.split(":")[0] for line in said] == ["eval     step 2", "eval     step 3"]
-    assert all(re.search(r": loss [\d.]+, perplexity .*%; a \d\.\d{4}, b \d\.\d{4}", line) for line in said)
-    assert "; the best so far (" in said[0]
+    eval_lines = [line for line in out.splitlines() if line.startswith("eval     step ")]
+    assert [line.split(":")[0] for line in eval_lines] == ["eval     step 2", "eval     step 3"]
+    assert all(re.search(r": loss [\d.]+, perplexity .*%; a \d\.\d{4}, b \d\.\d{4}", line) for line in eval_lines)
+    assert "; the best so far (" in eval_lines[0]
     assert re.search(
         r"^held out \d\.\d{4} \(step \d\) -> .*; best eval/b/loss .*, kept as run/checkpoints/step-0", out, re.M
     )
     assert "sample   abc -> " in out and "sample   bcd -> " in out
-    assert {p.name for p in (here / "run").iterdir()} == {
+    assert {p.name for p in (folder / "run").iterdir()} == {
         "config.yaml", "opening.txt", "metrics.jsonl", "samples.jsonl", "checkpoints", "starts.jsonl", "summary.json",
         "system.jsonl",
     }  # fmt: skip
-    assert "left out" not in (here / "run" / "samples.jsonl").read_text()
+    assert "left out" not in (folder / "run" / "samples.jsonl").read_text()
 
 
 REFUSED = {
@@ -432,9 +432,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_jsonl(here / "held.jsonl", chat(("user", "a"), ("assistant", "bc")))
-    write_jsonl(here / "long.jsonl", chat(("user", "a"), ("assistant", "bc" * 100)))
+def test_what_is_refused(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(folder / "held.jsonl", chat(("user", "a"), ("assistant", "bc")))
+    write_jsonl(folder / "long.jsonl", chat(("user", "a"), ("assistant", "bc" * 100)))
     words, expected = REFUSED[name]
     assert cli.main([*SFT, "step.max_tokens_per_device=64", *words]) == 2
     err = capsys.readouterr().err

@@ -23,7 +23,7 @@ FIGURES = ("eval/loss", "eval/perplexity", "eval/accuracy", "eval/exact")
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, data, and two runs that were evaluated: of all weights, and of adapters."""
     folder = write_small_job(tmp_path_factory.mktemp("measure"))
     rows = {"path": str(folder / "chat.jsonl"), "max_length": 60}
@@ -38,30 +38,30 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["whole", "adapted"])
 def test_the_figures_are_those_of_the_run(
-    name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(here)
-    last = weft.Run(here / name).metrics[-1]
+    monkeypatch.chdir(folder)
+    last = weft.Run(folder / name).metrics[-1]
     capsys.readouterr()
     assert cli.main(["eval", name, "chat.jsonl", "--device", "cpu", "--json", "--output", f"{name}.json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert {figure: said[figure] for figure in FIGURES} == {figure: last[figure] for figure in FIGURES}
-    assert said["documents"] == 4 and json.loads((here / f"{name}.json").read_text()) == said
-    assert said["model"].startswith(f"{name}/checkpoints/step-")
-    before = weft.Run(here / name).metrics[0]
-    assert said["eval/loss"] != pytest.approx(before["loss"], abs=1e-3)  # not the model that it began with
+    printed = json.loads(capsys.readouterr().out)
+    assert {figure: printed[figure] for figure in FIGURES} == {figure: last[figure] for figure in FIGURES}
+    assert printed["documents"] == 4 and json.loads((folder / f"{name}.json").read_text()) == printed
+    assert printed["model"].startswith(f"{name}/checkpoints/step-")
+    before = weft.Run(folder / name).metrics[0]
+    assert printed["eval/loss"] != pytest.approx(before["loss"], abs=1e-3)  # not the model that it began with
 
 
-def test_two_ranks_measure_alike(here: Path) -> None:
+def test_two_ranks_measure_alike(folder: Path) -> None:
     words = ["eval", "whole", "chat.jsonl", "--device", "cpu", "--nproc", "2", "mesh.tp=2", "--json"]
-    done = forked.run(words, here)
+    done = forked.run(words, folder)
     assert done.returncode == 0, done.stderr
-    last = weft.Run(here / "whole").metrics[-1]
+    last = weft.Run(folder / "whole").metrics[-1]
     assert json.loads(done.stdout)["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
 
 
-def test_several_sources_are_refused_before_they_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(here)
+def test_several_sources_are_refused_before_they_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     config = measured_config("model", ["chat.jsonl"])
     assert isinstance(config, SftConfig)
     sources = (SourceConfig(path="not-there.jsonl"), SourceConfig(path="chat.jsonl"))
@@ -70,13 +70,15 @@ def test_several_sources_are_refused_before_they_are_read(here: Path, monkeypatc
         measure.run(config, MeasureOptions(path="model", device="cpu"))
 
 
-def test_what_of_a_run_says_how_it_is_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(here)
+def test_what_of_a_run_says_how_it_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     config = measured_config("whole", ["chat.jsonl", "data.bad_rows=drop"])
     assert isinstance(config, SftConfig) and config.data.max_length == 60 and config.data.bad_rows == "drop"
     assert config.model.path.startswith("whole/checkpoints/step-") and config.eval.path is None
     adapted = measured_config("adapted", ["chat.jsonl"])
-    assert adapted.model.path == str(here / "model") and str(adapted.lora.path).startswith("adapted/checkpoints/step-")
+    assert adapted.model.path == str(folder / "model") and str(adapted.lora.path).startswith(
+        "adapted/checkpoints/step-"
+    )
     checkpoint = str(adapted.lora.path)
     assert measured_config(checkpoint, ["chat.jsonl"]).lora.path == checkpoint
     rewarded = measured_config("model", ["chat.jsonl", "rl.reward=[length]", "eval.samples=2"])

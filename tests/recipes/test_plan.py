@@ -87,8 +87,8 @@ def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[int, int, i
     return bytes_held(open_engine(path, mesh, **sections))
 
 
-def bytes_of(held: RankShare) -> tuple[int, int, int]:
-    return held.weights, held.gradients, held.optimizer
+def bytes_of(share: RankShare) -> tuple[int, int, int]:
+    return share.weights, share.gradients, share.optimizer
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_what_each_rank_holds_is_counted_to_the_byte(
     sizes = sizes_of(mesh)
     holdings = Holdings(model, sizes)
     model.check(sizes)
-    there = run(world_of(mesh), counted, saved_model(family, **changes), mesh, sections)
+    measured = run(world_of(mesh), counted, saved_model(family, **changes), mesh, sections)
     foreseen = [bytes_of(holdings.share_of(RankCoordinates.from_rank(sizes, rank))) for rank in range(sizes.world)]
-    assert foreseen == there
-    assert max(held.resident for held in holdings.by_stage()) == max(map(sum, there))
+    assert foreseen == measured
+    assert max(share.resident for share in holdings.by_stage()) == max(map(sum, measured))
 
 
 @pytest.mark.parametrize(("reduce", "micro_batches", "roots"), [
@@ -130,11 +130,11 @@ def test_gradients_of_the_root_linger_where_another_micro_batch_follows(
 ) -> None:
     """As they were sent, in fp32. With `last` they are among those of all units, which are counted as unreduced."""
     model, sizes = blueprint("llama", "2", {"fsdp": {"reduce": reduce}}), sizes_of("2")
-    held = Holdings(model, sizes).share_of(RankCoordinates.from_rank(sizes, 0))
+    share = Holdings(model, sizes).share_of(RankCoordinates.from_rank(sizes, 0))
     embedding = 128 * 64  # of a vocabulary of 128 tokens, a hidden width of 64; head and norm are a unit of their own
-    assert _lingering(model, held, micro_batches) == roots * embedding * 4
-    all_units = sum(unit.trained * unit.count for unit in held.units) * 4
-    assert (_unreduced(model, held, micro_batches) > all_units) == (reduce == "last")
+    assert _lingering(model, share, micro_batches) == roots * embedding * 4
+    all_units = sum(unit.trained * unit.count for unit in share.units) * 4
+    assert (_unreduced(model, share, micro_batches) > all_units) == (reduce == "last")
 
 
 # ---------------------------------------------------------------- what travels
@@ -149,21 +149,21 @@ def sent(path: str, mesh: str, sections: dict[str, Any], lengths: list[int]) -> 
     step = Step(lengths, CrossEntropy())
     plan = plan_of(engine, step)
     _, watch = watched_step(engine, plan, rows_of(engine, plan, step), step.objective)
-    found: Totals = defaultdict(int)
+    totals: Totals = defaultdict(int)
     for kind, total in watch.collectives.totals.items():
-        found[kind.ranks, kind.operation] += total.bytes
-    return dict(found)
+        totals[kind.ranks, kind.operation] += total.bytes
+    return dict(totals)
 
 
 def foreseen(model: Blueprint, sizes: MeshSizes, rank: int, lengths: list[int]) -> Totals:
-    held = Holdings(model, sizes).share_of(RankCoordinates.from_rank(sizes, rank))
+    share = Holdings(model, sizes).share_of(RankCoordinates.from_rank(sizes, rank))
     load = RowFacts.from_plan(model, plan_rows(model, sizes, lengths)).load
-    found: dict[tuple[int, str], float] = defaultdict(float)
-    for one in transfers(model, sizes, held, load, recompute=policy_of(model.config.model.recompute)):
+    sent_bytes: dict[tuple[int, str], float] = defaultdict(float)
+    for transfer in transfers(model, sizes, share, load, recompute=policy_of(model.config.model.recompute)):
         # Keys and values are sent to those who want them, and heads to all.
-        given = one.received if one.axis == "cp (ring)" else one.payload * one.calls
-        found[2 if one.kind == "send" else one.size, one.kind] += given
-    return {key: round(value) for key, value in found.items()}
+        volume = transfer.received if transfer.axis == "cp (ring)" else transfer.payload * transfer.calls
+        sent_bytes[2 if transfer.kind == "send" else transfer.size, transfer.kind] += volume
+    return {key: round(value) for key, value in sent_bytes.items()}
 
 
 RECOMPUTE = {"model": {"recompute": "full"}}
@@ -190,14 +190,14 @@ def test_bytes_that_travel_are_those_of_real_ranks(
     not choose evenly."""
     model, sizes = blueprint(family, mesh, sections, **changes), sizes_of(mesh)
     path, exchanged = saved_model(family, **changes), [0.0, 0.0]
-    for rank, there in enumerate(run(world_of(mesh), sent, path, mesh, sections, lengths)):
+    for rank, measured in enumerate(run(world_of(mesh), sent, path, mesh, sections, lengths)):
         expected = foreseen(model, sizes, rank, lengths)
-        for key in {*expected, *there} - {(2, "receive")}:
-            pair = expected.get(key, 0), there.get(key, 0)
+        for key in {*expected, *measured} - {(2, "receive")}:
+            pair = expected.get(key, 0), measured.get(key, 0)
             if key[1] == "all-to-all":
                 exchanged = [exchanged[0] + pair[0], exchanged[1] + pair[1]]
             else:
-                assert pair[0] == pytest.approx(pair[1], abs=SMALL), (rank, key, expected, there)
+                assert pair[0] == pytest.approx(pair[1], abs=SMALL), (rank, key, expected, measured)
     assert exchanged[0] == pytest.approx(exchanged[1], rel=0.01)
 
 
@@ -222,11 +222,11 @@ def test_a_dry_run_says_the_same(family: str, mesh: dict[str, int], sections: di
     config = replace(engine_config(path, "1", **sections), mesh=MeshConfig(**mesh))
     sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
     with fake_ranks(sizes.world) as ranks:
-        said = Engine(config, ranks, weights=False).memory
+        memory = Engine(config, ranks, weights=False).memory
     model = Blueprint(config, "cpu", None)
     model.check(sizes)
     first = memory_by_stage(model, sizes, None)[0]
-    assert first.needs == replace(said, unsharded=0)
+    assert first.needs == replace(memory, unsharded=0)
     assert first.rows and not first.unknown
 
 
@@ -267,18 +267,20 @@ def test_reference_and_teacher_hold_what_is_foreseen(
     make: Callable[[], tuple[type, list[str]]], words: list[str]
 ) -> None:
     """To the byte, on meshes and in dtypes of their own."""
-    schema, given = make()
-    config: Any = load_config([], [*given, *words], schema)
-    there = run(2, held_beside, config)
-    beside, model = beside_of(config, 2)
-    rows = beside.rows(resolve_mesh(model.config.mesh, 2))
+    schema, required = make()
+    config: Any = load_config([], [*required, *words], schema)
+    measured = run(2, held_beside, config)
+    further_models, model = beside_of(config, 2)
+    rows = further_models.rows(resolve_mesh(model.config.mesh, 2))
     assert not any(row.gradients or row.optimizer for row in rows)
     foreseen = [row.weights for row in rows]
-    assert foreseen == [max(sizes) for sizes in zip(*(held[0] for held in there), strict=True)][: len(rows)]
+    assert (
+        foreseen == [max(sizes) for sizes in zip(*(sizes_held[0] for sizes_held in measured), strict=True)][: len(rows)]
+    )
 
 
 def test_a_reference_is_counted_only_where_a_second_copy_is_held(tmp_path: Path) -> None:
-    schema, given = dpo_words()
+    schema, required = dpo_words()
     cases: dict[str, tuple[bool, float]] = {  # override -> (whether it has weights, forwards of a step)
         "preference.cache=off": (True, 1.0),
         "lora.rank=2": (False, 1.0),
@@ -286,20 +288,20 @@ def test_a_reference_is_counted_only_where_a_second_copy_is_held(tmp_path: Path)
         "reference.cpu_offload=true": (False, 1.0),
     }
     for override, (has_weights, reads) in cases.items():
-        beside, _ = beside_of(load_config([], [*given, *override.split()], schema), 1)
-        (row,) = beside.rows(MeshSizes(1, 1, 1, 1, 1, 1))
-        assert (bool(row.weights), beside.models[0].reads) == (has_weights, reads), override
+        further_models, _ = beside_of(load_config([], [*required, *override.split()], schema), 1)
+        (row,) = further_models.rows(MeshSizes(1, 1, 1, 1, 1, 1))
+        assert (bool(row.weights), further_models.models[0].reads) == (has_weights, reads), override
         assert bool(row.note) == (override != "preference.cache=off")
-    beside, _ = beside_of(load_config([], [*given, "preference.loss=simpo"], schema), 1)
-    assert not beside.rows(MeshSizes(1, 1, 1, 1, 1, 1))
+    further_models, _ = beside_of(load_config([], [*required, "preference.loss=simpo"], schema), 1)
+    assert not further_models.rows(MeshSizes(1, 1, 1, 1, 1, 1))
 
 
 def test_a_step_is_longer_by_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
     """A reference, and the policy's own answers where a loss compares those of the whole step; the parts add up."""
-    _, given = dpo_words()
+    _, required = dpo_words()
     parts: dict[str, dict[str, float]] = {}
     for loss in ("sigmoid", "aot", "simpo"):
-        assert cli.main(["plan", *given, "--length", "60", f"preference.loss={loss}"]) == 0
+        assert cli.main(["plan", *required, "--length", "60", f"preference.loss={loss}"]) == 0
         out = capsys.readouterr().out
         assert "job      weft dpo: the config has a section preference" in out
         assert "6 documents a step, two for each of 3 pairs" in out
@@ -314,7 +316,7 @@ def test_a_step_is_longer_by_what_it_reads(capsys: pytest.CaptureFixture[str]) -
 
 def test_dry_runs_tell_the_loss_and_what_it_is_measured_against(capsys: pytest.CaptureFixture[str]) -> None:
     teacher = str(home() / "wide")
-    for command, (_, given), words in (
+    for command, (_, required), words in (
         ("dpo", dpo_words(), ("loss     sigmoid", "a reference of its own", "of 3 pairs", "reference")),
         ("reward", dpo_words(), ("loss     bradley_terry; a head of 1 number", "of 3 pairs")),
         (
@@ -323,8 +325,8 @@ def test_dry_runs_tell_the_loss_and_what_it_is_measured_against(capsys: pytest.C
             (f"teacher  {teacher}", "loss     forward_kl", "head of teacher", "samples  50%", "copy that samples"),
         ),
     ):
-        given = [word for word in given if not word.startswith("preference.") or command == "dpo"]
-        assert cli.main([command, *given, "--device", "cpu", "--nproc", "1", "--dry-run"]) == 0
+        required = [word for word in required if not word.startswith("preference.") or command == "dpo"]
+        assert cli.main([command, *required, "--device", "cpu", "--nproc", "1", "--dry-run"]) == 0
         out = re.sub(r" *\n {9}", " ", capsys.readouterr().out)
         assert all(text in out for text in words), (command, out)
 
@@ -332,22 +334,22 @@ def test_dry_runs_tell_the_loss_and_what_it_is_measured_against(capsys: pytest.C
 # ---------------------------------------------------------------- time
 
 
-def machine(**others: float) -> Machine:
+def machine(**changes: float) -> Machine:
     assumed = accelerator("h100-80gb")
     assert assumed is not None
-    return machine_of(assumed, **others)
+    return machine_of(assumed, **changes)
 
 
 def test_collectives_take_what_their_slowest_links_allow() -> None:
     """100 GB over groups of a machine, of several, and of one rank on each; rates as they are."""
-    found = replace(machine(link=100.0, network=4.0), moved=1.0, hop=0.0, far_hop=0.0)
-    whole = 100e9
-    assert found.gathering(whole, 8, 1) == pytest.approx(7 / 8)
-    assert found.gathering(whole, 16, 1) == pytest.approx(100 / 2 / (8 * 4))  # half of it comes over eight networks
-    assert found.gathering(whole, 2, 8) == pytest.approx(100 / 2 / 4)
-    assert found.exchanging(whole, 16, 1) == pytest.approx(100 / 2 / 4)
-    assert (found.sending(whole, 1), found.sending(whole, 8)) == (1.0, 25.0)
-    assert found.gathering(whole, 1, 1) == found.exchanging(whole, 1, 1) == 0.0
+    slow = replace(machine(link=100.0, network=4.0), moved=1.0, hop=0.0, far_hop=0.0)
+    size = 100e9
+    assert slow.gathering(size, 8, 1) == pytest.approx(7 / 8)
+    assert slow.gathering(size, 16, 1) == pytest.approx(100 / 2 / (8 * 4))  # half of it comes over eight networks
+    assert slow.gathering(size, 2, 8) == pytest.approx(100 / 2 / 4)
+    assert slow.exchanging(size, 16, 1) == pytest.approx(100 / 2 / 4)
+    assert (slow.sending(size, 1), slow.sending(size, 8)) == (1.0, 25.0)
+    assert slow.gathering(size, 1, 1) == slow.exchanging(size, 1, 1) == 0.0
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 8}, {"pp": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4, "cp": 2}])
@@ -399,11 +401,18 @@ def test_the_passes_of_families_are_counted(family: str) -> None:
     stock = layer_passes(model.built.config, torch.bfloat16)
     fused = model.passes(RowSharing())
     assert fused == layer_passes(model.built.config, torch.bfloat16, fused_norms=True) and len(fused) == len(stock)
-    assert all(one.forward.bytes <= other.forward.bytes for one, other in zip(fused, stock, strict=True))
+    assert all(
+        fused_layer.forward.bytes <= stock_layer.forward.bytes
+        for fused_layer, stock_layer in zip(fused, stock, strict=True)
+    )
 
 
 def described(
-    sections: dict[str, Any], mesh: dict[str, int], lengths: list[int], own: Machine | None = None, **changes: Any
+    sections: dict[str, Any],
+    mesh: dict[str, int],
+    lengths: list[int],
+    machine_used: Machine | None = None,
+    **changes: Any,
 ) -> tuple[Blueprint, dict[str, float], Any]:
     """(A small llama in bf16 on H100s, part -> seconds, the whole time)."""
     fsdp = {"param_dtype": "bf16", **sections.get("fsdp", {})}
@@ -411,7 +420,7 @@ def described(
     config = replace(engine_config(path, "1", **{**sections, "fsdp": fsdp}), mesh=MeshConfig(**mesh))
     model = Blueprint(config, "cpu", accelerator("h100-80gb"))
     sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
-    time = time_of(model, sizes, RowFacts.from_plan(model, plan_rows(model, sizes, lengths)), own or machine())
+    time = time_of(model, sizes, RowFacts.from_plan(model, plan_rows(model, sizes, lengths)), machine_used or machine())
     assert sum(part.waits for part in time.parts) == pytest.approx(time.seconds)
     return model, {part.name: part.seconds for part in time.parts}, time
 
@@ -426,9 +435,9 @@ def test_what_a_single_rank_spends_on_copies_and_the_update_by_hand() -> None:
     assert parts["optimizer"] == pytest.approx(36 * model.trained / rate)
     assert parts["end of the step"] == pytest.approx(15e-6 * len(model.weights))
     layers = model.passes(RowSharing())
-    of_layers = 59 * sum(one.forward.bytes + one.backward.bytes for one in layers)
+    of_layers = 59 * sum(layer.forward.bytes + layer.backward.bytes for layer in layers)
     assert parts["passes"] == pytest.approx((of_layers + 59 * model.head_passes(1)) / rate, rel=1e-3)
-    operations = sum(one.forward.operations + one.backward.operations for one in layers)
+    operations = sum(layer.forward.operations + layer.backward.operations for layer in layers)
     assert parts["launching"] == pytest.approx(15e-6 * operations)
 
 
@@ -441,20 +450,20 @@ def test_a_step_with_little_to_compute_takes_what_the_host_needs() -> None:
 
 def test_recomputed_layers_pass_once_more_and_compiled_ones_less() -> None:
     model, plain, _ = described({}, {"dp_shard": 1}, [60])
-    again = described({"model": {"recompute": "full"}}, {"dp_shard": 1}, [60])[1]
+    recomputed = described({"model": {"recompute": "full"}}, {"dp_shard": 1}, [60])[1]
     fused = described({"model": {"compile": True}}, {"dp_shard": 1}, [60])[1]
     rate, layers = 3350e9 * 0.8, model.passes(RowSharing())
-    forward = 59 * sum(one.forward.bytes for one in layers) / rate
-    both = forward + 59 * sum(one.backward.bytes for one in layers) / rate
-    assert again["passes"] - plain["passes"] == pytest.approx(forward)
-    assert plain["passes"] - fused["passes"] == pytest.approx(0.6 * both)
+    forward = 59 * sum(layer.forward.bytes for layer in layers) / rate
+    both_passes = forward + 59 * sum(layer.backward.bytes for layer in layers) / rate
+    assert recomputed["passes"] - plain["passes"] == pytest.approx(forward)
+    assert plain["passes"] - fused["passes"] == pytest.approx(0.6 * both_passes)
 
 
 def test_shards_are_cast_and_what_arrived_is_copied() -> None:
     """On 4 ranks: a quarter is cast, all is copied out; gradients are laid out; a second micro-batch adds."""
     model, parts, _ = described({"step": {"max_tokens_per_device": 64}}, {"dp_shard": 4}, [60] * 8)
-    held = Holdings(model, MeshSizes(1, 4, 1, 1, 1, 1)).share_of(RankCoordinates())
-    freed = sum(unit.elements * unit.count for unit in held.units if not unit.keep)
+    share = Holdings(model, MeshSizes(1, 4, 1, 1, 1, 1)).share_of(RankCoordinates())
+    freed = sum(unit.elements * unit.count for unit in share.units if not unit.keep)
     of_gather, of_gradient = 6 / 4 + 4, 6 + 12 / 4
     bytes_of_row = of_gather * (model.trained + freed) + of_gradient * model.trained
     assert parts["copies of weights"] == pytest.approx(2 * bytes_of_row / (3350e9 * 0.8))
@@ -489,8 +498,8 @@ def test_frozen_weights_are_copied_where_there_are_several_data_ranks() -> None:
 def test_fused_norms_pass_over_less() -> None:
     """A stock RMSNorm moves 36 bytes of an element in forward and 92 in backward, torch's kernel 4 and 10."""
     stock, fused = (
-        described({"model": {"fused_norms": wanted}}, {"dp_shard": 1}, [60])[0].passes(RowSharing())[0]
-        for wanted in (False, "auto")
+        described({"model": {"fused_norms": setting}}, {"dp_shard": 1}, [60])[0].passes(RowSharing())[0]
+        for setting in (False, "auto")
     )
     assert stock.forward.bytes - fused.forward.bytes == pytest.approx(2 * 256 * 32, rel=0.02)
     assert stock.backward.bytes - fused.backward.bytes == pytest.approx(2 * 256 * 82, rel=0.03)
@@ -540,15 +549,21 @@ def test_what_is_offloaded_is_on_the_host(capsys: pytest.CaptureFixture[str]) ->
     mesh = {"dp_shard": 2}
     on, off = (described({"fsdp": {"cpu_offload": offload}}, mesh, [60] * 2) for offload in (True, False))
     sizes, facts = MeshSizes(1, 2, 1, 1, 1, 1), None
-    (here,), (there,) = (memory_by_stage(model, sizes, facts) for model, *_ in (on, off))
-    assert here.share == there.share and there.resident == here.share.resident > 0 == here.resident
-    assert here.on_host - here.host == here.share.resident and there.on_host == there.host
-    two = sorted((unit.elements for unit in here.share.units for _ in range(unit.count)), reverse=True)[:2]
-    assert here.staged == sum(two) * 4 // 2
-    assert there.fullest - here.fullest == here.share.resident - here.staged
+    (resident_memory,), (offloaded,) = (memory_by_stage(model, sizes, facts) for model, *_ in (on, off))
+    assert (
+        resident_memory.share == offloaded.share
+        and offloaded.resident == resident_memory.share.resident > 0 == resident_memory.resident
+    )
+    assert (
+        resident_memory.on_host - resident_memory.host == resident_memory.share.resident
+        and offloaded.on_host == offloaded.host
+    )
+    two = sorted((unit.elements for unit in resident_memory.share.units for _ in range(unit.count)), reverse=True)[:2]
+    assert resident_memory.staged == sum(two) * 4 // 2
+    assert offloaded.fullest - resident_memory.fullest == resident_memory.share.resident - resident_memory.staged
     # Each rank's half comes in fp32 for forward and, where it was freed, for backward; gradients go back in fp32.
     model, parts, _ = on
-    freed = sum(unit.elements * unit.count for unit in here.share.units if not unit.keep)
+    freed = sum(unit.elements * unit.count for unit in resident_memory.share.units if not unit.keep)
     moved = 4 * (model.trained + freed + model.trained) / 2
     assert parts["copies from and to the host"] == pytest.approx(moved / (50e9 * 0.8))
     assert parts["optimizer"] == pytest.approx(36 * model.trained / 2 / 25e9)
@@ -558,9 +573,9 @@ def test_what_is_offloaded_is_on_the_host(capsys: pytest.CaptureFixture[str]) ->
 def test_an_optimizer_on_the_host_leaves_weights_in_the_compute_dtype() -> None:
     sizes = MeshSizes(1, 2, 1, 1, 1, 1)
     model, parts, _ = described({"fsdp": {"cpu_offload": "optimizer"}}, {"dp_shard": 2}, [60] * 2)
-    (here,) = memory_by_stage(model, sizes, None)
-    assert here.staged == 0 and here.on_host - here.host == here.share.resident
-    assert here.resident == here.on_device == sum(u.elements * u.count for u in here.share.units) * 2 // 2
+    (memory,) = memory_by_stage(model, sizes, None)
+    assert memory.staged == 0 and memory.on_host - memory.host == memory.share.resident
+    assert memory.resident == memory.on_device == sum(u.elements * u.count for u in memory.share.units) * 2 // 2
     moved = 4 * model.trained / 2  # gradients go in fp32
     assert parts["copies from and to the host"] == pytest.approx(moved / (50e9 * 0.8))
     assert parts["optimizer"] == pytest.approx(36 * model.trained / 2 / 25e9)
@@ -604,7 +619,7 @@ def test_a_reference_on_the_host_takes_no_memory_of_the_accelerator(
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "kept"),
+    ("fsdp", "copies"),
     [
         ({}, 0),
         ({"reduce": "every"}, 4),
@@ -612,14 +627,14 @@ def test_a_reference_on_the_host_takes_no_memory_of_the_accelerator(
         ({"master_dtype": "bf16", "reduce_dtype": "bf16"}, 0),
     ],
 )
-def test_reduced_gradients_of_replicas_that_torch_keeps_are_counted(fsdp: dict[str, str], kept: int) -> None:
+def test_reduced_gradients_of_replicas_that_torch_keeps_are_counted(fsdp: dict[str, str], copies: int) -> None:
     """Beside the gradients, in the dtype of the reduction: where they are cast to the masters' or added to others."""
     config = engine_config(saved_model("llama"), "1", fsdp={"param_dtype": "bf16", **fsdp})
     for mesh, sizes in (({"dp_replicate": 2, "dp_shard": 2}, (2, 2)), ({"dp_shard": 4}, (1, 4))):
         model = Blueprint(replace(config, mesh=MeshConfig(**mesh)), "cpu", None)
         whole = MeshSizes(*sizes, 1, 1, 1, 1)
         (memory,) = memory_by_stage(model, whole, None)
-        replicas = sum(u.trained_padded // u.shards * u.count for u in memory.share.units) * kept
+        replicas = sum(u.trained_padded // u.shards * u.count for u in memory.share.units) * copies
         assert memory.reduced == (replicas if sizes[0] > 1 else 0)
 
 
@@ -634,55 +649,57 @@ def searched(family: str, ranks: int, lengths: list[int], **changes: Any) -> Sea
 
 def test_the_best_meshes_are_those_of_all() -> None:
     """Meshes that are left out are slower; those that a family refuses are named."""
-    wanted = searched("qwen3_moe", 16, [120] * 24 + [500] * 2)
-    found = search(wanted)
-    every = [one for mesh in meshes(wanted) if (one := tried(wanted, mesh)) is not None]
-    every.sort(key=lambda one: (one.time.seconds, one.fullest))
-    assert [one.time.seconds for one in found.best] == [one.time.seconds for one in every[:BEST]]
-    assert found.tried <= found.meshes == len(list(meshes(wanted)))
-    assert all(one.mesh.world == 16 for one in found.best)
+    problem = searched("qwen3_moe", 16, [120] * 24 + [500] * 2)
+    result = search(problem)
+    candidates = [candidate for mesh in meshes(problem) if (candidate := tried(problem, mesh)) is not None]
+    candidates.sort(key=lambda candidate: (candidate.time.seconds, candidate.fullest))
+    assert [candidate.time.seconds for candidate in result.best] == [
+        candidate.time.seconds for candidate in candidates[:BEST]
+    ]
+    assert result.tried <= result.meshes == len(list(meshes(problem)))
+    assert all(candidate.mesh.world == 16 for candidate in result.best)
 
 
-def tried(wanted: Search, mesh: MeshSizes) -> Any:
+def tried(problem: Search, mesh: MeshSizes) -> Any:
     """The proposal of one mesh; None where it is refused."""
-    single = replace(wanted)
+    single = replace(problem)
     with mock.patch("weft.recipes.plan.search.meshes", return_value=[mesh]):
         return next(iter(search(single).best), None)
 
 
 def test_a_family_that_cannot_be_cut_is_proposed_without_that_axis() -> None:
-    found = search(searched("gemma4_text", 8, [100] * 16))
-    assert found.best and all(one.mesh.pp == 1 for one in found.best)
+    result = search(searched("gemma4_text", 8, [100] * 16))
+    assert result.best and all(candidate.mesh.pp == 1 for candidate in result.best)
 
 
 def test_a_search_counts_the_models_beside() -> None:
     """A reference takes memory and time on every mesh, as `weft plan` counts on that mesh; room for the trained model
     alone is not enough."""
-    schema, given = dpo_words()
-    config: Any = load_config([], given, schema)
+    schema, required = dpo_words()
+    config: Any = load_config([], required, schema)
     model = Blueprint(EngineConfig.from_config(config), "cpu", accelerator("h100-80gb"))
     lengths = StepLengths([60] * 12, "stated", 2, 30)
     problem = Search(config, model, machine(), 4, lengths.tokens, True, lengths.group, lengths.prefix)
-    found = search(problem)
-    one = found.best[0]
-    on_mesh = replace(config, mesh=replace(config.mesh, **one.mesh.named, ulysses=None))
-    beside = Beside(on_mesh, model, 4, "cpu", accelerator("h100-80gb"))
-    (reference,) = beside.rows(one.mesh)
-    assert reference.weights and one.fullest == one.memory.fullest + reference.weights
-    plan, rows = lengths.plan(model, one.mesh, one.budget)
-    readings = beside.readings(one.mesh, plan, rows, problem.machine, lengths.plan)
-    step = time_of(model, one.mesh, rows, problem.machine, one.choice.activations)
-    assert readings and one.time.seconds == pytest.approx(with_readings(step, readings).seconds)
-    tight = Accelerator("h100-80gb", int(one.memory.fullest / problem.machine.usable) + 1)
-    alone = search(replace(problem, machine=replace(problem.machine, accelerator=tight)))
-    assert (one.mesh, one.choice) not in [(other.mesh, other.choice) for other in alone.best]
+    result = search(problem)
+    best = result.best[0]
+    on_mesh = replace(config, mesh=replace(config.mesh, **best.mesh.named, ulysses=None))
+    further_models = Beside(on_mesh, model, 4, "cpu", accelerator("h100-80gb"))
+    (reference,) = further_models.rows(best.mesh)
+    assert reference.weights and best.fullest == best.memory.fullest + reference.weights
+    plan, rows = lengths.plan(model, best.mesh, best.budget)
+    readings = further_models.readings(best.mesh, plan, rows, problem.machine, lengths.plan)
+    step = time_of(model, best.mesh, rows, problem.machine, best.choice.activations)
+    assert readings and best.time.seconds == pytest.approx(with_readings(step, readings).seconds)
+    tight = Accelerator("h100-80gb", int(best.memory.fullest / problem.machine.usable) + 1)
+    tight_result = search(replace(problem, machine=replace(problem.machine, accelerator=tight)))
+    assert (best.mesh, best.choice) not in [(candidate.mesh, candidate.choice) for candidate in tight_result.best]
 
 
 def test_a_model_that_fits_nowhere_says_what_is_nearest() -> None:
-    wanted = searched("llama", 2, [100] * 4)
+    problem = searched("llama", 2, [100] * 4)
     small = Accelerator("h100-80gb", 1 << 18)
-    found = search(replace(wanted, machine=replace(wanted.machine, accelerator=small)))
-    assert not found.best
+    result = search(replace(problem, machine=replace(problem.machine, accelerator=small)))
+    assert not result.best
 
 
 # ---------------------------------------------------------------- the command
@@ -714,21 +731,21 @@ def test_the_best_meshes_are_proposed(checkout: Path, capsys: pytest.CaptureFixt
     words = ["plan", "examples/sft_qwen3_4b.yaml", "--search", "--ranks", "16", "--length", "8192"]
     assert cli.main([*words, "--assume", "a100-40gb"]) == 0
     out = said(capsys)
-    found = re.search(r"take (mesh\.\S+(?: (?:'[^']*'|\S+=\S+))*)", out)
-    assert found is not None and "39.4 GiB" not in out
-    assert cli.main([*words[:2], "--ranks", "16", "--length", "8192", *shlex.split(found[1])]) == 0
+    proposal = re.search(r"take (mesh\.\S+(?: (?:'[^']*'|\S+=\S+))*)", out)
+    assert proposal is not None and "39.4 GiB" not in out
+    assert cli.main([*words[:2], "--ranks", "16", "--length", "8192", *shlex.split(proposal[1])]) == 0
 
 
 def test_what_is_proposed_for_a_length_lets_a_run_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ["model.path=m", "data.path=d.jsonl"]
+    required = ["model.path=m", "data.path=d.jsonl"]
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     (tmp_path / "d.jsonl").write_text("{}")
-    sft = load_config([], [*given, "data.max_length=64"], weights=False)
+    sft = load_config([], [*required, "data.max_length=64"], weights=False)
     assert longer(sft, 128) == "data.max_length=128" and longer(sft, 64) == longer(sft, None) == ""
-    assert longer(load_config([], given, weights=False), 128) == ""  # a document may fill a row
-    rl = load_config([], [*given, "rl.reward=[length]"], RlConfig, weights=False)  # 1024 + 1024 tokens
+    assert longer(load_config([], required, weights=False), 128) == ""  # a document may fill a row
+    rl = load_config([], [*required, "rl.reward=[length]"], RlConfig, weights=False)  # 1024 + 1024 tokens
     assert longer(rl, 3000) == "rollout.max_new_tokens=1976" and longer(rl, 2048) == ""
 
 
@@ -751,10 +768,10 @@ def test_answers_to_one_prompt_are_planned_as_the_engine_lays_them_out() -> None
     planner = planner_of(model, sizes)
     real = planner.plan(planner.metadata(documents), 128)
     assert (plan.rows, plan.lengths, plan.costs) == (real.rows, real.lengths, real.costs)
-    apart = plan_rows(model, sizes, [60] * 8)
-    assert plan.tokens_forwarded == 2 * (40 + 4 * 19) < apart.tokens_forwarded == 8 * 59
-    trees, alone = (RowFacts.from_plan(model, of) for of in (plan, apart))
-    assert trees.flops < 0.55 * alone.flops and trees.tokens == alone.tokens == 480
+    separate_plan = plan_rows(model, sizes, [60] * 8)
+    assert plan.tokens_forwarded == 2 * (40 + 4 * 19) < separate_plan.tokens_forwarded == 8 * 59
+    trees, separate = (RowFacts.from_plan(model, layout) for layout in (plan, separate_plan))
+    assert trees.flops < 0.55 * separate.flops and trees.tokens == separate.tokens == 480
     simulated = planner.metadata(simulated_documents(Step([60] * 8, CrossEntropy(), (), 4, 40)))
     assert planner.plan(simulated, 128).tokens_forwarded == plan.tokens_forwarded
 
@@ -780,9 +797,9 @@ def test_what_cannot_be_planned_is_refused(
 def test_a_rank_has_units_only_of_the_layers_of_its_stage() -> None:
     """The first layer of this model alone has no experts."""
     model, sizes = blueprint("deepseek_v3", "pp2x2", {}), sizes_of("pp2x2")
-    held = [Holdings(model, sizes).share_of(RankCoordinates(pp=stage)) for stage in range(2)]
-    assert all(unit.count > 0 for stage in held for unit in stage.units)
-    assert {unit.name for unit in held[0].units} != {unit.name for unit in held[1].units}
+    shares = [Holdings(model, sizes).share_of(RankCoordinates(pp=stage)) for stage in range(2)]
+    assert all(unit.count > 0 for stage in shares for unit in stage.units)
+    assert {unit.name for unit in shares[0].units} != {unit.name for unit in shares[1].units}
 
 
 def test_matrices_have_a_smaller_share_in_longer_documents() -> None:
@@ -792,7 +809,7 @@ def test_matrices_have_a_smaller_share_in_longer_documents() -> None:
 
 
 def test_rows_of_equal_documents_are_planned_for_some_of_the_ranks_and_counted_for_all() -> None:
-    wanted = searched("llama", 4, [64] * 8)
+    problem = searched("llama", 4, [64] * 8)
     sizes = resolve_mesh(MeshConfig(dp_shard=4), 4)
-    whole = RowFacts.from_plan(wanted.model, plan_rows(wanted.model, sizes, wanted.lengths, 128))
-    assert _rows(wanted, {}, wanted.model, sizes, 128)[1] == whole and whole.tokens == 512
+    complete = RowFacts.from_plan(problem.model, plan_rows(problem.model, sizes, problem.lengths, 128))
+    assert _rows(problem, {}, problem.model, sizes, 128)[1] == complete and complete.tokens == 512

@@ -52,7 +52,7 @@ def weft(folder: Path) -> Weft:
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     return folder
 
@@ -178,15 +178,15 @@ def test_the_end_of_each_step_is_scored(folder: Path, last: bool, expected: dict
     document = recipe_of(folder, *words).read_data().documents[0]
     scored = document.weights.nonzero()[:, 0].tolist()
     assert len(document) == 5 + 3 + 2 + 1
-    labels = {place: float(document.arrays["label"][place]) for place in scored}
-    assert labels == {place - (place == 11): label for place, label in expected.items()}
+    labels = {position: float(document.arrays["label"][position]) for position in scored}
+    assert labels == {position - (position == 11): label for position, label in expected.items()}
 
 
 def test_steps_are_learnt(weft: Weft, folder: Path) -> None:
     """A step is right if it has the word of the prompt."""
     rows = [
-        {"prompt": f"to anna : {word} ->", "completions": [f"dear {word}", f"bye {other}"], "labels": [True, False]}
-        for word in ("rain", "tea", "book", "train") for other in ("lake", "snow", "bread")
+        {"prompt": f"to anna : {word} ->", "completions": [f"dear {word}", f"bye {wrong}"], "labels": [True, False]}
+        for word in ("rain", "tea", "book", "train") for wrong in ("lake", "snow", "bread")
     ] * 8  # fmt: skip
     write_jsonl(folder / "rows.jsonl", *rows)
     done = weft("reward", "model.path=writer", *KEYS, "data.path=rows.jsonl", "step.documents=16", "train.epochs=5",
@@ -231,21 +231,21 @@ def test_a_missing_number_of_a_table_is_no_label(kind: LabelKind) -> None:
     (["reward.loss=process", "reward.step_separator=''"], "reward.step_separator is empty"),
     (["train.neftune_noise_alpha=5"], "other noise"), (["eval.prompts=held-out.jsonl"], "gives scores, and no text"),
 ])  # fmt: skip
-def test_keys_that_do_not_go_together(here: Path, words: list[str], expected: str) -> None:
+def test_keys_that_do_not_go_together(workdir: Path, words: list[str], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config([], ["model.path=writer", "model.init=random", "data.path=preferences.jsonl", *words], RewardConfig)
     assert expected in str(caught.value)
 
 
-def test_a_reward_model_is_no_model_of_text(trained: tuple[Path, str], here: Path) -> None:
+def test_a_reward_model_is_no_model_of_text(trained: tuple[Path, str], workdir: Path) -> None:
     words = [f"model.path={trained[0]}/checkpoints/latest", "data.path=letters.jsonl", "run.dir=text"]
     assert cli.main(["sft", *words, "--dry-run"]) != 0
     with pytest.raises(UserError, match="gives scores, and no text: `weft eval .*rm DATA`"):
         open_chat(ChatOptions(path=str(trained[0]), device="cpu"))
 
 
-def test_held_out_pairs_are_measured_alike_by_run_and_command(trained: tuple[Path, str], here: Path) -> None:
-    config = measured_config(str(trained[0]), [str(here / "held-out.jsonl")])
+def test_held_out_pairs_are_measured_alike_by_run_and_command(trained: tuple[Path, str], workdir: Path) -> None:
+    config = measured_config(str(trained[0]), [str(workdir / "held-out.jsonl")])
     assert isinstance(config, RewardConfig)
     options = MeasureOptions(path=str(trained[0]), device="cpu", json=True)
     (figures,) = run_in_pool(1, _losses, config, options)

@@ -82,7 +82,7 @@ def weft(folder: Path) -> Weft:
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This process stands in the folder, so that cli.main is the command without the start of another Python."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -105,7 +105,7 @@ def tree(path: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def one(weft: Weft, folder: Path) -> tuple[Path, str]:
+def single_rank(weft: Weft, folder: Path) -> tuple[Path, str]:
     """(run folder, console) of a run on one rank."""
     done = weft("sft", "c.yaml")
     assert done.returncode == 0, done.stderr
@@ -113,8 +113,8 @@ def one(weft: Weft, folder: Path) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-def test_the_run_folder(one: tuple[Path, str], folder: Path) -> None:
-    run, _ = one
+def test_the_run_folder(single_rank: tuple[Path, str], folder: Path) -> None:
+    run, _ = single_rank
     assert {file.name for file in run.iterdir()} == {
         "config.yaml", "opening.txt", "metrics.jsonl", "checkpoints", "starts.jsonl", "summary.json", "system.jsonl",
     }  # fmt: skip
@@ -129,8 +129,8 @@ def test_the_run_folder(one: tuple[Path, str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_metrics_have_every_key_in_every_line(one: tuple[Path, str]) -> None:
-    run, _ = one
+def test_metrics_have_every_key_in_every_line(single_rank: tuple[Path, str]) -> None:
+    run, _ = single_rank
     written = lines(run)
     assert [line["step"] for line in written] == list(range(1, STEPS + 1))
     assert [line["documents"] for line in written] == [8, 8, 4] * EPOCHS
@@ -150,8 +150,8 @@ def test_metrics_have_every_key_in_every_line(one: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_summary_adds_up(one: tuple[Path, str]) -> None:
-    run, _ = one
+def test_the_summary_adds_up(single_rank: tuple[Path, str]) -> None:
+    run, _ = single_rank
     summary, written = json.loads((run / "summary.json").read_text()), lines(run)
     assert (summary["steps"], summary["skipped_steps"], summary["documents"]) == (STEPS, 0, 40)
     assert summary["tokens"] == sum(line["tokens"] for line in written)
@@ -161,8 +161,8 @@ def test_the_summary_adds_up(one: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_console_has_one_line_for_each_step(one: tuple[Path, str]) -> None:
-    run, console = one
+def test_the_console_has_one_line_for_each_step(single_rank: tuple[Path, str]) -> None:
+    run, console = single_rank
     assert re.findall(r"^step (\d+)/6  loss \d", console, re.MULTILINE) == [str(n) for n in range(1, STEPS + 1)]
     for words in ("run      one", "20 documents", "LlamaForCausalLM", "dp_shard 1 on 1 rank of cpu", "details  one/"):
         assert words in console
@@ -173,15 +173,15 @@ def test_the_console_has_one_line_for_each_step(one: tuple[Path, str]) -> None:
     assert len(opening.splitlines()) <= 14 and "FSDP units" not in opening and "attention kernel" not in opening
 
 
-@pytest.mark.parametrize(("columns", "more"), [(80, []), (60, ["--verbose"]), (80, ["--dry-run"])])
+@pytest.mark.parametrize(("columns", "extra"), [(80, []), (60, ["--verbose"]), (80, ["--dry-run"])])
 def test_nothing_that_begins_or_ends_a_run_is_wider_than_the_terminal(
-    columns: int, more: list[str], here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    columns: int, extra: list[str], workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     words = ["eval.share=0.1", "optimizer.ema_decay=0.9", "lora.rank=2", "train.epochs=1"]
-    assert cli.main(["sft", "c.yaml", "--device", "cpu", f"run.dir={tmp_path}/r", *words, *more]) == 0
+    assert cli.main(["sft", "c.yaml", "--device", "cpu", f"run.dir={tmp_path}/r", *words, *extra]) == 0
     out = capsys.readouterr().out
-    if "--dry-run" in more:
+    if "--dry-run" in extra:
         out = out.partition("\nmodel    ")[2]  # behind the config
     else:  # lines of steps are one line each where there is no terminal
         out = out.partition("\nstep 1/")[0] + "\n" + out.partition("\ndone ")[2]
@@ -192,23 +192,23 @@ def test_nothing_that_begins_or_ends_a_run_is_wider_than_the_terminal(
 
 @pytest.mark.covers("run.dir")
 @pytest.mark.slow
-def test_the_resolved_config_runs_again(one: tuple[Path, str], here: Path) -> None:
+def test_the_resolved_config_runs_again(single_rank: tuple[Path, str], workdir: Path) -> None:
     """Every key is in it, and it gives the same losses."""
-    run, _ = one
+    run, _ = single_rank
     resolved = yaml.safe_load((run / "config.yaml").read_text())
     assert resolved["train"]["seed"] == 3 and resolved["fsdp"]["reduce_dtype"] == "fp32"
     assert cli.main(["sft", "one/config.yaml", "run.dir=again"]) == 0
-    assert losses(here / "again") == pytest.approx(losses(run), rel=1e-5)
-    again = yaml.safe_load((here / "again" / "config.yaml").read_text())
-    assert again["run"].pop("dir") == "again" and resolved["run"].pop("dir") == "one"
-    assert again == resolved
+    assert losses(workdir / "again") == pytest.approx(losses(run), rel=1e-5)
+    repeated = yaml.safe_load((workdir / "again" / "config.yaml").read_text())
+    assert repeated["run"].pop("dir") == "again" and resolved["run"].pop("dir") == "one"
+    assert repeated == resolved
 
 
 @pytest.mark.slow
 def test_a_folder_with_a_run_in_it_is_refused(
-    one: tuple[Path, str], here: Path, capsys: pytest.CaptureFixture[str]
+    single_rank: tuple[Path, str], workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, _ = one
+    run, _ = single_rank
     before, config = tree(run), (run / "config.yaml").read_text()
     assert cli.main(["sft", "c.yaml", "optimizer.lr=1"]) == 2
     assert "run.dir: one holds a run already. Set run.dir to another folder" in capsys.readouterr().err
@@ -219,32 +219,32 @@ def test_a_folder_with_a_run_in_it_is_refused(
 
 
 @pytest.mark.slow
-def test_two_ranks_train_alike(one: tuple[Path, str], weft: Weft, folder: Path) -> None:
+def test_two_ranks_train_alike(single_rank: tuple[Path, str], weft: Weft, folder: Path) -> None:
     done = weft("sft", "c.yaml", "run.dir=two", "--nproc", "2", starter=("-m", "weft"))
     assert done.returncode == 0, done.stderr
-    assert losses(folder / "two")[0] == pytest.approx(losses(one[0])[0], rel=1e-4)
-    assert losses(folder / "two") == pytest.approx(losses(one[0]), rel=1e-3)
+    assert losses(folder / "two")[0] == pytest.approx(losses(single_rank[0])[0], rel=1e-4)
+    assert losses(folder / "two") == pytest.approx(losses(single_rank[0]), rel=1e-3)
     assert all(0 < line["utilisation"] <= 1 for line in lines(folder / "two"))
     assert len(re.findall(r"^step \d+/6", done.stdout, re.MULTILINE)) == STEPS  # the first rank speaks for both
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_join(one: tuple[Path, str], folder: Path) -> None:
+def test_ranks_of_torchrun_join(single_rank: tuple[Path, str], folder: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "weft"]
     words = ["sft", "c.yaml", "mesh.dp_replicate=2", "run.dir=joined", "train.steps=2", "train.epochs=null"]
     done = forked.run(partial(forked.script, [*torchrun, *words]), folder)
     assert done.returncode == 0, done.stderr
-    assert losses(folder / "joined") == pytest.approx(losses(one[0])[:2], rel=1e-4)
+    assert losses(folder / "joined") == pytest.approx(losses(single_rank[0])[:2], rel=1e-4)
     assert done.stdout.count("step 2/2  loss") == 1
 
 
-def test_tasks_of_srun_join(one: tuple[Path, str], folder: Path) -> None:
+def test_tasks_of_srun_join(single_rank: tuple[Path, str], folder: Path) -> None:
     """With the variables that Slurm gives each of them, and none of torchrun's."""
     words = ["sft", "c.yaml", "mesh.dp_replicate=2", "run.dir=tasks", "train.steps=2", "train.epochs=null"]
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "here"}
     tasks = [forked.Run(words, folder, **step, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)) for n in range(2)]
     assert [task.wait().status for task in tasks] == [0, 0], [task.errors() for task in tasks]
-    assert losses(folder / "tasks") == pytest.approx(losses(one[0])[:2], rel=1e-4)
+    assert losses(folder / "tasks") == pytest.approx(losses(single_rank[0])[:2], rel=1e-4)
     assert [task.output().count("step 2/2  loss") for task in tasks] == [1, 0]
 
 
@@ -253,21 +253,21 @@ def test_tasks_of_srun_join(one: tuple[Path, str], folder: Path) -> None:
 
 @pytest.mark.covers("train.steps")
 @pytest.mark.slow
-def test_steps_end_a_run_and_without_a_name_it_gets_one(here: Path) -> None:
-    (here / "s.yaml").write_text("model: {path: model}\ndata: {path: chats.jsonl}\nstep: {documents: 8}\n")
+def test_steps_end_a_run_and_without_a_name_it_gets_one(workdir: Path) -> None:
+    (workdir / "s.yaml").write_text("model: {path: model}\ndata: {path: chats.jsonl}\nstep: {documents: 8}\n")
     assert cli.main(["sft", "s.yaml", "train.steps=4", "optimizer.lr=1e-2"]) == 0
-    (run,) = (here / "runs").iterdir()
+    (run,) = (workdir / "runs").iterdir()
     assert re.fullmatch(r"model-\d{8}-\d{6}", run.name)
     assert [line["epoch"] for line in lines(run)] == [1, 1, 1, 2]
     assert (run / "checkpoints" / "latest").resolve().name == "step-000004"
 
 
 @pytest.fixture
-def poisoned(here: Path) -> Path:
+def poisoned(workdir: Path) -> Path:
     """A model whose embedding of the letter z is infinite, and chats of which three have one."""
-    path = here / "poisoned"
+    path = workdir / "poisoned"
     if not path.exists():
-        source = transformers.AutoModelForCausalLM.from_pretrained(here / "model")
+        source = transformers.AutoModelForCausalLM.from_pretrained(workdir / "model")
         source.save_pretrained(path)
         tokenizer = byte_tokenizer()
         tokenizer.save_pretrained(path)
@@ -276,7 +276,7 @@ def poisoned(here: Path) -> Path:
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         bad = {2, 6, 8}
         chats = [chat(("user", "a"), ("assistant", "bz" if i in bad else "bc")) for i in range(10)]
-        write_jsonl(here / "poison.jsonl", *chats)
+        write_jsonl(workdir / "poison.jsonl", *chats)
     return path
 
 
@@ -289,23 +289,23 @@ POISON = [
 @pytest.mark.covers("train.max_nonfinite")
 @pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_and_end_a_run_when_they_repeat(
-    poisoned: Path, here: Path, capsys: pytest.CaptureFixture[str]
+    poisoned: Path, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*POISON, "train.max_nonfinite=2", "run.dir=hopeless"]) == 14
     err = capsys.readouterr().err
     assert "2 steps in a row were not finite (train.max_nonfinite)" in err
     assert "rank 0, micro-batch 1, documents poison.jsonl:9, poison.jsonl:10" in err
-    written = lines(here / "hopeless")
+    written = lines(workdir / "hopeless")
     assert [line.get("skipped", False) for line in written] == [False, True, False, True, True]
     rates = [0.008, None, 0.006, None, None]  # 1e-2 x (1 - s / 5) for the first and second step that was trained
     assert [line["lr"] for line in written] == [None if rate is None else pytest.approx(rate) for rate in rates]
     for line in written:
         assert (line["loss"] is None) == (line["grad_norm"] is None) == line.get("skipped", False)
-    assert not (here / "hopeless" / "checkpoints").exists()
+    assert not (workdir / "hopeless" / "checkpoints").exists()
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_they_do_not_repeat(poisoned: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_where_they_do_not_repeat(poisoned: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On weights that are finite: others would not be saved."""
     original, z = Engine.accumulate, byte_tokenizer().convert_tokens_to_ids("z")
 
@@ -317,16 +317,18 @@ def test_a_run_goes_on_where_they_do_not_repeat(poisoned: Path, here: Path, monk
 
     monkeypatch.setattr(Engine, "accumulate", accumulate)
     assert cli.main([*POISON, "model.path=model", "train.max_nonfinite=3", "run.dir=hopeful"]) == 0
-    summary = json.loads((here / "hopeful" / "summary.json").read_text())
+    summary = json.loads((workdir / "hopeful" / "summary.json").read_text())
     assert (summary["steps"], summary["skipped_steps"], len(summary["last_losses"])) == (5, 3, 2)
-    assert (here / "hopeful" / "checkpoints" / "latest" / "model.safetensors").exists()
+    assert (workdir / "hopeful" / "checkpoints" / "latest" / "model.safetensors").exists()
 
 
 # ---------------------------------------------------------------- a dry run
 
 
-def test_a_dry_run_shows_mesh_and_sharding_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tree(here)
+def test_a_dry_run_shows_mesh_and_sharding_and_writes_nothing(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(workdir)
     sizes = ["mesh.dp_replicate=2", "--nproc", "6"]
     words = ["sft", "c.yaml", "run.dir=dry", "fsdp.param_dtype=bf16", *sizes, "--dry-run"]
     assert cli.main(words) == 0
@@ -337,10 +339,10 @@ def test_a_dry_run_shows_mesh_and_sharding_and_writes_nothing(here: Path, capsys
     assert "q_proj.weight  " not in out.partition("sharding")[2]
     assert cli.main([*words, "--parameters"]) == 0
     assert re.search(r"lm_head\.weight +264x64 +88x64 +dp_shard +float32", capsys.readouterr().out)
-    assert tree(here) == before
+    assert tree(workdir) == before
 
 
-def test_a_dry_run_says_documents_steps_and_time(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_documents_steps_and_time(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sft", "c.yaml", "--device", "cpu", "--dry-run"]
     assert cli.main([*words, "train.epochs=3"]) == 0
     lines = capsys.readouterr().out.splitlines()[-7:]
@@ -368,17 +370,17 @@ def test_a_dry_run_says_documents_steps_and_time(here: Path, capsys: pytest.Capt
     ],
 )
 def test_a_dry_run_is_refused_for_what_a_run_is(
-    override: str, message: str, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    override: str, message: str, workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_jsonl(tmp_path / "bad.jsonl", chat(("user", "a"), ("assistant", "b")), {"messages": 3})
     override = override.replace("bad.jsonl", str(tmp_path / "bad.jsonl"))
-    for more in (["--dry-run"], [f"run.dir={tmp_path}/run"]):
-        assert cli.main(["sft", "c.yaml", "--device", "cpu", override, *more]) == 2
+    for extra in (["--dry-run"], [f"run.dir={tmp_path}/run"]):
+        assert cli.main(["sft", "c.yaml", "--device", "cpu", override, *extra]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_a_dry_run_says_why_data_are_not_read(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_preview, "_MAX_BYTES", 1000)
     for path, reason in {
@@ -393,7 +395,7 @@ def test_a_dry_run_says_why_data_are_not_read(
 
 
 def test_an_accelerator_is_known_by_its_name_and_memory() -> None:
-    for name, gib, known in (
+    for name, gib, expected in (
         ("NVIDIA H100 80GB HBM3", 79.1, "h100-80gb"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
         ("NVIDIA L40S", 44.4, "l40s-48gb"),
@@ -402,26 +404,28 @@ def test_an_accelerator_is_known_by_its_name_and_memory() -> None:
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5, None),
         ("NVIDIA GeForce GTX 1080", 8.0, None),
     ):
-        found = known_accelerator(name, int(gib * (1 << 30)))
-        assert (found.name if found is not None else None) == known
+        match = known_accelerator(name, int(gib * (1 << 30)))
+        assert (match.name if match is not None else None) == expected
 
 
-def test_dropout_of_the_model_is_said_to_be_off(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropout_of_the_model_is_said_to_be_off(
+    workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["sft", "c.yaml", "--device", "cpu", "--dry-run"]
     assert cli.main(words) == 0
     assert "\ndropout " not in capsys.readouterr().out
-    shutil.copytree(here / "model", tmp_path / "model")
+    shutil.copytree(workdir / "model", tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text()) | {"attention_dropout": 0.1}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     assert cli.main([*words, f"model.path={tmp_path}/model"]) == 0
     assert "\ndropout  attention_dropout 0.1 of config.json: 0 in training" in capsys.readouterr().out
 
 
-def test_an_impossible_kernel_is_refused_before_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_kernel_is_refused_before_training(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sft", "c.yaml", "run.dir=kernel", "model.attention=varlen", "--device", "cpu"]
     assert cli.main(words) == 2
     assert "model.attention=varlen cannot serve this run: float32 on cpu" in capsys.readouterr().err
-    assert not (here / "kernel" / "metrics.jsonl").exists()
+    assert not (workdir / "kernel" / "metrics.jsonl").exists()
 
 
 # ---------------------------------------------------------------- ranks that fail or stop
@@ -431,10 +435,10 @@ def spoil() -> None:
     """Rank 1 fails in its second step."""
     original = training.learning_rate
 
-    def spoilt(step: int, *rest: Any) -> float:
+    def spoilt(step: int, *arguments: Any) -> float:
         if step == 2 and os.environ.get("RANK") == "1":
             raise OSError("no paper in tray 1")
-        return original(step, *rest)
+        return original(step, *arguments)
 
     training.learning_rate = spoilt
 
@@ -461,9 +465,9 @@ def test_a_rank_that_stops_ends_the_run_after_the_timeout(folder: Path) -> None:
     victim.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     run.wait()
-    took, err = time.monotonic() - began, run.errors()
+    seconds, err = time.monotonic() - began, run.errors()
     assert run.status == 11, err
-    assert took < timeout + 20 * business()  # five seconds until the stopped rank is killed
+    assert seconds < timeout + 20 * business()  # five seconds until the stopped rank is killed
     assert err.startswith(
         "rank 1 is stuck: it did not come within 4 seconds (train.timeout); it is stopped (SIGSTOP)\n"
     )

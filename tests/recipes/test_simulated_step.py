@@ -47,13 +47,13 @@ def really(path: str, mesh: str, sections: dict[str, Any], step: Step) -> Seen:
     engine = open_engine(path, mesh, **sections)
     for _ in range(2):
         plan = plan_of(engine, step)
-        held, watch = watched_step(engine, plan, rows_of(engine, plan, step), step.objective)
-    return held, watch.peak(), watch.collectives.totals
+        persistent, watch = watched_step(engine, plan, rows_of(engine, plan, step), step.objective)
+    return persistent, watch.peak(), watch.collectives.totals
 
 
 def simulated(path: str, mesh: str, sections: dict[str, Any], step: Step, rank: int) -> Seen:
-    found = simulate(engine_config(path, mesh, **sections), world_of(mesh), None, step, rank=rank)
-    return found.persistent, found.peak, found.collectives.totals
+    simulation = simulate(engine_config(path, mesh, **sections), world_of(mesh), None, step, rank=rank)
+    return simulation.persistent, simulation.peak, simulation.collectives.totals
 
 
 def lasting(peak: Peak) -> tuple[dict[str, int], str, int]:
@@ -85,58 +85,62 @@ def test_a_simulated_step_is_that_of_real_ranks(
     collective. Of two moments that are nearly as full as each other, temporary tensors decide in a real step which is
     the fullest; then another step is taken."""
     path, world, step = saved_model(family, num_hidden_layers=4), world_of(mesh), step_on(mesh, micro_batches)
-    here = {rank: simulated(path, mesh, sections, step, rank) for rank in {0, world - 1}}
+    simulations = {rank: simulated(path, mesh, sections, step, rank) for rank in {0, world - 1}}
     for _ in range(_STEPS):
-        there = run(world, really, path, mesh, sections, step)
-        if "v" in mesh or all(lasting(peak) == lasting(there[rank][1]) for rank, (_, peak, _) in here.items()):
+        measured = run(world, really, path, mesh, sections, step)
+        if "v" in mesh or all(
+            lasting(peak) == lasting(measured[rank][1]) for rank, (_, peak, _) in simulations.items()
+        ):
             break
-    for rank, (held, peak, totals) in here.items():
-        assert held == there[rank][0]
-        assert totals == there[rank][2]
-        then: Peak = there[rank][1]
+    for rank, (persistent, peak, totals) in simulations.items():
+        assert persistent == measured[rank][0]
+        assert totals == measured[rank][2]
+        then: Peak = measured[rank][1]
         if "v" in mesh:  # gradients of weights are computed by parts of graphs, which go when Python collects them
             assert peak.total == pytest.approx(then.total, rel=0.1)
             continue
         assert lasting(peak) == lasting(then)
         assert peak.total == pytest.approx(then.total, rel=0.05)  # temporary ones go when Python collects them
-        most, seen = ({k: v for k, v in one.maxima.items() if k != "temporary"} for one in (peak, then))
-        assert most == pytest.approx(seen, rel=0.15)  # messages leave a little later
+        expected, measured_peak = (
+            {k: v for k, v in watched.maxima.items() if k != "temporary"} for watched in (peak, then)
+        )
+        assert expected == pytest.approx(measured_peak, rel=0.15)  # messages leave a little later
 
 
 def test_experts_get_as_many_tokens_together_as_on_real_ranks() -> None:
     """Which rank gets how many is the routers' choice, and a simulation's is even; all else is to the byte."""
     path, mesh, step = saved_model("qwen3_moe"), "pp2xep2", step_on("pp2xep2", 2)
     sections = {"model": {"recompute": "full"}}
-    there = run(4, really, path, mesh, sections, step)
-    here = [simulated(path, mesh, sections, step, rank) for rank in range(4)]
-    assert [held for held, _, _ in here] == [held for held, _, _ in there]
+    measured = run(4, really, path, mesh, sections, step)
+    simulations = [simulated(path, mesh, sections, step, rank) for rank in range(4)]
+    assert [persistent for persistent, _, _ in simulations] == [persistent for persistent, _, _ in measured]
     exchange = Kind("ep", 2, "all-to-all")
     for stage in ((0, 1), (2, 3)):
-        sent = [[found[rank][2].pop(exchange) for rank in stage] for found in (here, there)]
-        assert sum(one.bytes for one in sent[0]) == sum(one.bytes for one in sent[1])
-        assert {one.count for of in sent for one in of} == {sent[0][0].count}
-    assert [totals for _, _, totals in here] == [totals for _, _, totals in there]
+        sent = [[results[rank][2].pop(exchange) for rank in stage] for results in (simulations, measured)]
+        assert sum(total.bytes for total in sent[0]) == sum(total.bytes for total in sent[1])
+        assert {total.count for stage_totals in sent for total in stage_totals} == {sent[0][0].count}
+    assert [totals for _, _, totals in simulations] == [totals for _, _, totals in measured]
 
 
 def test_trees_of_a_model_with_experts_are_simulated() -> None:
     """With what their losses count for each document that holds a token."""
     step = Step([33] * 16, CrossEntropy(), (), 8, 20)
     sections = {"model": {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}}
-    held, peak, _ = simulated(saved_model("qwen3_moe"), "2", sections, step, 0)
-    there = run(2, really, saved_model("qwen3_moe"), "2", sections, step)[0]
-    assert held == there[0]
-    assert peak.maxima["activations"] == pytest.approx(there[1].maxima["activations"], rel=0.02)
+    persistent, peak, _ = simulated(saved_model("qwen3_moe"), "2", sections, step, 0)
+    measured = run(2, really, saved_model("qwen3_moe"), "2", sections, step)[0]
+    assert persistent == measured[0]
+    assert peak.maxima["activations"] == pytest.approx(measured[1].maxima["activations"], rel=0.02)
 
 
 def test_experts_get_equally_many_tokens() -> None:
     """Also where they do not divide by ep: a rank with more of them gets more, and sends more back."""
-    step, found = step_on("3ep3", 1), []
+    step, exchanges = step_on("3ep3", 1), []
     path = saved_model("qwen3_moe", num_experts=5)
     for rank in range(3):
         _, _, totals = simulated(path, "3ep3", {}, step, rank)
-        found.append(totals[Kind("ep", 3, "all-to-all")])
-    counts = {one.count for one in found}
-    assert len(counts) == 1 and found[0].bytes < found[1].bytes < found[2].bytes
+        exchanges.append(totals[Kind("ep", 3, "all-to-all")])
+    counts = {total.count for total in exchanges}
+    assert len(counts) == 1 and exchanges[0].bytes < exchanges[1].bytes < exchanges[2].bytes
 
 
 def kept_and_seen(path: str, sections: dict[str, Any], step: Step) -> tuple[int, int]:
@@ -144,24 +148,24 @@ def kept_and_seen(path: str, sections: dict[str, Any], step: Step) -> tuple[int,
     engine = open_engine(path, "1", **sections)
     plan = plan_of(engine, step)
     rows = rows_of(engine, plan, step)
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _, watch = watched_step(engine, plan, rows, step.objective)
     # What FSDP gathers is kept for backward, too, and emptied behind it.
-    most = watch.peak().maxima
-    return sum(storage.nbytes() for storage in found.values()), most["activations"]
+    peaks = watch.peak().maxima
+    return sum(storage.nbytes() for storage in storages.values()), peaks["activations"]
 
 
 @pytest.mark.parametrize(("family", "sections"), [("qwen3", {}), ("qwen3_moe", {"fsdp": {"param_dtype": "bf16"}})])
 def test_activations_are_what_autograd_keeps(family: str, sections: dict[str, Any]) -> None:
     """By its own word, of one micro-batch."""
-    ((kept, seen),) = run(1, kept_and_seen, saved_model(family), sections, step_on("1", 1))
-    assert seen == pytest.approx(kept, rel=0.1)
+    ((saved, peak),) = run(1, kept_and_seen, saved_model(family), sections, step_on("1", 1))
+    assert peak == pytest.approx(saved, rel=0.1)
 
 
 # ---------------------------------------------------------------- shapes of real models
@@ -184,29 +188,29 @@ def both(config: EngineConfig, world: int, step: Step) -> Iterator[tuple[Memory,
     rows = RowFacts.from_plan(model, plan_rows(model, mesh, step.lengths, None, step.group, step.prefix))
     stages = memory_by_stage(model, mesh, rows)
     for memory in {memory.share.coordinates.pp: memory for memory in (stages[0], stages[-1])}.values():
-        said = transfers(model, mesh, memory.share, rows.load, recompute=policy_of(config.model.recompute))
-        yield memory, said, simulate(config, world, assumed, step, rank=memory.share.coordinates.rank(mesh))
+        transferred = transfers(model, mesh, memory.share, rows.load, recompute=policy_of(config.model.recompute))
+        yield memory, transferred, simulate(config, world, assumed, step, rank=memory.share.coordinates.rank(mesh))
 
 
-def calls_of(said: list[Transfer]) -> dict[tuple[str, int], tuple[float, float]]:
+def calls_of(transferred: list[Transfer]) -> dict[tuple[str, int], tuple[float, float]]:
     """(operation, ranks) -> (calls, bytes), as a simulation counts them: what stays in a ring's rank is never dealt."""
-    found: dict[tuple[str, int], tuple[float, float]] = {}
-    for one in said:
-        if one.kind != "all-reduce":
-            calls, sent = found.get((one.kind, one.size), (0, 0))
-            own = one.received if one.axis == "cp (ring)" else one.calls * one.payload
-            found[one.kind, one.size] = calls + one.calls, sent + own
-    return found
+    by_kind: dict[tuple[str, int], tuple[float, float]] = {}
+    for transfer in transferred:
+        if transfer.kind != "all-reduce":
+            calls, sent = by_kind.get((transfer.kind, transfer.size), (0, 0))
+            volume = transfer.received if transfer.axis == "cp (ring)" else transfer.calls * transfer.payload
+            by_kind[transfer.kind, transfer.size] = calls + transfer.calls, sent + volume
+    return by_kind
 
 
-def calls_in(found: Simulated) -> dict[tuple[str, int], tuple[int, int]]:
+def calls_in(simulation: Simulated) -> dict[tuple[str, int], tuple[int, int]]:
     """The same of a simulation."""
-    several: dict[tuple[str, int], tuple[int, int]] = {}
-    for kind, total in found.collectives.totals.items():
+    by_kind: dict[tuple[str, int], tuple[int, int]] = {}
+    for kind, total in simulation.collectives.totals.items():
         if kind.operation not in ("all-reduce", "receive"):
-            calls, sent = several.get((kind.operation, kind.ranks), (0, 0))
-            several[kind.operation, kind.ranks] = calls + total.count, sent + total.bytes
-    return several
+            calls, sent = by_kind.get((kind.operation, kind.ranks), (0, 0))
+            by_kind[kind.operation, kind.ranks] = calls + total.count, sent + total.bytes
+    return by_kind
 
 
 PROMPT = 3072  # of answers of 128 tokens: keys are gathered 7 times
@@ -227,31 +231,31 @@ def test_arithmetic_and_simulation_agree(
     model: str, layers: int, mesh: dict[str, int], world: int, length: int, recompute: str, group: int, tmp_path: Path
 ) -> None:
     """Within 10% by class, and so many collectives of so many bytes. group: documents that begin with PROMPT tokens."""
-    again: Any = recompute
+    recompute_setting: Any = recompute
     config = EngineConfig(
-        model=ModelConfig(path=shape_of(model, layers, tmp_path), recompute=again),
+        model=ModelConfig(path=shape_of(model, layers, tmp_path), recompute=recompute_setting),
         mesh=MeshConfig(**mesh),
         step=StepConfig(documents=1, max_tokens_per_device=8192),
     )
     data = world // (mesh.get("pp", 1) * mesh.get("tp", 1))
     count = data * 8192 * 2 // length if group == 1 else data * 2 * group
     step = Step([length] * count, CrossEntropy(), (), group, PROMPT if group > 1 else 0)
-    for memory, said, found in both(config, world, step):
-        peak, held = found.peak, memory.share
-        assert (held.gradients, held.weights) == (
-            found.persistent["gradients"],
-            pytest.approx(found.persistent["weights"], 1e-3),
+    for memory, transferred, simulation in both(config, world, step):
+        peak, share = simulation.peak, memory.share
+        assert (share.gradients, share.weights) == (
+            simulation.persistent["gradients"],
+            pytest.approx(simulation.persistent["weights"], 1e-3),
         )
-        assert peak.classes["optimizer"] == pytest.approx(held.optimizer, rel=1e-3)
+        assert peak.classes["optimizer"] == pytest.approx(share.optimizer, rel=1e-3)
         assert memory.rows + memory.in_flight == pytest.approx(peak.maxima["activations"], rel=0.1)
         assert memory.unreduced == pytest.approx(peak.maxima["unreduced"], rel=0.1)
         assert memory.fullest == pytest.approx(peak.total, rel=0.1)
-        foreseen, counted = calls_of(said), calls_in(found)
+        foreseen, counted = calls_of(transferred), calls_in(simulation)
         assert foreseen.keys() == counted.keys()
         for kind, (calls, sent) in foreseen.items():
-            if kind[0] == "all-gather" and found.stage == 1:
+            if kind[0] == "all-gather" and simulation.stage == 1:
                 # FSDP looks ahead to the last unit of the micro-batch before.
-                assert calls < counted[kind][0] < calls + found.micro_batches
+                assert calls < counted[kind][0] < calls + simulation.micro_batches
                 continue
             if kind[0] != "all-to-all":
                 assert counted[kind][0] == calls
@@ -272,12 +276,12 @@ def rows(tmp_path: Path) -> str:
 def test_the_command_says_what_a_rank_does(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved_model("qwen3_moe")
     words = ["plan", f"model.path={path}", rows, "model.recompute=full", "mesh.pp=2", "mesh.ep=2", "mesh.dp_shard=2"]
-    rest = ["step.documents=32", "step.max_tokens_per_device=64", "--length", "33", "--simulate"]
-    assert cli.main([*words, *rest]) == 0
+    options = ["step.documents=32", "step.max_tokens_per_device=64", "--length", "33", "--simulate"]
+    assert cli.main([*words, *options]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for rank, place, ran in ((1, 1, 3), (3, 2, 2)):
+    for rank, stage, ran in ((1, 1, 3), (3, 2, 2)):
         assert f"rank {rank} took a step with tensors without values: {ran} of 8 micro-batches ran" in out
-        assert f"memory of rank {rank}, place {place} of mesh.pp, simulated" in out
+        assert f"memory of rank {rank}, place {stage} of mesh.pp, simulated" in out
         assert f"collectives of rank {rank} in these micro-batches" in out
     assert "experts get equally many tokens" in out
 
@@ -297,16 +301,16 @@ def test_rl_is_simulated_with_its_own_loss(rows: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("family", "sections", "said"),
+    ("family", "sections", "message"),
     [
         ("llama", {"fsdp": {"cpu_offload": True}}, "set fsdp.cpu_offload=false, or leave out --simulate"),
         ("llama", {"model": {"compile": True}}, "set model.compile=false, or leave out --simulate"),
         ("phi3_longrope", {}, "the code of model_type 'phi3' depends on values of tensors"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(family: str, sections: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_simulated_is_refused(family: str, sections: dict[str, Any], message: str) -> None:
     config = engine_config(saved_model(family), "2", **sections)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         simulate(config, 2, None, step_on("2", 1))
     assert not torch.distributed.is_initialized()
 
