@@ -47,14 +47,14 @@ def names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["file", S3])
 def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    with place(request.param, tmp_path) as found:
-        yield found
+    with place(request.param, tmp_path) as store:
+        yield store
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[Place]:
-    with place("file", tmp_path) as found:
-        yield found
+    with place("file", tmp_path) as store:
+        yield store
 
 
 # ---------------------------------------------------------------- checkpoints on a store
@@ -193,48 +193,48 @@ def test_checkpoints_that_are_removed_here_are_uploaded_whole(
     files: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that came while an earlier one was uploaded, what `keep` keeps is there in the end."""
-    found = mirrored(f"{files.url}/run", tmp_path, keep=2)
+    mirror = mirrored(f"{files.url}/run", tmp_path, keep=2)
     put, lock = Store.put, threading.Lock()
 
     def slowly(store: Store, local: Path, name: str) -> None:
         with lock:
-            if "step-000001" in name and not (found.run / "checkpoints/step-000004").exists():
+            if "step-000001" in name and not (mirror.run / "checkpoints/step-000004").exists():
                 for step in (2, 3, 4):
-                    checkpoint(found.run, step)
-                    found._link_new()
+                    checkpoint(mirror.run, step)
+                    mirror._link_new()
                 for step in (1, 2):
-                    shutil.rmtree(found.run / f"checkpoints/step-{step:06d}")
+                    shutil.rmtree(mirror.run / f"checkpoints/step-{step:06d}")
         put(store, local, name)
 
     monkeypatch.setattr(Store, "put", slowly)
-    checkpoint(found.run, 1)
-    found.start()
-    news = found.finish(lambda: None)
-    assert found.remote.steps() == [3, 4] and found.remote.named(LATEST) == 4
+    checkpoint(mirror.run, 1)
+    mirror.start()
+    news = mirror.finish(lambda: None)
+    assert mirror.remote.steps() == [3, 4] and mirror.remote.named(LATEST) == 4
     assert any("step-000001" in line for line in news)
-    assert not (found.run / "uploading/step-000001").exists()
+    assert not (mirror.run / "uploading/step-000001").exists()
 
 
 def test_the_best_checkpoint_is_uploaded_though_newer_ones_wait(files: Place, tmp_path: Path) -> None:
     """Of four that wait, the last is kept, and the second, which `best` names."""
-    found = mirrored(f"{files.url}/run", tmp_path, keep=1)
+    mirror = mirrored(f"{files.url}/run", tmp_path, keep=1)
     for step in (1, 2, 3, 4):
-        checkpoint(found.run, step)
-    point_best(found.run / "checkpoints/step-000002")
-    found._tidy()
-    found._link_new()
-    found._round(ends=True)
-    assert found.remote.steps() == [2, 4]
-    assert (found.remote.named(BEST), found.remote.named(LATEST)) == (2, 4)
+        checkpoint(mirror.run, step)
+    point_best(mirror.run / "checkpoints/step-000002")
+    mirror._tidy()
+    mirror._link_new()
+    mirror._round(ends=True)
+    assert mirror.remote.steps() == [2, 4]
+    assert (mirror.remote.named(BEST), mirror.remote.named(LATEST)) == (2, 4)
 
 
 def test_a_file_that_changes_within_its_size_is_uploaded_again(files: Place, tmp_path: Path) -> None:
-    found = mirrored(f"{files.url}/run", tmp_path)
-    metrics = found.run / "metrics.jsonl"
+    mirror = mirrored(f"{files.url}/run", tmp_path)
+    metrics = mirror.run / "metrics.jsonl"
     for text, nanoseconds in (("one", 10**18), ("two", 10**18 + 1)):
         metrics.write_text(text)
         os.utime(metrics, ns=(nanoseconds, nanoseconds))
-        found._send_records()
+        mirror._send_records()
         assert files.store("run").read("metrics.jsonl") == text.encode()
 
 
@@ -262,13 +262,13 @@ def test_a_store_that_fails_is_tried_again_and_training_is_told(
 def test_a_store_that_stays_down_is_an_error_at_the_end_that_says_where_all_is(
     files: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = mirrored(f"{files.url}/run", tmp_path)
-    checkpoint(found.run, 1)
+    mirror = mirrored(f"{files.url}/run", tmp_path)
+    checkpoint(mirror.run, 1)
     monkeypatch.setattr(Store, "put", lambda *words: down())
-    found.start()
+    mirror.start()
     with pytest.raises(StorageError, match=r"not all of the run is on file://.*To upload it from here: weft sft"):
-        found.finish(lambda: None)
-    assert (found.run / "checkpoints/step-000001").is_dir() and found.failed
+        mirror.finish(lambda: None)
+    assert (mirror.run / "checkpoints/step-000001").is_dir() and mirror.failed
 
 
 def down() -> None:
@@ -276,23 +276,23 @@ def down() -> None:
 
 
 def test_a_run_that_another_process_has_taken_over_is_not_written(files: Place, tmp_path: Path) -> None:
-    found = mirrored(f"{files.url}/run", tmp_path)
-    checkpoint(found.run, 1)
+    mirror = mirrored(f"{files.url}/run", tmp_path)
+    checkpoint(mirror.run, 1)
     RemoteRun(files.store("run")).claim("another", {})
-    found.start()
+    mirror.start()
     with pytest.raises(StorageError, match="is written by another process now"):
-        found.finish(lambda: None)
+        mirror.finish(lambda: None)
     assert RemoteRun(files.store("run")).steps() == []
 
 
 # ---------------------------------------------------------------- whole runs
 
 
-def words(url: str, staging: Path, *more: str) -> list[str]:
+def words(url: str, staging: Path, *overrides: str) -> list[str]:
     """Six steps, a checkpoint after each second, on two ranks."""
     return [
         "sft", f"model.path={inputs()}/model", f"data.path={inputs()}/chats.jsonl", f"run.dir={url}",
-        f"run.staging={staging}", *KEYS, "--nproc", "2", "--device", "cpu", *more,
+        f"run.staging={staging}", *KEYS, "--nproc", "2", "--device", "cpu", *overrides,
     ]  # fmt: skip
 
 
@@ -319,7 +319,7 @@ def trained_alike(run: Path, unbroken: Path) -> bool:
     """The trainer state, the weights for use and the lines of metrics.jsonl, but for times."""
     ends = "checkpoints/step-000006"
     same = (run / ends / "model.safetensors").read_bytes() == (unbroken / ends / "model.safetensors").read_bytes()
-    losses = [[json.loads(line)["loss"] for line in (at / "metrics.jsonl").open()] for at in (run, unbroken)]
+    losses = [[json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()] for folder in (run, unbroken)]
     return same and equal(state_of(run, 6), state_of(unbroken, 6)) and losses[0] == losses[1]
 
 
@@ -359,9 +359,9 @@ def test_what_this_machine_has_is_not_fetched_and_a_finished_run_uploads_what_is
     assert "the store is down. Training goes on" in failed.stdout
     assert f"To upload it from here: weft sft --resume {url}" in failed.stderr
     assert not {4, 6} & set(RemoteRun(files.store("run")).steps())
-    again = forked.run(["sft", "--resume", url, f"run.staging={staging}", "--device", "cpu"], tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "has finished already" in again.stdout and "fetched" not in again.stdout
+    resumed = forked.run(["sft", "--resume", url, f"run.staging={staging}", "--device", "cpu"], tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "has finished already" in resumed.stdout and "fetched" not in resumed.stdout
     assert RemoteRun(files.store("run")).steps() == [4, 6]
     assert trained_alike(downloaded(files, tmp_path / "back"), unbroken)
 
@@ -375,8 +375,8 @@ def test_a_store_that_dies_before_a_run_can_be_found_there_ends_it_before_it_tra
     assert failed.returncode == 13, failed.stdout + failed.stderr
     assert "cannot any more: " in failed.stderr and "Nothing has been trained; start again" in failed.stderr
     assert "step 1/" not in failed.stdout
-    again = forked.run(words(url, staging), tmp_path, **files.variables)
-    assert again.returncode == 0, again.stderr
+    resumed = forked.run(words(url, staging), tmp_path, **files.variables)
+    assert resumed.returncode == 0, resumed.stderr
 
 
 @pytest.mark.slow
@@ -398,20 +398,20 @@ def test_data_and_model_on_a_store(bucket: Place, unbroken: Path, tmp_path: Path
     assert trained_alike(tmp_path / "run", unbroken)
     config = (tmp_path / "run/config.yaml").read_text()
     assert f"path: {bucket.url}/base" in config and f"path: {bucket.url}/data/part-*.jsonl" in config
-    again = forked.run(["sft", "--resume", f"{tmp_path}/run", "--device", "cpu"], tmp_path, **bucket.variables)
-    assert "has finished already" in again.stdout, again.stderr
+    resumed = forked.run(["sft", "--resume", f"{tmp_path}/run", "--device", "cpu"], tmp_path, **bucket.variables)
+    assert "has finished already" in resumed.stdout, resumed.stderr
 
 
 @pytest.mark.slow
 def test_reinforcement_learning_on_a_store(files: Place, tmp_path: Path) -> None:
     task, url = local_rl.make_task(tmp_path), f"{files.url}/rl"
 
-    def start(run: str, staging: str, *more: str, resume: bool = False) -> None:
-        keys = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *local_rl.KEYS, *more]
+    def start(run: str, staging: str, *overrides: str, resume: bool = False) -> None:
+        keys = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *local_rl.KEYS, *overrides]
         if resume:
             store = Store(run)
             (tmp_path / "config.yaml").write_bytes(store.read("config.yaml") or b"")
-        files_, keys = ([str(tmp_path / "config.yaml")], list(more)) if resume else ([], keys)
+        files_, keys = ([str(tmp_path / "config.yaml")], list(overrides)) if resume else ([], keys)
         config = load_config(files_, [*keys, f"run.dir={run}", f"run.staging={tmp_path}/{staging}"], RlConfig)
         config = with_local_paths(config, "resumed" if resume else "new")
         local_rl.run_config(config, resume=resume)
@@ -435,23 +435,23 @@ def answer(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return capsys.readouterr().err
 
 
-def on(url: str, tmp_path: Path, *more: str) -> list[str]:
+def on(url: str, tmp_path: Path, *overrides: str) -> list[str]:
     return ["sft", f"model.path={inputs()}/model", f"data.path={inputs()}/chats.jsonl", f"run.dir={url}",
-            f"run.staging={tmp_path}/staging", *more]  # fmt: skip
+            f"run.staging={tmp_path}/staging", *overrides]  # fmt: skip
 
 
 def test_a_package_that_is_missing_is_named_with_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weft.config.urls.find_spec", lambda name: None)
-    said = answer(capsys, *on("s3://bucket/run", tmp_path))
-    assert "run.dir s3://bucket/run: s3:// needs the package s3fs, which is not installed: pip install s3fs" in said
-    said = answer(capsys, "sft", f"model.path={inputs()}/model", "data.path=gs://bucket/x.jsonl")
-    assert "data.path gs://bucket/x.jsonl: gs:// needs the package gcsfs" in said
-    said = answer(capsys, "chat", "az://bucket/run")
-    assert "pip install adlfs" in said
-    said = answer(capsys, "sft", "--resume", "s3://bucket/run")
-    assert "pip install s3fs" in said
+    message = answer(capsys, *on("s3://bucket/run", tmp_path))
+    assert "run.dir s3://bucket/run: s3:// needs the package s3fs, which is not installed: pip install s3fs" in message
+    message = answer(capsys, "sft", f"model.path={inputs()}/model", "data.path=gs://bucket/x.jsonl")
+    assert "data.path gs://bucket/x.jsonl: gs:// needs the package gcsfs" in message
+    message = answer(capsys, "chat", "az://bucket/run")
+    assert "pip install adlfs" in message
+    message = answer(capsys, "sft", "--resume", "s3://bucket/run")
+    assert "pip install s3fs" in message
 
 
 def test_no_such_protocol(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,25 +465,25 @@ def test_a_run_that_is_there_is_not_overwritten_unless_asked_to(
     remote = RemoteRun(files.store("run"))
     remote.claim("another", {})
     remote.upload(5, checkpoint(tmp_path / "a", 5))
-    said = answer(capsys, *on(url, tmp_path))
-    assert f"run.dir: {url} holds a run already" in said and f"weft sft --resume {url}" in said
+    message = answer(capsys, *on(url, tmp_path))
+    assert f"run.dir: {url} holds a run already" in message and f"weft sft --resume {url}" in message
     config = load_config([], [*on(url, tmp_path)[1:], "run.overwrite=true"])
     run = with_local_paths(config, "new").run.dir
     assert run is not None and remote.steps() == [5]  # until the run has something of its own
     own = RemoteRun(Store(url), own_token(Path(run)))
-    found = Mirror(own, Path(run), config.checkpoint, "", critic=False, fresh=True)
-    found.start()
-    found.finish(lambda: None)
+    mirror = Mirror(own, Path(run), config.checkpoint, "", critic=False, fresh=True)
+    mirror.start()
+    mirror.finish(lambda: None)
     assert remote.steps() == [] and not [name for name in files.names("run") if "step" in name]
 
 
 def test_what_is_not_there(files: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = answer(capsys, *on(f"{files.url}/run", tmp_path, f"data.path={files.url}/no.jsonl"))
-    assert f"data.path {files.url}/no.jsonl does not exist" in said
-    said = answer(capsys, *on(f"{files.url}/run", tmp_path, f"model.path={files.url}/no"))
-    assert f"model.path {files.url}/no does not exist" in said
-    said = answer(capsys, "sft", "--resume", f"{files.url}/no")
-    assert f"--resume {files.url}/no: it holds no config.yaml" in said
+    message = answer(capsys, *on(f"{files.url}/run", tmp_path, f"data.path={files.url}/no.jsonl"))
+    assert f"data.path {files.url}/no.jsonl does not exist" in message
+    message = answer(capsys, *on(f"{files.url}/run", tmp_path, f"model.path={files.url}/no"))
+    assert f"model.path {files.url}/no does not exist" in message
+    message = answer(capsys, "sft", "--resume", f"{files.url}/no")
+    assert f"--resume {files.url}/no: it holds no config.yaml" in message
 
 
 def test_a_bad_row_is_called_by_its_url(files: Place, tmp_path: Path) -> None:
@@ -497,8 +497,8 @@ def test_a_folder_that_holds_no_model_is_called_by_its_url(
     files: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files.store().write("base/x.txt", b"x")
-    said = answer(capsys, *on(str(tmp_path / "run"), tmp_path, f"model.path={files.url}/base"))
-    assert f"model.path {files.url}/base holds no config.json" in said
+    message = answer(capsys, *on(str(tmp_path / "run"), tmp_path, f"model.path={files.url}/base"))
+    assert f"model.path {files.url}/base holds no config.json" in message
 
 
 def test_run_staging_without_a_url_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -509,24 +509,24 @@ def test_run_staging_without_a_url_is_refused(tmp_path: Path, capsys: pytest.Cap
 def test_a_bucket_that_is_not_there_and_one_that_may_not_be_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with place("s3", tmp_path) as found:
-        said = answer(capsys, *on("s3://nobody-has-this/run", tmp_path))
-        assert "run.dir: s3://nobody-has-this/run cannot be used" in said and "there is no such bucket" in said
-        said = answer(capsys, *on(f"{found.url}/run", tmp_path, "data.path=s3://nobody-has-this/x.jsonl"))
-        assert "data.path s3://nobody-has-this/x.jsonl does not exist" in said
+    with place("s3", tmp_path) as store:
+        message = answer(capsys, *on("s3://nobody-has-this/run", tmp_path))
+        assert "run.dir: s3://nobody-has-this/run cannot be used" in message and "there is no such bucket" in message
+        message = answer(capsys, *on(f"{store.url}/run", tmp_path, "data.path=s3://nobody-has-this/x.jsonl"))
+        assert "data.path s3://nobody-has-this/x.jsonl does not exist" in message
 
-        async def denied(*words: Any, **more: Any) -> Any:
+        async def denied(*words: Any, **options: Any) -> Any:
             raise PermissionError("Access Denied")
 
         monkeypatch.setattr("s3fs.core.S3FileSystem._pipe_file", denied)
         object_stores.forget()
-        said = answer(capsys, *on(f"{found.url}/run", tmp_path))
-        assert "access denied (Access Denied): may these credentials list, read, write and delete there?" in said
-    for name in found.variables:
-        monkeypatch.setenv(name, found.variables[name])
+        message = answer(capsys, *on(f"{store.url}/run", tmp_path))
+        assert "access denied (Access Denied): may these credentials list, read, write and delete there?" in message
+    for name in store.variables:
+        monkeypatch.setenv(name, store.variables[name])
     object_stores.forget()
-    said = answer(capsys, *on(f"{found.url}/run", tmp_path))  # the server has gone
-    assert f"run.dir: {found.url}/run cannot be used" in said
+    message = answer(capsys, *on(f"{store.url}/run", tmp_path))  # the server has gone
+    assert f"run.dir: {store.url}/run cannot be used" in message
 
 
 # ---------------------------------------------------------------- copies
@@ -595,15 +595,15 @@ def test_commands_take_a_run_on_a_store(
 
 def test_a_copy_is_itself_wherever_it_is_sent() -> None:
     copy = LocalCopy("/here", "s3://there")
-    for other in (pickle.loads(pickle.dumps(copy)), deepcopy(copy), replace(ModelConfig(path=copy)).path):
-        assert isinstance(other, LocalCopy) and (str(other), other.remote) == ("/here", "s3://there")
+    for copied in (pickle.loads(pickle.dumps(copy)), deepcopy(copy), replace(ModelConfig(path=copy)).path):
+        assert isinstance(copied, LocalCopy) and (str(copied), copied.remote) == ("/here", "s3://there")
 
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_uploads_what_it_has_saved(files: Place, tmp_path: Path) -> None:
     url = f"{files.url}/run"
-    more = ["train.steps=2000", "checkpoint.every=0", "schedule.name=constant", "train.log_every=1"]
-    run = forked.Run(words(url, tmp_path / "one", *more), tmp_path)
+    overrides = ["train.steps=2000", "checkpoint.every=0", "schedule.name=constant", "train.log_every=1"]
+    run = forked.Run(words(url, tmp_path / "one", *overrides), tmp_path)
     run.wait_for(r"\b2/2000|step +2\b")
     os.kill(run.pid, signal.SIGTERM)
     run.wait(120.0)

@@ -75,24 +75,24 @@ def home() -> Path:
     return path
 
 
-def config_of(case: Case, folder: Path, mesh: str, **more: Any) -> Any:
+def config_of(case: Case, folder: Path, mesh: str, **extra: Any) -> Any:
     """Four steps of four examples, an epoch has three; a checkpoint after two."""
     command, _, keys = case
     labelled = keys.get("preference.loss") == "kto" or "reward.loss" in keys
     data = "chats" if command == "distill" else "labels" if labelled else "pairs"
-    own = {"distill": {"distill.teacher": f"{home()}/other"},
+    of_command = {"distill": {"distill.teacher": f"{home()}/other"},
            "dpo": {"data.cache": f"{folder}-cache"}, "reward": {"eval.path": f"{home()}/{data}.jsonl"}}  # fmt: skip
-    given = {
+    overrides = {
         "model.path": f"{home()}/model", "data.path": f"{home()}/{data}.jsonl", "run.dir": str(folder),
         "step.documents": 4, "step.max_tokens_per_device": 48 if "cp" in mesh else 80, "optimizer.lr": 1e-2,
         "train.epochs": None, "train.steps": STEPS, "schedule.warmup_ratio": None, "schedule.warmup_steps": 1,
         "checkpoint.every": 2, "checkpoint.keep": None, "checkpoint.async": False, "checkpoint.trainer_state": "all",
         "track.timing": False, "track.system": False,
-        **{f"mesh.{axis}": size for axis, size in MESHES[mesh].items()}, **own[command], **keys, **more,
+        **{f"mesh.{axis}": size for axis, size in MESHES[mesh].items()}, **of_command[command], **keys, **extra,
     }  # fmt: skip
-    if given.get("distill.cache") == "disk":
-        given["distill.cache_dir"] = f"{folder}-cache"
-    return load_config([], [f"{key}={json.dumps(value)}" for key, value in given.items()], SCHEMAS[command])
+    if overrides.get("distill.cache") == "disk":
+        overrides["distill.cache_dir"] = f"{folder}-cache"
+    return load_config([], [f"{key}={json.dumps(value)}" for key, value in overrides.items()], SCHEMAS[command])
 
 
 def attempt(config: Any, resume: bool, steps: int | None) -> None:
@@ -110,8 +110,8 @@ def attempt(config: Any, resume: bool, steps: int | None) -> None:
         importlib.import_module(f"weft.recipes.{config.command}").run(config, options)
 
 
-def process(case: Case, folder: Path, mesh: str, resume: bool = False, steps: int | None = None, **more: Any) -> None:
-    run(world_of(mesh), attempt, config_of(case, folder, mesh, **more), resume, steps)
+def process(case: Case, folder: Path, mesh: str, resume: bool = False, steps: int | None = None, **extra: Any) -> None:
+    run(world_of(mesh), attempt, config_of(case, folder, mesh, **extra), resume, steps)
 
 
 @pytest.mark.parametrize("name", pairs([(name,) for name in CASES], [(name,) for name in TABLE]))
@@ -158,9 +158,9 @@ def test_another_mesh_goes_on(name: str, after: str, tmp_path: Path) -> None:
         str(tmp_path / "again"))  # fmt: skip
     assert equal(whole_state(tmp_path / "again", 2), whole_state(tmp_path / "parts", 2))
     process(case, tmp_path / "parts", after, resume=True, **sgd)
-    whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
-    assert len(whole) == len(parts) >= STEPS
-    for ours, theirs in zip(parts, whole, strict=True):
+    uninterrupted, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
+    assert len(uninterrupted) == len(parts) >= STEPS
+    for resumed, expected in zip(parts, uninterrupted, strict=True):
         for key in ("loss", "grad_norm"):
-            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-5, abs=1e-6), (ours["step"], key)
+            assert resumed.get(key) == pytest.approx(expected.get(key), rel=1e-5, abs=1e-6), (resumed["step"], key)
     assert torch.isfinite(torch.tensor([line["loss"] for line in parts if line["step"]])).all()

@@ -59,10 +59,10 @@ def saved(folder: Path) -> dict[str, Any]:
     """Masters, moments, averages, numbers of the optimizer, and what was exported."""
     checkpoint = step_folder(folder / "checkpoints", 1)
     state = json.loads((checkpoint / "trainer_state/state.json").read_text())
-    found: dict[str, Any] = {**whole_state(folder, 1), "scalars": state["scalars"]}
+    state_tensors: dict[str, Any] = {**whole_state(folder, 1), "scalars": state["scalars"]}
     for file in checkpoint.glob("*.safetensors"):
-        found |= {f"{file.name}: {name}": tensor for name, tensor in load_file(file).items()}
-    return found
+        state_tensors |= {f"{file.name}: {name}": tensor for name, tensor in load_file(file).items()}
+    return state_tensors
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -74,10 +74,10 @@ def test_every_mesh_reads_what_another_wrote(name: str, tmp_path: Path) -> None:
         target = tmp_path / mesh
         target.mkdir()
         run(world_of(mesh), train_or_load, path, mesh, sections, source, str(target))
-        found, source = saved(target), str(step_folder(target / "checkpoints", 1))
-        expected = expected or found
-        assert equal(found, expected), mesh
-        assert not any(isinstance(t, torch.Tensor) and t.isnan().any() for t in found.values())
+        actual, source = saved(target), str(step_folder(target / "checkpoints", 1))
+        expected = expected or actual
+        assert equal(actual, expected), mesh
+        assert not any(isinstance(t, torch.Tensor) and t.isnan().any() for t in actual.values())
 
 
 def test_numbers_of_groups_are_those_of_the_whole_model(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return folder
@@ -70,9 +70,9 @@ def test_a_teacher_goes_beside_what_the_config_says_of_distillation(monkeypatch:
 
 
 @pytest.mark.slow
-def test_rows_in_memory_train_as_the_file_does(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[Any] = []
-    run = weft.sft(model="model", data=iter(ROWS), on_step=seen.append, run={"dir": "rows"}, **SECTIONS)
+def test_rows_in_memory_train_as_the_file_does(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics: list[Any] = []
+    run = weft.sft(model="model", data=iter(ROWS), on_step=metrics.append, run={"dir": "rows"}, **SECTIONS)
     overrides = [
         "step.documents=4",
         "step.max_tokens_per_device=128",
@@ -80,16 +80,16 @@ def test_rows_in_memory_train_as_the_file_does(here: Path, capsys: pytest.Captur
         "optimizer.betas=[0.9,0.99]",
     ]
     assert cli.main(["sft", "model.path=model", "data.path=chats.jsonl", "run.dir=file", *overrides]) == 0
-    file = weft.Run(here / "file")
+    file = weft.Run(workdir / "file")
     assert [line["loss"] for line in run.metrics] == [line["loss"] for line in file.metrics]
-    assert [line["step"] for line in seen] == [1, 2]
-    assert [line["loss"] for line in seen] == [line["loss"] for line in run.metrics]
+    assert [line["step"] for line in metrics] == [1, 2]
+    assert [line["loss"] for line in metrics] == [line["loss"] for line in run.metrics]
     assert run.summary["steps"] == 2 and (run.model / "model.safetensors").exists()
     assert [json.loads(line) for line in (run.folder / "data.jsonl").read_text().splitlines()] == ROWS
-    ours, theirs = (to_dict(load_config([str(r.folder / "config.yaml")], [])) for r in (run, file))
-    assert (ours["data"].pop("path"), ours["run"].pop("dir")) == ("rows/data.jsonl", "rows")
-    assert (theirs["data"].pop("path"), theirs["run"].pop("dir")) == ("chats.jsonl", "file")
-    assert ours == theirs
+    actual, expected = (to_dict(load_config([str(r.folder / "config.yaml")], [])) for r in (run, file))
+    assert (actual["data"].pop("path"), actual["run"].pop("dir")) == ("rows/data.jsonl", "rows")
+    assert (expected["data"].pop("path"), expected["run"].pop("dir")) == ("chats.jsonl", "file")
+    assert actual == expected
     capsys.readouterr()
     with pytest.raises(UserError, match="run.dir: rows holds a run already"):
         weft.sft(model="model", data=ROWS, run={"dir": "rows"}, **SECTIONS)
@@ -98,36 +98,40 @@ def test_rows_in_memory_train_as_the_file_does(here: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_a_file_values_of_numpy_and_a_cell_that_is_run_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "c.yaml").write_text("model: {path: model}\nstep: {documents: 4}\noptimizer: {lr: 1}\nrun: {dir: cell}\n")
-    given: dict[str, Any] = {"optimizer": {"lr": np.float32(1e-2), "name": torch.optim.Adamax}}
+def test_a_file_values_of_numpy_and_a_cell_that_is_run_again(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "c.yaml").write_text(
+        "model: {path: model}\nstep: {documents: 4}\noptimizer: {lr: 1}\nrun: {dir: cell}\n"
+    )
+    sections: dict[str, Any] = {"optimizer": {"lr": np.float32(1e-2), "name": torch.optim.Adamax}}
     runs = [
-        weft.sft("c.yaml", data=ROWS[:rows], overwrite=again, train={"steps": np.int64(2), "epochs": None}, **given)
-        for rows, again in ((8, False), (4, True))
+        weft.sft(
+            "c.yaml", data=ROWS[:rows], overwrite=overwrite, train={"steps": np.int64(2), "epochs": None}, **sections
+        )
+        for rows, overwrite in ((8, False), (4, True))
     ]
-    (here / "cell" / "notes.txt").write_text("mine")
+    (workdir / "cell" / "notes.txt").write_text("mine")
     assert runs[0].folder == runs[1].folder == Path("cell")
     written = load_config(["cell/config.yaml"], [])
     assert (written.optimizer.name, written.optimizer.lr) == ("torch.optim.adamax:Adamax", pytest.approx(1e-2))
-    assert len((here / "cell" / "data.jsonl").read_text().splitlines()) == 4
+    assert len((workdir / "cell" / "data.jsonl").read_text().splitlines()) == 4
     grown = weft.sft(resume="cell", checkpoint={"keep": 1})
     assert [line["step"] for line in grown.metrics] == [1, 2] and "finished already" in capsys.readouterr().out
-    (here / "cell" / "critic" / "checkpoints").mkdir(parents=True)  # of a run of weft rl
-    (here / "cell" / "track.json").write_text('{"id": "earlier"}')
+    (workdir / "cell" / "critic" / "checkpoints").mkdir(parents=True)  # of a run of weft rl
+    (workdir / "cell" / "track.json").write_text('{"id": "earlier"}')
     weft.sft("c.yaml", data="chats.jsonl", overwrite=True, train={"steps": 1, "epochs": None})
-    assert not (here / "cell" / "critic").exists() and not (here / "cell" / "track.json").exists()
-    assert len(runs[0].metrics) == 1 and (here / "cell" / "notes.txt").read_text() == "mine"
+    assert not (workdir / "cell" / "critic").exists() and not (workdir / "cell" / "track.json").exists()
+    assert len(runs[0].metrics) == 1 and (workdir / "cell" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.covers("run.overwrite")
-def test_a_start_that_failed_leaves_no_run(here: Path) -> None:
+def test_a_start_that_failed_leaves_no_run(workdir: Path) -> None:
     """A folder in which no step was taken can be used again."""
-    (here / "failed").mkdir()
-    (here / "failed" / "metrics.jsonl").touch()
-    (here / "failed" / "config.yaml").touch()
-    (here / "failed" / "checkpoints").mkdir()
+    (workdir / "failed").mkdir()
+    (workdir / "failed" / "metrics.jsonl").touch()
+    (workdir / "failed" / "config.yaml").touch()
+    (workdir / "failed" / "checkpoints").mkdir()
     assert make_folder(RunConfig(dir="failed"), "model") == Path("failed")
-    (here / "failed" / "metrics.jsonl").write_text("{}\n")
+    (workdir / "failed" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="failed holds a run already.*run.overwrite=true"):
         make_folder(RunConfig(dir="failed"), "model")
     assert make_folder(RunConfig(dir="failed", overwrite=True), "model") == Path("failed")
@@ -165,7 +169,7 @@ def test_an_objective_that_returns_something_else(result: Any, words: str) -> No
 
 
 @pytest.mark.slow
-def test_an_objective_may_be_an_object(here: Path) -> None:
+def test_an_objective_may_be_an_object(workdir: Path) -> None:
     class Doubled(CrossEntropy):
         def normaliser(self, plan: Any) -> float:
             return super().normaliser(plan) / 2
@@ -200,9 +204,9 @@ def test_an_objective_may_be_an_object(here: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
-    given = {"model": "model", "data": "chats.jsonl", "run": {"dir": "wrong"}, **arguments}
+    arguments_given = {"model": "model", "data": "chats.jsonl", "run": {"dir": "wrong"}, **arguments}
     with pytest.raises(UserError) as caught:
-        weft.sft(**given)
+        weft.sft(**arguments_given)
     assert words in str(caught.value)
 
 
@@ -225,23 +229,29 @@ def test_what_is_wrong_is_said(arguments: dict[str, Any], words: str) -> None:
     ],
 )
 def test_what_is_wrong_with_reinforcement_learning_is_said(arguments: dict[str, Any], words: str) -> None:
-    given = {"model": "model", "data": [{"prompt": "a"}], "reward": "length", "run": {"dir": "wrong"}, **arguments}
+    arguments_given = {
+        "model": "model",
+        "data": [{"prompt": "a"}],
+        "reward": "length",
+        "run": {"dir": "wrong"},
+        **arguments,
+    }
     with pytest.raises(UserError) as caught:
-        weft.rl(**given)
+        weft.rl(**arguments_given)
     assert words in str(caught.value)
 
 
-def test_a_config_is_that_of_its_file_or_object(here: Path) -> None:
+def test_a_config_is_that_of_its_file_or_object(workdir: Path) -> None:
     """weft.rl is a folder and a function, whatever has been imported."""
-    seen: list[Any] = []
-    (here / "rl.yaml").write_text(
+    configs: list[Any] = []
+    (workdir / "rl.yaml").write_text(
         "model: {path: model}\nrl: {reward: [length], prompts: 3}\ndata: {path: chats.jsonl}\n"
     )
-    with mock.patch.object(api, "_run_rl", lambda config, *_: seen.append(config)):
+    with mock.patch.object(api, "_run_rl", lambda config, *_: configs.append(config)):
         weft.rl("rl.yaml", rl={"group_size": 2})
-        weft.rl(seen[0], rl={**to_dict(seen[0])["rl"], "group_size": 4})
+        weft.rl(configs[0], rl={**to_dict(configs[0])["rl"], "group_size": 4})
         weft.rl({"rl": {"prompts_per_step": 3, "group_size": 2}}, model="model", data="chats.jsonl", reward=["length"])
-    first, second, third = seen
+    first, second, third = configs
     assert (first.rl.prompts_per_step, first.rl.group_size, second.rl.group_size) == (3, 2, 4)
     assert first == third and replace(second, rl=first.rl) == first
     assert list(inspect.signature(weft.rl).parameters)[:4] == ["config", "model", "data", "reward"]
@@ -272,11 +282,13 @@ def test_a_run_is_named_by_text(tmp_path: Path) -> None:
     assert run.metrics == [{"step": 1}] and run.model == tmp_path / "checkpoints" / "latest"
 
 
-def test_a_run_of_reinforcement_learning_gets_its_folder_and_hooks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+def test_a_run_of_reinforcement_learning_gets_its_folder_and_hooks(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[Any] = []
     monkeypatch.setattr(ray_actors, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
-    monkeypatch.setattr(rl_recipe, "run", lambda *arguments: given.extend(arguments))
-    run = weft.rl(model="model", data="chats.jsonl", reward="length", on_step=given.append)
-    config, options, hooks = given
+    monkeypatch.setattr(rl_recipe, "run", lambda *arguments: passed.extend(arguments))
+    run = weft.rl(model="model", data="chats.jsonl", reward="length", on_step=passed.append)
+    config, options, hooks = passed
     assert isinstance(config, api.RlConfig) and config.run.dir == str(run.folder)
-    assert isinstance(options, api.RlOptions) and hooks.on_step == given.append
+    assert isinstance(options, api.RlOptions) and hooks.on_step == passed.append

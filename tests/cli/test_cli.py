@@ -58,16 +58,16 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     (tmp_path / "d.jsonl").write_text("")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    made = Recorder()
+    recording = Recorder()
     for name in ("sft", "verify"):
-        recipe = types.SimpleNamespace(run=made.run)
+        recipe = types.SimpleNamespace(run=recording.run)
         monkeypatch.setitem(sys.modules, f"weft.recipes.{name}", recipe)  # type: ignore[arg-type]
         monkeypatch.setattr(weft.recipes, name, recipe, raising=False)
-    monkeypatch.setattr("weft.launch.launch.launch", made.launch)
+    monkeypatch.setattr("weft.launch.launch.launch", recording.launch)
     monkeypatch.setattr(cli, "accelerator_count", lambda device: 0)
     monkeypatch.setattr(cli, "check_ranks_fit", lambda ranks, device: None)
     monkeypatch.setattr(cli, "cpu_cores", lambda: 2)
-    return made
+    return recording
 
 
 def test_sft_runs_here_on_one_rank(recorder: Recorder) -> None:
@@ -113,16 +113,16 @@ def test_under_torchrun_it_joins(recorder: Recorder, monkeypatch: pytest.MonkeyP
 
 
 def test_restarts_run_in_ranks_even_on_one(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
-    def supervise(command: Sequence[str], again: Any, nproc: int, restarts: int, debug: bool) -> int:
-        asked.append((command[3:], again(Path("r"))[3:], nproc, restarts))
+    def supervise(command: Sequence[str], resume: Any, nproc: int, restarts: int, debug: bool) -> int:
+        calls.append((command[3:], resume(Path("r"))[3:], nproc, restarts))
         return 0
 
     monkeypatch.setattr(cli, "run_with_restarts", supervise)
     words = ["sft", "c.yaml", "optimizer.lr=1", "--restarts", "3", "--device", "cpu"]
     assert cli.main(words) == 0
-    assert asked == [(words, ["sft", "--resume", "r", "--device", "cpu"], 1, 3)]
+    assert calls == [(words, ["sft", "--resume", "r", "--device", "cpu"], 1, 3)]
     assert recorder.calls == []
 
 
@@ -213,8 +213,12 @@ def test_words_of_other_tools_are_answered_with_what_does_it_here(
     word: str, answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([word, "x.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: weft {word}: no such command: ") and answer in said and "did you mean" not in said
+    errors = capsys.readouterr().err
+    assert (
+        errors.startswith(f"error: weft {word}: no such command: ")
+        and answer in errors
+        and "did you mean" not in errors
+    )
 
 
 def test_answers_to_words_of_other_tools_name_commands_and_keys_that_there_are() -> None:

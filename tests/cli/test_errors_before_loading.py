@@ -61,9 +61,9 @@ def test_import_paths_are_looked_up_without_running_anything(
 def test_what_a_config_names_that_is_not_there(override: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     tiny_config("llama").save_pretrained(tmp_path / "model")
-    given = [f"model.path={tmp_path}/model", "model.init=random", f"data.path={tmp_path}/rows.jsonl"]
+    overrides = [f"model.path={tmp_path}/model", "model.init=random", f"data.path={tmp_path}/rows.jsonl"]
     with pytest.raises(UserError, match=re.escape(f"command line: {words}")):
-        load_config([], [*given, override], SftConfig)
+        load_config([], [*overrides, override], SftConfig)
 
 
 def test_a_run_of_another_command_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_variables_in_paths_that_are_made_are_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

@@ -48,8 +48,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_escaped() -> None:
     assert clean("a\x1b[1m\x9b\u202e\ud800") == "a\\x1b[1m\\x9b\\u202e\\ud800"
-    kept = "tab\tline\nund Größe \u05d0\u200f \U0001f600 [bold] :bug: \\x1b"
-    assert clean(kept) == kept
+    printable = "tab\tline\nund Größe \u05d0\u200f \U0001f600 [bold] :bug: \\x1b"
+    assert clean(printable) == printable
     assert clean("a\r\nb\rc") == "a\nb\\rc"
     harmless(clean(EVIL))
 
@@ -199,12 +199,12 @@ def test_output_that_nobody_takes(words: list[str], full: bool, tmp_path: Path) 
         done = subprocess.run(
             [sys.executable, "-m", "weft", *words], stdout=out, stderr=subprocess.PIPE, env=environment, timeout=60
         )
-    said = done.stderr.decode()
-    assert "Traceback" not in said and "Exception ignored" not in said
+    errors = done.stderr.decode()
+    assert "Traceback" not in errors and "Exception ignored" not in errors
     assert (
-        (done.returncode, "No space left" in said) == (13, True)
+        (done.returncode, "No space left" in errors) == (13, True)
         if full
-        else (done.returncode == 2 and said.startswith("error: what reads the output of this command has ended"))
+        else (done.returncode == 2 and errors.startswith("error: what reads the output of this command has ended"))
     )
 
 

@@ -41,13 +41,13 @@ def busy(device: torch.device) -> Iterator[None]:
         yield
         return
     matrix = torch.randn(4096, 4096, device=device) / 64
-    beside = torch.cuda.Stream(device)
-    beside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(beside):
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         _multiply(matrix, 100)
     _multiply(matrix, 50)
     yield
-    beside.synchronize()
+    stream.synchronize()
 
 
 def _multiply(matrix: Tensor, times: int) -> None:

@@ -25,9 +25,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8
 
 
 def group_of(device: torch.device) -> dist.ProcessGroup:
-    found = build_mesh(MeshSizes(1, 1), device.type).dp.get_group()
-    assert found is not None
-    return found
+    group = build_mesh(MeshSizes(1, 1), device.type).dp.get_group()
+    assert group is not None
+    return group
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -37,24 +37,24 @@ def test_each_collective_takes_tensors_of_the_device(device: torch.device, ranks
     work = all_gather_single(gathered, values, group=group, async_op=True)
     work.wait()
     reduce_scatter_single(scattered, values.clone(), op=dist.ReduceOp.SUM, group=group)
-    kept = values.clone()
+    copied = values.clone()
     for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-        dist.all_reduce(kept, op=operation, group=group)
-    dist.broadcast(kept, group=group, group_src=0)
-    for found in (gathered, scattered, kept):
-        assert torch.equal(found, values)
+        dist.all_reduce(copied, op=operation, group=group)
+    dist.broadcast(copied, group=group, group_src=0)
+    for result in (gathered, scattered, copied):
+        assert torch.equal(result, values)
 
 
 def test_host_tensors_and_objects_go_beside_them(device: torch.device, ranks: Ranks) -> None:
     """As a sync agrees on errors, as a run agrees on its config."""
     flags = torch.tensor(3, dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True).wait()
-    found: list[object] = [None]
-    dist.all_gather_object(found, {"a": (1, "b")})
+    objects: list[object] = [None]
+    dist.all_gather_object(objects, {"a": (1, "b")})
     shared = ["words"]
     dist.broadcast_object_list(shared, src=0)
     dist.barrier()
-    assert (int(flags), found, shared) == (3, [{"a": (1, "b")}], ["words"])
+    assert (int(flags), objects, shared) == (3, [{"a": (1, "b")}], ["words"])
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_host_tensors_and_objects_go_beside_them(device: torch.device, ranks: Ra
 def test_fsdp_trains_over_it(device: torch.device, ranks: Ranks, fsdp: dict[str, object]) -> None:
     """However units gather and reduce, it is the same step."""
     losses = []
-    for own in ({}, fsdp):
-        engine = open_engine(saved_model("llama"), "1", device=kind(device), fsdp={**FP32["fsdp"], **own})
+    for setting in ({}, fsdp):
+        engine = open_engine(saved_model("llama"), "1", device=kind(device), fsdp={**FP32["fsdp"], **setting})
         for number in range(3):
             loss = gradient(engine, number)
             assert not engine.apply(1e-3).skipped
@@ -87,11 +87,11 @@ def test_the_walker_gathers_what_the_engine_has(device: torch.device, ranks: Ran
     manifest = {mapping.disk: torch.empty(mapping.shape, device="meta") for mapping in engine.built.mappings}
     walked = {n: t.clone() for n, t in walk(engine.module, engine.built.mappings, manifest, {}, bucket_bytes=30_000)}
     for mapping in engine.built.mappings:
-        found = walked[mapping.disk]
-        assert found.device.type == device.type
-        whole = weights[mapping.runtime]
-        own = whole[mapping.box.within(Box.from_shape(tuple(whole.shape)))]
-        assert torch.equal(mapping.to_runtime(found, mapping.box), own), mapping.disk
+        actual = walked[mapping.disk]
+        assert actual.device.type == device.type
+        weight = weights[mapping.runtime]
+        expected = weight[mapping.box.within(Box.from_shape(tuple(weight.shape)))]
+        assert torch.equal(mapping.to_runtime(actual, mapping.box), expected), mapping.disk
 
 
 def test_a_group_of_its_own_beside_torchs(device: torch.device, ranks: Ranks) -> None:

@@ -90,22 +90,22 @@ def options(device: torch.device, dtype: torch.dtype, bucket_bytes: int, timeout
 def taken(pool: ProcessPoolExecutor, sender: Sender, version: int, device: torch.device) -> Any:
     """A sync while the device has other work; what the engine says then. Values are compared by both ends, too."""
     (ticket,) = sender.tickets["it"]
-    asked: Future[Any] = pool.submit(receive, ticket, version)
+    received: Future[Any] = pool.submit(receive, ticket, version)
     with busy(device):
         sender.send(version)
         with torch.no_grad():  # at once, as the next step would: the engine has all it needs
             for parameter in sender.engine.module.parameters():
                 if parameter.requires_grad:
                     parameter.mul_(1.02)
-    return asked.result(120)
+    return received.result(120)
 
 
 def answers(engine: Engine, version: int) -> list[list[Completion]]:
     embedded = EmbeddedEngine(engine)
     embedded.wake(version=version)
-    found = embedded.generate(REQUESTS)
+    completions = embedded.generate(REQUESTS)
     embedded.sleep()
-    return found
+    return completions
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], int]] = {
@@ -129,26 +129,26 @@ def test_an_engine_of_another_process_has_every_version(
     engine = open_engine(path, "1", device=kind(device), fsdp=fsdp, lora=lora)
     randomize_adapters(engine)
     process.submit(begin, path, dtype, device.type, LoraConfig(**lora) if lora else None).result(120)
-    seen = process.submit(devices_of, device.type).result(60)
-    sender = Sender(engine, [EngineTarget("it", devices=seen)], options(device, dtype, bucket_bytes))
+    devices = process.submit(devices_of, device.type).result(60)
+    sender = Sender(engine, [EngineTarget("it", devices=devices)], options(device, dtype, bucket_bytes))
     assert sender._routes["it"][0] == ("ipc" if device.type == "cuda" else "shared")
     for version in (1, 2, 3):
         before = {name: tensor.clone().cpu() for name, tensor in engine.tensors()}
         expected = answers(engine, version)
-        state, found = taken(process, sender, version, device)
+        state, answered = taken(process, sender, version, device)
         if not lora:
             assert all(torch.equal(state[name], before[name].to(state[name].dtype)) for name in state)
-        assert [[one.tokens for one in group] for group in found] == [
-            [one.tokens for one in group] for group in expected
+        assert [[completion.tokens for completion in group] for group in answered] == [
+            [completion.tokens for completion in group] for group in expected
         ]
     sender.close()
 
 
 def test_auto_takes_it(process: ProcessPoolExecutor, cuda: torch.device, ranks: Ranks) -> None:
-    seen = process.submit(devices_of, "cuda").result(60)
-    assert seen and seen == protocol.device_memory.devices(cuda)
+    devices = process.submit(devices_of, "cuda").result(60)
+    assert devices and devices == protocol.device_memory.devices(cuda)
     sender = Sender(
-        open_engine(saved_model("llama"), "1", device="cuda"), [EngineTarget("it", devices=seen)], SyncOptions()
+        open_engine(saved_model("llama"), "1", device="cuda"), [EngineTarget("it", devices=devices)], SyncOptions()
     )
     assert sender._routes["it"] == ("ipc", 0)
     sender.close()
@@ -159,10 +159,10 @@ def test_an_engine_that_is_killed_and_one_in_its_place(device: torch.device, ran
     path, port = saved_model("llama"), free_port()
     engine = open_engine(path, "1", device=kind(device), fsdp={"param_dtype": "fp32"})
     first, second = new_process(), new_process()
-    seen = first.submit(devices_of, device.type).result(100)
+    devices = first.submit(devices_of, device.type).result(100)
     pid = first.submit(os.getpid).result(60)
-    own = options(device, torch.float32, 30_000, timeout=30.0)
-    sender = Sender(engine, [EngineTarget("it", devices=seen)], own, port=port, key=KEY)
+    sync_options = options(device, torch.float32, 30_000, timeout=30.0)
+    sender = Sender(engine, [EngineTarget("it", devices=devices)], sync_options, port=port, key=KEY)
     first.submit(begin, path, torch.float32, device.type, None).result(60)
     taken(first, sender, 1, device)
     os.kill(pid, signal.SIGKILL)
@@ -182,23 +182,23 @@ def in_vain(path: str, ticket: Ticket) -> str:
     protocol._DeviceReceiver.mapped = None
     with (
         patch.object(protocol.device_memory, "open", side_effect=RuntimeError("none here")),
-        pytest.raises(SyncError) as told,
+        pytest.raises(SyncError) as error,
     ):
         Standalone(path, dtype=torch.float32, device="cuda").receive(ticket, 1)
-    return str(told.value)
+    return str(error.value)
 
 
 def test_one_that_cannot_map_is_named_at_both_ends(
     process: ProcessPoolExecutor, cuda: torch.device, ranks: Ranks
 ) -> None:
     path = saved_model("llama")
-    seen = process.submit(devices_of, "cuda").result(100)
+    devices = process.submit(devices_of, "cuda").result(100)
     engine = open_engine(path, "1", device="cuda")
-    sender = Sender(engine, [EngineTarget("it", devices=seen)], options(cuda, torch.float32, 30_000, timeout=30.0))
-    asked = process.submit(in_vain, path, sender.tickets["it"][0])
+    sender = Sender(engine, [EngineTarget("it", devices=devices)], options(cuda, torch.float32, 30_000, timeout=30.0))
+    attempt = process.submit(in_vain, path, sender.tickets["it"][0])
     with pytest.raises(SyncError, match="none here.* set rollout.transport=shared"):
         sender.send(1)
-    assert "none here" in asked.result(60)
+    assert "none here" in attempt.result(60)
     sender.close()
 
 
@@ -210,8 +210,8 @@ def test_asleep_the_engine_keeps_no_weights_of_the_device(
     path = saved_model(family, **(changes if device.type == "cuda" else {}))
     engine = open_engine(path, "1", device=kind(device), fsdp={"param_dtype": "bf16"})
     process.submit(begin, path, torch.bfloat16, device.type, None).result(60)
-    seen = process.submit(devices_of, device.type).result(60)
-    sender = Sender(engine, [EngineTarget("it", devices=seen)], options(device, torch.bfloat16, 64 << 20))
+    devices = process.submit(devices_of, device.type).result(60)
+    sender = Sender(engine, [EngineTarget("it", devices=devices)], options(device, torch.bfloat16, 64 << 20))
     taken(process, sender, 1, device)
     size = sum(parameter.numel() * 2 for parameter in engine.module.parameters())
     assert process.submit(sleep_and_report).result(60) < 0.2 * size

@@ -45,8 +45,8 @@ def call_of(widths: tuple[int, int], dtype: torch.dtype, lengths: tuple[int, ...
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def random(heads: int, width: int) -> Tensor:
-        made = torch.randn(batch, length, heads, width, generator=generator, device=DEVICE)
-        return made.to(dtype).transpose(1, 2)
+        tensor = torch.randn(batch, length, heads, width, generator=generator, device=DEVICE)
+        return tensor.to(dtype).transpose(1, 2)
 
     query, key, value = random(HEADS, widths[0]), random(KEY_HEADS, widths[0]), random(KEY_HEADS, widths[1])
     sinks_H = torch.linspace(-1, 3, HEADS, device=DEVICE).to(dtype) if sinks else None
@@ -88,12 +88,12 @@ def say(value: Any) -> str | None:
 
 
 def check_errors(name: str, call: Call) -> None:
-    found = errors(call, run_of(name))
+    measured = errors(call, run_of(name))
     tolerance = TOLERANCES[call.query_BHTD.dtype]
     # Softmax over one key has a constant for its output: nothing to be relative to.
     if call.window == 1:
-        found = {what: found[what] for what in ("outputs", "gradients of values")}
-    assert all(error <= tolerance for error in found.values()), {k: f"{v:.1e}" for k, v in found.items()}
+        measured = {quantity: measured[quantity] for quantity in ("outputs", "gradients of values")}
+    assert all(error <= tolerance for error in measured.values()), {k: f"{v:.1e}" for k, v in measured.items()}
 
 
 @pytest.mark.parametrize(("name", "widths", "dtype", "traits"), CASES, ids=say)
@@ -127,8 +127,8 @@ def test_documents_do_not_see_each_other(name: str, traits: dict[str, Any]) -> N
     inside[sum(LENGTHS[:2]) : sum(LENGTHS[:3])] = True
     inputs = [x.detach().clone().requires_grad_() for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)]
     out = run_of(name)(replace(call, query_BHTD=inputs[0], key_BKTD=inputs[1], value_BKTE=inputs[2]))
-    other = [torch.where(inside[:, None], 3.0 - x.detach(), x.detach()).requires_grad_() for x in inputs]
-    moved = run_of(name)(replace(call, query_BHTD=other[0], key_BKTD=other[1], value_BKTE=other[2]))
+    changed = [torch.where(inside[:, None], 3.0 - x.detach(), x.detach()).requires_grad_() for x in inputs]
+    moved = run_of(name)(replace(call, query_BHTD=changed[0], key_BKTD=changed[1], value_BKTE=changed[2]))
     assert torch.equal(moved[:, :, ~inside], out[:, :, ~inside])
     assert not torch.equal(moved[:, :, inside], out[:, :, inside])
     for gradient in torch.autograd.grad(out, inputs, out.detach() * inside[:, None]):

@@ -40,9 +40,9 @@ def stepped(device: torch.device, **sections: Any) -> Engine:
 
 def state(engine: Engine) -> dict[str, Tensor]:
     """A copy of all that the engine keeps, on its device."""
-    found = {name: part.local for name, part in find_state_shards(engine).items()}
-    found |= {f"gradient/{n}": local_shard(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+    tensors = {name: part.local for name, part in find_state_shards(engine).items()}
+    tensors |= {f"gradient/{n}": local_shard(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def memory(device: torch.device) -> int:
@@ -50,9 +50,9 @@ def memory(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    differing = [name for name in expected if not torch.equal(found[name].cpu(), expected[name].cpu())]
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    differing = [name for name in expected if not torch.equal(actual[name].cpu(), expected[name].cpu())]
     assert not differing, differing
 
 
@@ -64,14 +64,14 @@ def test_sleep_gives_the_memory_back_and_wake_brings_every_bit(
     before = {name: tensor.cpu() for name, tensor in state(engine).items()}
     size = sum(tensor.nbytes for tensor in before.values())
     for meanwhile in (busy(device), nullcontext(), busy(device)):  # the second time with the pinned memory of the first
-        held = memory(device)
+        awake = memory(device)
         with meanwhile:
             assert engine.sleep() == size
             asleep = memory(device)
             assert engine.wake() == size
             assert_equal(state(engine), before)
         if isinstance(meanwhile, nullcontext) and device.type == "cuda":
-            assert asleep < held - 0.9 * size
+            assert asleep < awake - 0.9 * size
     gradient(engine, 1)
     assert not engine.apply(1e-3).skipped
 
@@ -98,7 +98,7 @@ def test_a_snapshot_is_of_its_moment_while_training_goes_on(device: torch.device
 
 
 def test_offloaded_state_stays_on_the_host_and_gives_the_same_step(device: torch.device, ranks: Ranks) -> None:
-    found = []
+    results = []
     for offload in (False, True):
         sections: dict[str, Any] = {"fsdp": {"param_dtype": "fp32", "cpu_offload": offload}}
         engine = open_engine(saved_model("llama"), "1", device=kind(device), **sections)
@@ -108,8 +108,8 @@ def test_offloaded_state_stays_on_the_host_and_gives_the_same_step(device: torch
             engine.apply(1e-3)
             check_contract(engine)  # parameters and moments lie where engine.storage says
         assert engine.storage.type == ("cpu" if offload else device.type)
-        found.append((losses, {name: tensor.cpu() for name, tensor in engine.tensors()}))
-    (losses, weights), (offloaded_losses, offloaded) = found
+        results.append((losses, {name: tensor.cpu() for name, tensor in engine.tensors()}))
+    (losses, weights), (offloaded_losses, offloaded) = results
     assert offloaded_losses == pytest.approx(losses, rel=1e-6)
     for name, tensor in weights.items():
         torch.testing.assert_close(offloaded[name], tensor, rtol=0, atol=1e-5)  # AdamW of the host, a step is 1e-3
@@ -123,6 +123,6 @@ def test_peak_memory_is_near_what_was_foretold(cuda: torch.device, ranks: Ranks)
     gradient(engine, 0)
     engine.apply(1e-3)
     engine.drop_gradients()
-    kept = torch.cuda.memory_allocated(cuda) - before
+    allocated = torch.cuda.memory_allocated(cuda) - before
     expected = sum(part.local.nbytes for part in find_state_shards(engine).values())
-    assert kept == pytest.approx(expected, rel=0.1)
+    assert allocated == pytest.approx(expected, rel=0.1)

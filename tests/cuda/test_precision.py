@@ -81,13 +81,13 @@ def test_narrow_dtypes_differ_by_rounding(family: str, dtype: str, device: torch
     exact = seen_by(plain, routes)
     engine = open_engine(path, "1", device=kind(device), fsdp={"param_dtype": dtype})
     narrow = seen_by(engine, routes)
-    apart = (
+    deviations = (
         abs(narrow.loss - exact.loss) / exact.loss,
         distance(narrow.gradients, exact.gradients),
         float((narrow.logprobs - exact.logprobs).abs().mean()),
     )
-    print(f"{family} {dtype}: loss {apart[0]:.1e}, gradients {apart[1]:.1e}, logprobs {apart[2]:.1e}")
-    assert all(found < bound for found, bound in zip(apart, BOUNDS[dtype], strict=True)), apart
+    print(f"{family} {dtype}: loss {deviations[0]:.1e}, gradients {deviations[1]:.1e}, logprobs {deviations[2]:.1e}")
+    assert all(deviation < bound for deviation, bound in zip(deviations, BOUNDS[dtype], strict=True)), deviations
     gradient(engine, 1)
     assert not engine.apply(1e-3).skipped
     check_contract(engine)
@@ -110,19 +110,19 @@ def test_compiled_layers_compute_the_same(dtype: str, device: torch.device, rank
         torch._inductor.config.compile_threads = 1  # a pool of compilers takes longer to start than to run
         if dtype == "bf16":
             pytest.skip("on a CPU one dtype is enough")
-    path, found = saved_model("qwen3", num_hidden_layers=1, initializer_range=0.05), dict[bool, Any]()
+    path, results = saved_model("qwen3", num_hidden_layers=1, initializer_range=0.05), dict[bool, Any]()
     for compiled in (False, True):
         torch._dynamo.utils.counters.clear()
         model = {"compile": compiled, "recompute": "full"}
         engine = open_engine(path, "1", device=kind(device), model=model, fsdp={"param_dtype": dtype})
-        found[compiled] = [one_gradient(engine, step, None)[:2] for step in STEPS]
+        results[compiled] = [one_gradient(engine, step, None)[:2] for step in STEPS]
         gradient(engine, 0)
         assert not engine.apply(1e-3).skipped
         check_contract(engine)
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 16
     assert all("torch.compiler.disable" in reason for reason in torch._dynamo.utils.counters["graph_break"])
     torch._dynamo.reset()
-    for (loss, gradients), (plain_loss, plain) in zip(found[True], found[False], strict=True):
+    for (loss, gradients), (plain_loss, plain) in zip(results[True], results[False], strict=True):
         if dtype == "fp32":
             assert loss == pytest.approx(plain_loss, rel=1e-5)
             worst = max(compare_gradients(gradients, plain, {}), key=lambda figure: figure.value)

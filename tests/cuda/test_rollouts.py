@@ -34,16 +34,16 @@ def sampled(engine: Engine, *, routes: bool = False, tokens: int = 40) -> list[t
     """Several samples of each prompt, which end at different times."""
     embedded = EmbeddedEngine(engine, routes=routes)
     embedded.wake()
-    asked = requests(SamplingParams(tokens, 1.0, ends=ENDS), samples=4)
-    found = list(zip(asked, embedded.generate(asked), strict=True))
+    batch = requests(SamplingParams(tokens, 1.0, ends=ENDS), samples=4)
+    answers = list(zip(batch, embedded.generate(batch), strict=True))
     embedded.sleep()
-    return found
+    return answers
 
 
-def differences(engine: Engine, found: Sequence[tuple[Request, list[Completion]]]) -> torch.Tensor:
+def differences(engine: Engine, answers: Sequence[tuple[Request, list[Completion]]]) -> torch.Tensor:
     """Of every token that was sampled: its logprob in the trainer, less that where it was sampled."""
     documents, recorded = [], []
-    for request, completions in found:
+    for request, completions in answers:
         for completion in completions:
             tokens = torch.tensor([*request.tokens, *completion.tokens])
             chosen = None if completion.routes is None else align_routes(completion.routes, len(tokens))
@@ -51,7 +51,7 @@ def differences(engine: Engine, found: Sequence[tuple[Request, list[Completion]]
             recorded.append(torch.tensor(completion.logprobs))
     plan = engine.plan(engine.planner.metadata(documents))
     read = engine.readout(plan, dict(enumerate(documents)))
-    return torch.cat([read[i]["logprob"][-len(own) :] - own for i, own in enumerate(recorded)])
+    return torch.cat([read[i]["logprob"][-len(logprobs) :] - logprobs for i, logprobs in enumerate(recorded)])
 
 
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
@@ -60,9 +60,9 @@ def test_greedy_answers_are_transformers_own(family: str, device: torch.device, 
     engine = open_engine(path, "1", device=kind(device), **FP32)
     embedded = EmbeddedEngine(engine)
     embedded.wake(version=3)
-    found = embedded.generate(requests(SamplingParams(16, 0.0, ends=ENDS)))
+    answers = embedded.generate(requests(SamplingParams(16, 0.0, ends=ENDS)))
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
-    for prompt, (completion,) in zip(PROMPTS, found, strict=True):
+    for prompt, (completion,) in zip(PROMPTS, answers, strict=True):
         ids = torch.tensor([prompt], device=device)
         out = plain.generate(
             ids, attention_mask=torch.ones_like(ids),
@@ -75,9 +75,9 @@ def test_greedy_answers_are_transformers_own(family: str, device: torch.device, 
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
 def test_fp32_logprobs_are_the_trainers(family: str, device: torch.device, ranks: Ranks) -> None:
     engine = open_engine(saved_model(family), "1", device=kind(device), **FP32)
-    apart = differences(engine, sampled(engine, routes=family in EXPERTS))
-    assert len(apart) > 100
-    assert float(apart.abs().max()) < 1e-4, float(apart.abs().max())
+    deviations = differences(engine, sampled(engine, routes=family in EXPERTS))
+    assert len(deviations) > 100
+    assert float(deviations.abs().max()) < 1e-4, float(deviations.abs().max())
 
 
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
@@ -86,10 +86,10 @@ def test_bf16_logprobs_are_the_trainers_but_for_rounding(family: str, device: to
     engine = open_engine(saved_model(family, initializer_range=0.05), "1", device=kind(device), **BF16)
     gradient(engine, 0)
     engine.apply(1e-3)
-    apart = differences(engine, sampled(engine, routes=family in EXPERTS))
-    mean, most = float(apart.abs().mean()), float(apart.abs().max())
-    assert len(apart) > 100
-    assert mean < MEAN and most < MOST, (mean, most)
+    deviations = differences(engine, sampled(engine, routes=family in EXPERTS))
+    mean, largest = float(deviations.abs().mean()), float(deviations.abs().max())
+    assert len(deviations) > 100
+    assert mean < MEAN and largest < MOST, (mean, largest)
 
 
 MEAN, MOST = 0.02, 0.2  # nats; on a CPU the worst family has 0.0035 and 0.021
@@ -103,12 +103,12 @@ def test_it_samples_what_the_distribution_says(device: torch.device, ranks: Rank
     count = 4000
     request = Request("a", PROMPTS[1], tuple(range(count)), SamplingParams(1, 1.0))
     ((*completions,),) = embedded.generate([request])
-    seen = torch.bincount(torch.tensor([c.tokens[0] for c in completions]), minlength=128).double()
+    counts = torch.bincount(torch.tensor([c.tokens[0] for c in completions]), minlength=128).double()
     documents = {n: Document(torch.tensor([*PROMPTS[1], n]), torch.ones(len(PROMPTS[1]) + 1)) for n in range(128)}
     read = engine.readout(engine.plan(engine.planner.metadata(documents.values())), documents)
     expected = torch.stack([read[n]["logprob"][-1] for n in range(128)]).double().exp() * count
     likely = expected > 5
-    chi_square = float(((seen - expected).square() / expected)[likely].sum())
+    chi_square = float(((counts - expected).square() / expected)[likely].sum())
     freedom = int(likely.sum())
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
@@ -117,16 +117,16 @@ def test_the_same_seed_gives_the_same_and_waking_takes_new_weights(device: torch
     engine = open_engine(saved_model("qwen3"), "1", device=kind(device), **BF16)
     embedded = EmbeddedEngine(engine)
     embedded.wake()
-    asked = requests(SamplingParams(12, 1.0, ends=ENDS))
-    first, again = embedded.generate(asked), embedded.generate(asked)
-    assert [c.tokens for (c,) in first] == [c.tokens for (c,) in again]
+    batch = requests(SamplingParams(12, 1.0, ends=ENDS))
+    first, repeated = embedded.generate(batch), embedded.generate(batch)
+    assert [c.tokens for (c,) in first] == [c.tokens for (c,) in repeated]
     freed = embedded.sleep()
     assert freed > 0
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.mul_(1.5)
     embedded.wake(version=1)
-    assert embedded.generate(asked) != first
+    assert embedded.generate(batch) != first
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -144,5 +144,5 @@ def test_exact_mode_holds_or_is_refused(dtype: str, device: torch.device, ranks:
     if refusal:
         assert (device.type, dtype) != ("cpu", "fp32") and "Set rl.on_policy=measured" in refusal
         return
-    again = differences(engine, sampled(engine))
-    assert not bool(again.any())
+    deviations = differences(engine, sampled(engine))
+    assert not bool(deviations.any())

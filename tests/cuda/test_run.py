@@ -72,8 +72,8 @@ def test_the_example_learns_and_goes_on_from_its_checkpoint(folder: Path, device
     ]  # fmt: skip
     small = ["step.documents=8", "step.max_tokens_per_device=1024", "data.max_length=1024", "optimizer.lr=1e-2"]
     words += small if device.type == "cpu" else ["optimizer.lr=5e-4"]
-    said = weft(folder, "sft", *words, "--device", kind(device), "--nproc", "1")
-    print(said)
+    output = weft(folder, "sft", *words, "--device", kind(device), "--nproc", "1")
+    print(output)
     first = lines(folder / "run")
     assert [line["step"] for line in first] == list(range(1, 21))
     assert all(line["loss"] > 0 and not line.get("skipped") for line in first)
@@ -96,13 +96,13 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped_bit_for_bit(
 ) -> None:
     """Under train.deterministic, as docs/reference/checkpoints.md says; in bf16, with asynchronous saves."""
     sections = {"train": {"deterministic": True}, "fsdp": {"param_dtype": "bf16"}, "checkpoint": {"async_": True}}
-    home, whole, cut = str(inputs()), tmp_path / "whole", tmp_path / "cut"
+    home, uninterrupted, cut = str(inputs()), tmp_path / "whole", tmp_path / "cut"
     try:
-        drawn = attempt(home, str(whole), "1", False, None, sections, None, kind(device))
+        drawn = attempt(home, str(uninterrupted), "1", False, None, sections, None, kind(device))
         parts = attempt(home, str(cut), "1", False, 4, sections, None, kind(device))
         parts += attempt(home, str(cut), "1", True, None, sections, None, kind(device))
     finally:
         torch.use_deterministic_algorithms(False)
     assert parts == drawn
-    assert lines(cut) == lines(whole)
-    assert equal(state_of(cut, STEPS), state_of(whole, STEPS))
+    assert lines(cut) == lines(uninterrupted)
+    assert equal(state_of(cut, STEPS), state_of(uninterrupted, STEPS))

@@ -50,9 +50,9 @@ def test_a_step_waits_where_it_reads(
     )
     engine = Engine(config, ranks)
     for last in (False, False, True):
-        plan, own = engine.plan_step(documents())
+        plan, local = engine.plan_step(documents())
         assert plan.micro_batches >= 2
-        rows = engine.rows(plan, own, CrossEntropy()).ahead()
+        rows = engine.rows(plan, local, CrossEntropy()).ahead()
         with warnings.catch_warnings(record=True) as caught, waits_noted(device, last):
             warnings.simplefilter("always")
             metrics, result = engine.step(plan, rows, CrossEntropy(), 1e-3)
@@ -63,13 +63,13 @@ def test_a_step_waits_where_it_reads(
 
 
 @contextmanager
-def waits_noted(device: torch.device, wanted: bool) -> Iterator[None]:
+def waits_noted(device: torch.device, warn: bool) -> Iterator[None]:
     """Inside, torch warns of what waits for the device, if wanted."""
     if device.type != "cuda":
         yield
         return
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn" if wanted else "default")
+    torch.cuda.set_sync_debug_mode("warn" if warn else "default")
     try:
         yield
     finally:
@@ -78,17 +78,19 @@ def waits_noted(device: torch.device, wanted: bool) -> Iterator[None]:
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_pinned_row_arrives_as_it_was(layout: Any, device: torch.device) -> None:
-    made = dict(enumerate(documents()))
-    read = [max(1, len(document) - 1) for document in made.values()]
+    by_index = dict(enumerate(documents()))
+    read = [max(1, len(document) - 1) for document in by_index.values()]
     length = sum(read) + 3 if layout == "packed" else max(read)
-    row = build_row(list(made), made, read=read, length=length, layout=layout, every_token=False, owners=True)
-    there = (row.pinned() if device.type == "cuda" else row).to(device)
+    row = build_row(list(by_index), by_index, read=read, length=length, layout=layout, every_token=False, owners=True)
+    on_device = (row.pinned() if device.type == "cuda" else row).to(device)
     for name, value in vars(row).items():
         if isinstance(value, torch.Tensor):
-            assert getattr(there, name).device == device and torch.equal(getattr(there, name).cpu(), value), name
-    assert there.bounds.lengths == row.bounds.lengths and there.bounds.padded == row.bounds.padded
+            assert getattr(on_device, name).device == device and torch.equal(getattr(on_device, name).cpu(), value), (
+                name
+            )
+    assert on_device.bounds.lengths == row.bounds.lengths and on_device.bounds.padded == row.bounds.padded
     if layout == "packed" and device.type == "cuda":
-        assert there.bounds.cu_seqlens is not None and int(there.bounds.cu_seqlens[-1]) == length
+        assert on_device.bounds.cu_seqlens is not None and int(on_device.bounds.cu_seqlens[-1]) == length
     assert (
         build_row([], {}, read=[], length=8, layout=layout, every_token=False).to(device).arrays["any"].device == device
     )

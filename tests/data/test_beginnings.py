@@ -55,11 +55,15 @@ def same_trees(measured: Sequence[DocumentMeta], built: Sequence[DocumentMeta]) 
     shared = 0
     for start in range(len(measured)):
         rows = [metas[start : start + 7] for metas in (measured, built)]
-        one, other = map(segments_of, rows)
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert (one.lengths, one.parents, one.last_segments) == (other.lengths, other.parents, other.last_segments)
-            assert tree_tokens(rows[0], range(len(rows[0]))) == sum(one.lengths)
+        first, second = map(segments_of, rows)
+        assert (first is None) == (second is None)
+        if first is not None and second is not None:
+            assert (first.lengths, first.parents, first.last_segments) == (
+                second.lengths,
+                second.parents,
+                second.last_segments,
+            )
+            assert tree_tokens(rows[0], range(len(rows[0]))) == sum(first.lengths)
             shared += 1
     assert shared
 
@@ -88,8 +92,8 @@ def check(documents: Documents, *omitted: int) -> None:
 @pytest.mark.parametrize("longest", [10**6, 9])
 def test_answers_of_a_pair_are_planned_without_their_tokens(longest: int) -> None:
     check(pairs(longest), 0, 1)
-    alone = choose(pairs(), [0, 3, 4])  # one answer of each
-    assert not any(meta.path for meta in metadata_of(alone))
+    single_answers = choose(pairs(), [0, 3, 4])  # one answer of each
+    assert not any(meta.path for meta in metadata_of(single_answers))
 
 
 @pytest.mark.parametrize("pad", [None, ord("z")])
@@ -100,7 +104,7 @@ def test_scored_answers_are_planned_without_their_tokens(pad: int | None) -> Non
 
 def samples(routed: bool) -> list[Sample]:
     """Of two prompts, which fork late, end where others go on, and have other experts from some token on."""
-    source, made = random.Random(0), []
+    source, drawn = random.Random(0), []
     for index in range(2):
         start = [source.randrange(50, 60) for _ in range(12)]
         longest = [*start, *(source.randrange(50, 60) for _ in range(10))]
@@ -109,7 +113,7 @@ def samples(routed: bool) -> list[Sample]:
             sampled = np.arange(len(ids)) >= len(start)
             routes = np.zeros((len(ids) - number % 2, 2, 3), np.uint8)
             routes[5 + number :] = number // 3
-            made.append(
+            drawn.append(
                 Sample(
                     Prompt(index, 0, tuple(start), "p"),
                     number,
@@ -123,21 +127,21 @@ def samples(routed: bool) -> list[Sample]:
                     routes=routes if routed else None,
                 )
             )
-    return made
+    return drawn
 
 
 @pytest.mark.parametrize("routed", [True, False])
 def test_samples_are_planned_without_their_tokens_and_routes(routed: bool) -> None:
     """The controller notes beginnings; trainers replay the routes, other models do not."""
-    given = samples(routed)
-    sent: list[Sample] = pickle.loads(pickle.dumps(SampleBatch(given)))
-    sent[2].reward = given[2].reward = None  # is not trained
-    for sample in given:
+    originals = samples(routed)
+    sent: list[Sample] = pickle.loads(pickle.dumps(SampleBatch(originals)))
+    sent[2].reward = originals[2].reward = None  # is not trained
+    for sample in originals:
         sample.beginnings = None
     config = rl_config(algorithm("grpo"))
     views: list[tuple[MeasuredDocuments, MeasuredDocuments]] = [
-        (TrainedSamples(sent, config), TrainedSamples(given, config)),
-        (ReadSamples(sent, routed=False), ReadSamples(given, routed=False)),
+        (TrainedSamples(sent, config), TrainedSamples(originals, config)),
+        (ReadSamples(sent, routed=False), ReadSamples(originals, routed=False)),
     ]
     forwarded = []
     for noted, computed in views:

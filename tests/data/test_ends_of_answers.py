@@ -82,11 +82,11 @@ def base_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> str:
 
 def test_what_a_checkpoint_says(tmp_path: Path) -> None:
     path = base_model(tmp_path / "model", byte_tokenizer(CHATML))
-    own = {"eos_token_id": EOS, "temperature": 0.6, "do_sample": True}
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(own))
+    generation = {"eos_token_id": EOS, "temperature": 0.6, "do_sample": True}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
     ends = answer_ends(path, byte_tokenizer(), [END])
     assert ends.ids == [EOS, END] and "<|end|>" in ends.lines()[0]
-    assert json.loads(ends.files(path)["generation_config.json"]) == own | {"eos_token_id": [EOS, END]}
+    assert json.loads(ends.files(path)["generation_config.json"]) == generation | {"eos_token_id": [EOS, END]}
     assert answer_ends(path, byte_tokenizer(), [EOS]).files(path) == {}  # the model's own is copied as it is
 
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, EOS]}))
@@ -94,9 +94,9 @@ def test_what_a_checkpoint_says(tmp_path: Path) -> None:
     assert named.taught == () and named.lines() == [] and named.files(path) == {}
 
     (tmp_path / "model" / "generation_config.json").unlink()  # transformers then reads config.json
-    made = json.loads(ends.files(path)["generation_config.json"])
+    written = json.loads(ends.files(path)["generation_config.json"])
     before = GenerationConfig.from_model_config(transformers.AutoConfig.from_pretrained(path))
-    assert made == {"bos_token_id": before.bos_token_id, "eos_token_id": [EOS, END]} | (
+    assert written == {"bos_token_id": before.bos_token_id, "eos_token_id": [EOS, END]} | (
         {} if before.pad_token_id is None else {"pad_token_id": before.pad_token_id}
     )
 
@@ -115,11 +115,11 @@ def chats(tmp_path: Path) -> str:
 def answer_of(path: Path, question: str) -> str:
     """transformers' greedy answer, by the files of a checkpoint alone."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    asked = tokenizer.apply_chat_template(
+    inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    out = model.generate(**asked, max_new_tokens=12, do_sample=False)
-    return str(tokenizer.decode(out[0, asked["input_ids"].shape[1] :]))
+    out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
 
 
 @pytest.mark.slow
@@ -129,15 +129,22 @@ def test_transformers_ends_the_turn_of_a_base_model_that_learnt_chats(
 ) -> None:
     base = base_model(tmp_path / "base", byte_tokenizer(CHATML if ships else None))
     (tmp_path / "own.jinja").write_text(CHATML)
-    own = [] if ships else [f"data.chat_template={tmp_path}/own.jinja"]
-    words = [f"model.path={base}", f"data.path={chats}", f"run.dir={tmp_path}/run", "train.steps=40", *own, *COMMON]
+    template_words = [] if ships else [f"data.chat_template={tmp_path}/own.jinja"]
+    words = [
+        f"model.path={base}",
+        f"data.path={chats}",
+        f"run.dir={tmp_path}/run",
+        "train.steps=40",
+        *template_words,
+        *COMMON,
+    ]
     assert cli.main(["sft", *words]) == 0
     assert "answers end with <|end|>, too" in capfd.readouterr().out
     latest = tmp_path / "run/checkpoints/latest"
     assert answer_of(latest, "a") == "ok<|end|>"
     assert AutoTokenizer.from_pretrained(latest).eos_token == "</s>"  # documents that are no chats end as before
-    again = export.run(ExportOptions(path=str(tmp_path / "run"), output=str(tmp_path / "again")))
-    assert GenerationConfig.from_pretrained(again).eos_token_id == [EOS, END]
+    exported = export.run(ExportOptions(path=str(tmp_path / "run"), output=str(tmp_path / "again")))
+    assert GenerationConfig.from_pretrained(exported).eos_token_id == [EOS, END]
 
 
 @pytest.mark.slow

@@ -230,11 +230,11 @@ def test_bad_data(
         write_jsonl(Path(case.file), *case.data)
     words = [f"model.path={model(case.tokenizer, case.vocabulary)}", "model.init=random", f"data.path={case.file}"]
     assert cli.main(["sft", *words, *case.keys, "--device", "cpu"]) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith(f"error: {case.file}{case.where}"), said
+    message = capsys.readouterr().err.strip()
+    assert message.startswith(f"error: {case.file}{case.where}"), message
     for piece in case.says:
-        assert piece in said
-    assert len(said) < 500 and said.endswith(".") and "Traceback" not in said
+        assert piece in message
+    assert len(message) < 500 and message.endswith(".") and "Traceback" not in message
     assert not Path("runs").exists()
 
 
@@ -260,9 +260,9 @@ def followed(row: dict[str, Any], chat: bool) -> Record:
     """The record of a row that is refused, once what the message says to set is set as a shell passes it on."""
     with pytest.raises(UserError) as caught:
         parse_row("here", row, ParseOptions(chat=chat))
-    found = re.search(r"[Ss]et ('data\.columns=.*')\.$", str(caught.value))
-    assert found is not None, caught.value
-    ((_, columns),) = (word.split("=", 1) for word in shlex.split(found[1]))
+    proposal = re.search(r"[Ss]et ('data\.columns=.*')\.$", str(caught.value))
+    assert proposal is not None, caught.value
+    ((_, columns),) = (word.split("=", 1) for word in shlex.split(proposal[1]))
     assert ("on which `weft dpo` trains" in str(caught.value)) == ("rejected" in row and "chosen" in row)
     return parse_row("here", row, ParseOptions(columns=yaml.safe_load(columns), chat=chat))
 
@@ -298,8 +298,8 @@ def test_preference_pairs_are_called_so_and_the_chosen_answers_go_through_the_te
 def test_answers_that_are_not_wanted_are_not_trained(row: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"is false: the answer is one that is not wanted.*data\.ignore=\["):
         parse_row("d.jsonl:1", row, ParseOptions())
-    wanted = {name: value or True for name, value in row.items()}
-    assert parse_row("d.jsonl:1", wanted, ParseOptions()).format in ("prompt", "messages")
+    converted = {name: value or True for name, value in row.items()}
+    assert parse_row("d.jsonl:1", converted, ParseOptions()).format in ("prompt", "messages")
 
 
 def test_there_are_forty_cases() -> None:

@@ -63,8 +63,8 @@ def qwen(models: Callable[[str], str]) -> tuple[PreTrainedTokenizerBase, Images]
     return loaded(models("qwen2_5_vl"))
 
 
-def user(text: Any, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}], **more}
+def user(text: Any, **columns: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}], **columns}
 
 
 def loaded(path: str, checks: ImageChecks | None = None, **pixels: int) -> tuple[PreTrainedTokenizerBase, Images]:
@@ -76,15 +76,23 @@ def read(data: Any, model: tuple[PreTrainedTokenizerBase, Images], **options: An
     return load_documents(data, model[0], images=model[1], **{"max_length": 10_000, **options})[0]
 
 
-def same(documents: Documents, others: Documents) -> bool:
+def same(documents: Documents, expected: Documents) -> bool:
     """Whether tokens, masks and inputs of the tower are the same."""
-    assert len(documents) == len(others)
-    for own, other in zip(documents, others, strict=True):
-        assert own.tokens.tolist() == other.tokens.tolist() and own.weights.tolist() == other.weights.tolist()
-        assert (own.media is None) == (other.media is None)
-        if own.media is not None and other.media is not None:
-            assert own.media.patches == other.media.patches and own.media.inputs.keys() == other.media.inputs.keys()
-            assert all(torch.equal(own.media.inputs[name], other.media.inputs[name]) for name in own.media.inputs)
+    assert len(documents) == len(expected)
+    for document, reference in zip(documents, expected, strict=True):
+        assert (
+            document.tokens.tolist() == reference.tokens.tolist()
+            and document.weights.tolist() == reference.weights.tolist()
+        )
+        assert (document.media is None) == (reference.media is None)
+        if document.media is not None and reference.media is not None:
+            assert (
+                document.media.patches == reference.media.patches
+                and document.media.inputs.keys() == reference.media.inputs.keys()
+            )
+            assert all(
+                torch.equal(document.media.inputs[name], reference.media.inputs[name]) for name in document.media.inputs
+            )
     return True
 
 
@@ -102,8 +110,8 @@ def test_tokens_and_inputs_are_those_of_the_familys_processor(family: str, model
     documents = read(rows, model)
     for row, sizes, document in zip(rows, CONVERSATIONS, documents, strict=True):
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        own = images.processor()._processor
-        expected = own(text=[text], images=[picture(*size) for size in sizes], return_tensors="pt")
+        processor = images.processor()._processor
+        expected = processor(text=[text], images=[picture(*size) for size in sizes], return_tensors="pt")
         assert document.tokens.tolist() == expected["input_ids"][0].tolist()
         assert document.media is not None and document.media.inputs
         assert all(torch.equal(values, expected[name]) for name, values in document.media.inputs.items())
@@ -122,20 +130,20 @@ def test_the_processor_is_the_one_that_auto_classes_make(family: str, models: Ca
     """Families with videos need torchvision for AutoProcessor."""
     path = models(family)
     _, images = loaded(path)
-    own, auto = images.processor()._processor, AutoProcessor.from_pretrained(path)
-    text, cats = f"a {own.image_token} b {own.image_token}", [CAT, picture(90, 20)]
-    assert own(text=[text], images=cats)["input_ids"] == auto(text=[text], images=cats)["input_ids"]
-    assert type(own).__name__ == type(auto).__name__
+    processor, auto = images.processor()._processor, AutoProcessor.from_pretrained(path)
+    text, cats = f"a {processor.image_token} b {processor.image_token}", [CAT, picture(90, 20)]
+    assert processor(text=[text], images=cats)["input_ids"] == auto(text=[text], images=cats)["input_ids"]
+    assert type(processor).__name__ == type(auto).__name__
 
 
 def test_placeholders_are_never_trained(qwen: tuple[PreTrainedTokenizerBase, Images]) -> None:
     answer = [{"type": "text", "text": "see "}, {"type": "image", "image": CAT}, {"type": "text", "text": "there"}]
     rows = [{"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}]}]
-    place = qwen[0].convert_tokens_to_ids("<|image_pad|>")
+    placeholder = qwen[0].convert_tokens_to_ids("<|image_pad|>")
     for train_on in ("answers", "all"):
         (document,) = read(rows, qwen, encoding=Encoding(train_on))
         trained = document.tokens[document.weights > 0].tolist()
-        assert place in document.tokens.tolist() and place not in trained
+        assert placeholder in document.tokens.tolist() and placeholder not in trained
         assert "see <|vision_start|><|vision_end|>there<|im_end|>" in qwen[0].decode(trained)
 
 
@@ -144,25 +152,27 @@ def test_the_answers_of_a_pair_share_its_images(qwen: tuple[PreTrainedTokenizerB
     question = [{"role": "user", "content": [{"type": "image", "image": CAT}, {"type": "text", "text": "What?"}]}]
     answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
     documents = read([{"prompt": question, **answers}], qwen, rows=ParseOptions(preferences=True))
-    place = qwen[0].convert_tokens_to_ids("<|image_pad|>")
+    placeholder = qwen[0].convert_tokens_to_ids("<|image_pad|>")
     costs = Costs(lambda length: 1, float, lambda patches, pairs: (100.0, 50))
 
-    def paths(of: Sequence[Document]) -> list[list[tuple[int, float, int]]]:
-        metadata = document_metadata(of, costs, lambda length: True, (place,))
+    def paths(documents_of: Sequence[Document]) -> list[list[tuple[int, float, int]]]:
+        metadata = document_metadata(documents_of, costs, lambda length: True, (placeholder,))
         return [[(node.end, node.cost, node.tower_tokens) for node in meta.path] for meta in metadata]
 
     with mock.patch.object(Documents, "build", side_effect=AssertionError("built")):
         measured = paths(documents)
-    (shared, own), (also_shared, _) = measured
+    (shared, separate), (also_shared, _) = measured
     assert measured == paths(list(documents)) and shared == also_shared
-    last = max(documents[0].tokens.tolist().index(token) for token in documents[0].tokens.tolist() if token == place)
-    assert last < shared[0] < own[0] and shared == (shared[0], shared[0] + 100.0, 50)
+    last = max(
+        documents[0].tokens.tolist().index(token) for token in documents[0].tokens.tolist() if token == placeholder
+    )
+    assert last < shared[0] < separate[0] and shared == (shared[0], shared[0] + 100.0, 50)
 
 
 def test_spans_move_with_what_replaces_a_placeholder() -> None:
     chat = MaskedText("ab@cd@ef", ((0, 2), (3, 7)))
     moved, replaced = expand_placeholders(
-        chat, [place.span() for place in re.finditer("@", chat.text)], ["[1]", "[22]"]
+        chat, [match.span() for match in re.finditer("@", chat.text)], ["[1]", "[22]"]
     )
     assert moved.text == "ab[1]cd[22]ef"
     assert [moved.text[start:end] for start, end in moved.spans] == ["ab", "cd", "e"]
@@ -228,18 +238,18 @@ def forms(folder: Path) -> dict[str, dict[str, Any]]:
 def test_all_forms_of_rows_give_the_same_document(
     tmp_path: Path, qwen: tuple[PreTrainedTokenizerBase, Images], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = forms(tmp_path)
-    documents = read(write_jsonl(tmp_path / "rows.jsonl", *found.values()), qwen)
-    expected = read([question("What?", "a cat", [CAT])] * len(found), qwen)
+    rows = forms(tmp_path)
+    documents = read(write_jsonl(tmp_path / "rows.jsonl", *rows.values()), qwen)
+    expected = read([question("What?", "a cat", [CAT])] * len(rows), qwen)
     assert same(documents, expected)
     monkeypatch.chdir(tmp_path)
-    assert same(read(list(found.values()), qwen), expected)
+    assert same(read(list(rows.values()), qwen), expected)
 
 
 def test_images_in_all_kinds_of_files(tmp_path: Path, qwen: tuple[PreTrainedTokenizerBase, Images]) -> None:
     data = [encoded(CAT), encoded(picture(90, 20), "JPEG")]
-    columns = [{"bytes": one, "path": None} for one in data]
-    texts = [base64.b64encode(one).decode() for one in data]
+    columns = [{"bytes": content, "path": None} for content in data]
+    texts = [base64.b64encode(content).decode() for content in data]
     messages = user("<image>What?")["messages"]
     tables = [{"messages": messages, "images": [image]} for image in columns]
     lists = [{"messages": messages, "images": [text]} for text in texts]
@@ -249,7 +259,7 @@ def test_images_in_all_kinds_of_files(tmp_path: Path, qwen: tuple[PreTrainedToke
     write_jsonl(tmp_path / "a.jsonl", *lists)
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.writelines(f"{json.dumps(row)}\n" for row in lists)
-    expected = read([{"messages": messages, "images": [one]} for one in data], qwen)
+    expected = read([{"messages": messages, "images": [content]} for content in data], qwen)
     for name in ("a.parquet", "saved", "a.json", "a.jsonl", "b.jsonl.gz"):
         assert same(read(str(tmp_path / name), qwen), expected), name
     pictures = datasets.Dataset.from_list(tables).cast_column("images", datasets.List(datasets.Image()))
@@ -298,8 +308,8 @@ def test_what_is_measured_before_training_is_what_a_step_reads(name: str, decode
         picture.save(file, "TIFF", tiffinfo={0x0112: int(name[-1])})
         upright = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
     image = ImageOfRow(data=file.getvalue())
-    seen, read = image_files.load_pixels(image, "row", ImageChecks())
-    assert seen.tobytes() == upright.tobytes() and (seen.width, seen.height) == upright.size
+    pixels, read = image_files.load_pixels(image, "row", ImageChecks())
+    assert pixels.tobytes() == upright.tobytes() and (pixels.width, pixels.height) == upright.size
     assert image_files.measure_image(image, "row", ImageChecks(decode=decode)).shape == read.shape
 
 
@@ -320,9 +330,9 @@ def test_an_image_that_fills_the_memory_is_named(monkeypatch: pytest.MonkeyPatch
 def test_grey_and_transparent_images_become_rgb(qwen: tuple[PreTrainedTokenizerBase, Images]) -> None:
     for mode in ("L", "RGBA", "P", "1", "CMYK", "LA"):
         image = CAT.convert("RGB").convert(mode) if mode not in ("LA",) else CAT.convert("L").convert("LA")
-        one, other = read([question("a", "b", [image]), question("a", "b", [image.convert("RGB")])], qwen)
-        assert one.media is not None and other.media is not None
-        assert torch.equal(one.media.inputs["pixel_values"], other.media.inputs["pixel_values"])
+        converted, reference = read([question("a", "b", [image]), question("a", "b", [image.convert("RGB")])], qwen)
+        assert converted.media is not None and reference.media is not None
+        assert torch.equal(converted.media.inputs["pixel_values"], reference.media.inputs["pixel_values"])
 
 
 # ---------------------------------------------------------------- what is refused
@@ -421,11 +431,11 @@ def test_images_are_no_matter_of_a_model_of_text() -> None:
 
 def test_truncation_leaves_images_whole(qwen: tuple[PreTrainedTokenizerBase, Images]) -> None:
     rows = [question("What?", "a cat " * 20, [CAT]), user("a")]
-    whole = read(rows, qwen)
-    place = qwen[0].convert_tokens_to_ids("<|image_pad|>")
-    reach = max(whole[0].tokens.tolist().index(place) + whole[0].tokens.tolist().count(place), 0)
-    cut = read(rows, qwen, max_length=len(whole[0]) - 5, long_documents="truncate")
-    assert len(cut[0]) == len(whole[0]) - 5 and cut[0].media is not None
+    uncut = read(rows, qwen)
+    placeholder = qwen[0].convert_tokens_to_ids("<|image_pad|>")
+    reach = max(uncut[0].tokens.tolist().index(placeholder) + uncut[0].tokens.tolist().count(placeholder), 0)
+    cut = read(rows, qwen, max_length=len(uncut[0]) - 5, long_documents="truncate")
+    assert len(cut[0]) == len(uncut[0]) - 5 and cut[0].media is not None
     with pytest.raises(UserError, match=rf"data\[0\]: truncation to {reach - 1} tokens .* cut its images"):
         read(rows, qwen, max_length=reach - 1, long_documents="truncate")
     assert len(read(rows, qwen, max_length=60, long_documents="drop")) == 1
@@ -439,9 +449,9 @@ def test_kept_tokens_are_made_anew_where_an_image_has_changed(
     path = write_jsonl(tmp_path / "rows.jsonl", question("What?", "a cat", ["a.png"]))
     first = read(path, qwen, how=how)
     assert same(read(path, qwen, how=how), first)
-    (kept,) = (tmp_path / "kept" / "tokens").glob("*[!k]")
-    before = (kept / "table.json").stat().st_mtime_ns
-    assert same(read(path, qwen, how=how), first) and (kept / "table.json").stat().st_mtime_ns == before
+    (cached,) = (tmp_path / "kept" / "tokens").glob("*[!k]")
+    before = (cached / "table.json").stat().st_mtime_ns
+    assert same(read(path, qwen, how=how), first) and (cached / "table.json").stat().st_mtime_ns == before
     image.write_bytes(encoded(picture(90, 20)))
     changed = read(path, qwen, how=how)
     assert same(changed, read([question("What?", "a cat", [picture(90, 20)])], qwen))
@@ -464,9 +474,9 @@ def test_documents_are_the_same_from_other_processes(
 ) -> None:
     (tmp_path / "a.png").write_bytes(encoded(CAT))
     path = write_jsonl(tmp_path / "rows.jsonl", *[question(f"{i}", "a cat", ["a.png"]) for i in range(20)])
-    alone = read(path, qwen)
+    expected = read(path, qwen)
     monkeypatch.setattr("weft.data.tokenise.CREW_BYTES", 0)
-    assert same(read(path, qwen, how=TokeniseOptions(workers=2)), alone)
+    assert same(read(path, qwen, how=TokeniseOptions(workers=2)), expected)
 
 
 # ---------------------------------------------------------------- keys
@@ -478,22 +488,24 @@ def test_a_run_has_one_processor(tmp_path: Path, models: Callable[[str], str], m
     row = question("who?", "me", ["a.png"])
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     rows = [f"{key}={tmp_path}/rows.jsonl" for key in ("data.path", "eval.path", "eval.prompts")]
-    made = []
-    whole = hf_processor.load_processor
-    monkeypatch.setattr(hf_processor, "load_processor", lambda *given: made.append(given[0]) or whole(*given))
+    loaded_paths = []
+    load = hf_processor.load_processor
+    monkeypatch.setattr(
+        hf_processor, "load_processor", lambda *arguments: loaded_paths.append(arguments[0]) or load(*arguments)
+    )
     data = read_run_data(load_config([], [f"model.path={models('qwen2_5_vl')}", "model.init=random", *rows], SftConfig))
     assert data.held_out.questions is not None and data.held_out.questions.prompts[0].images is not None
-    assert len(made) == 1
+    assert len(loaded_paths) == 1
 
 
 @pytest.mark.covers("data.image_pixels")
 def test_image_pixels_are_the_processors_limits(models: Callable[[str], str]) -> None:
     row = [question("What?", "a cat", [picture(120, 120)])]
-    lengths = [len(read(row, loaded(models("qwen2_5_vl"), max=most))[0]) for most in (1024, 4096, 16384)]
+    lengths = [len(read(row, loaded(models("qwen2_5_vl"), max=max_pixels))[0]) for max_pixels in (1024, 4096, 16384)]
     assert lengths == sorted(set(lengths))
     small = [question("What?", "a cat", [picture(16, 16)])]
-    least = [len(read(small, loaded(models("qwen2_5_vl"), min=n))[0]) for n in (256, 2048)]
-    assert least[0] < least[1]
+    lower_limits = [len(read(small, loaded(models("qwen2_5_vl"), min=n))[0]) for n in (256, 2048)]
+    assert lower_limits[0] < lower_limits[1]
     assert len(read(row, loaded(models("mistral3"), max=1024))[0]) < len(read(row, loaded(models("mistral3")))[0])
     with pytest.raises(UserError, match=r"data.image_pixels: Gemma3ImageProcessor\w* of model.path has no such limits"):
         loaded(models("gemma3"), max=1024)
@@ -507,20 +519,20 @@ def test_checkpoints_have_the_limits_of_the_run(layout: str, tmp_path: Path, mod
     family, limits = ("mistral3", {"max": 1024}) if layout == "edges" else ("qwen2_5_vl", {"min": 512, "max": 1024})
     path = tmp_path / "model"
     shutil.copytree(models(family), path)
-    own = json.loads((path / "preprocessor_config.json").read_text())
+    settings = json.loads((path / "preprocessor_config.json").read_text())
     if layout == "nested":  # as transformers 5 saves a processor
         (path / "preprocessor_config.json").unlink()
-        own |= {"min_pixels": 256, "max_pixels": 4096}
-        (path / "processor_config.json").write_text(json.dumps({"image_processor": own}))
+        settings |= {"min_pixels": 256, "max_pixels": 4096}
+        (path / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
     row = [question("What?", "a cat", [picture(120, 120)])]
     saved = changed_files(str(path), DataConfig(path="unused", image_pixels=limits))
     of_videos = ["video_preprocessor_config.json"] if family == "qwen2_5_vl" else []
     assert [*saved] == ["processor_config.json" if layout == "nested" else "preprocessor_config.json", *of_videos]
-    wanted = len(read(row, loaded(str(path), **limits))[0])
-    assert wanted < len(read(row, loaded(str(path)))[0])
+    length = len(read(row, loaded(str(path), **limits))[0])
+    assert length < len(read(row, loaded(str(path)))[0])
     for name, text in saved.items():
         (path / name).write_text(text)
-    assert len(read(row, loaded(str(path)))[0]) == wanted
+    assert len(read(row, loaded(str(path)))[0]) == length
     assert changed_files(str(path), DataConfig(path="unused")) == {}
 
 
@@ -545,12 +557,12 @@ def test_max_image_pixels_is_the_limit(models: Callable[[str], str]) -> None:
 
 class _Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        found = self.path == "/cat.png"
-        self.send_response(302 if self.path == "/file" else 200 if found else 404)
+        exists = self.path == "/cat.png"
+        self.send_response(302 if self.path == "/file" else 200 if exists else 404)
         if self.path == "/file":
             self.send_header("Location", "file:///etc/hostname")
         self.end_headers()
-        if found:
+        if exists:
             self.wfile.write(encoded(CAT))
 
     def log_message(self, *_: Any) -> None:
@@ -559,11 +571,11 @@ class _Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), _Server) as found:
-        thread = threading.Thread(target=found.serve_forever, args=(0.05,))
+    with HTTPServer(("127.0.0.1", 0), _Server) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever, args=(0.05,))
         thread.start()
-        yield f"http://127.0.0.1:{found.server_port}"
-        found.shutdown()
+        yield f"http://127.0.0.1:{http_server.server_port}"
+        http_server.shutdown()
         thread.join()
 
 
@@ -613,14 +625,16 @@ def test_what_processors_are_asked_for(models: Callable[[str], str]) -> None:
     """weft/models/hf_processor.py says which symbols."""
     path = models("qwen2_5_vl")
     processor = load_processor(path, hf.read_config(path), AutoTokenizer.from_pretrained(path), {})
-    own = processor._processor
-    assert own.get_attributes() == ["image_processor", "tokenizer", "video_processor"]
-    assert own.image_token in processor.marks and "image_grid_thw" in own.image_processor.model_input_names
-    out = own(text=[f"a{own.image_token}b"], images=[CAT], return_text_replacement_offsets=True, return_tensors="pt")
-    assert [item["replacement"] for item in out["text_replacement_offsets"][0]] == [own.image_token * 8]
+    wrapped = processor._processor
+    assert wrapped.get_attributes() == ["image_processor", "tokenizer", "video_processor"]
+    assert wrapped.image_token in processor.marks and "image_grid_thw" in wrapped.image_processor.model_input_names
+    out = wrapped(
+        text=[f"a{wrapped.image_token}b"], images=[CAT], return_text_replacement_offsets=True, return_tensors="pt"
+    )
+    assert [item["replacement"] for item in out["text_replacement_offsets"][0]] == [wrapped.image_token * 8]
     assert processor.layout(((40, 56),)).patches == 32 == len(out["pixel_values"])
     assert processor._counts and processor._counted((700, 90)) == processor._processed(((700, 90),))
-    assert "size" in own.image_processor.to_dict()
+    assert "size" in wrapped.image_processor.to_dict()
 
 
 def test_a_picture_in_memory_becomes_a_file_and_a_file_stays() -> None:
@@ -639,9 +653,9 @@ def test_only_rows_that_hold_images_are_read_again(qwen: tuple[PreTrainedTokeniz
         raise AssertionError(f"row {position} is read")
 
     tokenizer, images = qwen
-    place = MediaLocation(MediaInfo(CAT.height, CAT.width, len(encoded(CAT)), 0), data=encoded(CAT))
+    location = MediaLocation(MediaInfo(CAT.height, CAT.width, len(encoded(CAT)), 0), data=encoded(CAT))
     part = SourcePart("a.jsonl", 0, True, lambda: iter(()), row=read_again)
-    _, patches = TokeniseTask(tokenizer, images=images).inputs(part, "a.jsonl:2", [place])
+    _, patches = TokeniseTask(tokenizer, images=images).inputs(part, "a.jsonl:2", [location])
     assert patches > 0
     with pytest.raises(AssertionError, match="row 3 is read"):
-        TokeniseTask(tokenizer, images=images).inputs(part, "a.jsonl:2", [replace(place, data=None, position=3)])
+        TokeniseTask(tokenizer, images=images).inputs(part, "a.jsonl:2", [replace(location, data=None, position=3)])

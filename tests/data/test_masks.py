@@ -61,8 +61,8 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def answer(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
+def answer(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
 
 
 CALL = answer("", tool_calls=[{"id": "call00001", "function": {"name": "get_time", "arguments": {"city": "Rome"}}}])
@@ -284,12 +284,12 @@ TRL_MASKS = json.loads((TEMPLATE_FOLDER / "trl_masks.json").read_text(encoding="
     ("template", "chat"), [(template, chat) for template in TRL_MASKS for chat in TRL_MASKS[template]]
 )
 def test_trl_trains_the_same_answers(template: str, chat: str) -> None:
-    pattern, left = _TRL_TRAINS_MORE[template]
-    ours, theirs = (
-        [re.sub(pattern, left, text, flags=re.DOTALL) for text in texts]
+    pattern, replacement = _TRL_TRAINS_MORE[template]
+    actual, expected = (
+        [re.sub(pattern, replacement, text, flags=re.DOTALL) for text in texts]
         for texts in (EXPECTED[template][chat], TRL_MASKS[template][chat])
     )
-    assert ours == theirs
+    assert actual == expected
 
 
 @pytest.mark.covers("data.train_on")
@@ -297,20 +297,20 @@ def test_train_on() -> None:
     last = encoder_of("qwen2_5", "last")
     assert trained(last, CHATS["multi"]) == ["Two.<|im_end|>"]
     assert trained(last, CHATS["flags"]) == ["Two.<|im_end|>"]
-    everything = encoder_of("qwen2_5", "all")
-    [text] = trained(everything, CHATS["system"])
+    all_roles = encoder_of("qwen2_5", "all")
+    [text] = trained(all_roles, CHATS["system"])
     assert text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\nHello.<|im_end|>\n"
     )
-    assert trained(everything, {"prompt": "a", "completion": "b"}) == ["ab<|im_end|>"]
+    assert trained(all_roles, {"prompt": "a", "completion": "b"}) == ["ab<|im_end|>"]
     assert trained(last, {"prompt": "a", "completion": "b"}) == ["b<|im_end|>"]
-    asked = {"prompt": CHATS["multi"]["messages"][:3], "completion": [answer("Two.")]}
+    split = {"prompt": CHATS["multi"]["messages"][:3], "completion": [answer("Two.")]}
     assert (
-        trained(encoder_of("qwen2_5"), asked) == trained(last, asked) == ["Two.<|im_end|>"]
+        trained(encoder_of("qwen2_5"), split) == trained(last, split) == ["Two.<|im_end|>"]
     )  # not the prompt's answer
     with pytest.raises(UserError, match="message 2 has `train: false`, and data.train_on: all"):
-        trained(everything, CHATS["flags"])
+        trained(all_roles, CHATS["flags"])
 
 
 class Straddling:
@@ -322,8 +322,8 @@ class Straddling:
     def __len__(self) -> int:
         return len(self.spans)
 
-    def char_to_token(self, place: int) -> int | None:
-        return next((i for i, (start, end) in enumerate(self.spans) if start <= place < end), None)
+    def char_to_token(self, position: int) -> int | None:
+        return next((i for i, (start, end) in enumerate(self.spans) if start <= position < end), None)
 
     def token_to_chars(self, token: int) -> tuple[int, int]:
         return self.spans[token]
@@ -350,7 +350,7 @@ def test_messages_without_content_and_with_parts_are_made_whole_for_templates() 
         {"role": "assistant", "tool_calls": [call]},
         {"role": "assistant", "content": [], "reasoning_content": None},
     ]
-    asked, called, empty = conversation(Record("a.jsonl:1", "messages", {"messages": raw}), "answers").messages
-    assert isinstance(asked["content"], ContentParts) and str(asked["content"]) == "What time?"
+    question, called, empty = conversation(Record("a.jsonl:1", "messages", {"messages": raw}), "answers").messages
+    assert isinstance(question["content"], ContentParts) and str(question["content"]) == "What time?"
     assert called["content"] == "" and called["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
     assert empty == {"role": "assistant", "content": ""}

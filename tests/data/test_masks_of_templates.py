@@ -93,8 +93,8 @@ def test_a_tools_result_that_the_template_writes_into_a_turn_is_left_out_by_mark
     chat = {"messages": [user("Time?"), CALL, RESULT, answer("Noon."), user("Thanks"), answer("Yes.")]}
     marked = encoder(one_turn("CALLS_", "TEXT_", "END_"))
     assert "".join(trained(marked, chat)) == "<call>get_timeRome</call>Noon.<|end|>Yes.<|end|>"
-    both = {"messages": [user("Time?"), CALL, RESULT, {**RESULT, "content": "13:00"}, answer("Noon.")]}
-    assert "".join(trained(marked, both)) == "<call>get_timeRome</call>Noon.<|end|>"
+    two_results = {"messages": [user("Time?"), CALL, RESULT, {**RESULT, "content": "13:00"}, answer("Noon.")]}
+    assert "".join(trained(marked, two_results)) == "<call>get_timeRome</call>Noon.<|end|>"
     for template in (one_turn(), one_turn("CALLS_", "TEXT_", "END_", "RESULTS_")):
         with pytest.raises(UserError, match=r"the template writes message 3 into an answer|does not (begin|end) as"):
             trained(encoder(template), chat)
@@ -164,10 +164,10 @@ def test_header_is_what_the_template_writes_and_no_more() -> None:
 def test_prompts_and_completions_of_messages() -> None:
     qwen = Encoder(tokenizer_of("qwen2_5"))
     prompt, completion = [user("1?"), answer("One."), user("2?")], [answer("Two.")]
-    for given in (completion, completion[0], "Two."):
-        assert trained(qwen, {"prompt": prompt, "completion": given}) == ["Two.<|im_end|>"]
-    several = {"prompt": [user("Time?")], "completion": [CALL, RESULT, answer("Noon.", train=False)], "tools": [TOOL]}
-    [call] = trained(qwen, several)
+    for form in (completion, completion[0], "Two."):
+        assert trained(qwen, {"prompt": prompt, "completion": form}) == ["Two.<|im_end|>"]
+    with_call = {"prompt": [user("Time?")], "completion": [CALL, RESULT, answer("Noon.", train=False)], "tools": [TOOL]}
+    [call] = trained(qwen, with_call)
     assert call.startswith("<tool_call>") and call.endswith("</tool_call><|im_end|>")
 
 
@@ -193,8 +193,8 @@ def test_contents_in_every_form() -> None:
 def test_a_template_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(PLAIN + ASKING)
     tokenizer = byte_tokenizer(None)
-    own = read_encoding(DataConfig(path="", chat_template=str(tmp_path / "own.jinja")), tokenizer)
-    assert trained(Encoder(tokenizer, own), MULTI) == ["One.<|end|>", "Two.<|end|>"]
+    encoding = read_encoding(DataConfig(path="", chat_template=str(tmp_path / "own.jinja")), tokenizer)
+    assert trained(Encoder(tokenizer, encoding), MULTI) == ["One.<|end|>", "Two.<|end|>"]
     qwen = family_tokenizer("qwen")
     chatml = read_encoding(DataConfig(path="", chat_template="chatml"), qwen)
     assert trained(Encoder(qwen, chatml), MULTI) == ["One.<|im_end|>", "Two.<|im_end|>"]
@@ -330,5 +330,5 @@ def test_what_is_marked_is_what_transformers_says(template: str) -> None:
     plain, blocks, marked = hf_template.environment().from_string(template), list[str](), list[Span]()
     with plain.environment.activate_tracker(blocks, marked):
         blocks += plain.generate(messages=messages)
-    found = ChatTemplate(template, {}).render(messages, {})
-    assert found.text == "".join(blocks) and found.marked == tuple(sorted(marked))
+    rendered = ChatTemplate(template, {}).render(messages, {})
+    assert rendered.text == "".join(blocks) and rendered.marked == tuple(sorted(marked))

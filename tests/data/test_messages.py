@@ -69,10 +69,10 @@ def two(**marks: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_marks_of_other_trainers_say_what_is_trained(mark: dict[str, Any]) -> None:
     assert rows_trained(two(**mark)) == ["GOOD<|end|>"]
-    other = {
+    marks = {
         name: (not value if isinstance(value, bool) else 1 - value) for name, value in mark.items() if name != "id"
     }
-    assert rows_trained(two(**other)) == ["BAD<|end|>", "GOOD<|end|>"]
+    assert rows_trained(two(**marks)) == ["BAD<|end|>", "GOOD<|end|>"]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_parts_that_say_nothing_more() -> None:
 def test_thoughts_under_every_name_are_rendered(name: str) -> None:
     assert rows_trained({"messages": [user("1?"), answer("One.", **{name: "Hm."})]}) == ["[Hm.]One.<|end|>"]
     # a template that has that name alone
-    own = WHOLE.replace("reasoning_content", name)
-    assert rows_trained({"messages": [user("1?"), answer("One.", thinking="Hm.")]}, template=own) == [
+    template = WHOLE.replace("reasoning_content", name)
+    assert rows_trained({"messages": [user("1?"), answer("One.", thinking="Hm.")]}, template=template) == [
         "[Hm.]One.<|end|>"
     ]
     with pytest.raises(UserError, match=r"message 2 has `reasoning_content`, which the chat template does not render"):
@@ -193,7 +193,7 @@ def test_a_thought_of_a_question_is_refused() -> None:
 
 def test_keys_that_say_where_a_message_is_from_are_left_alone() -> None:
     """As data sets on the hub and logs of APIs have them."""
-    more: dict[str, Any] = {
+    origin: dict[str, Any] = {
         "id": "a1", "parent_id": None, "timestamp": 1.7e9, "created_at": "2024-01-01", "model": "m", "language": "en",
         "toxic": False, "redacted": False, "header": {"user-agent": "x"}, "turn_identifier": 3, "usage": {"tokens": 3},
         "refusal": None, "audio": None, "annotations": [], "tool_calls": None, "function_call": None, "files": [],
@@ -202,7 +202,7 @@ def test_keys_that_say_where_a_message_is_from_are_left_alone() -> None:
         "status": "completed",
     }  # fmt: skip
     plain = {"messages": [user("1?"), answer("One.")], "extra": 1}
-    assert rows_trained({"messages": [user("1?") | more, answer("One.", **more)]}) == rows_trained(plain)
+    assert rows_trained({"messages": [user("1?") | origin, answer("One.", **origin)]}) == rows_trained(plain)
 
 
 def test_a_key_that_the_template_reads_is_its_own() -> None:
@@ -248,8 +248,8 @@ def test_the_older_form_of_calls_is_read() -> None:
     }
     for template in ("qwen3", "llama3_1", "glm4moe", "gptoss"):
         encoder = Encoder(tokenizer_of(template))
-        one, two = (encoder.encode([parse_row("d:1", row, ParseOptions())]) for row in (older, newer))
-        assert one == two
+        first, two = (encoder.encode([parse_row("d:1", row, ParseOptions())]) for row in (older, newer))
+        assert first == two
 
 
 def test_a_template_of_the_older_form_gets_it() -> None:
@@ -271,9 +271,9 @@ def test_a_template_of_the_older_form_gets_it() -> None:
 def test_roles_of_calls_and_results() -> None:
     """ms-swift has a message for each call, ShareGPT the JSON of a call or of several."""
     call = {"role": "tool_call", "content": json.dumps({"name": "f", "arguments": {"a": 1}})}
-    other = {"role": "tool_call", "content": {"name": "f", "arguments": {"a": 2}}}
+    second_call = {"role": "tool_call", "content": {"name": "f", "arguments": {"a": 2}}}
     results = [{"role": "tool_response", "content": "x"}, {"role": "tool_response", "content": "y"}]
-    row = {"messages": [user("Go"), answer("I look."), call, other, *results, answer("Done.")]}
+    row = {"messages": [user("Go"), answer("I look."), call, second_call, *results, answer("Done.")]}
     expected = ['I look.<call>f{"a": 1}</call><call>f{"a": 2}</call><|end|>', "Done.<|end|>"]
     assert rows_trained(row) == expected
     assert rows_trained(row, MessageRules(roles={"tool_call": "assistant", "tool_response": "tool"})) == expected
@@ -321,11 +321,11 @@ def test_arguments_are_written_as_json_and_not_as_python() -> None:
 )  # fmt: skip
 def test_columns_that_say_what_is_trained(columns: dict[str, Any]) -> None:
     assert rows_trained(two() | columns) == ["GOOD<|end|>"]
-    asked = two()["messages"]
+    messages = two()["messages"]
     if "loss_mask" not in columns:
-        split = {"prompt": asked[:1], "completion": asked[1:]} | columns
+        split = {"prompt": messages[:1], "completion": messages[1:]} | columns
         assert rows_trained(split) == ["GOOD<|end|>"]
-    renamed = {"turns": asked} | columns  # data.columns names one format: other columns keep their meaning
+    renamed = {"turns": messages} | columns  # data.columns names one format: other columns keep their meaning
     assert rows_trained(renamed, messages="turns") == ["GOOD<|end|>"]
 
 
@@ -368,12 +368,12 @@ def test_columns_of_ordinary_data_sets_are_left_alone() -> None:
 
 @pytest.mark.parametrize("column", ["functions", "tool_defs"])
 def test_tools_in_columns_of_other_names(column: str) -> None:
-    ours = {"messages": [user("Time?"), CALL, RESULT, answer("Noon.")], "tools": [TOOL]}
+    native = {"messages": [user("Time?"), CALL, RESULT, answer("Noon.")], "tools": [TOOL]}
     for tools in ([TOOL["function"]], [TOOL], json.dumps([TOOL["function"]])):
-        theirs = {"messages": ours["messages"], column: tools}
+        foreign = {"messages": native["messages"], column: tools}
         encoder = Encoder(tokenizer_of("qwen3"))
-        one, two = (encoder.encode([parse_row("d:1", row, ParseOptions())]) for row in (ours, theirs))
-        assert one == two
+        first, two = (encoder.encode([parse_row("d:1", row, ParseOptions())]) for row in (native, foreign))
+        assert first == two
 
 
 def test_a_column_that_switches_thoughts() -> None:
@@ -388,35 +388,35 @@ def test_a_system_message_by_column_and_by_default() -> None:
         [encoded] = Encoder(byte_tokenizer(WHOLE)).encode([parse_row("d:1", row, ParseOptions({}, rules))])
         return byte_tokenizer(WHOLE).decode(encoded.ids)
 
-    said, default = [user("Hi"), answer("Ho")], MessageRules(system="Be kind.")
+    turns, default = [user("Hi"), answer("Ho")], MessageRules(system="Be kind.")
     begins = "<|start|>system\nBe kind.<|end|>\n<|start|>user"
     for row in (
-        {"messages": said},
-        {"prompt": said[:1], "completion": said[1:]},
+        {"messages": turns},
+        {"prompt": turns[:1], "completion": turns[1:]},
         {"instruction": "Hi", "output": "Ho"},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
     ):
         assert text(row, default).startswith(begins)
-    own = [{"role": "system", "content": "Be brief."}, *said]
+    with_system = [{"role": "system", "content": "Be brief."}, *turns]
     for row in (
-        {"messages": own},
-        {"messages": said, "system": "Be brief."},
-        {"messages": own, "system_prompt": "Be brief."},
+        {"messages": with_system},
+        {"messages": turns, "system": "Be brief."},
+        {"messages": with_system, "system_prompt": "Be brief."},
     ):
         assert text(row, default).startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user")
-    assert text({"messages": said, "system_prompt": "Be kind."}, MessageRules()).startswith(begins)
+    assert text({"messages": turns, "system_prompt": "Be kind."}, MessageRules()).startswith(begins)
     for row in ({"text": "a"}, {"prompt": "a", "completion": "b"}, {"input_ids": [5, 6]}):
         with pytest.raises(UserError, match="d:1: data.system has no effect on"):
             parse_row("d:1", row, ParseOptions({}, default))
 
 
 def test_conversations_are_read_without_a_mapping() -> None:
-    theirs = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "One.", "weight": None}]
+    conversation = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "One.", "weight": None}]
     for column in ("conversations", "conversation"):
-        for value in (theirs, json.dumps(theirs), [user("1?"), answer("One.")]):
+        for value in (conversation, json.dumps(conversation), [user("1?"), answer("One.")]):
             assert rows_trained({"id": 1, column: value}) == ["One.<|end|>"]
             assert rows_trained({"instruction": "1?", "response": "no", column: value}) == ["One.<|end|>"]
-    chosen = {"instruction": "2?", "output": "Two.", "conversations": theirs}
+    chosen = {"instruction": "2?", "output": "Two.", "conversations": conversation}
     assert rows_trained(chosen) == ["Two.<|end|>"]  # a whole row of another format
 
 
@@ -474,9 +474,9 @@ def test_bad_mappings_of_keys(keys: str, words: str) -> None:
 def test_prompts_of_evaluation_are_read_by_the_same_rules(tmp_path: Path) -> None:
     """Their tools, system messages and calls are in what the model is given; what would be lost is refused."""
     tokenizer = byte_tokenizer(WHOLE)
-    asked = [user("Time?"), CALL, RESULT]
+    question = [user("Time?"), CALL, RESULT]
     rows = [
-        {"messages": [*asked, answer("Noon.")], "tools": [TOOL], "system": "S."},
+        {"messages": [*question, answer("Noon.")], "tools": [TOOL], "system": "S."},
         {"conversations": [{"from": "human", "value": "Time?"}]},
         {"messages": [{"who": "user", "what": "Time?"}]},
     ]
@@ -560,16 +560,16 @@ def test_headers_that_the_loop_writes_are_not_trained(name: str) -> None:
     two_turns = {"messages": [user("1+1?"), answer("2"), user("1+2?"), answer("3")]}
     cut = "cut" if "cut" in template else ""
     assert trained(encoder, two_turns) == [expected.format(cut + "2"), expected.format("3")]
-    asked = {"prompt": [user("1+1?"), answer("2"), user("1+2?")], "completion": [answer("3")]}
-    assert trained(encoder, asked) == [expected.format("3")]
+    row = {"prompt": [user("1+1?"), answer("2"), user("1+2?")], "completion": [answer("3")]}
+    assert trained(encoder, row) == [expected.format("3")]
 
 
 # ------------------------------------------------------------------ what a template leaves out
 
 
-def leaves_out(piece: str, by: str = "") -> str:
+def leaves_out(piece: str, replacement: str = "") -> str:
     assert piece in WHOLE
-    return WHOLE.replace(piece, by)
+    return WHOLE.replace(piece, replacement)
 
 
 _CALLS_ALONE = leaves_out("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")

@@ -85,12 +85,12 @@ def test_tokens_by_hand() -> None:
 
 def test_token_steps_are_full_and_within_the_limit() -> None:
     order = [i for step in make(tokens=60, epochs=1) for i in step.documents]
-    taken = 0
+    position = 0
     for step in make(tokens=60, epochs=1):
-        taken += len(step.documents)
+        position += len(step.documents)
         tokens = sum(LENGTHS[i] for i in step.documents)
         assert tokens <= 60 or len(step.documents) == 1
-        assert taken == len(order) or tokens + LENGTHS[order[taken]] > 60
+        assert position == len(order) or tokens + LENGTHS[order[position]] > 60
 
 
 @pytest.mark.covers("data.shuffle", "train.seed")
@@ -117,16 +117,16 @@ def test_documents_of_a_source_in_an_epoch_by_hand(weight: float, n: int, expect
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_no_document_comes_again_before_all_have_come(weight: float, shuffle: bool) -> None:
     """After any number of epochs, two documents of a source differ by at most one in how often they came."""
-    shares, seen = [SourceShare(11, weight), SourceShare(12)], [0] * 23
+    shares, counts = [SourceShare(11, weight), SourceShare(12)], [0] * 23
     steps = make(documents=4, epochs=9, shares=shares, shuffle=shuffle)
     epochs = itertools.groupby(steps, key=lambda step: step.epoch)
     for number, (epoch, group) in enumerate(epochs, start=1):
         dealt = [i for step in group for i in step.documents]
         assert epoch == number and len(dealt) == shares[0].in_epoch + 12
         for i in dealt:
-            seen[i] += 1
-        assert sum(seen[:11]) == number * shares[0].in_epoch and max(seen[:11]) - min(seen[:11]) <= 1
-        assert seen[11:] == [number] * 12
+            counts[i] += 1
+        assert sum(counts[:11]) == number * shares[0].in_epoch and max(counts[:11]) - min(counts[:11]) <= 1
+        assert counts[11:] == [number] * 12
 
 
 def test_halves_of_a_source_differ_by_epoch_and_by_seed() -> None:
@@ -141,7 +141,7 @@ def test_halves_of_a_source_differ_by_epoch_and_by_seed() -> None:
 def test_what_is_chosen_is_in_the_order_of_the_data_and_differs_by_source() -> None:
     chosen = [SourceShare(20, 0.5).chosen(source, 7, 1, True) for source in range(2)]
     assert chosen[0] != chosen[1]
-    assert all(own == sorted(own) and len(own) == 10 for own in chosen)
+    assert all(indices == sorted(indices) and len(indices) == 10 for indices in chosen)
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)

@@ -74,19 +74,19 @@ def test_a_share_of_the_training_data_is_held_out(share: float, seed: int, tmp_p
     sources = f"[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl}}]"
     tokenizer = model(byte_tokenizer, 300)
     words = [f"model.path={tokenizer}", "model.init=random", f"data.sources={sources}", f"train.seed={seed}"]
-    whole = read_run_data(load_config([], words, SftConfig))
+    unsplit = read_run_data(load_config([], words, SftConfig))
     split = read_run_data(load_config([], [*words, f"eval.share={share}"], SftConfig))
     assert split.held_out.reports[""].documents == {0.3: 2 + 1, 0.01: 1 + 1}[share]
-    held, left = list(split.held_out.documents[""]), list(split.documents)
-    assert sorted(d.source for d in [*held, *left]) == sorted(d.source for d in whole.documents)
-    assert [d.dataset for d in held].count("b") == 1 and [one.documents for one in shares_of(split.documents)] == [
-        7 - len(held) + 1, 3,
+    held_out, remaining = list(split.held_out.documents[""]), list(split.documents)
+    assert sorted(d.source for d in [*held_out, *remaining]) == sorted(d.source for d in unsplit.documents)
+    assert [d.dataset for d in held_out].count("b") == 1 and [one.documents for one in shares_of(split.documents)] == [
+        7 - len(held_out) + 1, 3,
     ]  # fmt: skip
-    again = read_run_data(load_config([], [*words, f"eval.share={share}"], SftConfig))
-    assert (split.report, split.held_out.digest) == (again.report, again.held_out.digest)
-    assert split.report.digest != whole.report.digest
-    other = read_run_data(load_config([], [*words, f"eval.share={share}", "train.seed=7"], SftConfig))
-    assert {d.source for d in other.held_out.documents[""]} != {d.source for d in held}
+    repeated = read_run_data(load_config([], [*words, f"eval.share={share}"], SftConfig))
+    assert (split.report, split.held_out.digest) == (repeated.report, repeated.held_out.digest)
+    assert split.report.digest != unsplit.report.digest
+    other_seed = read_run_data(load_config([], [*words, f"eval.share={share}", "train.seed=7"], SftConfig))
+    assert {d.source for d in other_seed.held_out.documents[""]} != {d.source for d in held_out}
     with pytest.raises(UserError, match="eval.share: 0.9 of b .*b.jsonl.*, which has 4 documents, would leave none"):
         read_run_data(load_config([], [*words, "eval.share=0.9"], SftConfig))
     with pytest.raises(UserError, match="eval.share and eval.path are both set"):
@@ -98,8 +98,8 @@ def test_held_out_documents_that_are_trained_on_are_counted(long: str, tmp_path:
     """Equal tokens are found wherever they are; documents of one length that differ in a token are not equal."""
     texts = [f"{number:03} {'word ' * 9}" for number in range(40)]
     write_jsonl(tmp_path / "train.jsonl", *({"text": text} for text in texts))
-    held = [texts[7], texts[7].replace("w", "W", 1), "new", texts[30], texts[7] + " and more"]
-    write_jsonl(tmp_path / "held.jsonl", *({"text": text} for text in held))
+    held_out = [texts[7], texts[7].replace("w", "W", 1), "new", texts[30], texts[7] + " and more"]
+    write_jsonl(tmp_path / "held.jsonl", *({"text": text} for text in held_out))
     words = [
         f"model.path={model(byte_tokenizer, 300)}", "model.init=random", f"data.path={tmp_path}/train.jsonl",
         "data.max_length=60", f"data.long_documents={long}",
@@ -221,8 +221,8 @@ def test_documents_of_plain_text(unit: Any, expected: dict[int, str], file: str,
     data = DataConfig(path=str(tmp_path / "*.txt*"), text_unit=unit)
     reading = ParseOptions({})
     (source,) = open_data(data)
-    found = [record for block in source.parts[0].blocks() for _, record in block.records(reading)]
-    assert {record.location: record.value["text"] for record in found} == {
+    parsed = [record for block in source.parts[0].blocks() for _, record in block.records(reading)]
+    assert {record.location: record.value["text"] for record in parsed} == {
         f"{path}:{n}": t for n, t in expected.items()
     }
     _, report = load_documents(data, byte_tokenizer(), max_length=100)
@@ -256,8 +256,8 @@ def test_a_large_text_is_refused_before_it_is_read_whole(unit: Any, tmp_path: Pa
     path = tmp_path / "d.txt"
     path.write_text("short\n\n" + ("x" * 9 + "\n") * 10 if unit != "line" else "short\n\n" + "x" * 90)
     (part,) = open_source(SourceConfig(path=str(path)), max_bytes=50, unit=unit)
-    where = 1 if unit == "document" else 3
-    with pytest.raises(UserError, match=rf"d.txt:{where}: is larger than data.max_row_bytes = 50"):
+    line = 1 if unit == "document" else 3
+    with pytest.raises(UserError, match=rf"d.txt:{line}: is larger than data.max_row_bytes = 50"):
         [record for block in part.blocks() for record in block.records(ParseOptions({}))]
 
 
@@ -314,9 +314,9 @@ def test_a_file_cut_into_blocks_anywhere(size: int, tmp_path: Path, monkeypatch:
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join([*lines, json.dumps({"text": "cc" * 20})]), encoding="utf-8")
     monkeypatch.setattr(sources_module, "BLOCK_BYTES", size)
-    found = records(str(path))
-    assert [record.location.rpartition(":")[2] for record in found] == ["1", "3", "5"]
-    assert [record.value["text"] for record in found] == ["a", "b\u2028\u00e9", "cc" * 20]
+    parsed = records(str(path))
+    assert [record.location.rpartition(":")[2] for record in parsed] == ["1", "3", "5"]
+    assert [record.value["text"] for record in parsed] == ["a", "b\u2028\u00e9", "cc" * 20]
 
 
 # ---------------------------------------------------------------- splits
@@ -335,8 +335,8 @@ def test_a_part_of_a_source(write: Callable[[Path], str], split: str, expected: 
 def test_splits_of_a_saved_dataset(tmp_path: Path) -> None:
     import datasets
 
-    both = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[:5]), test=datasets.Dataset.from_list(ROWS[5:]))
-    both.save_to_disk(tmp_path / "both")
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[:5]), test=datasets.Dataset.from_list(ROWS[5:]))
+    splits.save_to_disk(tmp_path / "both")
     path = str(tmp_path / "both")
     assert values(path) == ROWS[:5]
     assert values(path, split="test[1:]") == ROWS[6:]
@@ -353,17 +353,17 @@ def test_splits_of_a_saved_dataset(tmp_path: Path) -> None:
 def test_a_dataset_on_the_hub_is_asked_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked = []
+    requests = []
 
     def load_dataset(path: str, subset: str | None, split: str | None) -> Any:
-        asked.append((path, subset, split))
+        requests.append((path, subset, split))
         if path == "no/where":
             raise ConnectionError("cannot reach the hub\nat all")
         return datasets.Dataset.from_list(ROWS, split=split)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert values("openai/gsm8k", subset="main", split="train[:3]") == ROWS[:3]
-    assert asked == [("openai/gsm8k", "main", "train")]
+    assert requests == [("openai/gsm8k", "main", "train")]
     with pytest.raises(UserError, match=r"no/where .* could not load it from the hub: cannot reach the hub\."):
         records("no/where")
 
@@ -460,14 +460,14 @@ def test_the_mapping_of_roles_that_an_error_proposes_mends_it(rows: list[dict[st
     """Followed as often as one is proposed; then the answers are trained as of any other conversation."""
     path = tmp_path / "d.jsonl"
     write_jsonl(path, *rows)
-    found, proposed = flat_of_roles(path)
+    documents, proposed = flat_of_roles(path)
     assert proposed
     for _ in rows:
-        found, proposed = flat_of_roles(path, proposed) if proposed else (found, proposed)
-    asked, _ = load_documents(
+        documents, proposed = flat_of_roles(path, proposed) if proposed else (documents, proposed)
+    expected, _ = load_documents(
         [chat(("user", "1+1?"), ("assistant", "2"))] * len(rows), byte_tokenizer(), max_length=100
     )
-    assert found == flat(asked)
+    assert documents == flat(expected)
 
 
 @pytest.mark.parametrize(
@@ -484,12 +484,12 @@ def test_roles_that_are_none(roles: str, words: str) -> None:
 
 
 def test_a_role_of_the_templates_own_is_mapped_to_itself() -> None:
-    own = [
+    messages = [
         {"role": "user", "content": "a"},
         {"role": "document", "content": "b"},
         {"role": "assistant", "content": "c"},
     ]
-    assert read_messages("d:1", "messages", own, MessageRules({"document": "document"})) == own
+    assert read_messages("d:1", "messages", messages, MessageRules({"document": "document"})) == messages
 
 
 TEXT = {"prompt": "a", "completion": "b"}
@@ -499,8 +499,12 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}, {"role": 
 def test_nulls_of_a_table_are_not_there(tmp_path: Path) -> None:
     """In Parquet every message has the keys of all."""
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-    other = {"role": "assistant", "tool_calls": [{"function": {"name": "no", "arguments": {"b": 2}}}], "content": ""}
-    messages = [*QUESTION, called, {"role": "tool", "content": "2", "tool_call_id": "x"}, other]
+    second_call = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "no", "arguments": {"b": 2}}}],
+        "content": "",
+    }
+    messages = [*QUESTION, called, {"role": "tool", "content": "2", "tool_call_id": "x"}, second_call]
     assert values(write_parquet(tmp_path, [{"messages": messages, "tools": None}])) == [{"messages": messages}]
 
 
@@ -513,7 +517,7 @@ CALLED = [
 ]
 
 
-def json_features(of: str) -> Any:
+def json_features(column: str) -> Any:
     """Features with datasets' type Json() for whole messages, for each call, or for the arguments of calls."""
     import datasets
 
@@ -525,27 +529,27 @@ def json_features(of: str) -> Any:
         "calls": {"role": text, "content": text, "tool_calls": json_type},
         "call": {"role": text, "content": text, "tool_calls": listed(json_type)},
         "arguments": {"role": text, "content": text, "tool_calls": listed(function)},
-    }[of]
+    }[column]
     return datasets.Features(
-        {"messages": json_type if of == "messages" else listed(message), "n": datasets.Value("int64")}
+        {"messages": json_type if column == "messages" else listed(message), "n": datasets.Value("int64")}
     )
 
 
-@pytest.mark.parametrize("of", ["messages", "message", "calls", "call", "arguments"])
+@pytest.mark.parametrize("column", ["messages", "message", "calls", "call", "arguments"])
 @pytest.mark.parametrize("form", ["memory", "saved", "parquet"])
-def test_json_columns_of_datasets_are_the_values_that_were_written(of: str, form: str, tmp_path: Path) -> None:
+def test_json_columns_of_datasets_are_the_values_that_were_written(column: str, form: str, tmp_path: Path) -> None:
     """datasets stores Json() as text. Its nulls were written, so they stay; a struct's may be Arrow's."""
     import datasets
 
-    made = datasets.Dataset.from_list([{"messages": CALLED, "n": 1}], features=json_features(of))
-    assert made[0]["messages"][1]["tool_calls"] == CALLS
+    dataset = datasets.Dataset.from_list([{"messages": CALLED, "n": 1}], features=json_features(column))
+    assert dataset[0]["messages"][1]["tool_calls"] == CALLS
     if form == "saved":
-        made.save_to_disk(tmp_path / "saved")
+        dataset.save_to_disk(tmp_path / "saved")
     if form == "parquet":
-        made.to_parquet(tmp_path / "d.parquet")
+        dataset.to_parquet(tmp_path / "d.parquet")
     path = f"{tmp_path}/{'saved' if form == 'saved' else 'd.parquet'}"
-    (part,) = [in_memory(made)] if form == "memory" else open_source(SourceConfig(path=path))
-    ((_, record),) = [found for block in part.blocks() for found in block.records(ParseOptions())]
+    (part,) = [in_memory(dataset)] if form == "memory" else open_source(SourceConfig(path=path))
+    ((_, record),) = [row for block in part.blocks() for row in block.records(ParseOptions())]
     assert record.value == {"messages": CALLED}
 
 
@@ -557,8 +561,8 @@ def test_a_json_column_that_holds_no_json_is_named(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"x": texts, "text": ["a"] * 5}), tmp_path / "d.parquet")
     wrong: list[str] = []
     (part,) = open_source(SourceConfig(path=f"{tmp_path}/d.parquet"))
-    found = [row.values for block in part.blocks() for row in block.rows(lambda _, error: wrong.append(str(error)))]
-    assert [row["x"] for row in found] == [{}, "\ud800", None]
+    parsed = [row.values for block in part.blocks() for row in block.rows(lambda _, error: wrong.append(str(error)))]
+    assert [row["x"] for row in parsed] == [{}, "\ud800", None]
     assert [text.partition(": it")[0].partition(".parquet")[2].partition("valid JSON: ")[::2] for text in wrong] == [
         ("[1]: column `x` is of type Json() and holds text that is not ", "an object has the key `a` twice; keep one."),
         ("[2]: column `x` is of type Json() and holds text that is not ", wrong[1].partition("valid JSON: ")[2]),
@@ -573,15 +577,19 @@ def test_tables_and_jsonl_of_the_same_rows_train_the_same_texts(form: str, tmp_p
     import datasets
 
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    other = {"function": {"name": "list", "arguments": {"where": {"b": "x"}, "tags": [None, "t"]}}}
+    second_call = {"function": {"name": "list", "arguments": {"where": {"b": "x"}, "tags": [None, "t"]}}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "int"}}}}}]
     answers: list[dict[str, Any]] = [
-        {"content": "", "tool_calls": [call, other]}, {"content": "hi", "tool_calls": None}, {"content": "ho"},
+        {"content": "", "tool_calls": [call, second_call]}, {"content": "hi", "tool_calls": None}, {"content": "ho"},
     ]  # fmt: skip
-    more = [{"tools": tools, "chat_template_kwargs": None}, {"tools": None}, {"chat_template_kwargs": {"think": False}}]
+    further_columns = [
+        {"tools": tools, "chat_template_kwargs": None},
+        {"tools": None},
+        {"chat_template_kwargs": {"think": False}},
+    ]
     rows = [
         {"messages": [*QUESTION, {"role": "assistant", **answer}], **columns}
-        for answer, columns in zip(answers, more, strict=True)
+        for answer, columns in zip(answers, further_columns, strict=True)
     ]
     template = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ think }}{% for m in messages %}<|start|>{{ m.role }}"
@@ -605,8 +613,8 @@ def test_instructions_are_chats_where_there_is_a_template_and_text_elsewhere(tmp
     assert values(path, chat=False) == [{"prompt": "Add.\n1+1\n\n", "completion": "2"}]
     tokenizer = byte_tokenizer()
     documents, report = load_documents(path, tokenizer, max_length=100)
-    asked, _ = load_documents([chat(("user", "Add.\n1+1"), ("assistant", "2"))], tokenizer, max_length=100)
-    assert flat(documents) == flat(asked) and report.formats == (("messages", 1),)
+    expected, _ = load_documents([chat(("user", "Add.\n1+1"), ("assistant", "2"))], tokenizer, max_length=100)
+    assert flat(documents) == flat(expected) and report.formats == (("messages", 1),)
     documents, report = load_documents(path, byte_tokenizer(None), max_length=100)
     assert report.formats == (("prompt", 1),)
 
@@ -619,7 +627,7 @@ def config_of(*overrides: str) -> SftConfig:
 
 
 @pytest.mark.parametrize(
-    ("rows", "template", "says"),
+    ("rows", "template", "message"),
     [
         ([TEXT, TEXT], True, "NOT used: `prompt` and `completion` are trained as plain text. To use it, set "
          "'data.columns={instruction: prompt, output: completion}'"),
@@ -635,9 +643,9 @@ def config_of(*overrides: str) -> SftConfig:
         ([{"input_ids": [9, 8]}], True, "not used: rows are tokens"),
     ],
 )  # fmt: skip
-def test_whether_the_chat_template_is_used_is_said(rows: list[dict[str, Any]], template: bool, says: str) -> None:
+def test_whether_the_chat_template_is_used_is_said(rows: list[dict[str, Any]], template: bool, message: str) -> None:
     _, report = load_documents(rows, byte_tokenizer(CHATML if template else None), max_length=100)
-    assert report.template_use(DataConfig(path="d"), template) == says
+    assert report.template_use(DataConfig(path="d"), template) == message
 
 
 def test_the_remedy_for_texts_puts_the_users_columns_into_the_template() -> None:
@@ -659,11 +667,11 @@ def test_several_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     documents, report = load_documents(config.data, byte_tokenizer(), max_length=100)
     assert [document.dataset for document in documents] == ["a"] * 7 + ["B"] * 4
     assert [(share.documents, share.weight, share.in_epoch) for share in documents.shares] == [(7, 0.5, 4), (4, 1.0, 4)]
-    assert (report.documents, report.in_epoch, [one.documents for one in report.sources]) == (11, 8, [7, 4])
-    assert report.tokens == sum(one.tokens for one in report.sources) == sum(lengths_of(documents))
+    assert (report.documents, report.in_epoch, [source.documents for source in report.sources]) == (11, 8, [7, 4])
+    assert report.tokens == sum(source.tokens for source in report.sources) == sum(lengths_of(documents))
     assert "a (a.jsonl): 7 documents" in str(report) and "an epoch takes 4 documents" in str(report)
-    alone, _ = load_documents("a.jsonl", byte_tokenizer(), max_length=100)
-    assert flat(documents)[:7] == flat(alone) and alone[0].dataset == ""
+    single, _ = load_documents("a.jsonl", byte_tokenizer(), max_length=100)
+    assert flat(documents)[:7] == flat(single) and single[0].dataset == ""
 
 
 def test_the_digest_is_of_documents_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -676,15 +684,15 @@ def test_the_digest_is_of_documents_and_weights(tmp_path: Path, monkeypatch: pyt
         return load_documents(data, byte_tokenizer(), **{"max_length": 100, **options})[1].digest
 
     assert digest("a.jsonl") == digest("d.jsonl.gz") == digest(ROWS) == digest("a.jsonl", max_length=50)
-    twice = [SourceConfig(path="a.jsonl"), SourceConfig(path="c.jsonl")]
-    others = [
+    two_sources = [SourceConfig(path="a.jsonl"), SourceConfig(path="c.jsonl")]
+    digests = [
         digest("c.jsonl"), digest(ROWS[:6]), digest("a.jsonl", max_length=20, long_documents="truncate"),
-        digest(twice), digest([SourceConfig(path="a.jsonl", weight=2), twice[1]]),
+        digest(two_sources), digest([SourceConfig(path="a.jsonl", weight=2), two_sources[1]]),
     ]  # fmt: skip
-    assert len({digest("a.jsonl"), *others}) == len(others) + 1
+    assert len({digest("a.jsonl"), *digests}) == len(digests) + 1
     longest = max(len(document) for document in load_documents(ROWS, byte_tokenizer(), max_length=100)[0])
-    kept = [row for row in ROWS if len(row["prompt"]) < 20]
-    assert longest < 50 and digest(ROWS, max_length=longest, long_documents="drop") == digest(kept)
+    short_rows = [row for row in ROWS if len(row["prompt"]) < 20]
+    assert longest < 50 and digest(ROWS, max_length=longest, long_documents="drop") == digest(short_rows)
 
 
 REFUSED = {
@@ -736,26 +744,26 @@ def test_a_run_on_several_sources_and_what_its_resume_refuses(
     monkeypatch.chdir(tmp_path)
     write_jsonl(Path("a.jsonl"), *ROWS)
     write_jsonl(Path("b.jsonl"), *({"body": f"{i} is a number"} for i in range(4)))
-    both = "data.sources=[{path: a.jsonl, weight: %s}, {name: B, path: %s, columns: {text: body}}]"
+    two_sources = "data.sources=[{path: a.jsonl, weight: %s}, {name: B, path: %s, columns: {text: body}}]"
     words = ["sft", f"model.path={model(byte_tokenizer, 300)}", "model.init=random", "step.documents=4", "run.dir=run"]
-    assert cli.main([*words, both % (0.5, "b.jsonl"), "train.epochs=2", "schedule.name=constant"]) == 0
+    assert cli.main([*words, two_sources % (0.5, "b.jsonl"), "train.epochs=2", "schedule.name=constant"]) == 0
     out = capsys.readouterr().out
     assert "data     2 sources: 11 documents (7 prompt, 4 text)" in out and "an epoch takes 8 documents" in out
     assert "         a (a.jsonl): 7 documents (prompt)" in out
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [line["documents"] for line in lines] == [4, 4, 4, 4]
-    assert cli.main(["sft", "--resume", "run", both % (0.7, "b.jsonl"), "train.epochs=3"]) == 2
+    assert cli.main(["sft", "--resume", "run", two_sources % (0.7, "b.jsonl"), "train.epochs=3"]) == 2
     assert "gives other documents than before" in capsys.readouterr().err
     Path("moved.jsonl").write_bytes(Path("b.jsonl").read_bytes())
-    assert cli.main(["sft", "--resume", "run", both % (0.5, "moved.jsonl"), "train.epochs=3"]) == 0
+    assert cli.main(["sft", "--resume", "run", two_sources % (0.5, "moved.jsonl"), "train.epochs=3"]) == 0
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 6
 
 
 def test_a_run_has_the_date_of_its_config_or_of_today() -> None:
     config = config_of("data.path=org/rows")
     today = {datetime.date.today().isoformat()}
-    found = dated(config).data
-    assert found.template_date in today | {datetime.date.today().isoformat()}
-    assert dataclasses.replace(found, template_date=None) == config.data
-    kept = dataclasses.replace(config, data=dataclasses.replace(config.data, template_date="2025-03-04"))
-    assert dated(kept) == kept
+    data = dated(config).data
+    assert data.template_date in today | {datetime.date.today().isoformat()}
+    assert dataclasses.replace(data, template_date=None) == config.data
+    with_date = dataclasses.replace(config, data=dataclasses.replace(config.data, template_date="2025-03-04"))
+    assert dated(with_date) == with_date

@@ -42,20 +42,21 @@ from weft.recipes.run_data import RunData
 def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int = 10**6) -> Documents:
     """Documents of random tokens, half of them trained, in two files."""
     random, pieces = np.random.default_rng(len(lengths)), []
-    for origin, own in (("a.jsonl", lengths[: len(lengths) // 3]), ("b.jsonl", lengths[len(lengths) // 3 :])):
-        total = sum(own)
+    for origin, file_lengths in (("a.jsonl", lengths[: len(lengths) // 3]), ("b.jsonl", lengths[len(lengths) // 3 :])):
+        total = sum(file_lengths)
         trained = random.integers(0, 2, total).astype(np.uint8)
-        starts = np.cumsum([0, *own])[:-1]
-        losses = np.array([trained[s + 1 : s + n].sum() for s, n in zip(starts, own, strict=True)], np.int32)
+        starts = np.cumsum([0, *file_lengths])[:-1]
+        losses = np.array([trained[s + 1 : s + n].sum() for s, n in zip(starts, file_lengths, strict=True)], np.int32)
         ids = random.integers(3, 100, total).astype(np.int32)
-        numbers = np.arange(1, len(own) + 1, dtype=np.int64)
-        none = np.zeros(len(own), np.int64)
-        few = none.astype(np.int32)
-        formats, margins = np.zeros(len(own), np.uint8), np.zeros(len(own), np.float32)
+        numbers = np.arange(1, len(file_lengths) + 1, dtype=np.int64)
+        none = np.zeros(len(file_lengths), np.int64)
+        zeros = none.astype(np.int32)
+        formats, margins = np.zeros(len(file_lengths), np.uint8), np.zeros(len(file_lengths), np.float32)
         chunk = Chunk(
-            ids, trained, np.array(own, np.int32), losses, numbers, formats, patches=none, pairs=none, reaches=few,
-            images=few, videos=few, roles=formats, margins=margins, commons=few, teachers=few.astype(np.uint16),
-            widths=few, top_ids=few[:0], top_logprobs=margins[:0], places=formats[:0], sizes=none[:0],
+            ids, trained, np.array(file_lengths, np.int32), losses, numbers, formats, patches=none, pairs=none,
+            reaches=zeros,
+            images=zeros, videos=zeros, roles=formats, margins=margins, commons=zeros, teachers=zeros.astype(np.uint16),
+            widths=zeros, top_ids=zeros[:0], top_logprobs=margins[:0], places=formats[:0], sizes=none[:0],
         )  # fmt: skip
         pieces.append(Limits(longest, long=long).select(in_memory(origin, True, [chunk]), ""))
     return Documents(pieces, [SourceShare(sum(len(piece.indices) for piece in pieces))])
@@ -69,8 +70,8 @@ def test_what_is_measured_is_what_documents_say_of_themselves(long: LongDocument
     chosen = choose(documents, indices)
     measured, built = documents_meta(chosen), documents_meta(list(chosen))
     assert measured == built and len(built) > 50
-    assert all(type(value) is type(other) for one, two in zip(measured, built, strict=True)
-               for value, other in zip(one, two, strict=True))  # fmt: skip
+    assert all(type(value) is type(expected) for actual, two in zip(measured, built, strict=True)
+               for value, expected in zip(actual, two, strict=True))  # fmt: skip
     assert first_sources(chosen, range(9), 9) == [document.source for document in chosen][:9]
     assert first_sources(documents, indices, 9) == [document.source for document in chosen][:9]
     assert {source.partition(":")[0] for source in first_sources(documents, indices, 99)} == {"a.jsonl", "b.jsonl"}
@@ -81,8 +82,8 @@ def documents_meta(documents: Sequence[Document]) -> list[tuple[Any, ...]]:
     from weft.engine.batch.document import Costs, document_metadata
 
     costs = Costs(lambda length: int(length > 7), lambda length: 0.1 * length, lambda patches, pairs: (0.0, 0))
-    found = document_metadata(documents, costs)
-    return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.omitted) for m in found]
+    metas = document_metadata(documents, costs)
+    return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.omitted) for m in metas]
 
 
 # ---------------------------------------------------------------- what a rank builds
@@ -92,11 +93,11 @@ RANKS, COUNT = 8, 4096
 
 def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
     """Of a step of these documents, those that each of 8 simulated ranks builds."""
-    documents, found = table_of(lengths), list[list[int]]()
+    documents, built = table_of(lengths), list[list[int]]()
     original = Documents.build
 
     def build(self: Documents, index: int) -> Document:
-        found[-1].append(index)
+        built[-1].append(index)
         return original(self, index)
 
     with fake_ranks(RANKS):
@@ -104,7 +105,7 @@ def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
             model, step = schema.ModelConfig(path=saved_model("llama")), schema.StepConfig(max_tokens_per_device=256)
             engine = Engine(EngineConfig(model=model, step=step), sft_ranks(), weights=False)
             for rank in range(RANKS):
-                found.append([])
+                built.append([])
                 engine._rows = replace(engine._rows, rank=rank)
                 with (
                     mock.patch.object(Documents, "build", build),
@@ -116,25 +117,25 @@ def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
                     )
                 micro_batches = range(prepared.plan.micro_batches)
                 in_rows = [index for micro in micro_batches for index in prepared.rows[micro].documents]
-                assert sorted(in_rows) == sorted(found[-1])
+                assert sorted(in_rows) == sorted(built[-1])
         finally:
             dist.destroy_process_group()
-    return found
+    return built
 
 
 def sft_ranks() -> Any:
     return replace(join("cpu"), owner=False)
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_rank_builds_its_own_documents_only(alike: bool) -> None:
+@pytest.mark.parametrize("equal_lengths", [True, False])
+def test_a_rank_builds_its_own_documents_only(equal_lengths: bool) -> None:
     """An eighth: of documents that are alike, and of the tokens of others, whose FLOPs are balanced."""
-    lengths = [20] * COUNT if alike else np.random.default_rng(2).integers(2, 60, COUNT).tolist()
-    found = built_by_rank(lengths)
-    assert sorted(index for own in found for index in own) == list(range(COUNT))
-    if alike:
-        assert [len(own) for own in found] == [COUNT // RANKS] * RANKS
-    assert max(sum(lengths[index] for index in own) for own in found) <= 1.01 * sum(lengths) / RANKS
+    lengths = [20] * COUNT if equal_lengths else np.random.default_rng(2).integers(2, 60, COUNT).tolist()
+    built = built_by_rank(lengths)
+    assert sorted(index for indices in built for index in indices) == list(range(COUNT))
+    if equal_lengths:
+        assert [len(indices) for indices in built] == [COUNT // RANKS] * RANKS
+    assert max(sum(lengths[index] for index in indices) for indices in built) <= 1.01 * sum(lengths) / RANKS
 
 
 # ---------------------------------------------------------------- the thread
@@ -148,11 +149,11 @@ def test_the_next_is_made_while_this_one_is_used() -> None:
         return f"{n} in {threading.current_thread().name}"
 
     with closing(prefetch(range(4), make)) as items:
-        for n, made in items:
+        for n, future in items:
             assert n == 3 or begun[n + 1].wait(30)
             time.sleep(0.01)
             assert n > 1 or not begun[n + 2].is_set()  # no further
-            assert made.result() == f"{n} in ahead_0"
+            assert future.result() == f"{n} in ahead_0"
     assert n == 3
 
 
@@ -160,15 +161,15 @@ def test_an_error_is_its_own_items() -> None:
     def make(n: int) -> int:
         return 1 // (n - 2)
 
-    seen = []
+    results = []
     with closing(prefetch(range(4), make)) as items:
-        for n, made in items:
+        for n, future in items:
             if n == 2:
                 with pytest.raises(ZeroDivisionError):
-                    made.result()
+                    future.result()
             else:
-                seen.append(made.result())
-    assert seen == [-1, -1, 1]
+                results.append(future.result())
+    assert results == [-1, -1, 1]
 
 
 def test_an_error_of_the_items_is_raised_where_the_next_was_to_come() -> None:
@@ -176,20 +177,20 @@ def test_an_error_of_the_items_is_raised_where_the_next_was_to_come() -> None:
         yield 0
         raise OSError("no paper")
 
-    with closing(prefetch(items(), abs)) as made:
-        assert next(made)[0] == 0
+    with closing(prefetch(items(), abs)) as fetched:
+        assert next(fetched)[0] == 0
         with pytest.raises(OSError, match="no paper"):
-            next(made)
+            next(fetched)
 
 
 def test_who_stops_early_leaves_no_thread() -> None:
-    made: list[int] = []
-    with closing(prefetch(range(100), made.append)) as items:
+    fetched: list[int] = []
+    with closing(prefetch(range(100), fetched.append)) as items:
         for n, _ in items:
             if n == 2:
                 break
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
-    assert made in ([0, 1, 2], [0, 1, 2, 3])
+    assert fetched in ([0, 1, 2], [0, 1, 2, 3])
 
 
 # ---------------------------------------------------------------- in a run
@@ -234,19 +235,19 @@ def trained(path: str, folder: str, listed: bool) -> tuple[list[dict[str, Any]],
     training.train(Recipe(config), engine, data, Path(folder), Phases())
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     clocks = ("time/", "second", "mfu", "memory")
-    kept = [{k: v for k, v in line.items() if not any(word in k for word in clocks)} for line in lines]
-    return kept, dict(engine.tensors())
+    compared = [{k: v for k, v in line.items() if not any(word in k for word in clocks)} for line in lines]
+    return compared, dict(engine.tensors())
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_documents_of_a_table_and_documents_given_in_python_train_alike(world: int, tmp_path: Path) -> None:
-    found = []
+    results = []
     for listed in (False, True):
         folder = tmp_path / str(listed)
         folder.mkdir()
-        found.append(run(world, trained, saved_model("llama"), str(folder), listed)[0])
-    (lines, weights), (others, other_weights) = found
-    assert lines == others and len(lines) == 12
+        results.append(run(world, trained, saved_model("llama"), str(folder), listed)[0])
+    (lines, weights), (other_lines, other_weights) = results
+    assert lines == other_lines and len(lines) == 12
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
@@ -254,20 +255,20 @@ def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
     """(of each step but the last: whether the next was laid out before its update; after how many updates dtypes were
     checked)."""
     events = {number: threading.Event() for number in range(1, 13)}
-    prepare_step, apply, seen, checked = training.prepare_step, Engine.apply, list[bool](), list[int]()
+    prepare_step, apply, waited, checked = training.prepare_step, Engine.apply, list[bool](), list[int]()
 
     def laying_out(engine: Engine, documents: Any, objective: Any, step: SampledStep, **options: Any) -> Any:
-        found = prepare_step(engine, documents, objective, step, **options)
+        prepared = prepare_step(engine, documents, objective, step, **options)
         events[step.number].set()
-        return found
+        return prepared
 
     def applying(engine: Engine, lr: float) -> Any:
-        if len(seen) < 11:
-            seen.append(events[len(seen) + 2].wait(30))
+        if len(waited) < 11:
+            waited.append(events[len(waited) + 2].wait(30))
         return apply(engine, lr)
 
     def checking(engine: Engine) -> None:
-        checked.append(len(seen))
+        checked.append(len(waited))
 
     with (
         mock.patch.object(training, "prepare_step", laying_out),
@@ -275,7 +276,7 @@ def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
         mock.patch.object(training, "check_contract", checking),
     ):
         trained(path, folder, False)
-    return seen, checked
+    return waited, checked
 
 
 def test_rows_are_built_while_the_step_before_computes(tmp_path: Path) -> None:
@@ -294,35 +295,35 @@ def spoilt(path: str, folder: str) -> tuple[str, int, str]:
     data = RunData(documents, DataReport("two files", 40, 0, 0, 9, ""))
     with pytest.raises(OSError) as caught:
         training.train(Recipe(config), engine, data, Path(folder), Phases())
-    where = flight.recorder.record().activity()
+    activity = flight.recorder.record().activity()
     flight.recorder.close()
-    return str(caught.value), len((Path(folder) / "metrics.jsonl").read_text().splitlines()), where
+    return str(caught.value), len((Path(folder) / "metrics.jsonl").read_text().splitlines()), activity
 
 
 def test_a_document_that_cannot_be_built_ends_the_run_at_its_own_step(tmp_path: Path) -> None:
-    ((error, lines, where),) = run(1, spoilt, saved_model("llama"), str(tmp_path))
+    ((error, lines, activity),) = run(1, spoilt, saved_model("llama"), str(tmp_path))
     assert (error, lines) == ("no document 16", 2)
-    assert where.startswith("in step 3 of 12, planning the step, documents b.jsonl:2, b.jsonl:3,"), where
-    assert where.endswith("b.jsonl:8"), where
+    assert activity.startswith("in step 3 of 12, planning the step, documents b.jsonl:2, b.jsonl:3,"), activity
+    assert activity.endswith("b.jsonl:8"), activity
 
 
 def test_a_step_of_rows_is_the_step_of_its_documents() -> None:
     """Built one by one, ahead, or given as documents: the same gradients."""
-    ((first, *others),) = run(1, gradients, saved_model("qwen3_moe"))
-    for other in others:
-        assert first[0] == other[0] and all(torch.equal(first[1][name], other[1][name]) for name in first[1])
+    ((first, *further),) = run(1, gradients, saved_model("qwen3_moe"))
+    for compared in further:
+        assert first[0] == compared[0] and all(torch.equal(first[1][name], compared[1][name]) for name in first[1])
 
 
 def gradients(path: str) -> list[tuple[Any, dict[str, torch.Tensor]]]:
     engine = open_engine(path, "1", model={"router_aux_loss": "step"}, step={"max_tokens_per_device": 64})
     plan, documents = engine.plan_step(table_of([40, 30, 20, 10, 33]))
     assert plan.micro_batches > 1
-    found, rows = [], engine.rows(plan, documents, CrossEntropy())
-    for given in (documents, rows, rows.ahead()):
-        metrics = engine.accumulate(plan, given, CrossEntropy())
-        found.append((metrics, {name: g.clone() for name, g in engine.gradients() if g is not None}))
+    results, rows = [], engine.rows(plan, documents, CrossEntropy())
+    for source in (documents, rows, rows.ahead()):
+        metrics = engine.accumulate(plan, source, CrossEntropy())
+        results.append((metrics, {name: g.clone() for name, g in engine.gradients() if g is not None}))
         engine.drop_gradients()
-    return found
+    return results
 
 
 def test_a_row_that_cannot_be_laid_out_is_raised_where_it_is_asked_for() -> None:
@@ -354,5 +355,5 @@ def test_a_step_takes_what_is_laid_out() -> None:
 def one_step(path: str) -> bool:
     engine = open_engine(path, "1")
     laid_out = training.prepare_step(engine, table_of([9, 8, 7]), CrossEntropy(), SampledStep(1, 1, [2, 0]))
-    taken = training.take_step(engine, _done(laid_out), CrossEntropy(), 1e-3)
-    return [meta.length for meta in taken.plan.documents] == [7, 9] and not taken.result.skipped
+    step = training.take_step(engine, _done(laid_out), CrossEntropy(), 1e-3)
+    return [meta.length for meta in step.plan.documents] == [7, 9] and not step.result.skipped

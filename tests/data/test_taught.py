@@ -43,10 +43,10 @@ def test_lists_follow_truncation_columns_and_the_digest(tmp_path: Any) -> None:
     named = {"ids": LISTS[IDS], "values": LISTS[LOGPROBS]}
     documents = load(tmp_path, ROW | named, columns={IDS: "ids", LOGPROBS: "values"})
     assert documents[0].arrays[IDS].tolist() == [[-1, -1], [-1, -1], [7, 1]]
-    other = named | {"values": [[-0.5, -1.25], [-0.25]]}
+    renamed = named | {"values": [[-0.5, -1.25], [-0.25]]}
     digests = {
         load(tmp_path, ROW | x, columns={IDS: "ids", LOGPROBS: "values"}).loaded[0].report().digest
-        for x in (named, other)
+        for x in (named, renamed)
     }
     assert len(digests) == 2
 

@@ -54,10 +54,10 @@ def load(path: str, *, template: str = CHATML, **how: Any) -> Any:
 @pytest.mark.covers("data.workers")
 def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     path, shown = write(tmp_path), []
-    alone, report = load(path)
-    documents, other = load(path, workers=2, show=lambda done, total: shown.append((done, total)))
-    assert flat(documents) == flat(alone) and report == other
-    assert [document.source for document in documents] == [document.source for document in alone]
+    expected, report = load(path)
+    documents, other_report = load(path, workers=2, show=lambda done, total: shown.append((done, total)))
+    assert flat(documents) == flat(expected) and report == other_report
+    assert [document.source for document in documents] == [document.source for document in expected]
     size = Path(path).stat().st_size
     assert shown[-1] == (size, size) and len(shown) > 5 and shown == sorted(shown)
 
@@ -86,9 +86,9 @@ def test_what_is_given_up_leaves_no_thread_and_no_process(
     def fail(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt) as kept:  # with the frames of what was given up
+    with pytest.raises(KeyboardInterrupt) as error:  # with the frames of what was given up
         load(path, workers=workers, show=fail, **({"cache": str(tmp_path / "cache")} if cached else {}))
-    assert kept.traceback and set(threading.enumerate()) <= threads
+    assert error.traceback and set(threading.enumerate()) <= threads
     assert [process.returncode is None for pool in pools for process in pool._processes] == [False] * 2 * (workers - 1)
     blocks = sources.open_file(path).blocks()
     assert next(blocks).size and set(threading.enumerate()) <= threads
@@ -103,8 +103,8 @@ def test_a_worker_brings_no_torch(tmp_path: Path) -> None:
         "print(len(work.encode(work.make_encoder(), block).lengths), 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=with_weft(), capture_output=True, text=True)
-    own = "import sys\nfrom transformers import PreTrainedTokenizerFast\nprint('torch' in sys.modules)"
-    brings = subprocess.run([sys.executable, "-c", own], capture_output=True, text=True, check=True).stdout
+    program = "import sys\nfrom transformers import PreTrainedTokenizerFast\nprint('torch' in sys.modules)"
+    brings = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert done.stdout == f"3 {brings}", done.stderr  # the oldest transformers reads tokenizers with torch
 
 
@@ -168,13 +168,13 @@ class Limited:
 
 
 def test_what_is_too_deep_for_a_process_that_tokenises_is_no_crash() -> None:
-    ours, theirs = Pipe()
-    thread = Thread(target=workers.serve, args=(theirs,))
+    parent_end, child_end = Pipe()
+    thread = Thread(target=workers.serve, args=(child_end,))
     thread.start()
-    for thing in (Limited(), "a block"):
-        ours.send_bytes(pickle.dumps(thing))
-    answer = pickle.loads(ours.recv_bytes())
-    ours.close()
+    for message in (Limited(), "a block"):
+        parent_end.send_bytes(pickle.dumps(message))
+    answer = pickle.loads(parent_end.recv_bytes())
+    parent_end.close()
     thread.join()
     with pytest.raises(RecursionError):
         workers._result(answer)
@@ -182,19 +182,19 @@ def test_what_is_too_deep_for_a_process_that_tokenises_is_no_crash() -> None:
 
 @pytest.mark.covers("data.cache")
 def test_what_is_kept_is_not_tokenised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, kept = write(tmp_path), str(tmp_path / "kept")
-    first, report = load(path, cache=kept)
+    path, cache_folder = write(tmp_path), str(tmp_path / "kept")
+    first, report = load(path, cache=cache_folder)
     calls: list[int] = []
     original = Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda self, records: calls.append(len(records)) or original(self, records))
-    again, other = load(path, cache=kept)
-    assert not calls and flat(again) == flat(first) and report == other
+    reread, other_report = load(path, cache=cache_folder)
+    assert not calls and flat(reread) == flat(first) and report == other_report
     moved = Path(path).rename(tmp_path / "moved.jsonl")
-    assert load(str(moved), cache=kept)[0][3].source == f"{moved}:4" and not calls
-    load(str(moved), cache=kept, template=CHATML + " ")  # another template is another text
+    assert load(str(moved), cache=cache_folder)[0][3].source == f"{moved}:4" and not calls
+    load(str(moved), cache=cache_folder, template=CHATML + " ")  # another template is another text
     assert sum(calls) == 40
     moved.write_text(moved.read_text().replace("7?", "8?"))
-    load(str(moved), cache=kept)
+    load(str(moved), cache=cache_folder)
     load(str(moved))
     assert sum(calls) == 120
     assert len(list((tmp_path / "kept" / "tokens").glob("*/table.json"))) == 3
@@ -209,27 +209,27 @@ def test_what_is_kept_is_not_tokenised_again(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_what_is_kept_and_damaged_is_made_anew(name: str, harm: str, tmp_path: Path) -> None:
-    path, kept = write(tmp_path, 5), str(tmp_path / "kept")
-    first, report = load(path, cache=kept)
+    path, cache_folder = write(tmp_path, 5), str(tmp_path / "kept")
+    first, report = load(path, cache=cache_folder)
     expected = flat(first)
     [file] = (tmp_path / "kept" / "tokens").glob(f"*/{name}")
     (tmp_path / "kept" / "tokens" / f"{file.parent.name}.1.partial").mkdir()  # of one that was killed
-    whole = file.read_bytes()
+    intact = file.read_bytes()
     file.unlink()  # `first` maps it
     if harm != "gone":
-        cut = {"cut": whole[: len(whole) // 2], "emptied": b"", "changed": bytes([whole[0] ^ 1]) + whole[1:]}
+        cut = {"cut": intact[: len(intact) // 2], "emptied": b"", "changed": bytes([intact[0] ^ 1]) + intact[1:]}
         file.write_bytes(cut[harm])
     for _ in range(2):
-        again, other = load(path, cache=kept)
-        assert flat(again) == expected and report == other
-        assert file.read_bytes() == whole
+        reread, other_report = load(path, cache=cache_folder)
+        assert flat(reread) == expected and report == other_report
+        assert file.read_bytes() == intact
     assert not list((tmp_path / "kept" / "tokens").glob("*.partial"))
 
 
 def test_what_failed_is_not_kept(tmp_path: Path) -> None:
     path = Path(write(tmp_path))
-    whole = path.read_text()
-    path.write_text(whole + "{\n")
+    content = path.read_text()
+    path.write_text(content + "{\n")
     for _ in range(2):
         with pytest.raises(UserError, match=r"d\.jsonl:41: is not valid JSON"):
             load(str(path), cache=str(tmp_path / "kept"))
@@ -242,7 +242,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         load(write(tmp_path), cache=str(tmp_path / "file"))
 
 
-def _rank_loads(path: str, kept: str, log: str) -> tuple[Any, str]:
+def _rank_loads(path: str, cache_folder: str, log: str) -> tuple[Any, str]:
     """On a rank: what it loaded. It leaves a line in the log when it tokenises."""
     original = Encoder.encode
 
@@ -255,7 +255,7 @@ def _rank_loads(path: str, kept: str, log: str) -> tuple[Any, str]:
     with pytest.MonkeyPatch.context() as patch:
         _large(patch)
         patch.setattr(Encoder, "encode", encode)
-        documents, report = load(path, cache=kept)
+        documents, report = load(path, cache=cache_folder)
         return flat(documents), report.digest
 
 

@@ -43,8 +43,8 @@ Model = tuple[PreTrainedTokenizerBase, Images]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     root = tmp_path_factory.mktemp("models")
-    made: dict[str, str] = {}
-    return lambda family: made.get(family) or made.setdefault(family, vision_folder(root / family, family))
+    by_family: dict[str, str] = {}
+    return lambda family: by_family.get(family) or by_family.setdefault(family, vision_folder(root / family, family))
 
 
 def loaded(path: str, **data: Any) -> Model:
@@ -66,14 +66,14 @@ def read(data: Any, model: Model, **options: Any) -> Documents:
     return load_documents(data, model[0], images=model[1], **{"max_length": 10_000, **options})[0]
 
 
-def asked(*parts: Any, **more: Any) -> dict[str, Any]:
+def asked(*parts: Any, **columns: Any) -> dict[str, Any]:
     """A row: videos, images and texts, then the answer."""
     shown = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    return {"messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": "a cat"}], **more}
+    return {"messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": "a cat"}], **columns}
 
 
-def video(given: Any, **more: Any) -> dict[str, Any]:
-    return {"type": "video", "video": given, **more}
+def video(source: Any, **options: Any) -> dict[str, Any]:
+    return {"type": "video", "video": source, **options}
 
 
 def film(count: int, height: int = 40, width: int = 56) -> list[Image.Image]:
@@ -96,16 +96,16 @@ def media_of(document: Document) -> dict[str, torch.Tensor]:
 
 
 def test_frames_are_taken_evenly_and_in_pairs() -> None:
-    every = Sampling(fps=2.0, min_frames=4, max_frames=16)
-    assert every.clip(300, 30.0) == Clip(300, 30.0, 16)  # 20 at two a second
-    assert every.clip(90, 30.0).num_frames == 6 and every.clip(90, 30.0).indices == [0, 18, 36, 53, 71, 89]
+    sampling = Sampling(fps=2.0, min_frames=4, max_frames=16)
+    assert sampling.clip(300, 30.0) == Clip(300, 30.0, 16)  # 20 at two a second
+    assert sampling.clip(90, 30.0).num_frames == 6 and sampling.clip(90, 30.0).indices == [0, 18, 36, 53, 71, 89]
     assert (
-        every.clip(30, 30.0).num_frames == 4
-        and every.clip(3, 30.0).num_frames == 2
-        and every.clip(1, 30.0).indices == [0]
+        sampling.clip(30, 30.0).num_frames == 4
+        and sampling.clip(3, 30.0).num_frames == 2
+        and sampling.clip(1, 30.0).indices == [0]
     )
-    assert every.clip(105, 30.0).num_frames == 6  # 7 at two a second
-    assert every.clip(90, 30.0).sampled_fps == pytest.approx(2.0)
+    assert sampling.clip(105, 30.0).num_frames == 6  # 7 at two a second
+    assert sampling.clip(90, 30.0).sampled_fps == pytest.approx(2.0)
 
 
 # ---------------------------------------------------------------- what transformers' processors would make
@@ -114,7 +114,7 @@ def test_frames_are_taken_evenly_and_in_pairs() -> None:
 def expected_patches(pictures: Sequence[Image.Image], family: str, patch: int = 8) -> torch.Tensor:
     """As `patchify` of Qwen2VLVideoProcessor documents it: [time, 2 frames, channels, rows of 2 x 2 patches]."""
     default = VIDEO_PROCESSORS["Qwen3VLProcessor" if family == "qwen3_vl" else "Qwen2VLProcessor"]
-    frames = torch.stack([torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in pictures]).double() / 255
+    frames = torch.stack([torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture in pictures]).double() / 255
     frames = (frames - torch.tensor(default.image_mean)[:, None, None]) / torch.tensor(default.image_std)[:, None, None]
     if len(frames) % 2:
         frames = torch.cat([frames, frames[-1:]])
@@ -128,23 +128,26 @@ def expected_patches(pictures: Sequence[Image.Image], family: str, patch: int = 
 def test_patches_are_those_of_the_familys_video_processor(
     family: str, count: int, folders: Callable[[str], str]
 ) -> None:
-    most = 64 * 64 * (count if family == "qwen3_vl" else 1)
-    tokenizer, _ = model = loaded(folders(family), video={"min_pixels": 256, "max_pixels": most})
+    max_pixels = 64 * 64 * (count if family == "qwen3_vl" else 1)
+    tokenizer, _ = model = loaded(folders(family), video={"min_pixels": 256, "max_pixels": max_pixels})
     frames = film(count)  # 40 x 56 pixels: resized to 48 x 64 in all three
     (document,) = read([asked(video(frames), "What happens?")], model)
     inputs, time = media_of(document), -(-count // 2)
     assert inputs["video_grid_thw"].tolist() == [[time, 4, 8]] or inputs["video_grid_thw"].tolist() == [[time, 6, 8]]
     height, width = (8 * side for side in inputs["video_grid_thw"][0, 1:].tolist())
-    seen = [one.resize((width, height), Image.Resampling.BICUBIC) for one in frames]
+    resized = [picture.resize((width, height), Image.Resampling.BICUBIC) for picture in frames]
     torch.testing.assert_close(
-        inputs["pixel_values_videos"].double(), expected_patches(seen, family), rtol=0, atol=1e-5
+        inputs["pixel_values_videos"].double(), expected_patches(resized, family), rtol=0, atol=1e-5
     )
     text = tokenizer.decode(document.tokens)
     frame = "<|video_pad|>" * (height * width // 256)
     if family == "qwen3_vl":
         pairs = [frame] * time
         stamps = ["0.2", "1.2", "2.0"] if count == 5 else ["0.2", "1.2"]  # of frames at 0, 0.5, 1, ... seconds
-        between = [f"<{at} seconds><|vision_start|>{own}<|vision_end|>" for at, own in zip(stamps, pairs, strict=True)]
+        between = [
+            f"<{seconds} seconds><|vision_start|>{placeholders}<|vision_end|>"
+            for seconds, placeholders in zip(stamps, pairs, strict=True)
+        ]
         assert f"<|vision_start|>{''.join(between)}<|vision_end|>What" in text
     else:
         assert f"<|vision_start|>{frame * time}<|vision_end|>What" in text
@@ -162,31 +165,35 @@ def test_frames_of_a_video_are_attended_to_apart() -> None:
 
 
 def documents_measures(model: Model, frames: Any) -> tuple[int, int, bool]:
-    found = read([asked(video(frames))], model).measures()
-    return int(found.patches[0]), int(found.pairs[0]), bool(found.videos[0])
+    measures = read([asked(video(frames))], model).measures()
+    return int(measures.patches[0]), int(measures.pairs[0]), bool(measures.videos[0])
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_sizes_stay_within_the_limits(whole: bool) -> None:
+@pytest.mark.parametrize("per_video", [False, True])
+def test_sizes_stay_within_the_limits(per_video: bool) -> None:
     frames = replace(
-        VIDEO_PROCESSORS["Qwen3VLProcessor" if whole else "Qwen2VLProcessor"], patch_size=8, shortest_edge=4096
+        VIDEO_PROCESSORS["Qwen3VLProcessor" if per_video else "Qwen2VLProcessor"], patch_size=8, shortest_edge=4096
     )
-    for height, width, taken in ((40, 56, 4), (1080, 1920, 6), (9, 300, 2), (300, 40, 9)):
+    for height, width, frame_count in ((40, 56, 4), (1080, 1920, 6), (9, 300, 2), (300, 40, 9)):
         limited = frames.limited({"max_pixels": 65536})
-        found = limited.size(height, width, taken)
-        assert found[0] % 16 == found[1] % 16 == 0
-        assert 4096 <= found[0] * found[1] * (taken if whole else 1) <= 65536
-        assert 0.6 < found[0] / found[1] * width / height < 1.7 or min(found) == 16
+        size = limited.size(height, width, frame_count)
+        assert size[0] % 16 == size[1] % 16 == 0
+        assert 4096 <= size[0] * size[1] * (frame_count if per_video else 1) <= 65536
+        assert 0.6 < size[0] / size[1] * width / height < 1.7 or min(size) == 16
     with pytest.raises(ValueError, match="aspect ratio"):
         frames.size(10, 4000, 2)
 
 
 def test_settings_are_those_of_the_models_files() -> None:
-    found = video_settings("Qwen2_5_VLProcessor", {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14})
-    assert found is not None and (found.shortest_edge, found.longest_edge) == (3136, 12845056)
+    settings = video_settings("Qwen2_5_VLProcessor", {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14})
+    assert settings is not None and (settings.shortest_edge, settings.longest_edge) == (3136, 12845056)
     size = {"shortest_edge": 4096, "longest_edge": 25165824}
-    own = video_settings("Qwen3VLProcessor", {"size": size, "image_mean": [0.1, 0.2, 0.3], "patch_size": 16})
-    assert own is not None and own.image_mean == (0.1, 0.2, 0.3) and own.longest_edge == 25165824
+    own_settings = video_settings("Qwen3VLProcessor", {"size": size, "image_mean": [0.1, 0.2, 0.3], "patch_size": 16})
+    assert (
+        own_settings is not None
+        and own_settings.image_mean == (0.1, 0.2, 0.3)
+        and own_settings.longest_edge == 25165824
+    )
     assert video_settings("Qwen2VLProcessor", {"cap_pixels_per_frame": True}) is None
     assert video_settings("Gemma3Processor", {}) is None
 
@@ -229,27 +236,27 @@ def test_forms_of_a_video_give_the_same(
     monkeypatch.chdir(tmp_path)
     frames = film(12)  # names from 0 to 11: 10 comes last but one
     (expected,) = read([asked(video(frames), "What?")], qwen)
-    given = FORMS[form](tmp_path, frames)
-    row = asked(video(given), "What?")
+    source = FORMS[form](tmp_path, frames)
+    row = asked(video(source), "What?")
     if form in ("folder", "paths", "base64", "APNG", "WebP", "data URI"):
         (document,) = read(str(write_jsonl(tmp_path / "d.jsonl", row)), qwen)
     else:
         (document,) = read([row], qwen)
     assert document.tokens.tolist() == expected.tokens.tolist()
-    found, wanted = media_of(document), media_of(expected)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, reference = media_of(document), media_of(expected)
+    assert actual.keys() == reference.keys() and all(torch.equal(actual[name], reference[name]) for name in reference)
 
 
 def test_columns_and_places_of_other_libraries(tmp_path: Path, qwen: Model) -> None:
     _folder(tmp_path / "clip", film(4))
     _file(tmp_path / "cat.png", encoded(picture(40, 40, 9)))
     user, answer = {"role": "user"}, {"role": "assistant", "content": "a cat"}
-    place, image = {"type": "video"}, {"type": "image"}
+    video_part, image = {"type": "video"}, {"type": "image"}
     rows = [
         {"messages": [{**user, "content": "<video>What?<image>"}, answer], "videos": ["clip"], "images": ["cat.png"]},
         {"messages": [{**user, "content": "What?"}, answer], "videos": "clip", "images": ["cat.png"]},
         {
-            "messages": [{**user, "content": [place, {"type": "text", "text": "What?"}, image]}, answer],
+            "messages": [{**user, "content": [video_part, {"type": "text", "text": "What?"}, image]}, answer],
             "images": ["cat.png"], "videos": [{"type": "video", "video": "clip", "sample_fps": 4}],
         },
         {
@@ -260,26 +267,26 @@ def test_columns_and_places_of_other_libraries(tmp_path: Path, qwen: Model) -> N
     documents = read(str(write_jsonl(tmp_path / "d.jsonl", *rows)), qwen)
     texts = [qwen[0].decode(document.tokens) for document in documents]
     shorter = [re.sub(r"(<\|\w+_pad\|>)+", r"\1", text).partition("user\n")[2] for text in texts]
-    seen = "<|vision_start|><|{}_pad|><|vision_end|>"
-    both = seen.format("video") + "What?" + seen.format("image")
-    assert [text.startswith(both) for text in shorter] == [True, False, True, True]
-    assert shorter[1].startswith(seen.format("video") + seen.format("image") + "What?") or shorter[1].startswith(
-        seen.format("image") + seen.format("video") + "What?"
-    )
+    rendered = "<|vision_start|><|{}_pad|><|vision_end|>"
+    joined = rendered.format("video") + "What?" + rendered.format("image")
+    assert [text.startswith(joined) for text in shorter] == [True, False, True, True]
+    assert shorter[1].startswith(rendered.format("video") + rendered.format("image") + "What?") or shorter[
+        1
+    ].startswith(rendered.format("image") + rendered.format("video") + "What?")
     for document in documents:
         assert {"pixel_values", "pixel_values_videos"} <= media_of(document).keys()
-    assert [media_of(one)["second_per_grid_ts"].tolist() for one in documents] == [[1.0], [1.0], [0.5], [1.0]]
+    assert [media_of(measured)["second_per_grid_ts"].tolist() for measured in documents] == [[1.0], [1.0], [0.5], [1.0]]
     assert documents.measures().videos.all()
 
 
 def test_placeholders_are_never_trained(qwen: Model) -> None:
     answer = [{"type": "text", "text": "see "}, video(film(4)), {"type": "text", "text": "there"}]
     rows = [{"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}]}]
-    place = qwen[0].convert_tokens_to_ids("<|video_pad|>")
+    placeholder = qwen[0].convert_tokens_to_ids("<|video_pad|>")
     for train_on in ("answers", "all"):
         (document,) = read(rows, qwen, encoding=Encoding(train_on))
         trained = document.tokens[document.weights > 0].tolist()
-        assert place in document.tokens.tolist() and place not in trained
+        assert placeholder in document.tokens.tolist() and placeholder not in trained
 
 
 # ---------------------------------------------------------------- data.video
@@ -290,10 +297,10 @@ def test_data_video_says_which_frames_and_how_large(tmp_path: Path, folders: Cal
     path = tmp_path / "clip.webp"
     path.write_bytes(animation(film(20), "WEBP"))  # 5 seconds of 4 frames
 
-    def grid(**given: float) -> list[int]:
-        (document,) = read([asked(video(str(path)))], loaded(folders("qwen2_5_vl"), video={**SMALL, **given}))
-        found: list[int] = media_of(document)["video_grid_thw"][0].tolist()
-        return found
+    def grid(**options: float) -> list[int]:
+        (document,) = read([asked(video(str(path)))], loaded(folders("qwen2_5_vl"), video={**SMALL, **options}))
+        sizes: list[int] = media_of(document)["video_grid_thw"][0].tolist()
+        return sizes
 
     assert grid() == grid(fps=2) == [5, 4, 8] or grid() == [5, 6, 8]
     assert [grid(fps=fps)[0] for fps in (0.1, 1, 4, 100)] == [2, 2, 10, 10]
@@ -311,20 +318,25 @@ def test_checkpoints_have_the_limits_of_the_run(file: str, tmp_path: Path, folde
     if file.startswith("video"):
         (path / file).write_text(json.dumps({"patch_size": 8, "min_pixels": 256, "max_pixels": 8192, "fps": 2}))
     elif file.startswith("processor"):  # as transformers 5 saves a processor
-        own = json.loads((path / "preprocessor_config.json").read_text())
-        nested = {"image_processor": own, "video_processor": {"patch_size": 8, "min_pixels": 256, "max_pixels": 8192}}
+        settings = json.loads((path / "preprocessor_config.json").read_text())
+        nested = {
+            "image_processor": settings,
+            "video_processor": {"patch_size": 8, "min_pixels": 256, "max_pixels": 8192},
+        }
         (path / file).write_text(json.dumps(nested))
     row = [asked(video(film(4, 120, 120)))]
     saved = changed_files(str(path), DataConfig(path="unused", video={"min_pixels": 512, "max_pixels": 1024}))
-    wanted = len(read(row, loaded(str(path), video={"min_pixels": 512, "max_pixels": 1024}))[0])
-    assert wanted < len(read(row, loaded(str(path)))[0])
+    length = len(read(row, loaded(str(path), video={"min_pixels": 512, "max_pixels": 1024}))[0])
+    assert length < len(read(row, loaded(str(path)))[0])
     for name, text in saved.items():
         (path / name).write_text(text)
     nested = file.startswith("processor")
-    own = json.loads(saved[file])["video_processor"] if nested else json.loads(saved["video_preprocessor_config.json"])
-    assert own["size"] == {"shortest_edge": 512, "longest_edge": 1024} and "min_pixels" not in own
-    assert own["video_processor_type"] == "Qwen2VLVideoProcessor" and own.get("fps", 2) == 2
-    assert len(read(row, loaded(str(path)))[0]) == wanted
+    settings = (
+        json.loads(saved[file])["video_processor"] if nested else json.loads(saved["video_preprocessor_config.json"])
+    )
+    assert settings["size"] == {"shortest_edge": 512, "longest_edge": 1024} and "min_pixels" not in settings
+    assert settings["video_processor_type"] == "Qwen2VLVideoProcessor" and settings.get("fps", 2) == 2
+    assert len(read(row, loaded(str(path)))[0]) == length
 
 
 def test_limits_of_images_are_no_limits_of_videos(tmp_path: Path, folders: Callable[[str], str]) -> None:
@@ -391,10 +403,10 @@ def test_an_animation_that_takes_hours_to_draw(qwen: Model) -> None:
     """A quarter of a megabyte for 10,000 frames of 81 million pixels, of which each changes one."""
     head = b"GIF89a" + struct.pack("<HHBBB", 9000, 9000, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff"
     frame = b"\x21\xf9\x04\x08\x01\0\0\0\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\0"
-    given = base64.b64encode(head + frame * 10_000 + b";").decode()
+    source = base64.b64encode(head + frame * 10_000 + b";").decode()
     began = time.process_time()
     with pytest.raises(UserError, match="has 10,000 frames of 9,000 x 9,000 pixels, together more than 20 x"):
-        read([asked(video(given))], qwen)
+        read([asked(video(source))], qwen)
     assert time.process_time() - began < 10.0
 
 
@@ -402,10 +414,10 @@ def test_an_animation_that_takes_hours_to_draw(qwen: Model) -> None:
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_a_video_that_is_no_file(kind: str, tmp_path: Path, qwen: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make, says = SPECIAL[kind]
+    make, message = SPECIAL[kind]
     make(Path("a.mp4"))
-    says = "Too many levels" if kind == "loop" else says
-    with pytest.raises(UserError, match=f"a.mp4.*{says}"):
+    message = "Too many levels" if kind == "loop" else message
+    with pytest.raises(UserError, match=f"a.mp4.*{message}"):
         read([asked(video(str(tmp_path / "a.mp4")))], qwen)
 
 
@@ -431,13 +443,15 @@ def test_cached_tokens_are_of_the_videos_as_they_are(
     _folder(tmp_path / "clip", film(4))
     path = write_jsonl(tmp_path / "d.jsonl", asked(video("clip"), "What?"), asked(video(small_film()), "And?"))
     how = TokeniseOptions(cache=str(tmp_path / "cache"))
-    first, again = read(str(path), qwen, how=how), read(str(path), qwen, how=how)
-    for own, other in zip(first, again, strict=True):
-        assert all(torch.equal(media_of(own)[name], media_of(other)[name]) for name in media_of(own))
+    first, cached = read(str(path), qwen, how=how), read(str(path), qwen, how=how)
+    for document, cached_document in zip(first, cached, strict=True):
+        assert all(
+            torch.equal(media_of(document)[name], media_of(cached_document)[name]) for name in media_of(document)
+        )
     picture(40, 56, 7).save(tmp_path / "clip" / "4.png")
     picture(40, 56, 8).save(tmp_path / "clip" / "5.png")
     with pytest.raises(UserError, match=r"d.jsonl:1: video \(.*clip\): has changed since the data were read"):
-        again[0]
+        cached[0]
     grown = read(str(path), qwen, how=how)[0]
     assert len(grown) > len(first[1]) and media_of(grown)["video_grid_thw"][0, 0] == 3
     slower = loaded(folders("qwen2_5_vl"), video={**SMALL, "fps": 1})
@@ -465,10 +479,10 @@ def test_containers_are_decoded_where_pyav_is_installed(tmp_path: Path, qwen: Mo
     documents, report = load_documents(str(path), qwen[0], images=qwen[1], max_length=10_000, bad_rows="drop")
     assert len(report.bad) == 1
     (expected,) = read([asked(video([frames[n] for n in Clip(30, 10.0, 6).indices]), "What?")], qwen)
-    found, wanted = media_of(documents[0]), media_of(expected)
-    assert found["video_grid_thw"].tolist() == wanted["video_grid_thw"].tolist() == [[3, 6, 8]]
-    assert (found["pixel_values_videos"] - wanted["pixel_values_videos"]).abs().mean() < 0.1  # it loses a little
-    assert found["second_per_grid_ts"].tolist() == [1.0]
+    actual, reference = media_of(documents[0]), media_of(expected)
+    assert actual["video_grid_thw"].tolist() == reference["video_grid_thw"].tolist() == [[3, 6, 8]]
+    assert (actual["pixel_values_videos"] - reference["pixel_values_videos"]).abs().mean() < 0.1  # it loses a little
+    assert actual["second_per_grid_ts"].tolist() == [1.0]
 
 
 # ---------------------------------------------------------------- weft data preview
@@ -478,8 +492,8 @@ def test_the_preview_says_what_is_seen_of_a_video(
     tmp_path: Path, folders: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "clip.webp").write_bytes(animation(film(20), "WEBP"))
-    seen = [{"type": "image", "image": small_film()[0]}, video("clip.webp")]
-    path = write_jsonl(tmp_path / "d.jsonl", asked(*seen, "What?"))
+    parts = [{"type": "image", "image": small_film()[0]}, video("clip.webp")]
+    path = write_jsonl(tmp_path / "d.jsonl", asked(*parts, "What?"))
     words = [
         f"model.path={folders('qwen2_5_vl')}",
         f"data.path={path}",

@@ -472,9 +472,9 @@ def test_a_step_that_is_not_finite_leaves_no_trace(mesh: str, weight: float) -> 
         assert facts["result"].skipped
         assert facts["kept"] and facts["moved"] and facts["forgotten"]
         assert facts["gradients"] == []
-    ((place, micro),) = ranks[0]["places"]
+    ((failing_rank, micro),) = ranks[0]["places"]
     reason = ranks[0]["result"].reason
-    assert reason.startswith(f"loss is not finite: rank {place}, micro-batch {micro}, documents ")
+    assert reason.startswith(f"loss is not finite: rank {failing_rank}, micro-batch {micro}, documents ")
     assert str(bad) in reason.partition("documents ")[2].split(", ")
 
 

@@ -278,7 +278,7 @@ def clip_and_step(names: tuple[str, ...], shape: tuple[int, ...], optimizer: str
     assert clip_gradients(sharded.named_parameters(), None) == pytest.approx(0.7, rel=1e-5)
 
     config = OptimizerConfig(name=optimizer, lr=0.01, weight_decay=0.2, momentum=0.9)  # type: ignore[arg-type]
-    ours = build_optimizer(sharded.named_parameters(), config)
+    weft_optimizer = build_optimizer(sharded.named_parameters(), config)
     groups = [
         {"params": [p for p in plain.parameters() if p.ndim >= 2], "weight_decay": 0.2},
         {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -289,11 +289,11 @@ def clip_and_step(names: tuple[str, ...], shape: tuple[int, ...], optimizer: str
         else torch.optim.SGD(groups, lr=0.01, momentum=0.9, foreach=False)
     )
     for _ in range(2):
-        ours.step()
+        weft_optimizer.step()
         reference.step()
     for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
         if q.grad is None:
-            assert p.grad is None and p not in ours.state, name
+            assert p.grad is None and p not in weft_optimizer.state, name
         else:
             assert p.grad is not None
             torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=1e-7)

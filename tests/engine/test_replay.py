@@ -75,10 +75,10 @@ def plain(path: str) -> tuple[float, float, Tensors, list[Tensor]]:
     losses, logprobs = [], []
     for (ids, mask), routes in zip(STEP, drawn_routes(), strict=True):
 
-        def choose(layer: int, scores: Tensor, out: Any, told: Tensor = routes) -> Any:
+        def choose(layer: int, scores: Tensor, out: Any, recorded_routes: Tensor = routes) -> Any:
             nonlocal differing, recorded
             indices = out[1].clone()
-            for token, chosen in enumerate(told[:, layer].tolist()):
+            for token, chosen in enumerate(recorded_routes[:, layer].tolist()):
                 if chosen[0] != LIVE:
                     differing += set(chosen) != set(indices[token].tolist())
                     recorded += 1

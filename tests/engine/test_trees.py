@@ -97,8 +97,8 @@ def test_a_tree_is_split_where_ranks_would_wait() -> None:
     plan = plan_step(metadata_of(answers(10, 30, 8)), ranks=2, budget=400)
     assert [len(row) for row in plan.rows[0]] == [4, 4]
     assert plan.tokens_forwarded == 2 * 10 + 8 * 30
-    whole = plan_step(metadata_of([*answers(10, 30, 8), *answers(10, 30, 8, group=1)]), ranks=2, budget=400)
-    assert whole.tokens_forwarded == 2 * (10 + 8 * 30)
+    unsplit = plan_step(metadata_of([*answers(10, 30, 8), *answers(10, 30, 8, group=1)]), ranks=2, budget=400)
+    assert unsplit.tokens_forwarded == 2 * (10 + 8 * 30)
 
 
 def test_documents_stay_apart_where_sharing_saves_little() -> None:

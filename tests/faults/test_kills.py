@@ -91,10 +91,10 @@ def check_whole(folder: Path, at_least: int) -> int:
     checkpoints = folder / "checkpoints"
     steps = complete_steps(checkpoints)
     for step in steps:
-        here = step_folder(checkpoints, step)
-        weights = load_file(here / "model.safetensors")
+        step_path = step_folder(checkpoints, step)
+        weights = load_file(step_path / "model.safetensors")
         assert all(bool((tensor == step).all()) for tensor in weights.values()), step
-        json.loads((here / "config.json").read_text())
+        json.loads((step_path / "config.json").read_text())
     if steps:
         state = read_state(step_folder(checkpoints, steps[-1]))
         check_contents(state, 0, 1)

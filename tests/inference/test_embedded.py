@@ -31,22 +31,22 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
     """Greedy, sampled twice with one seed and once with another; and whether nothing of it is left behind."""
     engine = open_engine(path, mesh)
     before = torch.get_rng_state()
-    embedded, here = EmbeddedEngine(engine), torch.distributed.get_rank() == engine.ranks.world - 1
-    embedded.wake(here)
+    embedded, is_last_rank = EmbeddedEngine(engine), torch.distributed.get_rank() == engine.ranks.world - 1
+    embedded.wake(is_last_rank)
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.mul_(1.01)  # neither the weights of the files nor those of the first time
-    embedded.wake(here, version=7)
-    found = []
+    embedded.wake(is_last_rank, version=7)
+    completions = []
     if embedded.model is not None:
         for temperature, seed in ((0.0, 1), (1.0, 1), (1.0, 1), (1.0, 2)):
             sampling = SamplingParams(12, temperature, ends=ENDS)
-            asked = [Request(str(n), tuple(prompt), (seed,), sampling) for n, prompt in enumerate(PROMPTS)]
-            found.append([completion for (completion,) in embedded.generate(asked)])
+            requests = [Request(str(n), tuple(prompt), (seed,), sampling) for n, prompt in enumerate(PROMPTS)]
+            completions.append([completion for (completion,) in embedded.generate(requests)])
     copied = [] if embedded.model is None else [p.untyped_storage() for p in embedded.model.parameters()]
-    held = sum({storage.data_ptr(): storage.nbytes() for storage in copied}.values())
-    freed = embedded.sleep() == held and not any(storage.nbytes() for storage in copied)
-    return found, freed and torch.equal(before, torch.get_rng_state())
+    copy_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in copied}.values())
+    freed = embedded.sleep() == copy_bytes and not any(storage.nbytes() for storage in copied)
+    return completions, freed and torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.covers("eval.temperature")
@@ -69,9 +69,9 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
 def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
     path = saved_model(family)
     by_rank = run(world_of(mesh), answers, path, mesh)
-    assert all(clean for _, clean in by_rank) and all(not found for found, _ in by_rank[:-1])
-    greedy, one, same, other = by_rank[-1][0]
-    assert one == same != other
+    assert all(clean for _, clean in by_rank) and all(not completions for completions, _ in by_rank[:-1])
+    greedy, first, same, other_seed = by_rank[-1][0]
+    assert first == same != other_seed
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -93,15 +93,15 @@ def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Te
     tokens = torch.tensor(PROMPTS[2] + PROMPTS[1])
     document = Document(tokens, torch.ones(len(tokens)))
     plan = engine.plan(engine.planner.metadata([document]))
-    found = engine.readout(plan, dict.fromkeys(engine.planner.local_documents(plan), document))
+    readout = engine.readout(plan, dict.fromkeys(engine.planner.local_documents(plan), document))
     embedded = EmbeddedEngine(engine)
-    embedded.wake(generates=bool(found))
+    embedded.wake(generates=bool(readout))
     if embedded.model is None:
         return torch.zeros(0), torch.zeros(0)
     embedded.model.set_attn_implementation("eager")
     with torch.no_grad():
         logprob = embedded.model(input_ids=tokens[None]).logits[0].log_softmax(-1)
-    return found[0]["logprob"][1:], logprob[:-1].gather(1, tokens[1:, None])[:, 0]
+    return readout[0]["logprob"][1:], logprob[:-1].gather(1, tokens[1:, None])[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Te
     ],
 )
 def test_adapters_are_merged_into_the_copy(family: str, mesh: str, lora: dict[str, Any]) -> None:
-    for ours, copy in run(world_of(mesh), logprobs_of_both, saved_model(family), mesh, {"lora": lora}):
-        torch.testing.assert_close(copy, ours, rtol=0, atol=2e-5)
+    for trained, copy in run(world_of(mesh), logprobs_of_both, saved_model(family), mesh, {"lora": lora}):
+        torch.testing.assert_close(copy, trained, rtol=0, atol=2e-5)
 
 
 def test_answers_end_where_model_and_tokenizer_say(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 
 
 def test_prompts_have_the_roles_of_the_data(tmp_path: Path) -> None:
-    theirs = {"messages": [{"from": "visitor", "value": "a"}, {"from": "clerk", "value": "b"}]}
-    path = write_jsonl(tmp_path / "p.jsonl", theirs, {"prompt": [{"role": "visitor", "content": "a"}]})
+    conversation = {"messages": [{"from": "visitor", "value": "a"}, {"from": "clerk", "value": "b"}]}
+    path = write_jsonl(tmp_path / "p.jsonl", conversation, {"prompt": [{"role": "visitor", "content": "a"}]})
     roles = {"visitor": "user", "clerk": "assistant"}
     first, second = load_prompts(path, byte_tokenizer(), rules=MessageRules(roles=roles))
     (plain,) = load_prompts(["a"], byte_tokenizer())

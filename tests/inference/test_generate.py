@@ -64,14 +64,14 @@ def requests(sampling: SamplingParams, samples: int = 1) -> list[Request]:
 def true_logprobs(family: str, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """Of each token of a completion, by one forward of transformers' own eager code without a cache."""
     logits = plain(family)(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
-    every = (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
-    return every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    all_logprobs = (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+    return all_logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def assert_logprobs(family: str, prompt: Sequence[int], completion: Completion, temperature: float = 1.0) -> None:
-    found = torch.tensor(completion.logprobs)
+    actual = torch.tensor(completion.logprobs)
     expected = true_logprobs(family, prompt, completion.tokens, temperature)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
 
 
 # ---------------------------------------------------------------- what is generated
@@ -85,9 +85,9 @@ def assert_logprobs(family: str, prompt: Sequence[int], completion: Completion, 
 def test_greedy_is_transformers(family: str) -> None:
     """With so little room that samples wait for others to end, and join beside longer ones."""
     generator = Generator(build(family), max_tokens=140)
-    found = generator.generate(requests(SamplingParams(24, 0.0, ends=ENDS)))
+    completions = generator.generate(requests(SamplingParams(24, 0.0, ends=ENDS)))
     assert 1 < generator.work.most_rows < len(PROMPTS)
-    for prompt, (completion,) in zip(PROMPTS, found, strict=True):
+    for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
         with torch.no_grad():
             expected = plain(family).generate(
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -142,8 +142,8 @@ def test_generation_without_a_cache_is_said(tmp_path: Path) -> None:
     for family, words in (("llama4_text", "warning  llama4_text has no cache"), ("qwen3", "")):
         tiny_config(family).save_pretrained(tmp_path / family)
         for engine in ("embedded", "vllm"):
-            own = config(str(tmp_path / family), engine=engine)
-            notes = notes_on_generation(own, hf.read_config(own.model.path))
+            config_of_run = config(str(tmp_path / family), engine=engine)
+            notes = notes_on_generation(config_of_run, hf.read_config(config_of_run.model.path))
             assert [note.startswith(words) for note in notes] == [True] * bool(words and engine == "embedded")
 
 
@@ -151,16 +151,16 @@ def test_generation_without_a_cache_is_said(tmp_path: Path) -> None:
 def test_the_trial_of_a_cache_sees(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leave, advance = CachedRows.leave, CachedRows.advance
 
-    def wrong(rows: CachedRows, given: Any) -> Any:
+    def wrong(rows: CachedRows, index: Any) -> Any:
         if bug == "a row that stays where it was":
-            kept = {layer: tuple(x.clone() for x in both) for layer, both in rows._tensors_by_layer.items()}
-            order = leave(rows, given)
-            rows._tensors_by_layer.update(kept)  # type: ignore[arg-type]
+            saved = {layer: tuple(x.clone() for x in pair) for layer, pair in rows._tensors_by_layer.items()}
+            order = leave(rows, index)
+            rows._tensors_by_layer.update(saved)  # type: ignore[arg-type]
             return order
         if bug == "a position too many":
             rows.lengths = rows.lengths + 1
-            return advance(rows, given)
-        return advance(rows, given[::-1])
+            return advance(rows, index)
+        return advance(rows, index[::-1])
 
     monkeypatch.setattr(CachedRows, "leave" if bug.startswith("a row") else "advance", wrong)
     assert not caches(tiny_config("llama"))
@@ -169,31 +169,31 @@ def test_the_trial_of_a_cache_sees(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 0.7), ("gemma2", 1.0), ("lfm2", 1.3)])
 def test_samples_are_the_same_in_any_batch(family: str, temperature: float) -> None:
     sampling = SamplingParams(20, temperature, ends=ENDS)
-    asked = requests(sampling, samples=3)
+    batch = requests(sampling, samples=3)
     generator = Generator(build(family))
-    together = generator.generate(asked)
-    crowded = Generator(build(family), max_tokens=170).generate(asked[::-1])[::-1]
-    for request, group, other in zip(asked, together, crowded, strict=True):
-        for seed, completion, again in zip(request.seeds, group, other, strict=True):
-            ((alone,),) = generator.generate([Request("alone", request.tokens, (seed,), sampling)])
-            assert completion.tokens == alone.tokens == again.tokens
-            assert completion.logprobs == pytest.approx(alone.logprobs, abs=2e-5)
+    batched = generator.generate(batch)
+    crowded = Generator(build(family), max_tokens=170).generate(batch[::-1])[::-1]
+    for request, group, crowded_group in zip(batch, batched, crowded, strict=True):
+        for seed, completion, crowded_completion in zip(request.seeds, group, crowded_group, strict=True):
+            ((single,),) = generator.generate([Request("alone", request.tokens, (seed,), sampling)])
+            assert completion.tokens == single.tokens == crowded_completion.tokens
+            assert completion.logprobs == pytest.approx(single.logprobs, abs=2e-5)
             assert_logprobs(family, request.tokens, completion, temperature)
-    assert len({completion.tokens for group in together for completion in group}) > 10
+    assert len({completion.tokens for group in batched for completion in group}) > 10
 
 
 def test_a_prompt_is_forwarded_once_and_what_has_ended_leaves() -> None:
     model = build("llama")
-    seen: list[tuple[int, ...]] = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    shapes: list[tuple[int, ...]] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     generator = Generator(model)
-    asked = [
+    batch = [
         Request(str(n), (n + 3, 5, 7), tuple(range(9 * n, 9 * n + 8)), SamplingParams(30, ends=ENDS)) for n in range(4)
     ]
-    found = [completion for group in generator.generate(asked) for completion in group]
-    lengths = [len(completion.tokens) for completion in found]
-    assert seen[0] == (4, 3) and generator.work.prompts == 4  # 32 samples, 4 prompts of 3 tokens
-    assert [rows for rows, _ in seen[1:]] == [sum(n > step for n in lengths) for step in range(1, max(lengths))]
+    completions = [completion for group in generator.generate(batch) for completion in group]
+    lengths = [len(completion.tokens) for completion in completions]
+    assert shapes[0] == (4, 3) and generator.work.prompts == 4  # 32 samples, 4 prompts of 3 tokens
+    assert [rows for rows, _ in shapes[1:]] == [sum(n > step for n in lengths) for step in range(1, max(lengths))]
     assert len(set(lengths)) > 3 and generator.work.row_steps == sum(lengths) - len(lengths)
 
 
@@ -203,8 +203,8 @@ def test_a_prompt_is_forwarded_once_and_what_has_ended_leaves() -> None:
 def test_seeds_give_the_numbers_of_splitmix64() -> None:
     """The first outputs of the published generator for seed 1234567, of which the upper 53 bits are taken."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    found = uniforms(np.full(4, 1234567, dtype=np.uint64), np.arange(4, dtype=np.uint64))
-    assert found.tolist() == [(number >> 11) / 2**53 for number in published]
+    numbers = uniforms(np.full(4, 1234567, dtype=np.uint64), np.arange(4, dtype=np.uint64))
+    assert numbers.tolist() == [(number >> 11) / 2**53 for number in published]
 
 
 @pytest.mark.parametrize("vocabulary", [7, 3000])
@@ -261,17 +261,17 @@ def test_what_is_kept_is_what_transformers_keeps() -> None:
     for top_k, top_p, min_p in ((40, 0.9, 0.0), (0, 0.5, 0.02), (10, 1.0, 0.1), (50, 0.95, 0.01)):
         warpers = LogitsProcessorList([TopKLogitsWarper(top_k)] if top_k else [])
         warpers += [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
-        theirs = warpers(torch.zeros(64, 1, dtype=torch.int64), logits) > -math.inf
-        ours = kept_tokens(logits.log_softmax(-1), SamplingParams(1, 1.0, top_p, top_k, min_p))
-        assert torch.equal(ours, theirs)
+        expected = warpers(torch.zeros(64, 1, dtype=torch.int64), logits) > -math.inf
+        actual = kept_tokens(logits.log_softmax(-1), SamplingParams(1, 1.0, top_p, top_k, min_p))
+        assert torch.equal(actual, expected)
 
 
 def test_truncation_reaches_completions() -> None:
     sampling = SamplingParams(12, 0.9, top_p=0.8, top_k=20)
-    asked = [*requests(sampling, 2), Request("all", PROMPTS[0], (1,), SamplingParams(12, 0.9))]
-    *truncated, (whole,) = Generator(build("llama")).generate(asked)
-    assert whole.kept_logmass is None
-    assert_logprobs("llama", PROMPTS[0], whole, 0.9)
+    batch = [*requests(sampling, 2), Request("all", PROMPTS[0], (1,), SamplingParams(12, 0.9))]
+    *truncated, (untruncated,) = Generator(build("llama")).generate(batch)
+    assert untruncated.kept_logmass is None
+    assert_logprobs("llama", PROMPTS[0], untruncated, 0.9)
     for prompt, group in zip(PROMPTS, truncated, strict=True):
         for completion in group:
             assert completion.kept_logmass is not None and max(completion.kept_logmass) < 0
@@ -289,17 +289,17 @@ ROUTED = {"qwen3_moe": [0, 1], "deepseek_v3": [1, 2], "llama4_text": [0, 1, 2, 3
 @pytest.mark.parametrize("family", ROUTED)
 def test_routes_are_those_of_one_forward_of_the_whole(family: str) -> None:
     """Of the model's own eager code, token by token; layers without experts say -1."""
-    model, seen = build(family), dict[int, torch.Tensor]()
+    model, expected_routes = build(family), dict[int, torch.Tensor]()
     chosen = 1 if family == "llama4_text" else 2
     experts = {"qwen3_moe": 5, "deepseek_v3": 8, "llama4_text": 4}[family]
-    asked = requests(SamplingParams(9, ends=ENDS), 2)
-    found = Generator(build(family), max_tokens=140, routes=True).generate(asked)
+    batch = requests(SamplingParams(9, ends=ENDS), 2)
+    completions = Generator(build(family), max_tokens=140, routes=True).generate(batch)
 
     def note(layer: int, scores: torch.Tensor, out: Any) -> Any:
-        seen[layer] = out[1]
+        expected_routes[layer] = out[1]
         return out
 
-    for prompt, group in zip(PROMPTS, found, strict=True):
+    for prompt, group in zip(PROMPTS, completions, strict=True):
         for completion in group:
             with torch.no_grad(), replace_choices(list(model.model.layers), experts, chosen, note):
                 model(input_ids=torch.tensor([[*prompt, *completion.tokens[:-1]]]), use_cache=False)
@@ -307,10 +307,10 @@ def test_routes_are_those_of_one_forward_of_the_whole(family: str) -> None:
             assert routes.shape == (len(prompt) + len(completion.tokens) - 1, len(model.model.layers), chosen)
             for layer in range(len(model.model.layers)):
                 if layer in ROUTED[family]:
-                    assert not differ(routes[:, layer], seen[layer]).any()
+                    assert not differ(routes[:, layer], expected_routes[layer]).any()
                 else:
                     assert (routes[:, layer] == -1).all()
-    assert Generator(build(family)).generate(asked[:1])[0][0].routes is None
+    assert Generator(build(family)).generate(batch[:1])[0][0].routes is None
 
 
 # ---------------------------------------------------------------- how completions end
@@ -319,11 +319,11 @@ def test_routes_are_those_of_one_forward_of_the_whole(family: str) -> None:
 def test_stop_texts_end_what_is_written() -> None:
     tokenizer = byte_tokenizer(None)
     generator = Generator(build("llama"), tokenizer=tokenizer)
-    ((whole,),) = generator.generate([Request("a", PROMPTS[1], (3,), SamplingParams(30))])
-    text = tokenizer.decode(whole.tokens)
+    ((unstopped,),) = generator.generate([Request("a", PROMPTS[1], (3,), SamplingParams(30))])
+    text = tokenizer.decode(unstopped.tokens)
     stop = text[4:6]
     ((stopped,),) = generator.generate([Request("a", PROMPTS[1], (3,), SamplingParams(30, stop=("never this", stop)))])
-    assert stopped.finish == "end" and stopped.tokens == whole.tokens[: len(stopped.tokens)]
+    assert stopped.finish == "end" and stopped.tokens == unstopped.tokens[: len(stopped.tokens)]
     assert stop in tokenizer.decode(stopped.tokens) and stop not in tokenizer.decode(stopped.tokens[:-1])
 
 
@@ -338,11 +338,11 @@ def test_weights_that_change_are_told_apart_and_abort_returns_what_there_is() ->
     done |= {request.id: completions for request, completions in generator.step()}
     done |= {request.id: completions for request, completions in generator.abort()}
     assert not generator.busy and sorted(done) == ["0", "1", "2", "3", "4"]
-    found = [done[key][0] for key in sorted(done)]
-    assert [completion.finish for completion in found] == ["abort"] * 5
-    assert found[0].versions == ((4, 5), (5, 1)) and len(found[0].tokens) == 6
-    assert (found[-1].tokens, found[-1].versions) == ((), ())  # it had no room yet
-    assert found[0].tokens == generator.generate(requests(SamplingParams(20))[:1])[0][0].tokens[:6]
+    ordered = [done[key][0] for key in sorted(done)]
+    assert [completion.finish for completion in ordered] == ["abort"] * 5
+    assert ordered[0].versions == ((4, 5), (5, 1)) and len(ordered[0].tokens) == 6
+    assert (ordered[-1].tokens, ordered[-1].versions) == ((), ())  # it had no room yet
+    assert ordered[0].tokens == generator.generate(requests(SamplingParams(20))[:1])[0][0].tokens[:6]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])  # with a cache, and without
@@ -351,28 +351,28 @@ def test_samples_that_go_on_under_new_weights_draw_on_and_those_that_begin_again
     family: str, keep: bool
 ) -> None:
     """The new weights are the old ones here, so that nothing but the versions may change."""
-    asked = requests(SamplingParams(12, ends=ENDS), samples=2)
-    whole = Generator(build(family), routes=True).generate(asked)
-    generator, found = Generator(build(family), routes=True, max_tokens=200), dict[str, list[Completion]]()
-    for request in asked:
+    batch = requests(SamplingParams(12, ends=ENDS), samples=2)
+    uninterrupted = Generator(build(family), routes=True).generate(batch)
+    generator, by_id = Generator(build(family), routes=True, max_tokens=200), dict[str, list[Completion]]()
+    for request in batch:
         generator.add(request)
     for count in range(200):
         if count == 5:
             generator.renew(1, keep)
-        found |= {request.id: completions for request, completions in generator.step()}
+        by_id |= {request.id: completions for request, completions in generator.step()}
     assert not generator.busy
-    for before, after in zip(whole, (found[request.id] for request in asked), strict=True):
-        for one, other in zip(before, after, strict=True):
-            assert one.tokens == other.tokens and np.array_equal(one.routes, other.routes)
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
-    versions = {version for completions in found.values() for c in completions for version in c.versions}
+    for before, after in zip(uninterrupted, (by_id[request.id] for request in batch), strict=True):
+        for expected, actual in zip(before, after, strict=True):
+            assert expected.tokens == actual.tokens and np.array_equal(expected.routes, actual.routes)
+            np.testing.assert_allclose(expected.logprobs, actual.logprobs, atol=2e-5)
+    versions = {version for completions in by_id.values() for c in completions for version in c.versions}
     assert ((0, 5) in versions) == keep and any(v == 1 for v, _ in versions)
 
 
 def test_proceed_is_asked_before_every_step() -> None:
     answers = iter([True, True, False])
-    found = Generator(build("llama")).generate(requests(SamplingParams(20)), lambda: next(answers))
-    assert all(len(completion.tokens) == 2 and completion.finish == "abort" for (completion,) in found)
+    completions = Generator(build("llama")).generate(requests(SamplingParams(20)), lambda: next(answers))
+    assert all(len(completion.tokens) == 2 and completion.finish == "abort" for (completion,) in completions)
 
 
 def config(path: str, **rollout: Any) -> RlConfig:
@@ -407,8 +407,8 @@ def test_room_is_what_the_config_says(tmp_path: Path) -> None:
 
 def test_one_sample_runs_however_little_room_there_is() -> None:
     generator, roomy = Generator(build("llama"), max_tokens=1), Generator(build("llama"))
-    few, many = (g.generate(requests(SamplingParams(3), 2)) for g in (generator, roomy))
-    assert [[c.tokens for c in group] for group in few] == [[c.tokens for c in group] for group in many]
+    tight, spacious = (g.generate(requests(SamplingParams(3), 2)) for g in (generator, roomy))
+    assert [[c.tokens for c in group] for group in tight] == [[c.tokens for c in group] for group in spacious]
     assert generator.work.most_rows == 1 and generator.work.prompts == 10
 
 

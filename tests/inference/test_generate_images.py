@@ -73,11 +73,11 @@ def expected(family: str, images: Images) -> list[list[int]]:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": bare}], tokenize=False, add_generation_prompt=True
         )
-        given = {"images": [PICTURES[name] for name in names]} if names else {}
-        inputs = processor(text=[text], return_tensors="pt", **given)
+        keywords = {"images": [PICTURES[name] for name in names]} if names else {}
+        inputs = processor(text=[text], return_tensors="pt", **keywords)
         options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
-        found = model.eval().generate(**inputs, **options)
-        out.append(found[0, inputs["input_ids"].shape[1] :].tolist())
+        output = model.eval().generate(**inputs, **options)
+        out.append(output[0, inputs["input_ids"].shape[1] :].tolist())
     return out
 
 
@@ -95,24 +95,27 @@ def completed(family: str, prompts: list[Prompt], images: Images, count: int = 2
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     prompts, images = read(family, ROWS)
-    found = completed(family, prompts, images, temperature=0.0)
-    assert [list(one.tokens) for one in found] == expected(family, images)
+    completions = completed(family, prompts, images, temperature=0.0)
+    assert [list(completion.tokens) for completion in completions] == expected(family, images)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
 def test_images_are_seen(family: str) -> None:
     """The same tokens with another image of the same size get other logprobs."""
     prompts, images = read(family, [asked("what?", "a"), asked("what?", "a")])
-    others, _ = read(family, [asked("what?", "c")])
+    other_prompts, _ = read(family, [asked("what?", "c")])
     first, second = (completed(family, [prompt], images)[0].logprobs for prompt in prompts)
     assert first == second
-    assert len(others[0].tokens) != len(prompts[0].tokens) or completed(family, others, images)[0].logprobs != first
+    assert (
+        len(other_prompts[0].tokens) != len(prompts[0].tokens)
+        or completed(family, other_prompts, images)[0].logprobs != first
+    )
 
 
 def test_with_new_weights_samples_go_on_with_their_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys and values are computed again, images included."""
     prompts, images = read("qwen2_5_vl", ROWS)
-    whole = completed("qwen2_5_vl", prompts, images, temperature=0.0)
+    uninterrupted = completed("qwen2_5_vl", prompts, images, temperature=0.0)
     model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         folder("qwen2_5_vl"), dtype=torch.float32
     )
@@ -120,25 +123,27 @@ def test_with_new_weights_samples_go_on_with_their_images(monkeypatch: pytest.Mo
     assert isinstance(generator._rows, CachedRows)
     for n, prompt in enumerate(prompts):
         generator.add(Request(str(n), prompt.tokens, (0,), SamplingParams(NEW, 0.0), prompt.images))
-    found: dict[str, Completion] = {}
+    completions_by_id: dict[str, Completion] = {}
     for step in range(2 * NEW):
         if step == 3:
             generator.renew(1)
-        found |= {request.id: completions[0] for request, completions in generator.step()} if generator.busy else {}
-    assert [found[str(n)].tokens for n in range(3)] == [one.tokens for one in whole]
+        completions_by_id |= (
+            {request.id: completions[0] for request, completions in generator.step()} if generator.busy else {}
+        )
+    assert [completions_by_id[str(n)].tokens for n in range(3)] == [completion.tokens for completion in uninterrupted]
 
 
 def answer_that_draws_an_image(path: str, questions: EvalPrompts, root: str) -> dict[str, Any]:
     """A line of eval.prompts, by forwards of whole rows; the third token stands for an image."""
-    asked = EvalConfig(prompts=("unused",), max_new_tokens=NEW)
-    config = SftConfig(model=ModelConfig(path=path), data=DataConfig(path="unused"), eval=asked)
+    eval_config = EvalConfig(prompts=("unused",), max_new_tokens=NEW)
+    config = SftConfig(model=ModelConfig(path=path), data=DataConfig(path="unused"), eval=eval_config)
     assert questions.images is not None
-    place, calls = torch.tensor(questions.images.placeholders[:1]), []
+    placeholder, calls = torch.tensor(questions.images.placeholders[:1]), []
 
-    def third(*given: Any) -> SampledTokens:
-        calls.append(given)
-        drawn = sample_tokens(*given)
-        return replace(drawn, tokens_R=place) if len(calls) == 3 else drawn
+    def third(*arguments: Any) -> SampledTokens:
+        calls.append(arguments)
+        drawn = sample_tokens(*arguments)
+        return replace(drawn, tokens_R=placeholder) if len(calls) == 3 else drawn
 
     with mock.patch.object(generate, "open_rows", UncachedRows), mock.patch.object(generate, "sample_tokens", third):
         Sampler(config, open_engine(path, "1"), questions, Path(root))(1)
@@ -149,8 +154,8 @@ def answer_that_draws_an_image(path: str, questions: EvalPrompts, root: str) -> 
 def test_an_answer_to_eval_prompts_ends_where_it_draws_an_image(tmp_path: Path) -> None:
     """A forward of the whole row would find more places than images."""
     prompts, images = read("qwen2_5_vl", ROWS[:1])
-    own = [prompts_of.EvalPrompt(prompt.text, prompt.tokens, prompt.images) for prompt in prompts]
-    questions = EvalPrompts(own, vision_tokenizer("qwen2_5_vl"), (), images)
+    eval_prompts = [prompts_of.EvalPrompt(prompt.text, prompt.tokens, prompt.images) for prompt in prompts]
+    questions = EvalPrompts(eval_prompts, vision_tokenizer("qwen2_5_vl"), (), images)
     (line,) = run(1, answer_that_draws_an_image, folder("qwen2_5_vl"), questions, str(tmp_path))
     assert line["tokens"] == 2 and not line["finished"]
 

@@ -46,14 +46,14 @@ def config_of(folder: Path, python: Path) -> RlConfig:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model/config.json").write_text("{}")
     (folder / "data.jsonl").write_text("{}\n")
-    given = [
+    overrides = [
         f"model.path={folder}/model",
         f"data.path={folder}/data.jsonl",
         "rl.reward=[tests.support.reward_functions:seen]",
         "rollout.engine=vllm",
     ]
     return load_config(
-        [], [*given, f"rollout.num_engines={ENGINES}", f"rollout.python={python}"], RlConfig, weights=False
+        [], [*overrides, f"rollout.num_engines={ENGINES}", f"rollout.python={python}"], RlConfig, weights=False
     )
 
 
@@ -62,19 +62,23 @@ def cluster() -> Iterator[None]:
     """Each node has room for one engine."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        made.add_node(num_cpus=1, node_ip_address=OTHER)
-        with ray_session(made.address, [Bundle(cpus=1.0)] * ENGINES):
+        ray_cluster.add_node(num_cpus=1, node_ip_address=OTHER)
+        with ray_session(ray_cluster.address, [Bundle(cpus=1.0)] * ENGINES):
             yield
     finally:
-        made.shutdown()
+        ray_cluster.shutdown()
 
 
 def actors(config: RlConfig) -> Any:
-    own = {"OMP_NUM_THREADS": "1", **server_variables()}
+    environment = {"OMP_NUM_THREADS": "1", **server_variables()}
     return actor_group(
-        "rollout engine", partial(HostedServer, config), [Bundle(cpus=1.0)] * ENGINES, [own] * ENGINES, at_once=CALLS
+        "rollout engine",
+        partial(HostedServer, config),
+        [Bundle(cpus=1.0)] * ENGINES,
+        [environment] * ENGINES,
+        at_once=CALLS,
     )
 
 
@@ -87,8 +91,8 @@ def log_of(run: Path, number: int) -> str:
 
 
 def server_of(run: Path, number: int) -> psutil.Process:
-    found = re.findall(r"pid (\d+)", log_of(run, number))
-    return psutil.Process(int(found[-1]))
+    pids = re.findall(r"pid (\d+)", log_of(run, number))
+    return psutil.Process(int(pids[-1]))
 
 
 def gone(processes: Sequence[psutil.Process]) -> bool:
@@ -124,9 +128,9 @@ async def a_host_that_cannot(group: ActorGroup, config: RlConfig, folder: Path) 
     program = folder / "env/bin/python"
     good = program.read_text()
     program.write_text(good.replace("0.32.0", "0.40.1"))
-    with pytest.raises(ActorError, match=r"has vLLM 0\.40\.1, but weft was written") as found:
+    with pytest.raises(ActorError, match=r"has vLLM 0\.40\.1, but weft was written") as error:
         await group.call_one(1, "check", True)
-    assert found.value.kind == "user" and "Traceback" not in str(found.value)
+    assert error.value.kind == "user" and "Traceback" not in str(error.value)
     program.write_text(good)
 
 
@@ -140,28 +144,28 @@ async def many_requests_and_orders(pool: ServedPool) -> None:
         first = Completion(tuple(range(n * 10, n * 10 + 4)), (-0.5,) * 4, "length", ((7, 4),))
         assert completions[0] == first and len(completions) == 2
     await pool.pause()
-    one = asyncio.ensure_future(pool.generate(request("held")))
+    pending = asyncio.ensure_future(pool.generate(request("held")))
     await asyncio.sleep(0.3)
-    assert not one.done()
+    assert not pending.done()
     await pool.resume()
-    assert len(await one) == 2
-    with pytest.raises(ActorError, match="^rollout engine vllm-0 did not get version 8, and is paused") as found:
+    assert len(await pending) == 2
+    with pytest.raises(ActorError, match="^rollout engine vllm-0 did not get version 8, and is paused") as error:
         await pool.actors.call_one(0, "ask", "receive", Ticket("nowhere", 1, "key", "vllm-0"), 8)
-    assert "Traceback" not in str(found.value) and "withheld" in str(found.value)
+    assert "Traceback" not in str(error.value) and "withheld" in str(error.value)
     await pool.sync(9)
 
 
 async def a_server_that_dies(pool: ServedPool, run: Path) -> None:
     """Of two engines the first, which also has another request to wait for."""
     await pool.pause()
-    held = asyncio.ensure_future(pool.generate(request("held")))
+    pending = asyncio.ensure_future(pool.generate(request("held")))
     await asyncio.sleep(0.3)
     began, server = time.monotonic(), server_of(run, 0)
     server.kill()
-    with pytest.raises(ActorError) as found:
-        await held
-    assert time.monotonic() - began < 15 and found.value.kind == "killed"
-    lines = str(found.value).splitlines()
+    with pytest.raises(ActorError) as error:
+        await pending
+    assert time.monotonic() - began < 15 and error.value.kind == "killed"
+    lines = str(error.value).splitlines()
     assert lines[0] == "rollout engine vllm-0 ended with status 137 while generating held."
     assert lines[1] == f"The end of {run}/engines/vllm-0.log:" and "  | pid" in lines[2]
     assert lines[3].startswith("This was on host ") and len(lines) == 4
@@ -172,13 +176,13 @@ async def an_actor_that_dies(pool: ServedPool, run: Path) -> None:
     server = server_of(run, 1)
     guard, started, actor = server.parents()[:3]
     assert "ray::" in " ".join(actor.cmdline())
-    held = asyncio.ensure_future(pool.actors.call_one(1, "ask", "generate", request("held")))
+    pending = asyncio.ensure_future(pool.actors.call_one(1, "ask", "generate", request("held")))
     await asyncio.sleep(0.3)
     (folder,) = (Path(word).parent for word in server.cmdline() if word.endswith("/socket"))
     assert folder.is_dir()
     actor.kill()
     started.kill()  # as Ray does with children of what it ends
-    with pytest.raises(ActorError, match="^rollout engine 1 died\nserving completions") as found:
-        await held
-    assert found.value.kind == "killed"
+    with pytest.raises(ActorError, match="^rollout engine 1 died\nserving completions") as error:
+        await pending
+    assert error.value.kind == "killed"
     assert gone([started, guard, server]) and not folder.exists()

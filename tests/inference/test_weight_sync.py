@@ -52,8 +52,8 @@ class EngineProcess:
 
     def __init__(self) -> None:
         pool._start()  # so that its fork server has imported torch
-        self.pipe, theirs = pool._context.Pipe()
-        self.process = pool._context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.pipe, child_end = pool._context.Pipe()
+        self.process = pool._context.Process(target=_serve, args=(child_end,), daemon=True)
         self.process.start()
         self.number = 0
 
@@ -100,11 +100,11 @@ REQUESTS = [Request(f"{i}", tokens, (7, 8), SamplingParams(6, temperature=i)) fo
 
 def follow(path: str, lora: LoraConfig | None, dtype: torch.dtype, port: int) -> list[list[list[Completion]]]:
     """What a standalone engine answers under every version; the first request is greedy."""
-    engine, ticket, found = Standalone(path, lora, dtype=dtype), Ticket("127.0.0.1", port, KEY, "it", 0, 60), []
+    engine, ticket, answers = Standalone(path, lora, dtype=dtype), Ticket("127.0.0.1", port, KEY, "it", 0, 60), []
     for version in VERSIONS:
         engine.receive(ticket, version)
-        found.append(engine.generate(REQUESTS))
-    return found
+        answers.append(engine.generate(REQUESTS))
+    return answers
 
 
 def fresh(path: Path, dtype: torch.dtype, version: int) -> list[list[Completion]]:
@@ -130,21 +130,21 @@ def train_and_send(
     """Weights that change before every version, sent and exported: what each sync says, and its collectives."""
     engine = open_engine(path, mesh, lora=lora)
     sender = (Elsewhere if kind == "gathered" else Sender)(engine, [EngineTarget("it")], options, port=port, key=KEY)
-    found = []
+    results = []
     for version in VERSIONS:
         _change(engine, version)
         with counted() as calls:
             synced = sender.send(version)
-        found.append((synced, len(calls)))
+        results.append((synced, len(calls)))
         largest = max(content.largest for content in sender._contents)
         memory = [memories.memory(0) for memories in sender._memories.values()]
         assert all(bucket is None or len(bucket) <= max(7_500, largest + 64) for bucket in memory)
         target = Path(folder) / str(version)
         save_adapter(engine, target) if lora else save_huggingface(engine, target)
-    made = [path for slots in sender._memories.values() if isinstance(slots, SharedBuckets) for path in slots.paths]
+    paths = [path for slots in sender._memories.values() if isinstance(slots, SharedBuckets) for path in slots.paths]
     sender.close()
-    assert not (engine.ranks.is_first and any(path.exists() for path in made))
-    return found
+    assert not (engine.ranks.is_first and any(path.exists() for path in paths))
+    return results
 
 
 @contextmanager
@@ -219,14 +219,14 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
         buckets = 2 * synced.bytes / 7_500 + 2  # each at least half full; a tensor that is larger has its own
         assert synced.version == version and synced.extra["sync/gb_per_second"] > 0
         assert collectives <= (2 if kind == "gathered" else 1) * buckets + 8
-    for version, found in zip(VERSIONS, process.result(), strict=True):
+    for version, answers in zip(VERSIONS, process.result(), strict=True):
         folder = tmp_path / str(version)
         if lora:
             folder = merge.run(
                 MergeOptions(path=str(folder), base=path, output=str(tmp_path / f"merged-{version}"), dtype="fp32")
             )
         process.begin(fresh, folder, dtype, version)
-        assert found == process.result()
+        assert answers == process.result()
 
 
 def written(path: str, mesh: str) -> tuple[int, int]:
@@ -242,7 +242,7 @@ def written(path: str, mesh: str) -> tuple[int, int]:
 def test_every_byte_is_written_by_one_rank(family: str, mesh: str) -> None:
     """Also of what is tied over two stages, and of the buffers and small tensors that all have."""
     by_rank = pool.run(world_of(mesh), written, saved_model(family), mesh)
-    assert sum(own for own, _ in by_rank) == by_rank[0][1]
+    assert sum(written_by_rank for written_by_rank, _ in by_rank) == by_rank[0][1]
 
 
 # ---------------------------------------------------------------- when it fails
@@ -252,11 +252,11 @@ def fail_and_go_on(path: str, port: int, transport: sending.Transport) -> tuple[
     """What every rank is told of a sync that fails; and the version of the next one."""
     engine = open_engine(path, "2")
     sender = Sender(engine, [EngineTarget("it")], SyncOptions(transport, 30_000, 2, 30.0), port=port, key=KEY)
-    with pytest.raises(SyncError) as told:
+    with pytest.raises(SyncError) as error:
         sender.send(1)
     synced = sender.send(2)
     sender.close()
-    return str(told.value), synced.version
+    return str(error.value), synced.version
 
 
 def fail_and_follow(path: str, port: int) -> tuple[str, int | None]:
@@ -271,11 +271,11 @@ def fail_and_follow(path: str, port: int) -> tuple[str, int | None]:
 
     with patch.object(LoadedWeights, "_local_view", short_of_memory), pytest.raises(MemoryError):
         engine.receive(ticket, 1)
-    with pytest.raises(SyncError) as told:
+    with pytest.raises(SyncError) as error:
         engine.generate(REQUESTS)
     engine.receive(ticket, 2)
     engine.generate(REQUESTS)
-    return str(told.value), engine.version
+    return str(error.value), engine.version
 
 
 @pytest.mark.parametrize("transport", ["shared", "group"])
@@ -294,13 +294,13 @@ def proven(path: str, port: int) -> list[bool]:
     sender = Sender(
         open_engine(path, "1"), [EngineTarget("it")], SyncOptions("shared", verify_every=3), port=port, key=KEY
     )
-    found, prove = list[bool](), SyncServer.prove
-    note = lambda server, buckets, version, sent: (found.append(bool(sent)), prove(server, buckets, version, sent))  # noqa: E731
+    proofs, prove = list[bool](), SyncServer.prove
+    note = lambda server, buckets, version, sent: (proofs.append(bool(sent)), prove(server, buckets, version, sent))  # noqa: E731
     with patch.object(SyncServer, "prove", note):
         for version in range(1, 6):
             sender.send(version)
     sender.close()
-    return found
+    return proofs
 
 
 def restarted_once(path: str, port: int) -> None:
@@ -381,20 +381,20 @@ def written_late(path: str) -> tuple[list[bool], list[int], int]:
             copy(into, values)
         late.clear()
 
-    whole = list[bool]()
+    complete = list[bool]()
     state = dict(engine.tensors())
     with patch.object(torch.Tensor, "copy_", copy_), patch.object(contents, "settle", settle):
         for number, rows in enumerate(plan.write(engine, bucket)):
-            whole += [bool(row.within(memory).abs().sum() > 0) for row in rows]
+            complete += [bool(row.within(memory).abs().sum() > 0) for row in rows]
             for share in plan._shares[number]:
                 expected = share.mapping.to_disk(state[share.mapping.runtime][share.source])
-                whole.append(torch.equal(share.row.within(memory)[share.target], expected))
-    return whole, waits, len(blocking)
+                complete.append(torch.equal(share.row.within(memory)[share.target], expected))
+    return complete, waits, len(blocking)
 
 
 def test_a_device_is_waited_for_once_for_each_bucket() -> None:
-    ((whole, waits, blocking),) = pool.run(1, written_late, saved_model("llama"))
-    assert all(whole) and blocking == 0
+    ((complete, waits, blocking),) = pool.run(1, written_late, saved_model("llama"))
+    assert all(complete) and blocking == 0
     assert len(waits) > 2 and all(waits) and max(waits) > 1
 
 
@@ -443,9 +443,9 @@ def test_a_broadcast_is_waited_for_on_the_host() -> None:
 def test_a_broadcast_that_is_never_done_is_an_error_in_time_and_its_group_is_aborted() -> None:
     """An engine that dies in the middle: NCCL itself would end the trainer's process."""
     group, standing = broadcasting(looks=None)
-    with pytest.raises(SyncError, match=r"bucket 0 did not go through the group: nothing came for 0\.05 s") as told:
+    with pytest.raises(SyncError, match=r"bucket 0 did not go through the group: nothing came for 0\.05 s") as error:
         group.wait(0)
-    assert told.value.late
+    assert error.value.late
     group.leave()
     assert standing.aborted.wait(10.0) and group._group is None
 
@@ -481,27 +481,27 @@ def test_nobody_begins_to_join_nccl_while_a_member_is_missing(monkeypatch: pytes
         group.join()
 
 
-@pytest.mark.parametrize(("backend", "theirs", "told"), [
+@pytest.mark.parametrize(("backend", "engine_nccl", "message"), [
     ("nccl", "2.27.5", "vllm-0 has NCCL 2.27.5 (torch 2.12.1), and this trainer NCCL 2.28.9 (torch 2.13.0)"),
     ("nccl", "2.28.9", ""), ("nccl", "", ""), ("gloo", "2.27.5", ""),
 ])  # fmt: skip
-def test_engines_with_another_nccl_are_refused_by_name(backend: str, theirs: str, told: str) -> None:
+def test_engines_with_another_nccl_are_refused_by_name(backend: str, engine_nccl: str, message: str) -> None:
     trainer: Any = SimpleNamespace(_software={"torch": "2.13.0", "nccl": "2.28.9"}, _backend=backend)
-    connection = sending_server.Connection(Any, "vllm-0", 0, None, True, None, None, "2.12.1", theirs)  # type: ignore[arg-type]
+    connection = sending_server.Connection(Any, "vllm-0", 0, None, True, None, None, "2.12.1", engine_nccl)  # type: ignore[arg-type]
     server: Any = SimpleNamespace(connections=[connection])
-    if not told:
+    if not message:
         Sender._check_software(trainer, server, "group")
         return
     with pytest.raises(UserError) as refusal:
         Sender._check_software(trainer, server, "group")
-    assert told in str(refusal.value) and "set rollout.transport=shared" in str(refusal.value)
+    assert message in str(refusal.value) and "set rollout.transport=shared" in str(refusal.value)
 
 
 def test_an_engine_opens_images_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
+    built: list[dict[str, Any]] = []
 
     def generator(*_: Any, **options: Any) -> Any:
-        made.append(options)
+        built.append(options)
         return SimpleNamespace(renew=lambda version, keep: None)
 
     monkeypatch.setattr(standalone, "Generator", generator)
@@ -512,7 +512,7 @@ def test_an_engine_opens_images_as_it_was_told(monkeypatch: pytest.MonkeyPatch) 
     ticket: Any = None
     engine._weights = filled
     engine.receive(ticket, 3)
-    assert made == [{"opener": opener}] and engine.version == 3
+    assert built == [{"opener": opener}] and engine.version == 3
 
 
 def test_the_sender_sleeps_until_somebody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,9 +541,9 @@ def test_a_group_of_engines_is_made_anew_where_any_has_not_joined_it(monkeypatch
         group._group = object()
         return str(first["id"])
 
-    made = described()
+    description = described()
     for worker in workers:
-        worker.joined = made
-    assert described() == made
+        worker.joined = description
+    assert described() == description
     workers[1].joined = None  # it was started again
-    assert described() != made
+    assert described() != description

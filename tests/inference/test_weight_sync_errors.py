@@ -49,22 +49,22 @@ MANIFEST = {name: torch.empty_like(tensor, device="meta") for name, tensor in TE
 
 def test_a_checksum_sees_every_word_and_where_it_is() -> None:
     data = np.random.default_rng(0).integers(0, 256, 100_003, dtype=np.uint8)
-    seen = {checksum(data)}
+    checksums = {checksum(data)}
     for change in (0, 7, 8, 8191, 8192, 65_536, 99_999, 100_002):
-        other = data.copy()
-        other[change] ^= 0x80
-        seen.add(checksum(other))
+        changed = data.copy()
+        changed[change] ^= 0x80
+        checksums.add(checksum(changed))
     for a, b in ((0, 8), (0, 8192), (16, 65_536), (8, 99_992)):  # two words that change places
-        other = data.copy()
-        other[a : a + 8], other[b : b + 8] = data[b : b + 8], data[a : a + 8]
-        seen.add(checksum(other))
+        changed = data.copy()
+        changed[a : a + 8], changed[b : b + 8] = data[b : b + 8], data[a : a + 8]
+        checksums.add(checksum(changed))
     rows = data[:98_304].reshape(-1, 8192)
-    seen |= {checksum(rows), checksum(np.ascontiguousarray(rows[::-1])), checksum(data[:-1])}
+    checksums |= {checksum(rows), checksum(np.ascontiguousarray(rows[::-1])), checksum(data[:-1])}
     negated = data[:98_304].copy()
     negated.view(np.float32)[[1, 3]] *= -1
-    seen.add(checksum(negated))
-    seen |= {checksum(b""), checksum(b"\0"), checksum(b"\0\0")}
-    assert len(seen) == 1 + 8 + 4 + 3 + 1 + 3
+    checksums.add(checksum(negated))
+    checksums |= {checksum(b""), checksum(b"\0"), checksum(b"\0\0")}
+    assert len(checksums) == 1 + 8 + 4 + 3 + 1 + 3
     assert checksum(data) == checksum(data.tobytes()) < 1 << 64
 
 
@@ -82,8 +82,8 @@ def test_a_checksum_is_what_it_is_described_as(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     words = np.frombuffer(data.tobytes() + bytes(-size % 8192), np.uint64).tolist() or [0]
     total = size * 0x9E3779B97F4A7C15
-    for place, word in enumerate(words):
-        row, column = divmod(place, 1024)
+    for index, word in enumerate(words):
+        row, column = divmod(index, 1024)
         factor = (mixed((1 << 32) + row) & ~1) + (mixed(column) | 1)
         total += (word ^ word >> 32) * factor
     assert checksum(data) == total % 2**64
@@ -131,8 +131,8 @@ class Attempt:
             server.wait_taken(0, self.version)
             server.prove(1, self.version, self.sums)
             server.commit(self.version)
-        except SyncError as found:
-            self.sender_error, error = found, str(found)
+        except SyncError as failure:
+            self.sender_error, error = failure, str(failure)
         server.leave(self.version, error)
         thread.join()
         server.close()
@@ -156,8 +156,8 @@ def test_what_is_sent_arrives() -> None:
     assert not list(scratch.SHARED_MEMORY.glob("weft-sync-test-*"))
 
 
-def _row(attempt: Attempt, place: int, **changes: Any) -> None:
-    attempt.rows[place] = BucketTensor(replace(attempt.rows[place].entry, **changes), attempt.rows[place].offset)
+def _row(attempt: Attempt, index: int, **changes: Any) -> None:
+    attempt.rows[index] = BucketTensor(replace(attempt.rows[index].entry, **changes), attempt.rows[index].offset)
 
 
 def _swap(attempt: Attempt) -> None:
@@ -248,13 +248,13 @@ def test_every_wait_ends_and_says_for_whom() -> None:
 
 def test_shared_memory_that_is_short_or_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
-    left = tmp_path / "weft-sync-dead-0-0"
-    left.touch()
-    ours = SharedBuckets("ours", 0, 4096, 4096, True)
-    assert not left.exists() and len(list(tmp_path.iterdir())) == transports.SLOTS
+    leftover = tmp_path / "weft-sync-dead-0-0"
+    leftover.touch()
+    buckets = SharedBuckets("ours", 0, 4096, 4096, True)
+    assert not leftover.exists() and len(list(tmp_path.iterdir())) == transports.SLOTS
     SharedBuckets("others", 0, 4096, 4096, True)
     assert len(list(tmp_path.iterdir())) == 2 * transports.SLOTS  # those of living processes stay
-    ours.close()
+    buckets.close()
     assert len(list(tmp_path.iterdir())) == transports.SLOTS
     with pytest.raises(UserError, match="set rollout.bucket_mb lower"):
         SharedBuckets("vast", 0, 1 << 60, 4096, True)
@@ -311,12 +311,12 @@ def _filled(family: str, lora: LoraConfig | None = None) -> tuple[LoadedWeights,
 def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     filled, part = _filled("qwen3_moe")
     stale = Given({**part.given, "model.norm.weight": part.given["model.norm.weight"] + 1})
-    whole, own = LoadedWeights._local_view, {mapping.disk: mapping for mapping in filled.mappings}
-    first, second = (own[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (1, 3))
+    local_view, by_name = LoadedWeights._local_view, {mapping.disk: mapping for mapping in filled.mappings}
+    first, second = (by_name[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (1, 3))
     writing = [True]
 
     def swapped(self: LoadedWeights, piece: Any) -> Tensor:
-        return whole(self, {first: second, second: first}.get(piece, piece) if writing[0] else piece)
+        return local_view(self, {first: second, second: first}.get(piece, piece) if writing[0] else piece)
 
     class Swapping(Given):
         def tensors(self) -> Iterator[tuple[TensorHeader, Any]]:
@@ -329,7 +329,7 @@ def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         LoadedWeights,
         "_local_view",
-        lambda self, piece: whole(self, piece).clone() if "norm" in piece.disk else whole(self, piece),
+        lambda self, piece: local_view(self, piece).clone() if "norm" in piece.disk else local_view(self, piece),
     )
     with pytest.raises(SyncError, match="engine-0 holds other values .* version 1: model.norm.weight"):
         filled.take_weights(stale)  # type: ignore[arg-type]
@@ -360,19 +360,19 @@ def test_an_adapter_that_is_not_applied_is_found() -> None:
 
 def test_an_engine_refuses_weights_of_another_model() -> None:
     _, part = _filled("llama")
-    other = saved_model("llama_tied")
+    tied_model = saved_model("llama_tied")
     with pytest.raises(SyncError, match="the model has no place for lm_head"):
         LoadedWeights(
-            other,
+            tied_model,
             None,
             {**part.manifest, "lm_head.other": TensorHeader("lm_head.other", "float32", (1,))},
             torch.float32,
             torch.device("cpu"),
         )
-    rest = {name: entry for name, entry in part.manifest.items() if name != "model.norm.weight"}
+    incomplete = {name: entry for name, entry in part.manifest.items() if name != "model.norm.weight"}
     with pytest.raises(SyncError, match="the sync does not bring model.norm.weight .1 tensors"):
-        LoadedWeights(saved_model("llama"), None, rest, torch.float32, torch.device("cpu"))
-    engine = Standalone(other, dtype=torch.float32)
+        LoadedWeights(saved_model("llama"), None, incomplete, torch.float32, torch.device("cpu"))
+    engine = Standalone(tied_model, dtype=torch.float32)
     with pytest.raises(SyncError, match="this engine has no weights"):
         engine.generate([])
 
@@ -381,16 +381,16 @@ def test_an_engine_refuses_weights_of_another_model() -> None:
 
 
 def test_logprobs_of_another_model_are_found() -> None:
-    ours, fp32 = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)], ["fp32", "fp32"]
-    assert check_parity("hf", 3, ours, ours, fp32) == check_parity("hf", 3, [], [], fp32) == 0.0
-    near = [part + np.float32(1e-5) for part in ours]
-    assert 0 < check_parity("hf", 3, near, ours, fp32) < 2e-5
+    reported, fp32 = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)], ["fp32", "fp32"]
+    assert check_parity("hf", 3, reported, reported, fp32) == check_parity("hf", 3, [], [], fp32) == 0.0
+    near = [part + np.float32(1e-5) for part in reported]
+    assert 0 < check_parity("hf", 3, near, reported, fp32) < 2e-5
     for wrong in (np.float32(0.3), np.float32("nan")):
         with pytest.raises(SyncError, match="hf samples from another distribution .* version 3"):
-            check_parity("hf", 3, [ours[0] + wrong, ours[1]], ours, fp32)
-    check_parity("hf", 3, [ours[0] + 0.1, ours[1]], ours, ["bf16", "fp32"])
+            check_parity("hf", 3, [reported[0] + wrong, reported[1]], reported, fp32)
+    check_parity("hf", 3, [reported[0] + 0.1, reported[1]], reported, ["bf16", "fp32"])
     with pytest.raises(SyncError, match="hf gave 2 logprobs for 3 tokens"):
-        check_parity("hf", 3, ours[:1], ours, fp32)
+        check_parity("hf", 3, reported[:1], reported, fp32)
 
 
 def test_what_an_engine_sampled_is_compared_with_what_the_trainer_reads() -> None:
@@ -470,8 +470,8 @@ def test_strangers_at_the_port_neither_end_nor_delay_a_sync() -> None:
     server = SyncServer("127.0.0.1", 0, 60.0)
     ticket = Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 60.0)
     strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(len(STRANGERS) + 70)]
-    for stranger, said in zip(strangers, [*STRANGERS.values(), *[b""] * 70], strict=True):
-        stranger.sendall(said)
+    for stranger, greeting in zip(strangers, [*STRANGERS.values(), *[b""] * 70], strict=True):
+        stranger.sendall(greeting)
     delivery = Delivery(ticket, 3)
     began = time.monotonic()
     server.welcome([ticket], 3)
@@ -510,18 +510,18 @@ def test_who_shows_no_ticket_is_sent_away_after_seconds(monkeypatch: pytest.Monk
     server.close()
 
 
-def fed(said: bytes) -> tuple[SyncServer, socket.socket]:
+def fed(report: bytes) -> tuple[SyncServer, socket.socket]:
     """A server with an engine that has shown its ticket and has said this besides."""
     server = SyncServer("127.0.0.1", 0, 2.0)
     engine = socket.create_connection(("127.0.0.1", server.port))
-    engine.sendall(framed(json.dumps(HELLO).encode()) + said)
+    engine.sendall(framed(json.dumps(HELLO).encode()) + report)
     server.welcome([Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 2.0)], 3)
     server.active = server.connections
     return server, engine
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("report", "message"),
     [
         (b'{"received": 5, "placed": null}', "engine-0 sent a message that cannot be understood: TypeError: checksums"),
         (b'{"received": {"a": "1"}, "placed": null}', "engine-0 sent a message that cannot be understood: TypeError"),
@@ -530,8 +530,8 @@ def fed(said: bytes) -> tuple[SyncServer, socket.socket]:
         (b"[" * 100_000, "engine-0 was waited for, .* a message is nested too deeply"),
     ],
 )
-def test_reports_that_make_no_sense_are_said_to_be_the_engines(said: bytes, message: str) -> None:
-    server, engine = fed(framed(said))
+def test_reports_that_make_no_sense_are_said_to_be_the_engines(report: bytes, message: str) -> None:
+    server, engine = fed(framed(report))
     with pytest.raises(SyncError, match=message):
         server.prove(0, 3, {"a": 1})
     server.leave(3)

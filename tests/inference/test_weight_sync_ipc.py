@@ -80,39 +80,39 @@ def device(name: str, folder: str = "") -> Iterator[FileMemory]:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[EngineProcess]]:
-    found = [EngineProcess(), EngineProcess()]
-    yield found
-    for one in found:
-        one.process.kill()
+    started = [EngineProcess(), EngineProcess()]
+    yield started
+    for process in started:
+        process.process.kill()
 
 
 # ---------------------------------------------------------------- an engine's process
 
 
-def follow(path: str, tickets: list[Ticket], own: str) -> tuple[list[Any], int, int]:
+def follow(path: str, tickets: list[Ticket], local_device: str) -> tuple[list[Any], int, int]:
     """What it answers under every version, one ticket each; handles that it opened, and buckets that it waited for."""
-    engine, found = Standalone(path, dtype=DTYPE), []
-    with device(own) as memory:
-        assert engine.devices() == [own]
+    engine, answers = Standalone(path, dtype=DTYPE), []
+    with device(local_device) as memory:
+        assert engine.devices() == [local_device]
         for version, ticket in zip(VERSIONS, tickets, strict=True):
             engine.receive(ticket, version)
-            found.append(engine.generate(REQUESTS))
-    return found, memory.opened, memory.waited
+            answers.append(engine.generate(REQUESTS))
+    return answers, memory.opened, memory.waited
 
 
-def follow_again(path: str, ticket: Ticket, own: str, version: int) -> tuple[Any, int]:
+def follow_again(path: str, ticket: Ticket, local_device: str, version: int) -> tuple[Any, int]:
     """Another engine in the same process."""
     engine = Standalone(path, dtype=DTYPE)
-    with device(own) as memory:
+    with device(local_device) as memory:
         engine.receive(ticket, version)
     return engine.generate(REQUESTS), memory.opened
 
 
-def fail(path: str, ticket: Ticket, own: str) -> str:
+def fail(path: str, ticket: Ticket, local_device: str) -> str:
     protocol._DeviceReceiver.mapped = None
-    with device(own), pytest.raises(SyncError) as told:
+    with device(local_device), pytest.raises(SyncError) as error:
         Standalone(path, dtype=DTYPE).receive(ticket, 1)
-    return str(told.value)
+    return str(error.value)
 
 
 # ---------------------------------------------------------------- trainers
@@ -133,8 +133,8 @@ def train_and_send(
     with device(devices[rank], folder) as memory, ExitStack() as stack:
         # Each rank that sends listens on a port of its own, which its engine knows beforehand.
         create = protocol.socket.create_server
-        ours = ports[rank] if rank < len(ports) else 0
-        stack.enter_context(patch("socket.create_server", lambda at, **k: create((at[0], ours), **k)))
+        port = ports[rank] if rank < len(ports) else 0
+        stack.enter_context(patch("socket.create_server", lambda address, **k: create((address[0], port), **k)))
         sender = Sender(engine, receivers, options(), key=KEY)
         for version in VERSIONS:
             _change(engine, version)
@@ -169,10 +169,10 @@ def test_engines_have_what_was_sent_and_map_each_bucket_once(
     for number in range(engines):
         buckets, routes, waited = by_rank[number]
         assert routes == {f"engine-{n}": ("ipc", n) for n in range(engines)}
-        found, opened, released = processes[number].result()
+        by_version, opened, released = processes[number].result()
         assert opened == SLOTS and released == waited == sum(buckets)
         assert min(buckets) > SLOTS  # slots are used again
-        for version, answers in zip(VERSIONS, found, strict=True):
+        for version, answers in zip(VERSIONS, by_version, strict=True):
             processes[number].begin(fresh, tmp_path / str(version), DTYPE, version)
             assert answers == processes[number].result()
     assert all(waited == 0 for _, _, waited in by_rank[engines:])
@@ -234,13 +234,13 @@ class Actors:
 def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
     """(trainers, engines) after open_engines; four trainer ranks, each with a device."""
     (tmp_path / "data.jsonl").write_text("{}\n")
-    given = [
+    required = [
         "model.path=org/name",
         f"data.path={tmp_path}/data.jsonl",
         "rl.reward=[tests.support.reward_functions:seen]",
         "cluster.placement=colocated",
     ]
-    config = load_config([], [*given, *words], RlConfig)
+    config = load_config([], [*required, *words], RlConfig)
     trainers = Actors(devices=[RankDevices("host", str(n), [f"device-{n}"]) for n in range(4)], open_sync=[{}])
     engines = Actors(
         host=["here", "here"],
@@ -253,26 +253,28 @@ def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
 
 def test_trainers_are_told_what_engines_see(tmp_path: Path) -> None:
     trainers, _ = opened(tmp_path, "rollout.engine=hf", "rollout.num_engines=2")
-    hosts, workers, seen, torches = trainers.asked["open_sync"]
+    hosts, workers, devices, torches = trainers.asked["open_sync"]
     assert (list(hosts), workers) == (["hf-0", "hf-1"], 1)
     assert torches == {"hf-0": "2.13.0", "hf-1": "2.12.1"}
-    assert seen == {"hf-0": ["device-0", "device-1"], "hf-1": ["device-1", "device-0"]}
+    assert devices == {"hf-0": ["device-0", "device-1"], "hf-1": ["device-1", "device-0"]}
 
 
 def test_servers_see_the_devices_of_the_ranks_in_whose_place_they_are(tmp_path: Path) -> None:
     trainers, engines = opened(tmp_path, "rollout.engine=vllm", "rollout.num_engines=2", "rollout.tp=2")
-    hosts, workers, seen, torches = trainers.asked["open_sync"]
+    hosts, workers, devices, torches = trainers.asked["open_sync"]
     assert (list(hosts), workers) == (["vllm-0", "vllm-1"], 2)
     assert torches == {"vllm-0": "2.13.0", "vllm-1": "2.12.1"}
-    assert seen == {"vllm-0": ["device-0", "device-1"], "vllm-1": ["device-2", "device-3"]}
+    assert devices == {"vllm-0": ["device-0", "device-1"], "vllm-1": ["device-2", "device-3"]}
     assert [engines.asked[f"start {n}"][-1] for n in (0, 1)] == ["0,1", "2,3"]
 
 
 # ---------------------------------------------------------------- where it is not possible
 
 
-def route(path: str, own: str, transport: Any, devices: tuple[str, ...], host: str | None, torch: str = "") -> Any:
-    with device(own):
+def route(
+    path: str, local_device: str, transport: Any, devices: tuple[str, ...], host: str | None, torch: str = ""
+) -> Any:
+    with device(local_device):
         try:
             receivers = [EngineTarget("it", host, devices=devices, torch=torch)]
             sender = Sender(open_engine(path, "1"), receivers, SyncOptions(transport))
@@ -283,7 +285,7 @@ def route(path: str, own: str, transport: Any, devices: tuple[str, ...], host: s
 
 
 @pytest.mark.parametrize(
-    ("own", "transport", "devices", "host", "found"),
+    ("local_device", "transport", "devices", "host", "expected"),
     [
         ("a", "auto", ("a",), None, ("ipc", 0)),
         ("a", "auto", ("b", "a"), None, ("ipc", 0)),
@@ -294,14 +296,16 @@ def route(path: str, own: str, transport: Any, devices: tuple[str, ...], host: s
     ],
 )
 def test_auto_takes_it_where_both_see_the_device(
-    own: str, transport: str, devices: tuple[str, ...], host: str | None, found: Any
+    local_device: str, transport: str, devices: tuple[str, ...], host: str | None, expected: Any
 ) -> None:
-    assert pool.run(1, route, saved_model("llama"), own, transport, devices, host) == [found]
+    assert pool.run(1, route, saved_model("llama"), local_device, transport, devices, host) == [expected]
 
 
-@pytest.mark.parametrize(("own", "devices", "host"), [("", (), None), ("a", ("b",), None), ("a", ("a",), "elsewhere")])
-def test_elsewhere_it_is_refused(own: str, devices: tuple[str, ...], host: str | None) -> None:
-    (text,) = pool.run(1, route, saved_model("llama"), own, "ipc", devices, host)
+@pytest.mark.parametrize(
+    ("local_device", "devices", "host"), [("", (), None), ("a", ("b",), None), ("a", ("a",), "elsewhere")]
+)
+def test_elsewhere_it_is_refused(local_device: str, devices: tuple[str, ...], host: str | None) -> None:
+    (text,) = pool.run(1, route, saved_model("llama"), local_device, "ipc", devices, host)
     assert text.startswith("rollout.transport=ipc: it sees no CUDA device of a trainer rank")
     assert text.endswith("set rollout.transport=auto.")
 
@@ -318,54 +322,54 @@ def test_handles_are_opened_by_torches_that_know_their_format(trainer: str, engi
     assert protocol.opens_handles(engine, trainer) is opens
 
 
-@pytest.mark.parametrize(("transport", "found"), [("auto", ("shared", 0)), ("ipc", "set rollout.transport=shared")])
-def test_an_engine_whose_torch_may_not_open_handles_gets_no_ipc(transport: str, found: Any) -> None:
+@pytest.mark.parametrize(("transport", "expected"), [("auto", ("shared", 0)), ("ipc", "set rollout.transport=shared")])
+def test_an_engine_whose_torch_may_not_open_handles_gets_no_ipc(transport: str, expected: Any) -> None:
     (outcome,) = pool.run(1, route, saved_model("llama"), "a", transport, ("a",), None, "9.9.0")
-    assert outcome == found if transport == "auto" else (found in outcome and "it has torch 9.9.0" in outcome)
+    assert outcome == expected if transport == "auto" else (expected in outcome and "it has torch 9.9.0" in outcome)
 
 
 def refused_by_hello(path: str, folder: str, ports: list[int]) -> str:
     with device("device-0", folder):
         target = EngineTarget("it", devices=("device-0",))  # of an unknown torch
         sender = Sender(open_engine(path, "1"), [target], options(), port=ports[0], key=KEY)
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as error:
             sender.send(1)
-    return str(told.value)
+    return str(error.value)
 
 
-def come_with_another_torch(path: str, ticket: Ticket, own: str) -> str:
+def come_with_another_torch(path: str, ticket: Ticket, local_device: str) -> str:
     with patch.object(torch, "__version__", "9.9.0"):
-        return fail(path, ticket, own)
+        return fail(path, ticket, local_device)
 
 
 def test_a_torch_that_hello_tells_is_refused_before_a_bucket(processes: list[EngineProcess], tmp_path: Path) -> None:
     path, port = saved_model("llama"), free_port()
     ticket = Ticket("127.0.0.1", port, KEY, "it", 0, 60)
     processes[0].begin(come_with_another_torch, path, ticket, "device-0")
-    (told,) = pool.run(1, refused_by_hello, path, str(tmp_path), [port])
-    assert told == processes[0].result()
-    assert "it has torch 9.9.0, which is not known to open CUDA IPC handles of this trainer's torch" in told
+    (message,) = pool.run(1, refused_by_hello, path, str(tmp_path), [port])
+    assert message == processes[0].result()
+    assert "it has torch 9.9.0, which is not known to open CUDA IPC handles of this trainer's torch" in message
 
 
 def send_in_vain(path: str, folder: str, port: int) -> str:
-    with device("device-0", folder), pytest.raises(SyncError) as told:
+    with device("device-0", folder), pytest.raises(SyncError) as error:
         Sender(open_engine(path, "1"), [EngineTarget("it", devices=("device-0",))], options(), port=port, key=KEY).send(
             1
         )
-    return str(told.value)
+    return str(error.value)
 
 
 def test_an_engine_that_cannot_map_says_so_at_both_ends(processes: list[EngineProcess], tmp_path: Path) -> None:
     path, port = saved_model("llama"), free_port()
     processes[0].begin(fail, path, Ticket("127.0.0.1", port, KEY, "it", 0, 60), "device-1")
-    (told,) = pool.run(1, send_in_vain, path, str(tmp_path), port)
-    said = processes[0].result()
-    assert said in told and "this process sees other devices (device-1)" in said
-    assert said.endswith("set rollout.transport=shared")
+    (trainer_error,) = pool.run(1, send_in_vain, path, str(tmp_path), port)
+    engine_error = processes[0].result()
+    assert engine_error in trainer_error and "this process sees other devices (device-1)" in engine_error
+    assert engine_error.endswith("set rollout.transport=shared")
 
 
 @pytest.mark.parametrize(
-    ("before", "told"),
+    ("before", "expected"),
     [
         ("expandable_segments:True", ["expandable_segments:False", "expandable_segments:True"]),
         (
@@ -378,16 +382,16 @@ def test_an_engine_that_cannot_map_says_so_at_both_ends(processes: list[EnginePr
 )
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_buckets_are_allocated_without_segments_that_grow(
-    name: str, before: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, before: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA IPC does not share these."""
-    said: list[str] = []
+    settings: list[str] = []
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, before)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
     assert len(protocol.DeviceMemory().allocate(8, "cpu")) == 8
-    assert said == told
+    assert settings == expected
 
 
 def test_without_a_device_nothing_is_seen() -> None:

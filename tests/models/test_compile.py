@@ -70,13 +70,13 @@ def test_parity_with_compiled_layers(mesh: str) -> None:
     ranks = run(2, compiled, saved_model("llama", num_hidden_layers=1), mesh, timeout=500.0)
     verdict = ranks[0][0]
     assert verdict.passed, described(verdict)
-    for _, seen in ranks:
-        assert seen["compiled"] == [True]
+    for _, facts in ranks:
+        assert facts["compiled"] == [True]
         # Before and after attention, with and without gradients, first in forward and again in recomputation; rows of
         # another length add none.
-        assert 4 <= seen["graphs"] <= 16
-        assert seen["calls"] > 10 and not seen["traced"]
-        assert all("torch.compiler.disable" in reason for reason in seen["breaks"])
+        assert 4 <= facts["graphs"] <= 16
+        assert facts["calls"] > 10 and not facts["traced"]
+        assert all("torch.compiler.disable" in reason for reason in facts["breaks"])
 
 
 def refused(path: str) -> None:
@@ -96,23 +96,23 @@ def graphs_by_length(path: str, fused: bool) -> list[int]:
     """Graphs after each of six steps, whose rows have six lengths; four layers, run again in backward."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found = []
+    graphs = []
     with graphs_as_traced():
         engine = open_engine(path, "1", model={"compile": True, "recompute": "full", "fused_norms": fused})
         for length in (90, 61, 113, 47, 83, 109):
             document = Document(torch.arange(1, length + 1) % 50, torch.ones(length))
-            plan, own = engine.plan_step([document])
-            engine.step(plan, own, CrossEntropy(), 1e-3)
-            found.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
-    return found
+            plan, local = engine.plan_step([document])
+            engine.step(plan, local, CrossEntropy(), 1e-3)
+            graphs.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return graphs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", pairs([(True,)], [(False,)]))
 def test_layers_share_graphs_for_rows_of_all_lengths(fused: bool) -> None:
     """They are compiled anew for the second length at most, with torch's fused norms too."""
-    found = run(1, graphs_by_length, saved_model("llama", num_hidden_layers=4), fused, timeout=200.0)[0]
-    assert found[1:] == [found[1]] * 5 and found[1] <= 12
+    graphs = run(1, graphs_by_length, saved_model("llama", num_hidden_layers=4), fused, timeout=200.0)[0]
+    assert graphs[1:] == [graphs[1]] * 5 and graphs[1] <= 12
 
 
 def trial(plant: str) -> str:
@@ -145,9 +145,9 @@ def considered(path: str, device: str, sections: dict[str, Any], readouts: tuple
     """(Whether compiled layers are considered there; what model.compile is on this CPU)."""
     engine = open_engine(path, "1", **sections)
     setup = make_spec(engine_config(path, "1", **sections), engine.ranks)
-    there = replace(engine.ranks, device=torch.device(device))
+    ranks = replace(engine.ranks, device=torch.device(device))
     compute = torch.float32 if device == "cpu" or "fsdp" in sections else torch.bfloat16
-    setup = replace(setup, ranks=there, precision=replace(setup.precision, compute=compute))
+    setup = replace(setup, ranks=ranks, precision=replace(setup.precision, compute=compute))
     return may_compile(setup, engine.built, readouts), engine.config.model.compile
 
 

@@ -80,7 +80,7 @@ def test_heads_of_latent_attention_are_as_wide_as_keys_and_values_on_average() -
     config: Any = tiny_config("deepseek_v3")
     module = TrainModule(hf.build_random(config, dtype=torch.float32, attention="eager", seed=0))
     assert (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) == (16, 8, 16)
-    assert {one.width for one in flop_facts(module).attention} == {(16 + 8 + 16) / 2}
+    assert {facts.width for facts in flop_facts(module).attention} == {(16 + 8 + 16) / 2}
 
 
 def test_windowed_layers_cost_less() -> None:
@@ -122,17 +122,17 @@ def test_windowed_layers_cost_less() -> None:
     ],
 )
 def test_peaks(name: str, peak: float | None) -> None:
-    found = peak_of(name)
-    assert found is None if peak is None else found == pytest.approx(peak)
+    actual = peak_of(name)
+    assert actual is None if peak is None else actual == pytest.approx(peak)
 
 
 def test_every_accelerator_that_a_plan_assumes_is_of_the_one_table() -> None:
     """mfu of a run and the time of a plan are shares of one peak."""
-    for name, known in ACCELERATORS.items():
-        machine = machine_of(known)
+    for name, accelerator in ACCELERATORS.items():
+        machine = machine_of(accelerator)
         card, rates = ASSUMABLE[name]
         assert machine.peak == card.peak * 1e12 and machine.memory_rate == rates.memory * 1e9
-        assert card.source and known.capability == card.capability
+        assert card.source and accelerator.capability == card.capability
     assert len(ASSUMABLE) == len([card for card in CARDS if card.name])
 
 
@@ -173,7 +173,11 @@ def test_the_towers_blocks_are_counted_with_their_attention(family: str) -> None
         module.base.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
     for name, _ in tower_layers(module.base, module.facts):
         last = "." + ".".join(name.split(".")[-2:])  # torch begins names where the forward began
-        of_blocks += sum(next(of for own, of in counted.get_flop_counts().items() if own.endswith(last)).values())
+        of_blocks += sum(
+            next(
+                counts for module_name, counts in counted.get_flop_counts().items() if module_name.endswith(last)
+            ).values()
+        )
     flops, _ = tower_flops(facts, media.patches, media.pairs)
     assert of_blocks == flops / 3
     assert tower_flops(replace(facts, tower_frozen=True), media.patches, media.pairs)[0] == of_blocks

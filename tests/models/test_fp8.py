@@ -96,9 +96,9 @@ def test_a_layer_and_its_gradients() -> None:
         inputs = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
         out = function(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, upstream)])
-    for ours, theirs, _ in zip(*results, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-    off = [(ours - exact).norm() / exact.norm() for ours, _, exact in zip(*results, strict=True)]
+    for actual, reference, _ in zip(*results, strict=True):
+        assert torch.allclose(actual, reference, rtol=1e-6, atol=1e-6)
+    off = [(actual - exact).norm() / exact.norm() for actual, _, exact in zip(*results, strict=True)]
     assert 1e-2 < off[0] < 5e-2 and 1e-2 < off[1] < 5e-2  # it does round
     assert off[2] < 1e-6 and off[3] < 1e-6  # and not for weights and bias
     out = fp8.linear(x.requires_grad_(), weight)  # a frozen weight
@@ -119,10 +119,10 @@ def test_no_router_and_every_projection(family: str) -> None:
     counts = {1, *(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))}
     widths = {name: hf.linear_widths(module.get_submodule(name))[1] for name in names}
     assert not [name for name, width in widths.items() if width in counts], widths
-    every = {
+    projections = {
         name for name, child in module.named_modules() if isinstance(child, nn.Linear) and ".layers." in f".{name}"
     }
-    for name in every - set(names):
+    for name in projections - set(names):
         end = name.rpartition(".")[2]
         assert end not in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), name
 
@@ -145,11 +145,12 @@ def distances(path: str, mesh: str, sections: dict[str, Any]) -> tuple[float, fl
     expected_loss, expected = plain.gradients(steps[0])
     assert gradients.keys() == expected.keys()
 
-    def distance(others: dict[str, Tensor]) -> float:
+    def distance(candidates: dict[str, Tensor]) -> float:
         squares = sum(
-            float((gradients[name].double() - other.double()).square().sum()) for name, other in others.items()
+            float((gradients[name].double() - gradient.double()).square().sum())
+            for name, gradient in candidates.items()
         )
-        return math.sqrt(squares / sum(float(other.double().square().sum()) for other in others.values()))
+        return math.sqrt(squares / sum(float(gradient.double().square().sum()) for gradient in candidates.values()))
 
     return abs(loss / expected_loss - 1), distance(expected), distance(exact)
 
@@ -196,17 +197,17 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "says"),
+    ("capability", "dtype", "message"),
     [((8, 0), torch.bfloat16, "has none"), ((9, 0), torch.float16, "set fsdp.param_dtype=bf16"),
      ((9, 0), torch.bfloat16, "does not run on A card")],
 )  # fmt: skip
-def test_a_device_without_them_is_refused(capability: tuple[int, int], dtype: torch.dtype, says: str) -> None:
+def test_a_device_without_them_is_refused(capability: tuple[int, int], dtype: torch.dtype, message: str) -> None:
     with (
         mock.patch("torch.cuda.get_device_name", return_value="A card"),
         mock.patch("torch.cuda.get_device_capability", return_value=capability),
         mock.patch.object(Tensor, "to", lambda x, *a: x),  # there is no such device here
         mock.patch.object(fp8, "linear", side_effect=RuntimeError("no kernel")),
-        pytest.raises(UserError, match=says),
+        pytest.raises(UserError, match=message),
     ):
         fp8.check(torch.device("cuda"), dtype)
 

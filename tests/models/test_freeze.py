@@ -125,13 +125,13 @@ def effects(path: str, patterns: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.covers("model.freeze")
 def test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced() -> None:
-    for seen in run(2, effects, saved_model("llama"), ("*.mlp", "lm_head")):
-        frozen = {n for n in seen["elements"] if ".mlp." in n or n == "lm_head.weight"}
+    for facts in run(2, effects, saved_model("llama"), ("*.mlp", "lm_head")):
+        frozen = {n for n in facts["elements"] if ".mlp." in n or n == "lm_head.weight"}
         assert len(frozen) == 7
-        assert seen["graded"] == seen["stepped"] == seen["trained"] == set(seen["elements"]) - frozen
-        assert seen["reduced"] == sum(seen["elements"][name] for name in seen["trained"])
-        (row,) = (group for group in seen["groups"] if group.name == "frozen")
-        assert (row.parameters, row.elements) == (7, sum(seen["elements"][name] for name in frozen))
+        assert facts["graded"] == facts["stepped"] == facts["trained"] == set(facts["elements"]) - frozen
+        assert facts["reduced"] == sum(facts["elements"][name] for name in facts["trained"])
+        (row,) = (group for group in facts["groups"] if group.name == "frozen")
+        assert (row.parameters, row.elements) == (7, sum(facts["elements"][name] for name in frozen))
 
 
 def broken_contract(path: str) -> None:

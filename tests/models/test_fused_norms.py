@@ -56,8 +56,8 @@ def test_classes_that_are_taken(kind: Any, device: str) -> None:
             x = torch.randn(5, len(norm.weight), generator=torch.Generator().manual_seed(1)).mul_(0.01)
             out = module(x.requires_grad_())
             results.append([out, *torch.autograd.grad(out.square().sum(), [x, module.weight])])
-        for expected, ours in zip(*results, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-6)
+        for expected, actual in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
         out = norm(torch.randn(2, len(norm.weight)).bfloat16())  # fp32 weights: as the stock class promotes
         assert out.dtype == plain(torch.randn(2, len(norm.weight)).bfloat16()).dtype
 

@@ -93,18 +93,18 @@ def test_experts_are_fused_in_memory_and_apart_on_disk() -> None:
     on_disk = hf.run_rules_backwards(model, dict(model.state_dict()))
     gate = on_disk["model.layers.0.mlp.experts.3.gate_proj.weight"]
     assert torch.equal(gate, experts.gate_up_proj[3, :40])
-    place = next(p for p in map_tensors(model, None) if p.disk == "model.layers.0.mlp.experts.3.gate_proj.weight")
-    assert place.runtime == "model.layers.0.mlp.experts.gate_up_proj" and place.dims == (1, 2)
-    assert place.box == Box((3, 0, 0), (1, 40, 64))
+    piece = next(p for p in map_tensors(model, None) if p.disk == "model.layers.0.mlp.experts.3.gate_proj.weight")
+    assert piece.runtime == "model.layers.0.mlp.experts.gate_up_proj" and piece.dims == (1, 2)
+    assert piece.box == Box((3, 0, 0), (1, 40, 64))
 
 
 def test_rules_that_a_checkpoint_needs_are_chosen_by_its_names() -> None:
     model = hf.build_meta(tiny_config("mixtral"), dtype=torch.float32, attention="eager")
-    apart = [piece.disk for piece in map_tensors(model, None)]
-    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in apart
+    names = [piece.disk for piece in map_tensors(model, None)]
+    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in names
     fused = list(model.state_dict())
     assert sorted(piece.disk for piece in map_tensors(model, fused)) == sorted(fused)
-    assert sorted(piece.disk for piece in map_tensors(model, apart)) == sorted(apart)
+    assert sorted(piece.disk for piece in map_tensors(model, names)) == sorted(names)
     bare = {name: hf.runtime_names(model, [name])[name] for name in ("layers.0.input_layernorm.weight", "norm.weight")}
     assert bare == {name: f"model.{name}" for name in bare}
 
@@ -123,11 +123,13 @@ def test_critics_are_classifiers_with_one_label() -> None:
 
 def test_buffers_are_rebuilt_and_weights_stay() -> None:
     model = hf.build_random(tiny_config("gemma3_text"), dtype=torch.float32, attention="eager", seed=0)
-    kept = {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+    before = {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
     for _, buffer in model.named_buffers():
         buffer.fill_(torch.nan)
     hf.rebuild_buffers(model)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in [*model.named_buffers(), *model.named_parameters()])
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in [*model.named_buffers(), *model.named_parameters()]
+    )
 
 
 def test_fused_experts_go_through_the_registered_function() -> None:
@@ -160,8 +162,8 @@ def test_parity() -> None:
 def test_images_in_packed_rows(family: str) -> None:
     """The tower runs in the base's forward, by get_image_features and get_video_features; get_rope_index gives the
     positions of one document."""
-    found = examine(vision_config(family, vision_tokenizer(family)))
-    assert found.images == "" and (found.videos == "") == (family == "qwen2_5_vl")
+    traits = examine(vision_config(family, vision_tokenizer(family)))
+    assert traits.images == "" and (traits.videos == "") == (family == "qwen2_5_vl")
 
 
 def test_chat_templates_are_compiled_with_what_weft_reads() -> None:

@@ -92,14 +92,14 @@ def test_a_bf16_base_under_fp32_adapters_is_within_pefts_own_noise(adapter: str)
     loss, noisy = PeftReference(path, adapter, base=torch.bfloat16).gradients(STEPS[0])
     noise = {name: distance(noisy[name], exact[name]) for name in exact}
     for mesh in ("1", "2", "4"):
-        for seen in run(world_of(mesh), in_bf16, path, mesh, adapter):
-            assert seen["stored"] == {(True, torch.float32), (False, torch.bfloat16)}
-            assert seen["moved"] == 0.0
-            assert abs(seen["loss"] - exact_loss) < max(3 * abs(loss - exact_loss), 3e-3)
-            for name, gradient in seen["gradients"].items():
+        for facts in run(world_of(mesh), in_bf16, path, mesh, adapter):
+            assert facts["stored"] == {(True, torch.float32), (False, torch.bfloat16)}
+            assert facts["moved"] == 0.0
+            assert abs(facts["loss"] - exact_loss) < max(3 * abs(loss - exact_loss), 3e-3)
+            for name, gradient in facts["gradients"].items():
                 stored = names[name]
                 assert distance(gradient, exact[stored]) < 3 * noise[stored], name
-        assert {seen["weights"] for seen in run(world_of(mesh), in_bf16, path, mesh, adapter)}
+        assert {facts["weights"] for facts in run(world_of(mesh), in_bf16, path, mesh, adapter)}
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -146,8 +146,8 @@ def trained(path: str, mesh: str, sections: Sections, folder: str) -> dict[str, 
     if not sections["lora"].get("modules_to_save"):
         with engine.without_adapter():
             out["base"] = engine.readout(engine.plan(metas), documents)
-    again = open_engine(path, mesh, purpose="inference", lora={"path": folder})
-    out["again"] = again.readout(again.plan(metas), documents)
+    reopened = open_engine(path, mesh, purpose="inference", lora={"path": folder})
+    out["again"] = reopened.readout(reopened.plan(metas), documents)
     return out
 
 
@@ -174,8 +174,8 @@ def test_peft_loads_what_was_saved_and_the_merged_model_equals_it(
         "adapted": PeftReference(path, str(folder)), "base": Reference(path), "again": Reference(str(merged)),
     }  # fmt: skip
     for name, plain in references.items():
-        for seen in ranks:
-            for index, values in seen.get(name, {}).items():
+        for facts in ranks:
+            for index, values in facts.get(name, {}).items():
                 expected = plain.logprobs(STEPS[0][index][0])[0]
                 assert float((values["logprob"] - expected).abs().max()) < 2e-5 * max(1, float(expected.abs().max())), (
                     name
@@ -192,11 +192,11 @@ def test_without_its_adapter_a_model_is_its_base() -> None:
 def base_is_read(plant: str | None) -> bool:
     path = saved_model("llama")
     with tempfile.TemporaryDirectory() as folder:
-        seen = run(1, planted_readout, plant, path, f"{folder}/adapter")[0]
+        readouts = run(1, planted_readout, plant, path, f"{folder}/adapter")[0]
     plain = Reference(path)
     return all(
         float((values["logprob"] - plain.logprobs(STEPS[0][index][0])[0]).abs().max()) < 1e-4
-        for index, values in seen["base"].items()
+        for index, values in readouts["base"].items()
     )
 
 
@@ -233,12 +233,12 @@ def unbroken() -> Any:
 def test_an_adapter_is_resumed_whole_on_another_mesh(before: str, after: str, unbroken: Path, tmp_path: Path) -> None:
     process(tmp_path, before, steps=4, sections=RUN)
     process(tmp_path, after, resume=True, sections=RUN)
-    for cut, whole in zip(lines(tmp_path), lines(unbroken), strict=True):
-        assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    found, expected = whole_state(tmp_path, 10), whole_state(unbroken, 10)
-    assert found.keys() == expected.keys()
-    assert {name.split("/")[-1].rpartition(".")[2] for name in found} == {"A", "B", "weight"}
-    for name, tensor in found.items():
+    for cut, uncut in zip(lines(tmp_path), lines(unbroken), strict=True):
+        assert cut["loss"] == pytest.approx(uncut["loss"], rel=1e-5)
+    actual, expected = whole_state(tmp_path, 10), whole_state(unbroken, 10)
+    assert actual.keys() == expected.keys()
+    assert {name.split("/")[-1].rpartition(".")[2] for name in actual} == {"A", "B", "weight"}
+    for name, tensor in actual.items():
         assert not tensor.isnan().any()
         assert torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5), name
 
@@ -291,12 +291,12 @@ def plan_for(family: str, **keys: Any) -> Any:
 def test_all_linear_is_pefts(family: str) -> None:
     model = hf.build_meta(tiny_config(family), dtype=torch.float32, attention="eager")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    theirs = {
+    expected = {
         n.removeprefix("base_model.model.").partition(".lora_A")[0]
         for n, _ in wrapped.named_parameters()
         if "lora_A" in n
     }
-    assert {target.module for target in plan_for(family).targets} == theirs
+    assert {target.module for target in plan_for(family).targets} == expected
 
 
 @pytest.mark.covers("lora.targets")
@@ -423,8 +423,8 @@ def test_an_adapter_that_leaves_its_base_is_merged_as_peft_merges_it(begins: Any
     path = written(adapter, tmp_path, init_lora_weights=begins)
     merged = merge.run(MergeOptions(path=path, output=str(tmp_path / "merged")))
     ids = torch.arange(5, 40)[None]
-    theirs = peft.PeftModel.from_pretrained(Reference(saved_model("llama")).model, path)(input_ids=ids).logits
-    torch.testing.assert_close(Reference(str(merged)).model(input_ids=ids).logits, theirs, rtol=0, atol=1e-4)
+    expected = peft.PeftModel.from_pretrained(Reference(saved_model("llama")).model, path)(input_ids=ids).logits
+    torch.testing.assert_close(Reference(str(merged)).model(input_ids=ids).logits, expected, rtol=0, atol=1e-4)
     if begins == "mica":
         with pytest.raises(UserError, match="mica trains only A"):
             plan_for("llama", rank=None, path=path)
@@ -440,8 +440,8 @@ def test_what_is_said_of_such_an_adapter_works(begins: str, tmp_path: Path) -> N
     peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"merge_and_unload\(\)"):
         merge.run(MergeOptions(path=str(tmp_path), base=saved_model("llama")))
-    again = peft.PeftModel.from_pretrained(Reference(saved_model("llama")).model, str(tmp_path)).merge_and_unload()
-    torch.testing.assert_close(again(input_ids=ids).logits, before, rtol=0, atol=1e-4)
+    merged = peft.PeftModel.from_pretrained(Reference(saved_model("llama")).model, str(tmp_path)).merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=ids).logits, before, rtol=0, atol=1e-4)
 
 
 def test_modules_to_save_are_those_of_pefts_rule(tmp_path: Path) -> None:
@@ -504,8 +504,8 @@ def dropped(path: str) -> list[float]:
 
 @pytest.mark.covers("lora.dropout")
 def test_dropout_is_seeded_and_for_training_only() -> None:
-    first, again, other, moved = run(1, dropped, saved_model("llama"))[0]
-    assert first == again != other
+    first, repeated, other_step, moved = run(1, dropped, saved_model("llama"))[0]
+    assert first == repeated != other_step
     assert moved < 1e-6
 
 

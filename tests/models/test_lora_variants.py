@@ -103,14 +103,14 @@ def test_first_values_and_gradients_are_pefts(
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
-        seen = gradients[name]
+        actual = gradients[name]
         if ".lora_A." in name:
-            assert not seen[4:].any()
-            seen = seen[:4]
+            assert not actual[4:].any()
+            actual = actual[:4]
         elif ".lora_B." in name:
-            assert not seen[:, 4:].any()
-            seen = seen[:, :4]
-        assert float((seen - gradient).abs().max()) <= 2e-5 * max(float(gradient.abs().max()), 1e-2 * largest), name
+            assert not actual[:, 4:].any()
+            actual = actual[:, :4]
+        assert float((actual - gradient).abs().max()) <= 2e-5 * max(float(gradient.abs().max()), 1e-2 * largest), name
 
 
 def test_loftq_begins_near_the_weight_and_merges_into_the_rounded_base(
@@ -131,8 +131,8 @@ def test_loftq_begins_near_the_weight_and_merges_into_the_rounded_base(
     assert torch.allclose(merged[f"{name}.weight"], rounded + 2.0 * b @ a, atol=1e-6)
     assert "by 0.00% of their norm on average" in capsys.readouterr().out
     merge.run(MergeOptions(path=str(folder), base_format="compute", output=str(tmp_path / "other")))
-    said = capsys.readouterr().out
-    assert "--base-format nf4 merges into that base" in said and "by 0.00%" not in said
+    printed = capsys.readouterr().out
+    assert "--base-format nf4 merges into that base" in printed and "by 0.00%" not in printed
 
 
 def first_values_of(path: str) -> Tensor:

@@ -209,11 +209,11 @@ def row_of(module: TrainModule) -> tuple[Tensor, dict[str, Tensor]]:
     return hidden.detach(), {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def agree(found: tuple[Tensor, dict[str, Tensor]], true: tuple[Tensor, dict[str, Tensor]]) -> None:
-    torch.testing.assert_close(found[0], true[0], rtol=1e-4, atol=1e-5)
-    assert found[1].keys() == true[1].keys()
+def agree(actual: tuple[Tensor, dict[str, Tensor]], true: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(actual[0], true[0], rtol=1e-4, atol=1e-5)
+    assert actual[1].keys() == true[1].keys()
     for name, gradient in true[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()) + 1e-6)
+        torch.testing.assert_close(actual[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()) + 1e-6)
 
 
 DELTA = {"causal_conv1d_fn", "chunk_gated_delta_rule"}
@@ -312,7 +312,7 @@ def test_kernels_that_are_wrong_in_the_trial_are_not_used(fault: str, monkeypatc
     monkeypatch.setattr(mixer_kernels, "DEVICES", ("cpu",))
     helpers = Packages({})
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, **others: Any) -> Any:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Any = None, **options: Any) -> Any:
         if fault == "fails":
             raise RuntimeError("CUDA error: no kernel image\nmore")
         return helpers.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
@@ -320,8 +320,8 @@ def test_kernels_that_are_wrong_in_the_trial_are_not_used(fault: str, monkeypatc
     packages = install(monkeypatch, module, {"chunk_gated_delta_rule": wrong})
     helpers.torch = packages.torch
     problem = {"leaks": "off by .* of a row", "fails": r"they do not run \(RuntimeError: CUDA error: no kernel image\)"}
-    said = "Qwen3NextGatedDeltaNet runs document by document, not by causal-conv1d .*, flash-linear-attention .*: "
-    with pytest.warns(UserWarning, match=said + problem[fault]):
+    warning = "Qwen3NextGatedDeltaNet runs document by document, not by causal-conv1d .*, flash-linear-attention .*: "
+    with pytest.warns(UserWarning, match=warning + problem[fault]):
         agree(row_of(module), true)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -352,12 +352,12 @@ def test_adapters_of_a_mixers_last_projection_are_heard(monkeypatch: pytest.Monk
 
 def test_what_a_row_tells_kernels_is_made_once() -> None:
     bounds = Bounds.packed((3, 1, 2), torch.device("cpu"))
-    told = MixerKernels(arguments=("seq_idx", "cu_seq_lens_q", "cu_seqlens_cpu")).arguments_for(
+    arguments = MixerKernels(arguments=("seq_idx", "cu_seq_lens_q", "cu_seqlens_cpu")).arguments_for(
         bounds, torch.device("cpu")
     )
-    assert told["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]] and told["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
-    again = MixerKernels(arguments=("seq_idx", "cu_seqlens")).arguments_for(bounds, torch.device("cpu"))
-    assert again["seq_idx"] is told["seq_idx"] and again["cu_seqlens"] is told["cu_seq_lens_q"]
+    assert arguments["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]] and arguments["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
+    second = MixerKernels(arguments=("seq_idx", "cu_seqlens")).arguments_for(bounds, torch.device("cpu"))
+    assert second["seq_idx"] is arguments["seq_idx"] and second["cu_seqlens"] is arguments["cu_seq_lens_q"]
 
 
 def test_functions_that_the_package_kernels_has_wrapped_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

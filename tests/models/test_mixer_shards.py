@@ -32,46 +32,46 @@ MIXERS: list[tuple[str, dict[str, Any], int]] = [
 def mixer_of(family: str, changes: dict[str, Any]) -> nn.Module:
     """One mixer of random weights, none of which is 0 or 1."""
     model = hf.build_random(tiny_config(family, **changes), dtype=torch.float32, attention="eager", seed=0)
-    found = next(module for module in model.modules() if carries_state(module))
+    mixer = next(module for module in model.modules() if carries_state(module))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in mixer.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return found.train()
+    return mixer.train()
 
 
-def run(whole: nn.Module, part: nn.Module, x: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def run(mixer: nn.Module, part: nn.Module, x: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """(output, gradients of the whole mixer's parameters)."""
     out: Tensor = type(part).forward(part, x)
     (out * weights).sum().backward()
-    gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in mixer.named_parameters() if p.grad is not None}
     return out.detach(), gradients
 
 
 @pytest.mark.parametrize(("family", "changes", "ranks"), MIXERS, ids=[f"{family} {n}" for family, _, n in MIXERS])
 def test_parts_add_up(family: str, changes: dict[str, Any], ranks: int) -> None:
-    whole = mixer_of(family, changes)
+    mixer = mixer_of(family, changes)
     x, weights = torch.randn(2, 2, 40, 64, generator=torch.Generator().manual_seed(2))
-    names = set(dict(whole.named_parameters()))
+    names = set(dict(mixer.named_parameters()))
 
-    def one(place: int, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
-        own = copy.deepcopy(whole)
-        style = find_mixer_spec(own)
+    def on_rank(rank: int, groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
+        local = copy.deepcopy(mixer)
+        style = find_mixer_spec(local)
         assert style is not None and style.divides(ranks)
 
         def neighbours(size: int) -> Any:
-            first = place // size * size
-            return groups(tuple(range(first, first + size)), place)
+            first = rank // size * size
+            return groups(tuple(range(first, first + size)), rank)
 
-        return run(own, view(own, MixerShard(style, place, ranks, neighbours, stored=False)), x, weights)
+        return run(local, view(local, MixerShard(style, rank, ranks, neighbours, stored=False)), x, weights)
 
-    parts = in_threads(ranks, one)
-    out, gradients = run(whole, whole, x, weights)
-    assert names == set(dict(whole.named_parameters()))  # a view leaves its mixer as it was
-    total = torch.stack([own for own, _ in parts]).sum(0)  # some elements are small sums of what cancels
+    parts = in_threads(ranks, on_rank)
+    out, gradients = run(mixer, mixer, x, weights)
+    assert names == set(dict(mixer.named_parameters()))  # a view leaves its mixer as it was
+    total = torch.stack([local for local, _ in parts]).sum(0)  # some elements are small sums of what cancels
     assert float((total - out).abs().max()) < 1e-4 * float(out.abs().max())
     for name, gradient in gradients.items():
-        total = torch.stack([own[name] for _, own in parts if name in own]).sum(0)
+        total = torch.stack([local[name] for _, local in parts if name in local]).sum(0)
         assert float((total - gradient).abs().max()) < 1e-4 * float(gradient.abs().max()), name
 
 
@@ -86,9 +86,9 @@ def test_what_no_rule_explains_is_whole() -> None:
 
 def test_groups_of_norms_have_to_divide_too() -> None:
     heads = DimSegment(6, 4, heads=True)
-    of = {"out_proj.weight": TPSpec(1, (heads,))}
-    assert MixerSpec(of, "out_proj").divides(2)
-    assert not MixerSpec(of, "out_proj", norms={"norm": DimSegment(3, 8, heads=True, repeat=True)}).divides(2)
+    specs = {"out_proj.weight": TPSpec(1, (heads,))}
+    assert MixerSpec(specs, "out_proj").divides(2)
+    assert not MixerSpec(specs, "out_proj", norms={"norm": DimSegment(3, 8, heads=True, repeat=True)}).divides(2)
 
 
 HELD = (((0, 0, 3), (1, 0, 2)), ((0, 3, 5),), ((0, 5, 9), (1, 2, 6)), ())  # of two documents, on four ranks
@@ -97,17 +97,21 @@ HELD = (((0, 0, 3), (1, 0, 2)), ((0, 3, 5),), ((0, 5, 9), (1, 2, 6)), ())  # of 
 def test_tokens_come_together_and_go_back() -> None:
     """Token t of document d is 10 d + t; rank r adds r to its output."""
 
-    def one(place: int, groups: Groups) -> tuple[list[float], list[float], tuple[int, ...]]:
-        ranks = groups((0, 1, 2, 3), place)
-        context = ContextRow(CPAxis(place, 1, 4, ranks, None, ranks), HELD, ())
-        own = torch.tensor([10.0 * d + t for d, start, stop in HELD[place] for t in range(start, stop)])
-        whole = gather_documents(own[None, :, None], context)
-        back = sum_to_tokens(whole + place, context)
-        return whole.flatten().tolist(), (back.flatten() - 4 * own).tolist(), context.shared_bounds(own.device).lengths
+    def on_rank(rank: int, groups: Groups) -> tuple[list[float], list[float], tuple[int, ...]]:
+        ranks = groups((0, 1, 2, 3), rank)
+        context = ContextRow(CPAxis(rank, 1, 4, ranks, None, ranks), HELD, ())
+        local = torch.tensor([10.0 * d + t for d, start, stop in HELD[rank] for t in range(start, stop)])
+        gathered = gather_documents(local[None, :, None], context)
+        back = sum_to_tokens(gathered + rank, context)
+        return (
+            gathered.flatten().tolist(),
+            (back.flatten() - 4 * local).tolist(),
+            context.shared_bounds(local.device).lengths,
+        )
 
-    for place, (whole, added, lengths) in enumerate(in_threads(4, one)):
-        assert whole == [*map(float, range(9)), *map(float, range(10, 16))]
-        assert added == [6.0] * sum(stop - start for _, start, stop in HELD[place])
+    for rank, (gathered, added, lengths) in enumerate(in_threads(4, on_rank)):
+        assert gathered == [*map(float, range(9)), *map(float, range(10, 16))]
+        assert added == [6.0] * sum(stop - start for _, start, stop in HELD[rank])
         assert lengths == (9, 6)
 
 

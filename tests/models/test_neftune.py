@@ -70,7 +70,8 @@ def observed(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> dict[
     still = engine.readout(plan, documents)
     evaluated = engine.evaluate(plan, documents, CrossEntropy()).reduce(engine.mesh.world_group)["loss"]
     return {
-        "loss": loss, "gradients": gradients, "readouts": {index: own["logprob"] for index, own in still.items()},
+        "loss": loss, "gradients": gradients,
+        "readouts": {index: readout["logprob"] for index, readout in still.items()},
         "evaluated": evaluated, "cut": any(plan.shared_documents(m, 0) for m in range(plan.micro_batches)),
         "sequence": engine.divided.sequence, "layout": engine.built.layout,
     }  # fmt: skip
@@ -99,13 +100,13 @@ def with_noise(reference: Reference, step: list[Document]) -> tuple[float, dict[
     return loss, gradients
 
 
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], most: float = 1e-5) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     """Every parameter's gradient, as `weft verify` compares them."""
-    assert ours.keys() == theirs.keys()
-    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
-    for name, gradient in theirs.items():
+    assert actual.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
         scale = max(float(gradient.abs().max()), 1e-3 * largest)
-        assert float((ours[name] - gradient).abs().max()) <= most * scale, name
+        assert float((actual[name] - gradient).abs().max()) <= tolerance * scale, name
 
 
 SHORT = {"step": {"max_tokens_per_device": 32}}
@@ -159,8 +160,8 @@ def observed_images(path: str, mesh: str) -> tuple[dict[str, Tensor], dict[str, 
 
 @pytest.mark.parametrize(("family", "mesh"), [("qwen2_5_vl", "cp2"), ("gemma3", "2")])
 def test_documents_with_images_have_the_noise_of_all_their_tokens(family: str, mesh: str) -> None:
-    found = run(2, observed_images, saved_vision_model(family, 2, 1), mesh)[0]
-    assert_close(*found)
+    gradients = run(2, observed_images, saved_vision_model(family, 2, 1), mesh)[0]
+    assert_close(*gradients)
 
 
 # ---------------------------------------------------------------- the numbers
@@ -168,27 +169,27 @@ def test_documents_with_images_have_the_noise_of_all_their_tokens(family: str, m
 
 def test_it_is_uniform_and_another_for_each_seed_step_document_and_token() -> None:
     documents, tokens = torch.arange(20).repeat_interleave(30), torch.arange(30).repeat(20)
-    found: list[Tensor] = []
+    noises: list[Tensor] = []
     for seed, step in ((0, 1), (0, 2), (1, 1), (1, 2), (2**40, 2**33)):
         keys = StepNoise(1.0, seed, step).keys(documents, tokens)
         assert len(set(keys.tolist())) == 600
-        found.append(noise_of(keys, torch.full((600,), 2.0), 64, torch.float32))
-    together = torch.cat(found)
-    assert len(together.unique()) > 0.98 * together.numel()  # of 2 ** 24 numbers some come twice
-    assert float(together.abs().max()) <= 0.25 < 1.001 * float(together.abs().max())  # 2 / sqrt(64)
-    assert float(together.mean()) == pytest.approx(0.0, abs=1e-3)
-    assert float(together.square().mean()) == pytest.approx(0.25**2 / 3, rel=1e-2)
-    counts = torch.histc(together, 16, -0.25, 0.25)
+        noises.append(noise_of(keys, torch.full((600,), 2.0), 64, torch.float32))
+    joined = torch.cat(noises)
+    assert len(joined.unique()) > 0.98 * joined.numel()  # of 2 ** 24 numbers some come twice
+    assert float(joined.abs().max()) <= 0.25 < 1.001 * float(joined.abs().max())  # 2 / sqrt(64)
+    assert float(joined.mean()) == pytest.approx(0.0, abs=1e-3)
+    assert float(joined.square().mean()) == pytest.approx(0.25**2 / 3, rel=1e-2)
+    counts = torch.histc(joined, 16, -0.25, 0.25)
     assert float((counts / counts.mean() - 1).abs().max()) < 0.05
-    correlations = torch.corrcoef(torch.stack([noise.flatten() for noise in found]))
-    assert float((correlations - torch.eye(len(found))).abs().max()) < 0.03
+    correlations = torch.corrcoef(torch.stack([noise.flatten() for noise in noises]))
+    assert float((correlations - torch.eye(len(noises))).abs().max()) < 0.03
 
 
 def test_it_does_not_depend_on_how_many_are_computed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, sizes = StepNoise(1.0, 0, 1).keys(torch.arange(50), torch.arange(50)), torch.rand(50)
-    whole = noise_of(keys, sizes, 24, torch.bfloat16)
+    noise = noise_of(keys, sizes, 24, torch.bfloat16)
     monkeypatch.setattr(embedding_noise, "_CHUNK", 24 * 7)
-    assert torch.equal(noise_of(keys, sizes, 24, torch.bfloat16), whole)
+    assert torch.equal(noise_of(keys, sizes, 24, torch.bfloat16), noise)
 
 
 def refused() -> None:

@@ -73,11 +73,13 @@ def compare(mixer: nn.Module) -> float:
     boundary.bounds = Bounds(TREES.lengths, segments=TREES)
     out = first(boundary.forward(hidden, **arguments))
     assert boundary.calls == 1
-    ours, theirs = (torch.autograd.grad(of, leaves, upstream, allow_unused=True) for of in (out, expected))
-    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
-    least = 1e-3 * max(float(b.abs().max()) for _, b in pairs)
+    gradients, references = (
+        torch.autograd.grad(result, leaves, upstream, allow_unused=True) for result in (out, expected)
+    )
+    pairs = [(a, b) for a, b in zip(gradients, references, strict=True) if a is not None and b is not None]
+    floor = 1e-3 * max(float(b.abs().max()) for _, b in pairs)
     pairs.append((out.detach(), expected.detach()))
-    return max(float((a - b).abs().max()) / max(float(b.abs().max()), least) for a, b in pairs)
+    return max(float((a - b).abs().max()) / max(float(b.abs().max()), floor) for a, b in pairs)
 
 
 @pytest.mark.parametrize("family", [*FORKING, *UNFOLDING])

@@ -95,12 +95,12 @@ def _operand(node: ast.AST) -> ast.AST | None:
 
 
 def _slice(node: ast.AST) -> ast.AST | None:
-    one = ast.Constant(1)
+    constant = ast.Constant(1)
     if not isinstance(node, ast.Slice):
         return None
     if node.upper is not None:
-        return ast.Slice(node.lower, ast.BinOp(node.upper, ast.Sub(), one), node.step)
-    return None if node.lower is None else ast.Slice(ast.BinOp(node.lower, ast.Add(), one), None, node.step)
+        return ast.Slice(node.lower, ast.BinOp(node.upper, ast.Sub(), constant), node.step)
+    return None if node.lower is None else ast.Slice(ast.BinOp(node.lower, ast.Add(), constant), None, node.step)
 
 
 def _statement(node: ast.AST) -> ast.AST | None:
@@ -113,10 +113,10 @@ def _statement(node: ast.AST) -> ast.AST | None:
 def _arguments(node: ast.AST) -> ast.AST | None:
     if not isinstance(node, ast.Call) or len(node.args) < 2 or _name(node.func) in ("isinstance", "hasattr", "getattr"):
         return None
-    first, second, *rest = node.args
+    first, second, *further = node.args
     if any(isinstance(arg, ast.Starred) for arg in (first, second)) or ast.dump(first) == ast.dump(second):
         return None
-    return ast.Call(node.func, [second, first, *rest], node.keywords)
+    return ast.Call(node.func, [second, first, *further], node.keywords)
 
 
 def _keyword(node: ast.AST) -> ast.AST | None:
@@ -155,10 +155,10 @@ def _function(node: ast.AST) -> ast.AST | None:
     swapped = {a: b for pair in pairs for a, b in (pair.split(), pair.split()[::-1])} | {"sorted": "list"}
     if not isinstance(node, ast.Call) or _name(node.func) not in swapped:
         return None
-    other = swapped[_name(node.func)]
+    replacement = swapped[_name(node.func)]
     if _name(node.func) == "sorted":
-        return ast.Call(ast.Name(other), node.args, [])
-    func = ast.Name(other) if isinstance(node.func, ast.Name) else ast.Attribute(node.func.value, other)  # type: ignore[attr-defined]
+        return ast.Call(ast.Name(replacement), node.args, [])
+    func = ast.Name(replacement) if isinstance(node.func, ast.Name) else ast.Attribute(node.func.value, replacement)  # type: ignore[attr-defined]
     return ast.Call(func, node.args, node.keywords)
 
 
@@ -205,8 +205,8 @@ Sites = dict[tuple[str, str], list[Edit]]
 def sites_of(module: ast.Module) -> Sites:
     """(Function, operator) -> what the operator can do to the functions of this name, in the order of the source."""
     out: Sites = defaultdict(list)
-    for function, own in pattern.functions(module):
-        for node in _nodes(own):
+    for function, body in pattern.functions(module):
+        for node in _nodes(body):
             for operator, change in OPERATORS.items():
                 new = change(node)
                 if new is None:
@@ -357,13 +357,13 @@ def tests_of(file: str, function: str) -> str:
         mark = 8 * ((function, name) in by_hand) + 4 * (module in read.modules)
         mark += 3 * any(name == test for _, test in by_hand) + 2 * (bool(mark) and bool(named & read.words))
         marks[name] = mark or int(bool(users & read.modules))
-    out, taken = list[str](), 0.0
+    out, total = list[str](), 0.0
     for name in sorted(
         (name for name in marks if marks[name]), key=lambda name: (-marks[name], seconds.get(name, 0.0))
     ):
-        if len(out) < MOST_FILES and (not out or taken + seconds.get(name, 0.0) <= MOST_SECONDS):
+        if len(out) < MOST_FILES and (not out or total + seconds.get(name, 0.0) <= MOST_SECONDS):
             out.append(f"tests/{name}")
-            taken += seconds.get(name, 0.0)
+            total += seconds.get(name, 0.0)
     return " ".join(out)
 
 

@@ -40,14 +40,14 @@ class Mutant:
         """(A file of weft/, its text with the bug)."""
         before, after = self.patterns()
         path = package / self.file
-        found = self._matches_in(before, path) if path.exists() else []
-        if not found:
-            for other in sorted(package.rglob("*.py")):
-                if other != path and self.function in dict(pattern.functions(read(other)[1])):
-                    found += self._matches_in(before, other)
-        if len(found) != 1:
-            raise ValueError(f"{self.name}: occurs {len(found)} times")
-        path, match, scope = found[0]
+        matches = self._matches_in(before, path) if path.exists() else []
+        if not matches:
+            for candidate in sorted(package.rglob("*.py")):
+                if candidate != path and self.function in dict(pattern.functions(read(candidate)[1])):
+                    matches += self._matches_in(before, candidate)
+        if len(matches) != 1:
+            raise ValueError(f"{self.name}: occurs {len(matches)} times")
+        path, match, scope = matches[0]
         source, module = read(path)
         unknown = pattern.unknown_names(after, match.bindings, scope)
         if unknown:
@@ -71,8 +71,8 @@ class Mutant:
         scopes = [node for name, node in functions.items() if name.rpartition(".")[2] == last]
         if self.function in functions:
             scopes = [functions[self.function]]
-        found = [(path, match, scope) for scope in scopes for match in pattern.find(before, scope, module)]
-        return found or [(path, match, module) for match in pattern.find(before, module, module, pattern.RENAMED)]
+        matches = [(path, match, scope) for scope in scopes for match in pattern.find(before, scope, module)]
+        return matches or [(path, match, module) for match in pattern.find(before, module, module, pattern.RENAMED)]
 
 
 @lru_cache(maxsize=1000)

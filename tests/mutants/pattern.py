@@ -62,18 +62,18 @@ class Bindings:
             return False
         assert isinstance(node, ast.expr)
         if name not in self.names:
-            if self.level == RENAMED and any(_same(other, node) for other in self.names.values()):
+            if self.level == RENAMED and any(_same(bound, node) for bound in self.names.values()):
                 return False
             self.names[name] = node
         return _same(self.names[name], node)
 
-    def bind_attribute(self, name: str | None, other: str | None) -> bool:
+    def bind_attribute(self, name: str | None, candidate: str | None) -> bool:
         """Whether an attribute or keyword of a pattern may stand for this one."""
-        if name == other:
+        if name == candidate:
             return True
-        if self.level == EXACT or name is None or other is None or name in self.attributes:
+        if self.level == EXACT or name is None or candidate is None or name in self.attributes:
             return False
-        return self.renamed.setdefault(name, other) == other
+        return self.renamed.setdefault(name, candidate) == candidate
 
     def save(self) -> tuple[Any, ...]:
         return dict(self.names), dict(self.renamed), list(self.runs), list(self.keywords)
@@ -101,8 +101,8 @@ def _is_ellipsis(node: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is ...
 
 
-def _same(one: ast.AST, other: ast.AST) -> bool:
-    return _matches(one, other, Bindings(EXACT, frozenset(), frozenset()), plain=True)
+def _same(first: ast.AST, second: ast.AST) -> bool:
+    return _matches(first, second, Bindings(EXACT, frozenset(), frozenset()), plain=True)
 
 
 def _matches(pattern: Any, node: Any, bindings: Bindings, *, plain: bool = False) -> bool:
@@ -118,19 +118,19 @@ def _matches(pattern: Any, node: Any, bindings: Bindings, *, plain: bool = False
     if type(pattern) is not type(node):
         return False
     for name, value in ast.iter_fields(pattern):
-        other = getattr(node, name)
+        candidate = getattr(node, name)
         if name in ("kind", "type_comment"):
             continue
         if not plain and name == "keywords" and isinstance(pattern, ast.Call) and _has_ellipsis(pattern):
-            if not _match_keywords(value, other, bindings):
+            if not _match_keywords(value, candidate, bindings):
                 return False
         elif not plain and isinstance(pattern, ast.arg) and name == "arg":
-            if not bindings.bind_name(value, ast.Name(other)):
+            if not bindings.bind_name(value, ast.Name(candidate)):
                 return False
         elif not plain and isinstance(pattern, ast.Attribute | ast.keyword) and name in ("attr", "arg"):
-            if not bindings.bind_attribute(value, other):
+            if not bindings.bind_attribute(value, candidate):
                 return False
-        elif not _matches(value, other, bindings, plain=plain):
+        elif not _matches(value, candidate, bindings, plain=plain):
             return False
     return True
 
@@ -158,13 +158,13 @@ def _has_ellipsis(call: ast.Call) -> bool:
 
 
 def _match_keywords(patterns: list[ast.keyword], nodes: list[ast.keyword], bindings: Bindings) -> bool:
-    rest = list(nodes)
+    unmatched = list(nodes)
     for pattern in patterns:
-        match = next((node for node in rest if _matches(pattern, node, bindings)), None)
+        match = next((node for node in unmatched if _matches(pattern, node, bindings)), None)
         if match is None:
             return False
-        rest.remove(match)
-    bindings.keywords.append(rest)
+        unmatched.remove(match)
+    bindings.keywords.append(unmatched)
     return True
 
 
@@ -203,13 +203,13 @@ def find(pattern: Node, scope: ast.AST, module: ast.Module, furthest: int = INLI
     """The matches within this tree at the first level that has any, in the order of the source."""
     fixed, attributes = names_of(module)
     for level in range(furthest + 1):
-        found = []
+        matches = []
         for nodes in _candidates(pattern, scope):
             bindings = Bindings(level, fixed, attributes)
             if _matches(pattern, nodes if isinstance(pattern, list) else nodes[0], bindings):
-                found.append(Match(nodes, bindings))
-        if found:
-            return found
+                matches.append(Match(nodes, bindings))
+        if matches:
+            return matches
     return []
 
 
@@ -251,9 +251,9 @@ class _Fill(ast.NodeTransformer):
         self.bindings, self.runs, self.keywords = bindings, iter(bindings.runs), iter(bindings.keywords)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        rest = next(self.keywords, []) if _has_ellipsis(node) else []
+        further = next(self.keywords, []) if _has_ellipsis(node) else []
         self.generic_visit(node)
-        node.keywords.extend(rest)
+        node.keywords.extend(further)
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
@@ -276,7 +276,7 @@ class _Fill(ast.NodeTransformer):
             elif isinstance(value, ast.AST):
                 new = self.visit(value)
                 assert new is not None
-                setattr(node, next(name for name, own in ast.iter_fields(node) if own is value), new)
+                setattr(node, next(name for name, child in ast.iter_fields(node) if child is value), new)
         return node
 
     def fill(self, nodes: list[Any]) -> list[Any]:
@@ -298,12 +298,12 @@ def filled(replacement: Node, bindings: Bindings) -> Node:
 
 def unknown_names(replacement: Node, bindings: Bindings, scope: ast.AST) -> set[str]:
     """Names of a replacement that neither its match, the module nor this function knows."""
-    known = {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
-    known |= {node.arg for node in ast.walk(scope) if isinstance(node, ast.arg)}
+    in_scope = {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
+    in_scope |= {node.arg for node in ast.walk(scope) if isinstance(node, ast.arg)}
     inside = replacement if isinstance(replacement, list) else [replacement]
     named = {node for part in inside for node in ast.walk(part) if isinstance(node, ast.Name)}
-    own = {node.id for node in named if isinstance(node.ctx, ast.Store)}
-    return {node.id for node in named} - own - known - set(bindings.names) - bindings.fixed
+    stored = {node.id for node in named if isinstance(node.ctx, ast.Store)}
+    return {node.id for node in named} - stored - in_scope - set(bindings.names) - bindings.fixed
 
 
 def write(source: str, module: ast.Module, match: Match, new: Node) -> str:
@@ -313,10 +313,10 @@ def write(source: str, module: ast.Module, match: Match, new: Node) -> str:
         text = "\n".join(ast.unparse(ast.fix_missing_locations(statement)) for statement in new) or "pass"
         text = textwrap.indent(text, " " * first.col_offset).lstrip()
     else:
-        whole = _formatted_text_around(module, first)
-        if whole is not first:  # nodes within f-strings have no place of their own in Python 3.11
-            new = _replaced(copy.deepcopy(whole), whole, first, new)
-            first = last = whole
+        formatted = _formatted_text_around(module, first)
+        if formatted is not first:  # nodes within f-strings have no place of their own in Python 3.11
+            new = _replaced(copy.deepcopy(formatted), formatted, first, new)
+            first = last = formatted
         text = f"({ast.unparse(ast.fix_missing_locations(new))})"
     assert last.end_lineno is not None and last.end_col_offset is not None
     lines = source.encode().splitlines(keepends=True)
@@ -329,18 +329,18 @@ def write(source: str, module: ast.Module, match: Match, new: Node) -> str:
 def _formatted_text_around(module: ast.Module, node: ast.AST) -> Any:
     """The outermost f-string that holds the node, or the node."""
 
-    def search(place: ast.AST, outer: ast.AST | None) -> ast.AST | None:
-        if place is node:
+    def search(parent: ast.AST, outer: ast.AST | None) -> ast.AST | None:
+        if parent is node:
             return outer or node
-        inside = outer or (place if isinstance(place, ast.JoinedStr) else None)
-        return next((hit for child in ast.iter_child_nodes(place) if (hit := search(child, inside))), None)
+        inside = outer or (parent if isinstance(parent, ast.JoinedStr) else None)
+        return next((hit for child in ast.iter_child_nodes(parent) if (hit := search(child, inside))), None)
 
     return search(module, None) or node
 
 
-def _replaced(twin: Any, whole: ast.AST, old: ast.AST, new: ast.expr) -> Any:
-    """`twin`, a copy of `whole`, with `new` where `whole` has `old`."""
-    number = next(number for number, node in enumerate(ast.walk(whole)) if node is old)
+def _replaced(twin: Any, tree: ast.AST, old: ast.AST, new: ast.expr) -> Any:
+    """`twin`, a copy of `tree`, with `new` where `tree` has `old`."""
+    number = next(number for number, node in enumerate(ast.walk(tree)) if node is old)
     target = list(ast.walk(twin))[number]
     for node in ast.walk(twin):
         for name, value in ast.iter_fields(node):

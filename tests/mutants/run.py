@@ -45,32 +45,32 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--only-drawn", action="store_true", help="not those that were thought of")
     arguments = parser.parse_args()
-    everything = (*(() if arguments.only_drawn else MUTANTS), *draw(arguments.drawn, arguments.seed))
-    chosen = [m for m in everything if not arguments.words or any(word in m.name for word in arguments.words)]
+    mutants = (*(() if arguments.only_drawn else MUTANTS), *draw(arguments.drawn, arguments.seed))
+    chosen = [m for m in mutants if not arguments.words or any(word in m.name for word in arguments.words)]
     warm: SimpleQueue[Warm] = SimpleQueue()
     for _ in range(arguments.workers):
         warm.put(Warm(ROOT))
     with ThreadPoolExecutor(arguments.workers) as pool:
         verdicts = list(pool.map(lambda mutant: look(mutant, warm), chosen))
         flawed = fail_without({verdict.by for verdict in verdicts if verdict.words == "seen" and verdict.by}, warm)
-        again = [verdict.mutant for verdict in verdicts if verdict.by in flawed]
-        sure = [verdict for verdict in verdicts if verdict.by not in flawed]
-        verdicts = [*sure, *pool.map(lambda mutant: look(mutant, warm, flawed), again)]
+        repeated = [verdict.mutant for verdict in verdicts if verdict.by in flawed]
+        reliable = [verdict for verdict in verdicts if verdict.by not in flawed]
+        verdicts = [*reliable, *pool.map(lambda mutant: look(mutant, warm, flawed), repeated)]
     of_hand = [verdict for verdict in verdicts if isinstance(verdict.mutant, Mutant)]
     of_seed = [verdict for verdict in verdicts if isinstance(verdict.mutant, Drawn)]
-    enough = [summed("mutants", of_hand), summed(f"mutants drawn from seed {arguments.seed}", of_seed)]
+    passed = [summed("mutants", of_hand), summed(f"mutants drawn from seed {arguments.seed}", of_seed)]
     while not warm.empty():
         warm.get().close()
-    return int(not all(enough))
+    return int(not all(passed))
 
 
-def summed(what: str, verdicts: Sequence[Verdict]) -> bool:
+def summed(kind: str, verdicts: Sequence[Verdict]) -> bool:
     """Whether enough of those that change anything are seen; a line about them."""
     changing = [verdict for verdict in verdicts if verdict.words != "equivalent"]
-    seen = sum(verdict.words == "seen" for verdict in changing)
+    caught = sum(verdict.words == "seen" for verdict in changing)
     if verdicts:
-        print(f"{seen} of {len(changing)} {what} were seen ({len(verdicts) - len(changing)} more change nothing)")
-    return seen >= LEAST * len(changing)
+        print(f"{caught} of {len(changing)} {kind} were seen ({len(verdicts) - len(changing)} more change nothing)")
+    return caught >= LEAST * len(changing)
 
 
 def look(mutant: Mutant | Drawn, warm: SimpleQueue[Warm], without: Sequence[str] = ()) -> Verdict:
@@ -105,10 +105,10 @@ def fail_without(tests: Set[str], warm: SimpleQueue[Warm]) -> list[str]:
         root = copy(Path(folder) / "weft")
         if not tests or run(root, sorted(tests), warm)[0] == 0:
             return []
-        found = [test for test in sorted(tests) if run(root, [test], warm)[0] != 0]
-    for test in found:
+        failing = [test for test in sorted(tests) if run(root, [test], warm)[0] != 0]
+    for test in failing:
         print(f"fails without any mutant: {test}")
-    return found
+    return failing
 
 
 def copy(root: Path) -> Path:

@@ -76,8 +76,8 @@ def _answer(folder: str, words: list[str], seconds: float) -> tuple[int | None, 
     if not ended:
         os.waitpid(child, 0)
         return None, ""
-    found = _FAILED.search(output.read_text(errors="replace"))
-    return os.waitstatus_to_exitcode(status), found.group(1) if found else ""
+    failed = _FAILED.search(output.read_text(errors="replace"))
+    return os.waitstatus_to_exitcode(status), failed.group(1) if failed else ""
 
 
 def _in_child(folder: str, words: list[str], output: Path) -> int:
@@ -89,8 +89,8 @@ def _in_child(folder: str, words: list[str], output: Path) -> int:
     for descriptor in (1, 2):
         os.dup2(written, descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    own = os.environ["PYTHONPATH"]
-    sys.path[:] = [folder, *(path for path in sys.path if path not in (own, "", os.getcwd()))]
+    inherited = os.environ["PYTHONPATH"]
+    sys.path[:] = [folder, *(path for path in sys.path if path not in (inherited, "", os.getcwd()))]
     os.environ["PYTHONPATH"] = folder
     os.chdir(folder)
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "weft")]:

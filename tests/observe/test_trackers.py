@@ -116,9 +116,9 @@ def test_one_that_is_stuck_holds_up_nothing(
     monkeypatch.setattr(trackers, "FAILED_PATIENCE" if failed else "PATIENCE", 0.05)
     Stuck.free.clear()
     began = time.monotonic()
-    made = tracked(tmp_path, "stuck")
-    made.log({"step": 1})
-    made.finish(failed)
+    tracker = tracked(tmp_path, "stuck")
+    tracker.log({"step": 1})
+    tracker.finish(failed)
     assert time.monotonic() - began < 5
     assert "stuck did not receive everything in 0.05 s" in capsys.readouterr().err
 

@@ -168,8 +168,8 @@ def rule_of(lengths: tuple[int, ...], window: int | None) -> Callable[..., Tenso
     document = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        seen = (document[q] == document[kv]) & (q >= kv)
-        return seen if window is None else seen & (q - kv < window)
+        allowed = (document[q] == document[kv]) & (q >= kv)
+        return allowed if window is None else allowed & (q - kv < window)
 
     return visible
 

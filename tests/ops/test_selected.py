@@ -49,15 +49,15 @@ def test_values_and_gradients_equal_full_logits(
     assert torch.equal(got.top_ids, top_ids)
     actual, tolerance = [got.chosen, got.top, got.logsumexp], 1e-12 if dtype == torch.float64 else 1e-5
     upstream = [torch.randn(value.shape, dtype=dtype) for value in expected]
-    for one, reference in zip(actual, expected, strict=True):
-        close(one, reference, tolerance)
+    for actual_value, reference in zip(actual, expected, strict=True):
+        close(actual_value, reference, tolerance)
     for chosen in ([0], [1], [2], [0, 1, 2]):  # each alone may have a gradient
         gradients, reference_gradients = (
             torch.autograd.grad([results[i] for i in chosen], inputs, [upstream[i] for i in chosen], retain_graph=True)
             for results in (actual, expected)
         )
-        for one, reference in zip(gradients, reference_gradients, strict=True):
-            close(one, reference, tolerance)
+        for actual_value, reference in zip(gradients, reference_gradients, strict=True):
+            close(actual_value, reference, tolerance)
 
 
 @pytest.mark.parametrize("top_count", [0, 3, 20])

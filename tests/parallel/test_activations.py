@@ -71,13 +71,13 @@ def kept(path: str, dtype: torch.dtype, mode: Activations) -> tuple[int, int]:
 def kept_by(module: TrainModule, forward: Callable[[], Any], results: Sequence[LayerResults] = ()) -> int:
     """Bytes of the device. results: of layers that are recomputed, which forward adds to. Threads may call this at the
     same time, so that it replaces nothing."""
-    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
-    found: dict[int, torch.UntypedStorage] = {}
+    weights = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -91,7 +91,7 @@ def kept_by(module: TrainModule, forward: Callable[[], Any], results: Sequence[L
             if item._source is not None:
                 keep(item._source)
     del out
-    return sum(storage.nbytes() for storage in found.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_what_is_foreseen_is_kept(family: str, dtype: torch.dtype) -> None:
 def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:
     """The same on the first of ranks that divide the layers."""
 
-    def one(place: int, groups: Any) -> int:
+    def on_rank(rank: int, groups: Any) -> int:
         module = build(path, dtype)
-        ranks = groups(tuple(range(tp)), place)
-        tensor_parallel(module, TPAxis(place, tp, ranks, lambda _: ranks), module.hf_model.config)
+        ranks = groups(tuple(range(tp)), rank)
+        tensor_parallel(module, TPAxis(rank, tp, ranks, lambda _: ranks), module.hf_model.config)
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         bounds = Bounds.packed((TOKENS,), torch.device("cpu"))
         return kept_by(module, lambda: hidden_of(module, [torch.arange(TOKENS) % 128], "packed", bounds))
 
-    return in_threads(tp, one)[0]
+    return in_threads(tp, on_rank)[0]
 
 
 def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
@@ -141,12 +141,12 @@ def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
     plan = plan_step([meta], ranks=ranks, budget=TOKENS // ranks, ring=ring, ulysses=ulysses)
     row = build_row([0], document, read=[TOKENS], length=TOKENS, layout="packed", every_token=False)
 
-    def one(place: int, groups: Any) -> int:
+    def on_rank(rank: int, groups: Any) -> int:
         module = build(path, torch.float32)
-        part = cut_row(row, plan, 0, place, axis_of(place, ring, ulysses, groups))
+        part = cut_row(row, plan, 0, rank, axis_of(rank, ring, ulysses, groups))
         return kept_by(module, lambda: module.hidden(part.input_ids_BT, part.position_ids_BT, part.bounds))
 
-    return max(in_threads(ranks, one))
+    return max(in_threads(ranks, on_rank))
 
 
 @pytest.mark.parametrize(

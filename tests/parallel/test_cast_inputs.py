@@ -58,26 +58,26 @@ def step(engine: Engine) -> None:
 def inputs(path: str, patterns: tuple[str, ...]) -> tuple[dict[str, set[torch.dtype]], dict[str, str]]:
     """dtypes of the hidden states that each layer of a Mamba2 got, whose residual stream the model keeps in fp32."""
     engine = open_engine(path, "2", fsdp={"param_dtype": "bf16", "cast_forward_inputs": patterns})
-    seen: dict[str, set[torch.dtype]] = {}
+    dtypes: dict[str, set[torch.dtype]] = {}
     for name, layer in engine.module.layers:
 
         def look(module: Any, args: Any, name: str = name) -> None:
-            seen.setdefault(name, set()).update(a.dtype for a in args if isinstance(a, Tensor))
+            dtypes.setdefault(name, set()).update(a.dtype for a in args if isinstance(a, Tensor))
 
         layer.register_forward_pre_hook(look)
     step(engine)
     check_contract(engine)
-    return seen, {row["use"]: row["note"] for row in dtype_rows(engine)}
+    return dtypes, {row["use"]: row["note"] for row in dtype_rows(engine)}
 
 
 @pytest.mark.covers("fsdp.cast_forward_inputs")
 def test_inputs_of_the_named_modules_are_cast() -> None:
     path = saved_model("mamba2", residual_in_fp32=True)
-    for seen, table in run(2, inputs, path, ()):
-        assert seen == {"backbone.layers.0": {BF16}, "backbone.layers.1": {FP32}}
+    for dtypes, table in run(2, inputs, path, ()):
+        assert dtypes == {"backbone.layers.0": {BF16}, "backbone.layers.1": {FP32}}
         assert "inputs" not in table
-    for seen, table in run(2, inputs, path, ("backbone.layers.*",)):
-        assert seen == {"backbone.layers.0": {BF16}, "backbone.layers.1": {BF16}}
+    for dtypes, table in run(2, inputs, path, ("backbone.layers.*",)):
+        assert dtypes == {"backbone.layers.0": {BF16}, "backbone.layers.1": {BF16}}
         assert table["inputs"] == "cast for backbone.layers.*"
 
 

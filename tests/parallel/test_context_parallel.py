@@ -139,9 +139,9 @@ def test_a_bug_is_seen() -> None:
 KEYS = context.ContextRow.build_keys
 
 
-def keys_as_they_come(row: Any, *rest: Any) -> Any:
-    found = KEYS(row, *rest)
-    return replace(found, run=found.run.sort()[0])
+def keys_as_they_come(row: Any, *arguments: Any) -> Any:
+    keys = KEYS(row, *arguments)
+    return replace(keys, run=keys.run.sort()[0])
 
 
 # ---------------------------------------------------------------- before it starts: documents of a small copy are cut
@@ -171,8 +171,8 @@ def test_documents_with_images_are_checked(family: str, cp: int, ulysses: int) -
 
 
 def as_they_come(exchange: FeatureExchange, features_FH: torch.Tensor) -> torch.Tensor:
-    found = RUN(exchange, features_FH)
-    return found.flip(0)
+    features = RUN(exchange, features_FH)
+    return features.flip(0)
 
 
 RUN = FeatureExchange.run
@@ -249,9 +249,9 @@ def test_heads_that_cannot_be_exchanged_are_refused() -> None:
 
 def test_ulysses_is_chosen_by_bytes() -> None:
     """All heads have keys of their own: heads cost less than keys. Few have: keys cost less."""
-    own = FlopFacts(1, (AttentionFacts(32, 128),))
-    assert choose_ulysses(own, tiny_config("llama", num_attention_heads=32, num_key_value_heads=32), 8, 1) == 8
-    assert choose_ulysses(own, tiny_config("llama", num_attention_heads=32, num_key_value_heads=8), 2, 1) == 1
+    facts = FlopFacts(1, (AttentionFacts(32, 128),))
+    assert choose_ulysses(facts, tiny_config("llama", num_attention_heads=32, num_key_value_heads=32), 8, 1) == 8
+    assert choose_ulysses(facts, tiny_config("llama", num_attention_heads=32, num_key_value_heads=8), 2, 1) == 1
     odd = FlopFacts(1, (AttentionFacts(9, 64),))
     assert (
         choose_ulysses(odd, tiny_config("llama", num_attention_heads=9, num_key_value_heads=9, hidden_size=72), 2, 1)
@@ -269,15 +269,15 @@ def random_metas(source: random.Random, longest: int) -> list[DocumentMeta]:
 
 def check_plan(plan: StepPlan, budget: int) -> None:
     """Every token once, in the ranks of one group; what fits on a rank is whole."""
-    seen: dict[int, list[tuple[int, int]]] = {}
+    parts: dict[int, list[tuple[int, int]]] = {}
     for k, micro_batch in enumerate(plan.rows):
         for rank, row in enumerate(micro_batch):
             pieces = plan.pieces[k][rank] if plan.pieces else [((0, plan.documents[i].read),) for i in row]
-            assert sum(b - a for own in pieces for a, b in own) <= budget
-            for document, own in zip(row, pieces, strict=True):
-                seen.setdefault(document, []).extend(own)
-    assert sorted(seen) == list(range(len(plan.documents)))
-    for document, pieces in seen.items():
+            assert sum(b - a for parts_of_document in pieces for a, b in parts_of_document) <= budget
+            for document, parts_of_document in zip(row, pieces, strict=True):
+                parts.setdefault(document, []).extend(parts_of_document)
+    assert sorted(parts) == list(range(len(plan.documents)))
+    for document, pieces in parts.items():
         length = plan.documents[document].read
         assert [t for a, b in sorted(pieces) for t in range(a, b)] == list(range(length))
         assert length > budget or pieces == [(0, length)]
@@ -312,9 +312,9 @@ def test_a_row_that_is_full_to_the_last_token() -> None:
     for ring, capacity in ((2, 5), (3, 7), (4, 9)):
         for missing in range(3):
             group = CPGroup(ring, 1, capacity)
-            placed, left = assign([ring * capacity - missing], [1], group)
-            assert not left
-            assert max(sum(b - a for own in one.values() for a, b in own) for one in placed) <= capacity
+            placed, unplaced = assign([ring * capacity - missing], [1], group)
+            assert not unplaced
+            assert max(sum(b - a for ranges in row.values() for a, b in ranges) for row in placed) <= capacity
 
 
 def test_a_document_that_is_too_long_for_all_ranks() -> None:
@@ -333,8 +333,8 @@ def bytes_sent(path: str, mesh: str, lengths: list[int], budget: int) -> tuple[i
     rank, exchange = engine.context.rank if engine.context else 0, GroupCommunicator.all_to_all
 
     def counting(self: GroupCommunicator, x: Any, counts: Any, received: Any) -> Any:
-        own = self.group.rank()
-        sent[0] += sum(n for rank, n in enumerate(counts) if rank != own) * x[:1].numel() * x.element_size()
+        local_rank = self.group.rank()
+        sent[0] += sum(n for rank, n in enumerate(counts) if rank != local_rank) * x[:1].numel() * x.element_size()
         return exchange(self, x, counts, received)
 
     with mock.patch.object(GroupCommunicator, "all_to_all", counting):
@@ -352,16 +352,16 @@ def test_bytes_that_travel_are_those_of_the_formula(mesh: str) -> None:
     path, config = saved_model("llama"), tiny_config("llama")
     width = config.hidden_size // config.num_attention_heads
     heads, keys, layers = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
-    nothing, loss = run(2, bytes_sent, path, mesh, [65, 60, 40], 128)[0]
-    some, same = run(2, bytes_sent, path, mesh, [65, 60, 40], 40)[0]
-    assert nothing == 0
+    sent_uncut, loss = run(2, bytes_sent, path, mesh, [65, 60, 40], 128)[0]
+    sent_cut, same = run(2, bytes_sent, path, mesh, [65, 60, 40], 40)[0]
+    assert sent_uncut == 0
     assert same == pytest.approx(loss, rel=1e-6)
     read = [64, 59]  # of those that are cut, without the last token, which predicts nothing
     if mesh == "cp2":  # one member has chunks 0 and 3 and gets the half between; the other gets the first quarter
         expected = sum(n / 2 + n / 4 for n in read) * 2 * keys * width
     else:  # half of the tokens of each rank, for half of the heads
         expected = sum(n / 2 for n in read) * 2 * (heads + keys) * width
-    assert some == pytest.approx(expected * layers * 4, rel=0.05)
+    assert sent_cut == pytest.approx(expected * layers * 4, rel=0.05)
 
 
 # ---------------------------------------------------------------- sums over documents
@@ -370,13 +370,13 @@ def test_bytes_that_travel_are_those_of_the_formula(mesh: str) -> None:
 def sampled(documents: int) -> dict[int, Document]:
     generator = torch.Generator().manual_seed(3)
     lengths = [61, 9, 47, 22, 35][:documents]
-    made = {}
+    out = {}
     for index, n in enumerate(lengths):
         arrays = {"old_logprobs": -4 - torch.rand(n, generator=generator), "advantages": torch.full((n,), 1.0 - index)}
         arrays["correction"] = torch.ones(n)
         ids = torch.randint(3, 120, (n,), generator=generator)
-        made[index] = Document(ids, (torch.arange(n) >= 5).float() / (n - 5), arrays=arrays)
-    return made
+        out[index] = Document(ids, (torch.arange(n) >= 5).float() / (n - 5), arrays=arrays)
+    return out
 
 
 def policy_step(path: str, mesh: str, policy_loss: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -395,11 +395,11 @@ def test_ratios_of_whole_samples(policy_loss: str) -> None:
     path = saved_model("qwen3")
     expected, gradients = run(1, policy_step, path, "1", policy_loss)[0]
     for mesh in ("cp2", "cp4u2"):
-        metrics, found = run(world_of(mesh), policy_step, path, mesh, policy_loss)[0]
+        metrics, actual = run(world_of(mesh), policy_step, path, mesh, policy_loss)[0]
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
         largest = max(float(g.abs().max()) for g in gradients.values())
         for name, gradient in gradients.items():
-            off = float((found[name] - gradient).abs().max())
+            off = float((actual[name] - gradient).abs().max())
             assert off <= 1e-5 * max(float(gradient.abs().max()), 1e-3 * largest), name
 
 
@@ -410,8 +410,8 @@ def shapes(path: str, mesh: str) -> list[tuple[int, int]]:
 
 
 def test_its_ranks_shard_parameters() -> None:
-    found = run(2, shapes, saved_model("llama"), "cp2")[0]
-    assert all(here * 2 == of_all for here, of_all in found)
+    sizes = run(2, shapes, saved_model("llama"), "cp2")[0]
+    assert all(local * 2 == of_all for local, of_all in sizes)
 
 
 # ---------------------------------------------------------------- images beside documents that are cut
@@ -428,18 +428,18 @@ def test_images_behind_a_cut_document_see_no_later_tokens() -> None:
     axis = CPAxis(0, 2, 1, MetaCommunicator(2), None, None)
     shared = ContextRow(axis, (((0, 0, 6),), ((0, 6, 12),)), lengths)
     with mock.patch.object(context, "_shared", lambda call, *_: call.query_BHTD):
-        found = attend_in_context(call, shared, per_document)
-    alone = replace(call, query_BHTD=q[:, :, cut:], key_BKTD=k[:, :, cut:], value_BKTE=v[:, :, cut:])
-    expected = per_document(replace(alone, bounds=Bounds(lengths, last_seen=seen_alone)))
-    assert torch.equal(found[:, :, :cut], q[:, :, :cut])
-    torch.testing.assert_close(found[:, :, cut:], expected)
+        actual = attend_in_context(call, shared, per_document)
+    separate = replace(call, query_BHTD=q[:, :, cut:], key_BKTD=k[:, :, cut:], value_BKTE=v[:, :, cut:])
+    expected = per_document(replace(separate, bounds=Bounds(lengths, last_seen=seen_alone)))
+    assert torch.equal(actual[:, :, :cut], q[:, :, :cut])
+    torch.testing.assert_close(actual[:, :, cut:], expected)
 
 
 def test_the_last_token_that_an_image_shows_is_one_of_this_ranks_row() -> None:
     """The second rank has tokens 3 to 5 of a document of eight, and a whole one of four with an image at 1 and 2."""
     whole_row = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 11], dtype=torch.int32)
-    kept = torch.tensor([3, 4, 5, 8, 9, 10, 11])
-    assert local_last_seen(whole_row, kept, 2).tolist() == [0, 1, 2, 3, 5, 5, 6, 7, 8]
+    local_tokens = torch.tensor([3, 4, 5, 8, 9, 10, 11])
+    assert local_last_seen(whole_row, local_tokens, 2).tolist() == [0, 1, 2, 3, 5, 5, 6, 7, 8]
 
 
 def test_images_of_a_cut_document_take_room_on_its_ranks() -> None:
@@ -460,22 +460,24 @@ def images_of(index: int, owners: list[int], holders: list[int], features: list[
 def test_features_of_several_documents_reach_the_tokens_of_their_images(order: list[int]) -> None:
     """Document 0 is cut: each rank computes an image, and the other has its tokens. Two whole ones are on rank 1, in
     any order of the row."""
-    made = {0: images_of(0, [0, 1], [1, 0], [2, 3]), 1: images_of(1, [1], [1], [2]), 2: images_of(2, [1], [1], [4])}
-    held: list[dict[int, list[tuple[int, int]]]] = [{0: [(2, 5)]}, {0: [(0, 2)], 1: [(0, 2)], 2: [(0, 4)]}]
+    images = {0: images_of(0, [0, 1], [1, 0], [2, 3]), 1: images_of(1, [1], [1], [2]), 2: images_of(2, [1], [1], [4])}
+    ranges: list[dict[int, list[tuple[int, int]]]] = [{0: [(2, 5)]}, {0: [(0, 2)], 1: [(0, 2)], 2: [(0, 4)]}]
     group = ThreadGroup(2)
 
     def exchanged(rank: int) -> list[int]:
         """The features of this rank's row. Feature f of document d is 100 d + f."""
-        documents = [index for index in order if index in held[rank]]
-        seen, axis = (
-            [made[index] for index in documents],
+        documents = [index for index in order if index in ranges[rank]]
+        shown, axis = (
+            [images[index] for index in documents],
             CPAxis(rank, 2, 1, ThreadCommunicator(group, rank), None, None),
         )
-        tower = [100 * one.index + f for one in seen for f in range(len(one.owner_F)) if one.owner_F[f] == rank]
-        return plan_exchange(seen, documents, held[rank], axis).run(torch.tensor(tower)[:, None])[:, 0].tolist()
+        tower = [
+            100 * image.index + f for image in shown for f in range(len(image.owner_F)) if image.owner_F[f] == rank
+        ]
+        return plan_exchange(shown, documents, ranges[rank], axis).run(torch.tensor(tower)[:, None])[:, 0].tolist()
 
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(exchanged, range(2)))
-    for rank, features in enumerate(found):
-        expected = [100 * d + f for d in order if d in held[rank] for a, b in held[rank][d] for f in range(a, b)]
+        by_rank = list(threads.map(exchanged, range(2)))
+    for rank, features in enumerate(by_rank):
+        expected = [100 * d + f for d in order if d in ranges[rank] for a, b in ranges[rank][d] for f in range(a, b)]
         assert features == expected, rank

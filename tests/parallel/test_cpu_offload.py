@@ -55,11 +55,11 @@ def policies(path: str, offload: bool, init: str) -> tuple[set[Any], str]:
 @pytest.mark.covers("fsdp.cpu_offload")
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_every_unit_has_the_policy(init: str) -> None:
-    for seen, line in run(2, policies, saved_model("llama"), True, init):
-        assert seen == {(True, False)}
+    for policies_of_rank, line in run(2, policies, saved_model("llama"), True, init):
+        assert policies_of_rank == {(True, False)}
         assert line.endswith("parameters, gradients and optimizer state on the host")
-    for seen, line in run(2, policies, saved_model("llama"), False, init):
-        assert seen == {(False, False)}
+    for policies_of_rank, line in run(2, policies, saved_model("llama"), False, init):
+        assert policies_of_rank == {(False, False)}
         assert "host" not in line
 
 
@@ -68,11 +68,13 @@ def pinned_on_cuda(path: str, mesh: str, sections: dict[str, Any]) -> dict[str, 
     pinned: dict[str, bool] = {}
     original = fsdp._offload
 
-    def offload(config: FsdpConfig, of: DeviceMesh) -> OffloadPolicy:
-        on_cuda: Any = SimpleNamespace(ndim=of.ndim, device_type="cuda")
+    def offload(config: FsdpConfig, device_mesh: DeviceMesh) -> OffloadPolicy:
+        on_cuda: Any = SimpleNamespace(ndim=device_mesh.ndim, device_type="cuda")
         policy = original(config, on_cuda)
-        pinned[" x ".join(of.mesh_dim_names or ())] = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
-        return original(config, of)
+        pinned[" x ".join(device_mesh.mesh_dim_names or ())] = (
+            isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
+        )
+        return original(config, device_mesh)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp, "_offload", offload)
@@ -95,8 +97,8 @@ def test_units_that_are_replicated_are_not_pinned(
 ) -> None:
     """Where torch lets go of a reduced gradient under its pinned copy: the blocking copy is the safe one."""
     sections = {"fsdp": {"cpu_offload": True, "overrides": overrides}}
-    found = run(world_of(mesh), pinned_on_cuda, saved_model(family), mesh, sections)
-    assert found == [expected] * world_of(mesh)
+    pinned = run(world_of(mesh), pinned_on_cuda, saved_model(family), mesh, sections)
+    assert pinned == [expected] * world_of(mesh)
 
 
 def test_replicated_units_are_pinned_again_once_torch_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def gradients(path: str, compiled: bool) -> dict[str, Tensor]:
 @pytest.mark.table  # with shards, tp and pp layers are compiled in the suite
 def test_with_compiled_layers() -> None:
     path = saved_model("qwen3_moe", num_hidden_layers=1)
-    compiled, plain = (run(2, gradients, path, wanted)[0] for wanted in (True, False))
+    compiled, plain = (run(2, gradients, path, compile_layers)[0] for compile_layers in (True, False))
     for name, expected in plain.items():
         difference = float((compiled[name] - expected).abs().max() / expected.abs().max())
         assert difference < 1e-5, (name, difference)
@@ -149,12 +149,12 @@ def test_a_rank_holds_its_experts_and_shards_them_over_those_that_hold_the_same(
 
 def two_engines(path: str) -> tuple[bool, bool]:
     """Whether the experts of one engine, and of another in the same process, are divided."""
-    divided, whole = open_engine(path, "ep2"), open_engine(path, "2")
+    divided, undivided = open_engine(path, "ep2"), open_engine(path, "2")
 
     def is_divided(engine: Any) -> bool:
         return hasattr(engine.module.layers[0][1].mlp.experts, "weft_axis")
 
-    return is_divided(divided), is_divided(whole)
+    return is_divided(divided), is_divided(undivided)
 
 
 def test_two_engines_of_a_process_do_not_see_each_others_experts() -> None:
@@ -192,9 +192,9 @@ def test_the_load_of_experts_is_that_of_the_step_however_it_is_cut() -> None:
     expected = pytest.approx(load_in_transformers(path))
     assert run(1, load_of_a_step, path, "1", {})[0] == {"experts/max_load": expected}
     for mesh, sections in (("ep2", {"model": {"recompute": "full"}}), ("ep2xtp2", {"step": {"padding": "buckets"}})):
-        found = run(world_of(mesh), load_of_a_step, path, mesh, sections)[0]
-        assert found["experts/max_load"] == expected
-        assert 0.2 < (found["experts/sent"] or 0) < 0.8
+        metrics = run(world_of(mesh), load_of_a_step, path, mesh, sections)[0]
+        assert metrics["experts/max_load"] == expected
+        assert 0.2 < (metrics["experts/sent"] or 0) < 0.8
 
 
 def nan_of_a_router(path: str) -> tuple[float | None, StepResult]:
@@ -221,23 +221,23 @@ def exchanged(
     """What comes back to each rank, and the gradient of its tokens, where expert e multiplies by e + 1. idle: grows by
     the ranks to whose experts no row came."""
 
-    def one(place: int, groups: Any) -> tuple[Tensor, Tensor]:
-        axis = ExpertPlacement(place, sizes, groups(tuple(range(len(sizes))), place))
-        tokens = hidden[place].clone().requires_grad_()
-        order, ends = dispatch.sort_by_expert(choices[place], sum(sizes))
-        there = dispatch.dispatch(dispatch.rows_of(tokens, order, choices[place].shape[1]), ends, axis)
-        if not sum(there.received):  # a grouped matmul without rows would fail or hang in backward
-            assert there.rows_RH.tolist() == [[0.0, 0.0]] and (there.ends == 1).all()
-            idle.append(place)
-        first = sum(sizes[:place])
-        number = torch.searchsorted(there.ends, torch.arange(len(there.rows_RH)), right=True) + first + 1
-        back = dispatch.combine(there.rows_RH * number[:, None], there, axis)
-        back = dispatch.permuted(back, dispatch.inverse(order)).view(*choices[place].shape, 2)
+    def on_rank(rank: int, groups: Any) -> tuple[Tensor, Tensor]:
+        axis = ExpertPlacement(rank, sizes, groups(tuple(range(len(sizes))), rank))
+        tokens = hidden[rank].clone().requires_grad_()
+        order, ends = dispatch.sort_by_expert(choices[rank], sum(sizes))
+        dispatched = dispatch.dispatch(dispatch.rows_of(tokens, order, choices[rank].shape[1]), ends, axis)
+        if not sum(dispatched.received):  # a grouped matmul without rows would fail or hang in backward
+            assert dispatched.rows_RH.tolist() == [[0.0, 0.0]] and (dispatched.ends == 1).all()
+            idle.append(rank)
+        first = sum(sizes[:rank])
+        number = torch.searchsorted(dispatched.ends, torch.arange(len(dispatched.rows_RH)), right=True) + first + 1
+        back = dispatch.combine(dispatched.rows_RH * number[:, None], dispatched, axis)
+        back = dispatch.permuted(back, dispatch.inverse(order)).view(*choices[rank].shape, 2)
         back.sum().backward()
         assert tokens.grad is not None
         return back.detach(), tokens.grad
 
-    return in_threads(len(sizes), one)
+    return in_threads(len(sizes), on_rank)
 
 
 def test_rows_of_any_number_travel_to_their_experts_and_back() -> None:
@@ -252,9 +252,9 @@ def test_rows_of_any_number_travel_to_their_experts_and_back() -> None:
         scores = [torch.rand(n, used, generator=generator) for n in counts]
         choices = [s.topk(chosen).indices for s in scores]
         hidden = [torch.randn(n, 2, generator=generator) for n in counts]
-        for place, (back, gradient) in enumerate(exchanged(choices, hidden, sizes, idle)):
-            factors = (choices[place] + 1).float()
-            torch.testing.assert_close(back, hidden[place][:, None] * factors[..., None])
+        for rank, (back, gradient) in enumerate(exchanged(choices, hidden, sizes, idle)):
+            factors = (choices[rank] + 1).float()
+            torch.testing.assert_close(back, hidden[rank][:, None] * factors[..., None])
             torch.testing.assert_close(gradient, factors.sum(1)[:, None].expand(-1, 2))
     assert len(idle) > 10
 

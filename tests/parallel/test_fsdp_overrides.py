@@ -57,8 +57,8 @@ def test_parity(family: str, mesh: str, overrides: dict[str, Any], reduce: str) 
 
 
 def test_a_group_that_does_not_divide_the_shards_is_the_unit_itself() -> None:
-    asked = {(2, 4): 2, (2, 3): True, (3, 3): True, (4, 2): True, (True, 4): True, (False, 4): False}
-    assert {given: fsdp._reshard(*given) for given in asked} == asked
+    expected = {(2, 4): 2, (2, 3): True, (3, 3): True, (4, 2): True, (True, 4): True, (False, 4): False}
+    assert {arguments: fsdp._reshard(*arguments) for arguments in expected} == expected
 
 
 def test_parity_with_an_integer_reshard() -> None:
@@ -147,23 +147,23 @@ def placed(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.covers("fsdp.overrides")
 def test_where_parameters_lie() -> None:
     overrides = {"model.layers.0": "replicate", "model.layers.0.mlp": 2, "lm_head": "replicate"}
-    for seen in run(4, placed, saved_model("llama"), overrides):
-        for name, ranks in seen["ranks"].items():
+    for facts in run(4, placed, saved_model("llama"), overrides):
+        for name, ranks in facts["ranks"].items():
             mlp = name.startswith("model.layers.0.mlp")
-            whole = name.startswith(("model.layers.0.", "lm_head")) and not mlp
-            assert ranks == seen["state"][name] == (1 if whole else 2 if mlp else 4), name
-            assert seen["axes"][name] == (() if whole else ("dp_shard in groups of 2",) if mlp else ("dp_shard",))
-        assert {unit: said for unit, said in seen["units"].items() if said} == {
+            replicated = name.startswith(("model.layers.0.", "lm_head")) and not mlp
+            assert ranks == facts["state"][name] == (1 if replicated else 2 if mlp else 4), name
+            assert facts["axes"][name] == (() if replicated else ("dp_shard in groups of 2",) if mlp else ("dp_shard",))
+        assert {unit: note for unit, note in facts["units"].items() if note} == {
             "model.layers.0": "replicated", "model.layers.0.mlp": "groups of 2", "lm_head": "replicated",
         }  # fmt: skip
         # Forward and backward: layer 1 and the group of two; root and norm once. Nothing is gathered of what is whole.
-        assert seen["log"][ALL_GATHER, 4] == 4
-        assert seen["log"][ALL_GATHER, 2] == 2
-        assert seen["log"][REDUCE_SCATTER, 4] == 3
-        assert seen["log"][REDUCE_SCATTER, 2] == 1
+        assert facts["log"][ALL_GATHER, 4] == 4
+        assert facts["log"][ALL_GATHER, 2] == 2
+        assert facts["log"][REDUCE_SCATTER, 4] == 3
+        assert facts["log"][REDUCE_SCATTER, 2] == 1
         # Summed over the copies: layer 0 and the head over four, the group of two over two; then the metrics.
-        assert seen["log"]["all_reduce", 2] == 1
-        assert seen["log"]["all_reduce", 4] == 3
+        assert facts["log"]["all_reduce", 2] == 1
+        assert facts["log"]["all_reduce", 4] == 3
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -188,10 +188,10 @@ def saved_and_loaded(path: str, folder: str) -> bool:
     for engine in (mixed, plain):
         engine.accumulate(engine.plan(metas), documents, CrossEntropy())
         engine.apply(1e-3)
-    ours, theirs = tensors_of(mixed), tensors_of(plain)
-    dcp.save(ours, checkpoint_id=folder)
-    dcp.load(theirs, checkpoint_id=folder)
-    same = all(torch.equal(full_tensor(ours[name]), full_tensor(theirs[name])) for name in ours)
+    saved, loaded = tensors_of(mixed), tensors_of(plain)
+    dcp.save(saved, checkpoint_id=folder)
+    dcp.load(loaded, checkpoint_id=folder)
+    same = all(torch.equal(full_tensor(saved[name]), full_tensor(loaded[name])) for name in saved)
     for engine in (mixed, plain):
         engine.accumulate(engine.plan(metas), documents, CrossEntropy())
         engine.apply(1e-3)

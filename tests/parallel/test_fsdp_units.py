@@ -55,8 +55,10 @@ def test_parameters_of_an_inner_unit_are_its_own() -> None:
     """Else what is gathered at a time would be counted twice."""
     outer = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4)))
     inner, first = outer[1], outer[0]
-    found = parameters_by_unit([Unit(("1",), (inner,)), Unit(("",), (outer,))])
-    assert [[id(p) for p in own] for own in found] == [[id(p) for p in m.parameters()] for m in (inner, first)]
+    by_unit = parameters_by_unit([Unit(("1",), (inner,)), Unit(("",), (outer,))])
+    assert [[id(p) for p in parameters] for parameters in by_unit] == [
+        [id(p) for p in m.parameters()] for m in (inner, first)
+    ]
 
 
 def units(path: str, wrap: Any) -> tuple[list[str], set[str], int, int]:
@@ -71,10 +73,12 @@ def units(path: str, wrap: Any) -> tuple[list[str], set[str], int, int]:
 @pytest.mark.covers("fsdp.wrap")
 @pytest.mark.parametrize(("family", "wrap", "names", "root"), UNITS, ids=name_of)
 def test_units(family: str, wrap: Any, names: list[str], root: set[str]) -> None:
-    found, kept, rows, elements = run(1, units, saved_model(family), wrap)[0]
-    assert sorted(found) == sorted(names)
-    assert all(not b.startswith(f"{a}.") for place, a in enumerate(found) for b in found[place:])  # inner ones first
-    assert len(kept) > 2 if root in ({"everything"}, {"most"}) else kept == root
+    unit_names, unsharded, rows, elements = run(1, units, saved_model(family), wrap)[0]
+    assert sorted(unit_names) == sorted(names)
+    assert all(
+        not b.startswith(f"{a}.") for index, a in enumerate(unit_names) for b in unit_names[index:]
+    )  # inner ones first
+    assert len(unsharded) > 2 if root in ({"everything"}, {"most"}) else unsharded == root
     assert rows == elements
 
 
@@ -107,14 +111,14 @@ def unsummed(path: str) -> Verdict | None:
     """Parity where the gradients of the experts' units are kept to the rank, as if their reduction were forgotten."""
     scatter = getattr(dist, REDUCE_SCATTER)
 
-    def alone(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
+    def copy_local(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
         if input.numel() == EXPERT_ELEMENTS:
             group = options["group"]
             output.copy_(input.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
             return None
         return scatter(output, input, *args, **options)
 
-    with mock.patch.object(dist, REDUCE_SCATTER, lambda **o: alone(o.pop("output"), o.pop("input"), **o)):
+    with mock.patch.object(dist, REDUCE_SCATTER, lambda **o: copy_local(o.pop("output"), o.pop("input"), **o)):
         return parity(path, "2", {"fsdp": {"wrap": ("layers", "head", "Qwen3MoeExperts")}})
 
 
@@ -151,10 +155,10 @@ def gathers(path: str, wrap: Any) -> tuple[Counter[int], int]:
 
 def test_a_unit_is_gathered_and_reduced_by_itself() -> None:
     path = saved_model("qwen3_moe")
-    whole, largest = run(2, gathers, path, "auto")[0]
+    undivided, largest = run(2, gathers, path, "auto")[0]
     parts, smaller = run(2, gathers, path, ("layers", "head", "Qwen3MoeExperts"))[0]
-    assert EXPERT_ELEMENTS not in whole and parts[EXPERT_ELEMENTS] == 2
-    assert sum(parts.values()) == sum(whole.values()) + 2
+    assert EXPERT_ELEMENTS not in undivided and parts[EXPERT_ELEMENTS] == 2
+    assert sum(parts.values()) == sum(undivided.values()) + 2
     assert smaller == EXPERT_ELEMENTS < largest
 
 

@@ -77,9 +77,9 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 def kept_differences(path: str, mesh: str, form: str, targets: tuple[str, ...], plant: str | None = None) -> list[str]:
     """Weights that differ from those that a base in the compute dtype has."""
     with planted(plant):
-        kept = open_engine(path, mesh, lora={"rank": 2, "base": form, "targets": targets})
-        values = dict(kept.tensors())
-    assert kept.module.kept_as_stored == kept.module.quantised_shapes.keys() != set()
+        quantised = open_engine(path, mesh, lora={"rank": 2, "base": form, "targets": targets})
+        values = dict(quantised.tensors())
+    assert quantised.module.kept_as_stored == quantised.module.quantised_shapes.keys() != set()
     plain = dict(open_engine(path, mesh, lora={"rank": 2, "targets": targets}).tensors())
     return [name for name, values in values.items() if not torch.equal(values, plain[name])]
 
@@ -113,8 +113,8 @@ def refused(path: str, form: str) -> str:
 
 
 def test_mxfp4_is_read_and_never_made() -> None:
-    said = run(1, refused, saved_model("llama"), "mxfp4")[0]
-    assert "model.path holds none: set lora.base to nf4, int8, fp8 or compute" in said
+    message = run(1, refused, saved_model("llama"), "mxfp4")[0]
+    assert "model.path holds none: set lora.base to nf4, int8, fp8 or compute" in message
     assert low_bit.FORMATS["mxfp4"].sharded
 
 

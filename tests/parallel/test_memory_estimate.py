@@ -45,7 +45,7 @@ def test_what_is_foreseen_is_what_comes(family: str, mesh: str, sections: dict[s
     ranks = run(world_of(mesh), counted, saved_model(family), mesh, sections)
     (needs,) = {foreseen for foreseen, _ in ranks}  # the same on every rank
     for part in ("weights", "gradients", "optimizer"):
-        assert getattr(needs, part) == max(getattr(seen, part) for _, seen in ranks), part
+        assert getattr(needs, part) == max(getattr(measured, part) for _, measured in ranks), part
 
 
 def gathered(path: str) -> tuple[int, int, int]:
@@ -57,9 +57,9 @@ def gathered(path: str) -> tuple[int, int, int]:
 
 def test_gathered_units_are_the_root_the_head_and_two_layers() -> None:
     path = saved_model("llama", num_hidden_layers=4)
-    ours, expected, whole = run(2, gathered, path)[0]
-    assert ours == expected
-    assert whole == run(1, counted, path, "1", {})[0][0].resident
+    gathered_bytes, expected, resident = run(2, gathered, path)[0]
+    assert gathered_bytes == expected
+    assert resident == run(1, counted, path, "1", {})[0][0].resident
 
 
 # ---------------------------------------------------------------- advice

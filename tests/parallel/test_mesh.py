@@ -26,47 +26,47 @@ def members(communicator: object) -> list[int]:
 
 def groups_of(sizes: MeshSizes, ulysses: int) -> dict[str, object]:
     """The ranks of every part, as this one is in it, and how many root meshes there were."""
-    with mock.patch.object(parts, "init_device_mesh", wraps=device_mesh.init_device_mesh) as made:
+    with mock.patch.object(parts, "init_device_mesh", wraps=device_mesh.init_device_mesh) as init:
         mesh = build_mesh(sizes, "cpu")
         context = cp_axis(mesh, ulysses)
         halves = mesh.sharded_over(mesh.shards // 2)
-    found: dict[str, object] = {
+    groups: dict[str, object] = {
         "world": dist.get_process_group_ranks(mesh.world_group),
         "loss": (mesh.loss_rank, dist.get_process_group_ranks(mesh.loss_group)),
         "shards": dist.get_process_group_ranks(mesh.dp.get_group(mesh.shard_axis)),
         "halves": dist.get_process_group_ranks(halves.get_group("shards")),
     }
     if mesh.tp is not None:
-        found["tp"] = (mesh.tp.rank, members(mesh.tp.ranks))
+        groups["tp"] = (mesh.tp.rank, members(mesh.tp.ranks))
     if context is not None:
         of_each = {"cp": context.ranks, "ring": context.ring, "ulysses": context.ulysses}
-        found |= {"place": context.rank} | {name: members(ranks) for name, ranks in of_each.items() if ranks}
-    return found | {
-        "roots": made.call_count,
+        groups |= {"place": context.rank} | {name: members(ranks) for name, ranks in of_each.items() if ranks}
+    return groups | {
+        "roots": init.call_count,
         "own": len({id(m._get_root_mesh()) for m in (mesh.root, mesh.dp, halves)}),
     }
 
 
 def test_parts_of_cp_and_tp() -> None:
     """Of the last rank: tp is the innermost axis, cp the next; what is sharded goes over dp_shard and cp."""
-    found = run(4, groups_of, MeshSizes(dp_replicate=1, dp_shard=1, cp=2, tp=2), 1)[3]
-    assert found == {
+    actual = run(4, groups_of, MeshSizes(dp_replicate=1, dp_shard=1, cp=2, tp=2), 1)[3]
+    assert actual == {
         "world": [0, 1, 2, 3], "loss": (1, [1, 3]), "shards": [1, 3], "halves": [3], "tp": (1, [2, 3]),
         "place": 1, "cp": [1, 3], "ring": [1, 3], "roots": 1, "own": 1,
     }  # fmt: skip
 
 
 def test_parts_of_cp_alone() -> None:
-    found = run(4, groups_of, MeshSizes(dp_replicate=1, dp_shard=1, cp=4, tp=1), 2)[2]
-    assert found == {
+    actual = run(4, groups_of, MeshSizes(dp_replicate=1, dp_shard=1, cp=4, tp=1), 2)[2]
+    assert actual == {
         "world": [0, 1, 2, 3], "loss": (2, [0, 1, 2, 3]), "shards": [0, 1, 2, 3], "halves": [2, 3],
         "place": 2, "cp": [0, 1, 2, 3], "ring": [0, 2], "ulysses": [2, 3], "roots": 1, "own": 1,
     }  # fmt: skip
 
 
 def test_parts_of_replicas() -> None:
-    found = run(4, groups_of, MeshSizes(dp_replicate=2, dp_shard=1, cp=2, tp=1), 2)[1]
-    assert found == {
+    actual = run(4, groups_of, MeshSizes(dp_replicate=2, dp_shard=1, cp=2, tp=1), 2)[1]
+    assert actual == {
         "world": [0, 1, 2, 3], "loss": (1, [0, 1, 2, 3]), "shards": [0, 1], "halves": [1],
         "place": 1, "cp": [0, 1], "ulysses": [0, 1], "roots": 1, "own": 1,
     }  # fmt: skip
@@ -87,11 +87,11 @@ def expert_groups(sizes: MeshSizes) -> dict[str, object]:
     """The ranks of ep, of those that hold the same experts, and of ep with tp, as this rank is in them."""
     mesh = build_mesh(sizes, "cpu")
     assert mesh.ep is not None and mesh.experts is not None
-    found: dict[str, object] = {"place": mesh.ep.rank, "ep": members(mesh.ep.ranks)}
-    found["same"] = [dist.get_process_group_ranks(group) for group in mesh.experts.get_all_groups()]
+    groups: dict[str, object] = {"place": mesh.ep.rank, "ep": members(mesh.ep.ranks)}
+    groups["same"] = [dist.get_process_group_ranks(group) for group in mesh.experts.get_all_groups()]
     if mesh.ep.with_tp is not None:
-        found["with tp"] = members(mesh.ep.with_tp)
-    return found
+        groups["with tp"] = members(mesh.ep.with_tp)
+    return groups
 
 
 def test_ranks_of_ep_are_neighbours_among_the_shards() -> None:
@@ -125,5 +125,5 @@ def limits(path: str, mesh: str, sections: dict[str, Any]) -> set[float]:
 )  # fmt: skip
 def test_every_group_has_the_limit_of_the_run(family: str, mesh: str, sections: dict[str, Any]) -> None:
     """torch gives groups of a mesh limits of 10 or 30 minutes, whatever train.timeout is."""
-    for found in run(world_of(mesh), limits, saved_model(family), mesh, sections, timeout=77.0):
-        assert found == {77.0}
+    for timeouts in run(world_of(mesh), limits, saved_model(family), mesh, sections, timeout=77.0):
+        assert timeouts == {77.0}

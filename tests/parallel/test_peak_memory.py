@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 
 def grow(mib: int) -> float:
     before = own_peak_memory_gib(CPU)
-    held = torch.ones(mib << 18)  # fp32
-    del held
+    block = torch.ones(mib << 18)  # fp32
+    del block
     return own_peak_memory_gib(CPU) - before
 
 

@@ -110,21 +110,21 @@ def one_gradient(path: str, recompute: str) -> tuple[dict[str, Any], str]:
     engine = open_engine(path, "pp2", model={"recompute": recompute}, step={"max_tokens_per_device": 16})
     documents = {i: Document(torch.arange(14) + 7 * i, torch.ones(14)) for i in range(4)}
     engine.accumulate(engine.plan(engine.planner.metadata(documents.values())), documents, CrossEntropy())
-    found = dict(engine.gradients())
+    gradients = dict(engine.gradients())
     if recompute == "none":
-        return found, ""
+        return gradients, ""
     with pytest.raises(UserError) as error:
         verify(engine, path, [], [])
-    return found, str(error.value)
+    return gradients, str(error.value)
 
 
 def test_experts_that_are_recomputed_while_other_rows_wait() -> None:
     """`weft verify` would have to know of which row a recomputed layer is, and says that it does not."""
     path = saved_model("qwen3_moe")
     expected, _ = run(2, one_gradient, path, "none")[0]
-    found, said = run(2, one_gradient, path, "full")[0]
-    assert equal(found, expected)
-    assert "add model.recompute=none" in said
+    gradients, hint = run(2, one_gradient, path, "full")[0]
+    assert equal(gradients, expected)
+    assert "add model.recompute=none" in hint
 
 
 def narrow_step(path: str, mesh: str, dtype: str) -> tuple[float, float, float, list[str]]:
@@ -141,11 +141,11 @@ def narrow_step(path: str, mesh: str, dtype: str) -> tuple[float, float, float, 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "bf16"), ("mamba2", "bf16")])
 def test_what_travels_in_16_bits(family: str, dtype: str) -> None:
     """mamba2's hidden states are fp32 all the same."""
-    *expected, nothing = run(1, narrow_step, saved_model(family), "1", dtype)[0]
-    for *found, hint in run(2, narrow_step, saved_model(family), "pp2", dtype):
-        assert found == pytest.approx(expected, rel=2e-2)
+    *expected, no_hint = run(1, narrow_step, saved_model(family), "1", dtype)[0]
+    for *actual, hint in run(2, narrow_step, saved_model(family), "pp2", dtype):
+        assert actual == pytest.approx(expected, rel=2e-2)
         assert "3 micro-batches for 2 stages" in hint[0] and "% of such a step" in hint[0]
-    assert nothing == []
+    assert no_hint == []
 
 
 # ---------------------------------------------------------------- what is saved, resumed and evaluated
@@ -176,11 +176,11 @@ def test_another_mesh_goes_on_with_the_same_state_and_the_same_curve(before: str
     folder = tmp_path / "run"
     process(folder, before, steps=5)
     process(folder, after, resume=True)
-    expected, found = lines(test_resume.unbroken()), lines(folder)
-    assert [line["documents"] for line in found] == [line["documents"] for line in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    expected, actual = lines(test_resume.unbroken()), lines(folder)
+    assert [line["documents"] for line in actual] == [line["documents"] for line in expected]
+    for measured, reference in zip(actual, expected, strict=True):
+        assert measured["loss"] == pytest.approx(reference["loss"], rel=1e-4)
+        assert measured["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
 
 
 def test_a_run_in_stages_is_one_with_data_ranks(tmp_path: Path) -> None:
@@ -188,17 +188,17 @@ def test_a_run_in_stages_is_one_with_data_ranks(tmp_path: Path) -> None:
     sections: Sections = {"optimizer": {"ema_decay": 0.9}}
     process(tmp_path / "stages", "pp2", sections=sections)
     process(tmp_path / "plain", "1", sections=sections)
-    found, expected = (whole_state(tmp_path / name, 10) for name in ("stages", "plain"))
-    assert found.keys() == expected.keys()
+    actual, expected = (whole_state(tmp_path / name, 10) for name in ("stages", "plain"))
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(actual[name], tensor, rtol=2e-3, atol=2e-4)
     assert all(0 < line["bubble"] < 1 for line in lines(tmp_path / "stages"))
 
 
 @pytest.mark.parametrize("mesh", ["pp2", "pp2x2"])
 def test_the_held_out_loss_is_the_references_token_mean(mesh: str) -> None:
-    found = test_eval.on_mesh(mesh, "llama")
-    for name, figures in found.items():
+    actual = test_eval.on_mesh(mesh, "llama")
+    for name, figures in actual.items():
         loss, accuracy, exact = test_eval.plain_means("llama", name)
         assert figures["eval/loss"] == pytest.approx(loss, rel=3e-6), name
         assert figures["eval/accuracy"] == pytest.approx(accuracy, rel=1e-9), name
@@ -228,11 +228,13 @@ def test_peft_loads_the_adapter_that_stages_saved(tmp_path: Path) -> None:
     config, plain = (json.loads((f / "adapter_config.json").read_text()) for f in (folder, tmp_path / "plain"))
     assert config == plain
     adapted, base = PeftReference(path, str(folder)), Reference(path)
-    for seen in ranks:
-        for index, values in seen["adapted"].items():
+    for readouts_of_rank in ranks:
+        for index, values in readouts_of_rank["adapted"].items():
             ids = test_lora.STEPS[0][index][0]
             torch.testing.assert_close(values["logprob"], adapted.logprobs(ids)[0], rtol=2e-5, atol=2e-5)
-            torch.testing.assert_close(seen["base"][index]["logprob"], base.logprobs(ids)[0], rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(
+                readouts_of_rank["base"][index]["logprob"], base.logprobs(ids)[0], rtol=2e-5, atol=2e-5
+            )
 
 
 def test_an_adapter_is_resumed_whole_on_another_mesh(tmp_path: Path) -> None:
@@ -247,8 +249,8 @@ def test_an_adapter_is_resumed_whole_on_another_mesh(tmp_path: Path) -> None:
 
 
 def test_an_adapter_outside_of_the_layers_is_refused() -> None:
-    for said in run(2, opened, saved_model("llama"), {"lora": {"rank": 4, "targets": ("lm_head",)}}):
-        assert "lora.targets: lm_head is outside of the layers" in said
+    for message in run(2, opened, saved_model("llama"), {"lora": {"rank": 4, "targets": ("lm_head",)}}):
+        assert "lora.targets: lm_head is outside of the layers" in message
 
 
 # ---------------------------------------------------------------- connections
@@ -282,7 +284,7 @@ def test_layers_are_cut_by_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "least", "placement", "said"),
+    ("layers", "layers_per_stage", "placement", "message"),
     [
         (2, 1, Placement(3), "mesh.pp=3 is more than the 2 decoder layers of this model allow: set mesh.pp=2."),
         (7, 1, Placement(2, 4), "8 stages, more than the 7 decoder layers of this model allow: set mesh.pp_stages_per"),
@@ -290,10 +292,12 @@ def test_layers_are_cut_by_cost() -> None:
         (4, 3, Placement(3), "features of images and are in the first stage, allow: set mesh.pp=2."),
     ],
 )
-def test_more_stages_than_layers_are_refused(layers: int, least: int, placement: Placement, said: str) -> None:
-    check_layers(placement.stages + least - 1, placement, least)
-    with pytest.raises(UserError, match=re.escape(said)):
-        check_layers(layers, placement, least)
+def test_more_stages_than_layers_are_refused(
+    layers: int, layers_per_stage: int, placement: Placement, message: str
+) -> None:
+    check_layers(placement.stages + layers_per_stage - 1, placement, layers_per_stage)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_layers(layers, placement, layers_per_stage)
 
 
 def held(path: str, mesh: str) -> tuple[list[str], int]:
@@ -308,9 +312,9 @@ def held(path: str, mesh: str) -> tuple[list[str], int]:
 def test_a_rank_reads_and_holds_its_stage_alone() -> None:
     path = saved_model("llama_tied", num_hidden_layers=4)
     (first, read), (last, read_last) = run(2, held, path, "pp2")
-    whole, read_whole = run(1, held, path, "1")[0]
+    every_name, read_whole = run(1, held, path, "1")[0]
     shared = {"model.embed_tokens.weight", "lm_head.weight"}
-    assert set(first) & set(last) == shared and set(first) | set(last) == set(whole)
+    assert set(first) & set(last) == shared and set(first) | set(last) == set(every_name)
     assert "model.norm.weight" in last and "model.layers.0.mlp.up_proj.weight" in first
     tied = 128 * 64 * 4
     assert read + read_last == read_whole + tied
@@ -318,14 +322,14 @@ def test_a_rank_reads_and_holds_its_stage_alone() -> None:
 
 def most_kept(path: str, mesh: str) -> int:
     """The most rows between their forward and their backward on this rank, of a step of several."""
-    engine, kept, most = open_engine(path, mesh, step={"max_tokens_per_device": 16}), 0, [0]
+    engine, alive, peaks = open_engine(path, mesh, step={"max_tokens_per_device": 16}), 0, [0]
     forward, backward = PipelineExecutor._forward, PipelineExecutor.run_backward
 
     def watched(change: int, run: Any) -> Any:
         def replacement(*args: Any, **options: Any) -> Any:
-            nonlocal kept
-            kept += change
-            most.append(kept)
+            nonlocal alive
+            alive += change
+            peaks.append(alive)
             return run(*args, **options)
 
         return replacement
@@ -338,16 +342,16 @@ def most_kept(path: str, mesh: str) -> int:
         mock.patch.object(PipelineExecutor, "run_backward", watched(-1, backward)),
     ):
         engine.accumulate(plan, documents, CrossEntropy())
-    return max(most)
+    return max(peaks)
 
 
 @pytest.mark.covers("mesh.pp_schedule")
 @pytest.mark.parametrize(
-    ("mesh", "kept"), [("pp2", [2, 1]), ("pp2g", [6, 6]), ("pp2i", [5, 3]), ("pp2i3", [7, 5]), ("pp2v", [4, 4])]
+    ("mesh", "expected"), [("pp2", [2, 1]), ("pp2g", [6, 6]), ("pp2i", [5, 3]), ("pp2i3", [7, 5]), ("pp2v", [4, 4])]
 )
-def test_the_schedule_says_how_many_rows_are_kept(mesh: str, kept: list[int]) -> None:
+def test_the_schedule_says_how_many_rows_are_kept(mesh: str, expected: list[int]) -> None:
     """In each chunk of layers."""
-    assert run(2, most_kept, model_of("llama", mesh), mesh) == kept
+    assert run(2, most_kept, model_of("llama", mesh), mesh) == expected
 
 
 # ---------------------------------------------------------------- what does not go together with it
@@ -391,8 +395,8 @@ def opened(path: str, sections: dict[str, Any]) -> str:
 
 def test_a_stage_without_anything_to_train_is_refused() -> None:
     frozen = {"model": {"freeze": ("model.layers.1", "model.norm", "lm_head")}}
-    for said in run(2, opened, saved_model("llama"), frozen):
-        assert "model.freeze leaves nothing to train in stage 2 of mesh.pp (layers 1 to 1)" in said
+    for message in run(2, opened, saved_model("llama"), frozen):
+        assert "model.freeze leaves nothing to train in stage 2 of mesh.pp (layers 1 to 1)" in message
 
 
 def drawn(path: str, mesh: str) -> dict[str, torch.Tensor]:

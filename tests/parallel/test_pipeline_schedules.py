@@ -46,17 +46,17 @@ def test_every_micro_batch_goes_forward_then_backward_in_every_stage(schedule: S
     kinds: tuple[Kind, ...] = ("forward", "backward", "weights")[: 3 if schedule in DELAYED else 2]
     for ranks, micro_batches in SIZES:
         placement = placement_of(schedule, ranks, chunks)
-        orders = [order(schedule, placement, place, micro_batches) for place in range(ranks)]
-        for place, actions in enumerate(orders):
+        orders = [order(schedule, placement, rank, micro_batches) for rank in range(ranks)]
+        for rank, actions in enumerate(orders):
             for kind, chunk in itertools.product(kinds, range(chunks)):
-                own = [a.micro for a in actions if (a.kind, a.chunk) == (kind, chunk)]
-                assert own == list(range(micro_batches))
+                micros = [a.micro for a in actions if (a.kind, a.chunk) == (kind, chunk)]
+                assert micros == list(range(micro_batches))
             assert len(actions) == len(kinds) * chunks * micro_batches
             for action in actions:
                 before = [actions.index(action._replace(kind=kind)) for kind in kinds[: kinds.index(action.kind) + 1]]
                 assert before == sorted(before)
             alive = list(itertools.accumulate({"forward": 1, kinds[-1]: -1}.get(a.kind, 0) for a in actions))
-            assert max(alive) == in_flight(schedule, placement, place, micro_batches)
+            assert max(alive) == in_flight(schedule, placement, rank, micro_batches)
         bubble(orders, placement, lambda stage, action: 1.0)  # which fails where ranks wait for ever
 
 
@@ -65,17 +65,17 @@ def test_every_micro_batch_goes_forward_then_backward_in_every_stage(schedule: S
 def test_what_is_sent_first_is_asked_for_first(schedule: Schedule, chunks: int, onward: bool) -> None:
     """Of each pair of ranks, in each direction."""
     for ranks, micro_batches in SIZES:
-        placement, sent, asked = placement_of(schedule, ranks, chunks), {}, {}
-        for place in range(ranks):
-            for kind, micro, chunk in order(schedule, placement, place, micro_batches):
-                stage = placement.stage_of(place, chunk)
+        placement, sent, received = placement_of(schedule, ranks, chunks), {}, {}
+        for rank in range(ranks):
+            for kind, micro, chunk in order(schedule, placement, rank, micro_batches):
+                stage = placement.stage_of(rank, chunk)
                 to, source = placement.neighbour(stage, onward), placement.neighbour(stage, not onward)
                 if kind == ("forward" if onward else "backward"):
                     if to is not None:
-                        sent.setdefault((place, placement.rank_of(to)), []).append((to, micro))
+                        sent.setdefault((rank, placement.rank_of(to)), []).append((to, micro))
                     if source is not None:
-                        asked.setdefault((placement.rank_of(source), place), []).append((stage, micro))
-        assert sent == asked
+                        received.setdefault((placement.rank_of(source), rank), []).append((stage, micro))
+        assert sent == received
 
 
 def streamed_bubble(
@@ -135,13 +135,13 @@ def streamed_bubble(
         begin = computed(rank, index - 1)
         if message is not None and (rank, message) in places:
             begin = max(begin, arrived(message))
-        return begin + taken(rank, orders[rank][index])
+        return begin + seconds_of(rank, orders[rank][index])
 
-    def taken(rank: int, action: Action) -> float:
+    def seconds_of(rank: int, action: Action) -> float:
         return cost(placement.stage_of(rank, action.chunk), action)
 
-    whole = max(computed(rank, len(orders[rank]) - 1) for rank in range(ranks))
-    return 1.0 - sum(taken(rank, action) for rank in range(ranks) for action in orders[rank]) / (whole * ranks)
+    duration = max(computed(rank, len(orders[rank]) - 1) for rank in range(ranks))
+    return 1.0 - sum(seconds_of(rank, action) for rank in range(ranks) for action in orders[rank]) / (duration * ranks)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
@@ -172,9 +172,13 @@ def test_the_bubble_is_that_of_the_papers(schedule: Schedule, chunks: int) -> No
     parts = 3 if schedule in DELAYED else 1  # of the time of a micro-batch, which one rank waits for another
     for ranks, rounds in itertools.product((2, 4, 8), (2, 3)):
         placement, micro_batches = placement_of(schedule, ranks, chunks), ranks * rounds
-        orders = [order(schedule, placement, place, micro_batches) for place in range(ranks)]
-        both = 1.0 if schedule in DELAYED else 2.0
-        share = bubble(orders, placement, lambda stage, action, both=both: both if action.kind == "backward" else 1.0)
+        orders = [order(schedule, placement, rank, micro_batches) for rank in range(ranks)]
+        backward_time = 1.0 if schedule in DELAYED else 2.0
+        share = bubble(
+            orders,
+            placement,
+            lambda stage, action, backward_time=backward_time: backward_time if action.kind == "backward" else 1.0,
+        )
         assert share == pytest.approx((ranks - 1) / (parts * chunks * micro_batches + ranks - 1))
 
 
@@ -229,22 +233,22 @@ def test_with_other_knobs(family: str, mesh: str, sections: dict[str, Any]) -> N
 def test_gradients_of_linear_weights_come_after_the_backward_and_are_the_same(recompute: bool) -> None:
     config = tiny_config("llama")
     plain = hf.build_random(config, dtype=torch.float32, attention="eager", seed=0)
-    apart = copy.deepcopy(plain)
+    delayed = copy.deepcopy(plain)
     ids = torch.arange(24).view(2, 12)
     plain(ids).logits.square().sum().backward()
     if recompute:
-        hf.enable_recompute(apart, functools.partial(run_layer, FULL))
-        apart.train()
-    weights = WeightGradients(apart)
-    apart(ids).logits.square().sum().backward()
-    late = {f"{name}.weight" for name, child in apart.named_modules() if type(child) is torch.nn.Linear}
-    assert {name for name, parameter in apart.named_parameters() if parameter.grad is None} == late
+        hf.enable_recompute(delayed, functools.partial(run_layer, FULL))
+        delayed.train()
+    weights = WeightGradients(delayed)
+    delayed(ids).logits.square().sum().backward()
+    late = {f"{name}.weight" for name, child in delayed.named_modules() if type(child) is torch.nn.Linear}
+    assert {name for name, parameter in delayed.named_parameters() if parameter.grad is None} == late
     for add in weights.take():
         add()
-    for (name, expected), (_, found) in zip(plain.named_parameters(), apart.named_parameters(), strict=True):
-        assert expected.grad is not None and found.grad is not None
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-6, msg=name)
-        assert found.requires_grad and weights.take() == []
+    for (name, expected), (_, actual) in zip(plain.named_parameters(), delayed.named_parameters(), strict=True):
+        assert expected.grad is not None and actual.grad is not None
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-5, atol=1e-6, msg=name)
+        assert actual.requires_grad and weights.take() == []
 
 
 # ---------------------------------------------------------------- what is saved
@@ -260,9 +264,9 @@ def test_a_run_goes_on_with_other_schedules_bit_for_bit(tmp_path: Path) -> None:
     for begin, mesh in enumerate(("pp2i", "pp2g", "pp2v", "pp2zi", "pp2")):
         process(tmp_path / "chain", mesh, resume=begin > 0, steps=2 if begin < 2 else 1, sections=sections)
     assert equal(whole_state(tmp_path / "chain", 4), whole_state(tmp_path / "whole", 4))
-    found, expected = (whole_state(tmp_path / name, 7) for name in ("chain", "whole"))
+    actual, expected = (whole_state(tmp_path / name, 7) for name in ("chain", "whole"))
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -277,8 +281,8 @@ APART = [
 @pytest.mark.parametrize(("key", "value", "instead"), APART)
 def test_what_does_not_go_together_is_refused_by_key(schedule: str, key: str, value: str, instead: str) -> None:
     words = [*given(), f"mesh.pp_schedule={schedule}", "mesh.dp_replicate=2", "fsdp.reduce=every"]
-    said = rf"{key} does not go together with mesh\.pp_schedule = {schedule}: .*Set {key}={instead}, or mesh\.pp_sch"
-    with pytest.raises(UserError, match=said):
+    message = rf"{key} does not go together with mesh\.pp_schedule = {schedule}: .*Set {key}={instead}, or mesh\.pp_sch"
+    with pytest.raises(UserError, match=message):
         load_config([], [*words, f"{key}={value}"])
     load_config([], [*words, f"{key}={instead}"])
 

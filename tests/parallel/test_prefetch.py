@@ -100,8 +100,8 @@ def gathers(path: str, depth: Any, wrap: Any, recompute: str) -> tuple[list[int]
 )
 def test_units_are_gathered_ahead(depth: Any, forward: list[int], backward: list[int]) -> None:
     path = saved_model("llama", num_hidden_layers=4)
-    for seen in run(2, gathers, path, depth, "auto", "none"):
-        assert seen == (forward, backward, 10)
+    for gathered in run(2, gathers, path, depth, "auto", "none"):
+        assert gathered == (forward, backward, 10)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

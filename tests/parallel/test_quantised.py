@@ -90,14 +90,14 @@ def test_bytes_do_not_depend_on_the_mesh() -> None:
     path = saved_model("llama", **WIDE)
     plain = transformers.AutoModelForCausalLM.from_pretrained(path)
     for mesh in ("1", "3", "tp2"):
-        for seen in run(world_of(mesh), bytes_of_base, path, mesh):
-            elements = sum(weight.numel() for weight in seen["weights"].values())
-            assert seen["stored"] <= 0.53 * elements / world_of(mesh) * (
+        for facts in run(world_of(mesh), bytes_of_base, path, mesh):
+            elements = sum(weight.numel() for weight in facts["weights"].values())
+            assert facts["stored"] <= 0.53 * elements / world_of(mesh) * (
                 1.2 if mesh == "3" else 1
             )  # rows do not divide
-            largest = max(weight.numel() for weight in seen["weights"].values())
-            assert seen["read"] <= largest / world_of(mesh) * (1.2 if mesh == "3" else 1)
-            for name, weight in seen["weights"].items():
+            largest = max(weight.numel() for weight in facts["weights"].values())
+            assert facts["read"] <= largest / world_of(mesh) * (1.2 if mesh == "3" else 1)
+            for name, weight in facts["weights"].items():
                 assert torch.equal(weight, nf4_and_back(plain.get_parameter(name).detach())), name
 
 
@@ -107,12 +107,12 @@ def test_blocks_that_shards_cut_have_the_scales_of_one_process(form: str) -> Non
     path = saved_model("llama", hidden_size=192, intermediate_size=320)
     plain = transformers.AutoModelForCausalLM.from_pretrained(path)
     for mesh in ("1", "3", "tp2"):
-        for seen in run(world_of(mesh), bytes_of_base, path, mesh, form):
-            for name, weight in seen["weights"].items():
+        for facts in run(world_of(mesh), bytes_of_base, path, mesh, form):
+            for name, weight in facts["weights"].items():
                 expected = rounded_base(plain.get_parameter(name).detach(), form, (128, 128))
                 assert torch.equal(weight, expected), (mesh, name)
-            elements = sum(weight.numel() for weight in seen["weights"].values())
-            assert seen["stored"] <= 1.03 * elements / world_of(mesh) + 0.02 * elements
+            elements = sum(weight.numel() for weight in facts["weights"].values())
+            assert facts["stored"] <= 1.03 * elements / world_of(mesh) + 0.02 * elements
 
 
 def chosen(path: str, plant: str | None) -> set[str]:
@@ -131,8 +131,8 @@ def layers_are_chosen(plant: str | None) -> bool:
     }
     fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     assert any("gate_proj" in name for name in linear) and fused
-    found: set[str] = run(1, chosen, path, plant)[0]
-    return found == linear | fused
+    layers: set[str] = run(1, chosen, path, plant)[0]
+    return layers == linear | fused
 
 
 def test_linear_layers_and_experts_are_quantised_and_nothing_else() -> None:
@@ -146,9 +146,9 @@ def refused(path: str, mesh: str) -> str:
 
 
 def test_a_cut_inside_a_block_is_refused_with_sizes_that_go() -> None:
-    said = run(2, refused, saved_model("llama", **{**WIDE, "intermediate_size": 192}), "tp2")[0]
-    assert "mesh.tp would cut the 192 inputs of model.layers.0.mlp.down_proj.weight" in said
-    assert "set mesh.tp to one of 1, 3, or lora.base=compute" in said
+    message = run(2, refused, saved_model("llama", **{**WIDE, "intermediate_size": 192}), "tp2")[0]
+    assert "mesh.tp would cut the 192 inputs of model.layers.0.mlp.down_proj.weight" in message
+    assert "set mesh.tp to one of 1, 3, or lora.base=compute" in message
     assert "whose rows are multiples of 64" in run(1, refused, saved_model("gpt2"), "1")[0]
 
 

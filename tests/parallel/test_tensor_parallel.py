@@ -75,8 +75,8 @@ def test_an_odd_vocabulary() -> None:
 
 def gradient_of_a_part(path: str) -> bool:
     """Whether the verdict is that all agrees, where the head's input has a gradient of a part of the vocabulary."""
-    found = Division(0.0, sequence=True)
-    started = mock.patch("weft.engine.builder.check_division", return_value=found)  # which would refuse it
+    division = Division(0.0, sequence=True)
+    started = mock.patch("weft.engine.builder.check_division", return_value=division)  # which would refuse it
     wrong = staticmethod(lambda ctx, grad: (grad, None))
     with started, mock.patch.object(divide._SumGradient, "backward", wrong):
         verdict = parity(path, "tp2", {})
@@ -104,9 +104,9 @@ DIVIDED = (
 
 def divided(family: str, tp: int = 2) -> float:
     config = hf.without_noise(tiny_config(family))
-    found = check_division(config, examine(config), tp)
-    assert found.sequence == (family not in TOKENS_WHOLE)
-    return found.error
+    division = check_division(config, examine(config), tp)
+    assert division.sequence == (family not in TOKENS_WHOLE)
+    return division.error
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -126,8 +126,8 @@ def test_norms_with_a_weight_for_each_head_are_divided_with_their_heads(tp: int)
 def test_mixers_that_carry_state_are_divided(family: str, tp: int) -> None:
     """All of them, where their heads divide; a fused projection of two heads of keys does not divide by four."""
     module = TrainModule(hf.build_meta(tiny_config(family), dtype=torch.float32, attention="eager"))
-    found = find_tp_plan(module, module.hf_model.config.get_text_config(), tp).mixers
-    assert found.keys() == (set() if (family, tp) == ("qwen3_next", 4) else module.mixers.keys())
+    mixers = find_tp_plan(module, module.hf_model.config.get_text_config(), tp).mixers
+    assert mixers.keys() == (set() if (family, tp) == ("qwen3_next", 4) else module.mixers.keys())
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text", "falcon_h1"])
@@ -170,8 +170,8 @@ WRONG: dict[str, tuple[str, Any, str, Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_divided_wrongly_is_refused(name: str) -> None:
-    family, owner, what, wrong = WRONG[name]
-    with mock.patch.object(owner, what, wrong), pytest.raises(UserError, match="cannot divide model_type"):
+    family, owner, attribute, wrong = WRONG[name]
+    with mock.patch.object(owner, attribute, wrong), pytest.raises(UserError, match="cannot divide model_type"):
         divided(family)
 
 
@@ -206,9 +206,9 @@ def refused(path: str, mesh: str) -> str:
 def test_what_does_not_divide_is_refused_by_name(
     family: str, changes: dict[str, Any], mesh: str, words: tuple[str, ...]
 ) -> None:
-    said = run(world_of(mesh), refused, saved_model(family, **changes), mesh)
-    assert len(set(said)) == 1
-    assert all(part in said[0] for part in words), said[0]
+    messages = run(world_of(mesh), refused, saved_model(family, **changes), mesh)
+    assert len(set(messages)) == 1
+    assert all(part in messages[0] for part in words), messages[0]
 
 
 def test_things_are_dealt_in_order_and_few_are_repeated() -> None:
@@ -227,5 +227,5 @@ def test_a_cut_of_a_fused_projection_has_a_box_for_each_part() -> None:
         (Box((3, 0), (1, 3)), Box((1, 0), (1, 3)), 1),
         (Box((6, 0), (1, 3)), Box((2, 0), (1, 3)), 1),
     ]
-    whole: Tensor = torch.arange(24.0).view(8, 3)
-    assert torch.equal(cut.take(whole), whole[[2, 3, 6, 7]])
+    weight: Tensor = torch.arange(24.0).view(8, 3)
+    assert torch.equal(cut.take(weight), weight[[2, 3, 6, 7]])

@@ -101,8 +101,8 @@ def saved(path: str, mesh: str, sections: Sections, folder: str) -> None:
     engine.accumulate(engine.plan(metas), documents, CrossEntropy())
     engine.apply(1e-2)
     save_adapter(engine, Path(folder) / mesh)
-    again = open_engine(path, mesh, lora={"path": str(Path(folder) / mesh)})
-    save_adapter(again, Path(folder) / f"again-{mesh}")
+    reopened = open_engine(path, mesh, lora={"path": str(Path(folder) / mesh)})
+    save_adapter(reopened, Path(folder) / f"again-{mesh}")
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -116,12 +116,14 @@ def test_what_is_saved_is_that_of_one_process(family: str, targets: tuple[str, .
         run(world_of(mesh), saved, saved_model(family), mesh, sections, str(tmp_path))
     for mesh in ("2xtp2", "tp4"):
         for kind in ("new-", "stirred-"):
-            one, other = tensors(tmp_path / f"{kind}1"), tensors(tmp_path / f"{kind}{mesh}")
-            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+            reference, actual = tensors(tmp_path / f"{kind}1"), tensors(tmp_path / f"{kind}{mesh}")
+            assert reference.keys() == actual.keys() and all(
+                torch.equal(reference[name], actual[name]) for name in reference
+            )
         stepped, expected = tensors(tmp_path / mesh), tensors(tmp_path / "1")
         assert all(torch.allclose(stepped[name], expected[name], rtol=0, atol=1e-5) for name in expected)
-        again = tensors(tmp_path / f"again-{mesh}")
-        assert all(torch.equal(stepped[name], again[name]) for name in stepped)
+        reloaded = tensors(tmp_path / f"again-{mesh}")
+        assert all(torch.equal(stepped[name], reloaded[name]) for name in stepped)
         configs = [(tmp_path / kind / "adapter_config.json").read_text() for kind in ("1", mesh)]
         assert configs[0] == configs[1]
 
@@ -142,16 +144,16 @@ def dropped(path: str, mesh: str, recompute: str) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in engine.gradients() if gradient is not None}
 
 
-@pytest.mark.parametrize(("one", "other"), [("1", "tp2"), ("2", "2xtp2")])
+@pytest.mark.parametrize(("first_mesh", "second_mesh"), [("1", "tp2"), ("2", "2xtp2")])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_ranks_of_tp_drop_what_one_rank_drops(one: str, other: str, recompute: str) -> None:
+def test_ranks_of_tp_drop_what_one_rank_drops(first_mesh: str, second_mesh: str, recompute: str) -> None:
     """Of what all have, all the same; of what each has a part of, its part of one mask."""
     path = saved_model("llama")
-    expected, found = (run(world_of(mesh), dropped, path, mesh, recompute)[0] for mesh in (one, other))
+    expected, actual = (run(world_of(mesh), dropped, path, mesh, recompute)[0] for mesh in (first_mesh, second_mesh))
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         scale = max(float(gradient.abs().max()), 1e-3 * largest)
-        assert float((found[name] - gradient).abs().max()) <= 1e-5 * scale, name
+        assert float((actual[name] - gradient).abs().max()) <= 1e-5 * scale, name
 
 
 def drops_apart(path: str) -> str:
@@ -165,8 +167,8 @@ def drops_apart(path: str) -> str:
 
 
 def test_ranks_of_tp_that_draw_differently_are_found() -> None:
-    for said in run(2, drops_apart, saved_model("llama")):
-        assert "ranks of one tp group draw different random numbers" in said
+    for message in run(2, drops_apart, saved_model("llama")):
+        assert "ranks of one tp group draw different random numbers" in message
 
 
 def own_masks(path: str) -> dict[str, Tensor]:
@@ -177,6 +179,6 @@ def own_masks(path: str) -> dict[str, Tensor]:
 def test_masks_of_parts_that_are_alike_are_seen() -> None:
     """Each rank drops the same places of its own part: that is no mask of the whole."""
     path = saved_model("llama")
-    expected, found = run(1, dropped, path, "1", "none")[0], run(2, own_masks, path)[0]
+    expected, actual = run(1, dropped, path, "1", "none")[0], run(2, own_masks, path)[0]
     name = "model.layers.0.mlp.down_proj.lora.A"
-    assert float((found[name] - expected[name]).abs().max()) > 1e-2 * float(expected[name].abs().max())
+    assert float((actual[name] - expected[name]).abs().max()) > 1e-2 * float(expected[name].abs().max())

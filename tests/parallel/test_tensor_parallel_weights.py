@@ -38,11 +38,11 @@ TABLE = [
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with TensorFile.open(path) as file:
-            found |= {name: file.read(name).clone() for name in file.entries}
-    return found
+            tensors |= {name: file.read(name).clone() for name in file.entries}
+    return tensors
 
 
 def wrong_tensors(path: str, mesh: str, **sections: dict[str, Any]) -> list[str]:
@@ -51,12 +51,12 @@ def wrong_tensors(path: str, mesh: str, **sections: dict[str, Any]) -> list[str]
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.mul_(1.5)
-    stored, manifest, found = tensors_of(Path(path)), export.manifest_of(engine), list[str]()
+    stored, manifest, wrong = tensors_of(Path(path)), export.manifest_of(engine), list[str]()
     for bucket in (2_000, 40_000, 10**9):
         stream = engine.walk(engine.built.mappings, manifest, bucket_bytes=bucket)
         walked = {name: tensor.clone() for name, tensor in stream}
-        found += [name for name, tensor in walked.items() if not torch.equal(tensor, _times(stored[name], tensor))]
-    return found
+        wrong += [name for name, tensor in walked.items() if not torch.equal(tensor, _times(stored[name], tensor))]
+    return wrong
 
 
 def _times(stored: Tensor, walked: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ ANSWERING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_prompts_are_answered_as_by_one_process(name: str, tmp_path: Path) -> None:
     """Dealt to all ranks: those of a tp group, or of other stages, answer different ones."""
     lora, meshes = ANSWERING[name]
-    asked = {"prompts": tuple("abcdefg"), "max_new_tokens": 6, "every": 2}
-    sections: Sections = {"eval": asked, "train": {"steps": 4, "epochs": None, "seed": 3}, "lora": lora}
+    eval_section = {"prompts": tuple("abcdefg"), "max_new_tokens": 6, "every": 2}
+    sections: Sections = {"eval": eval_section, "train": {"steps": 4, "epochs": None, "seed": 3}, "lora": lora}
     for mesh in ("1", *meshes):
         process(tmp_path / mesh, mesh, sections=sections)
     expected, *answers = [(tmp_path / mesh / "samples.jsonl").read_text() for mesh in ("1", *meshes)]
@@ -103,12 +103,12 @@ def test_prompts_are_answered_as_by_one_process(name: str, tmp_path: Path) -> No
 # ---------------------------------------------------------------- bugs, planted
 
 
-def all_send(self: ShardSpec, held: Any) -> Any:
-    return [(box, part, 1) for box, part, _ in BOXES(self, held)]
+def all_send(self: ShardSpec, source: Any) -> Any:
+    return [(box, part, 1) for box, part, _ in BOXES(self, source)]
 
 
-def of_another(self: ShardSpec, held: Any) -> Any:
-    return BOXES(replace(self, rank=self.size - 1 - self.rank), held)
+def of_another(self: ShardSpec, source: Any) -> Any:
+    return BOXES(replace(self, rank=self.size - 1 - self.rank), source)
 
 
 BOXES = ShardSpec.boxes
@@ -129,7 +129,7 @@ def with_a_bug(path: str, mesh: str, name: str) -> str:
         except RuntimeError as error:
             return str(error)
     stored = tensors_of(Path(path))
-    return ", ".join(other for other, tensor in walked.items() if not torch.equal(tensor, stored[other]))
+    return ", ".join(differing for differing, tensor in walked.items() if not torch.equal(tensor, stored[differing]))
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -154,8 +154,8 @@ def lacking(path: str) -> str:
     engine = open_engine(path, "2")
     manifest, shares = export.manifest_of(engine), TensorPlacement.shares
 
-    def forget(self: TensorPlacement, part: Any, place: Any) -> Any:
-        return [] if place == (0, 1) else shares(self, part, place)
+    def forget(self: TensorPlacement, part: Any, coordinates: Any) -> Any:
+        return [] if coordinates == (0, 1) else shares(self, part, coordinates)
 
     with mock.patch.object(TensorPlacement, "shares", forget), pytest.raises(RuntimeError) as caught:
         list(walk(engine.module, engine.built.mappings, manifest, {}))

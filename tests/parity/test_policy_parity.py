@@ -160,7 +160,7 @@ def accumulate_fresh(engine: Engine, rows: Sequence[Row], config: RlConfig) -> t
     objective = PolicyLoss(config.rl, old_is_current=True, masked=masked)
     loss = engine.accumulate(plan, documents, objective)["loss"]
     assert loss is not None
-    places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
+    places = [position for position, sample in enumerate(samples) if is_trained(sample, config)]
     return loss, {places[index]: logprobs for index, logprobs in objective.old_logprobs().items()}
 
 

@@ -52,13 +52,13 @@ def test_every_part_has_its_rows(tmp_path: Path) -> None:
     assert ["machine", *parts] == list(FUNCTIONS) and list(parts) == [part.name for part in gpu.PARTS]
     for name, part in parts.items():
         assert part["rows"] and part["state"] == "", name
-        said = [row["note"] for row in part["rows"] if "note" in row]
-        assert all(note.startswith("not run: ") for note in said), said
+        notes = [row["note"] for row in part["rows"] if "note" in row]
+        assert all(note.startswith("not run: ") for note in notes), notes
         if name.startswith("sft"):
             assert all(row["weft tokens/s"] > 0 < row["bare tokens/s"] and row["weft / bare"] for row in part["rows"])
             assert [(row["recompute"], row["compile"]) for row in part["rows"]] == [("full", "no"), ("none", "yes")]
-    first, again = parts["run"]["rows"]
-    assert first["last loss"] < 0.6 * first["first loss"] and again["loss difference"] == 0
+    first, repeated = parts["run"]["rows"]
+    assert first["last loss"] < 0.6 * first["first loss"] and repeated["loss difference"] == 0
     pairs = {row["mesh"]: row for row in parts["two"]["rows"]}
     assert set(pairs) == {"fsdp 2", "hsdp 2", "tp 2", "pp 2", "cp 2", "ep 2"}
     assert all(max(row["fp32 loss"], row["fp32 norm"]) < 1e-5 and row["tokens/s"] > 0 for row in pairs.values())
@@ -68,7 +68,7 @@ def test_every_part_has_its_rows(tmp_path: Path) -> None:
     assert works >= {(shape, work) for shape in ("0.6b", "4b") for work in ("matmul", "attention", "optimizer", "idle")}
     assert {row["gap"] for row in parts["profile"]["rows"] if "gap" in row} == {"0.6b", "4b"}
     assert {(row["what"], row["empty"]) for row in parts["moe"]["rows"] if row.get("empty")} == {
-        (what, 2) for what in ("grouped products alone", "transformers' experts", "weft's experts")
+        (kind, 2) for kind in ("grouped products alone", "transformers' experts", "weft's experts")
     }
     assert len({row.get("tile MiB") for row in parts["head"]["rows"]}) == 4
     tests = parts["tests"]["rows"]
@@ -264,7 +264,7 @@ def test_constants_for_the_planner_are_those_of_the_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gib", "known"),
+    ("name", "gib", "expected"),
     [
         ("NVIDIA H100 80GB HBM3", 79.2, "h100-80gb"),
         ("NVIDIA H200", 139.8, "h200-141gb"),
@@ -275,8 +275,8 @@ def test_constants_for_the_planner_are_those_of_the_rows() -> None:
         ("AMD EPYC", 23.5, None),
     ],
 )
-def test_a_card_is_known_by_its_name_and_memory(name: str, gib: float, known: str | None) -> None:
-    assert accelerator_of(name, int(gib * 2**30)) == known
+def test_a_card_is_known_by_its_name_and_memory(name: str, gib: float, expected: str | None) -> None:
+    assert accelerator_of(name, int(gib * 2**30)) == expected
 
 
 def test_the_rival_has_the_plain_loss_in_parts() -> None:
@@ -301,9 +301,9 @@ FREE = 79.1 * 2**30 - 0.6e9  # bytes of an H100 that a process with a context se
 def peaks_of(shape: str, tokens: int, recompute: str) -> tuple[int, int]:
     """Bytes of a step of the Engine on fake CUDA tensors, with two and with four layers."""
     peaks = []
-    for few in (2, 4):
+    for layers in (2, 4):
         with TemporaryDirectory() as folder:
-            path = gpu_sft.write_model(Path(folder) / "model", gpu_sft.config_of(shape, False, few))
+            path = gpu_sft.write_model(Path(folder) / "model", gpu_sft.config_of(shape, False, layers))
             model, step = ModelConfig(path=path, recompute=recompute), StepConfig(max_tokens_per_device=tokens)
             config = EngineConfig(model=model, step=step)
             lengths = gpu_sft.document_lengths(tokens, 0)
@@ -362,7 +362,7 @@ class Attention(torch.autograd.Function):
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, None]:
     return Attention.apply(query, key, value).transpose(1, 2), None
 
@@ -371,14 +371,14 @@ def attend(
 def test_activations_are_what_a_layer_keeps(shape: str, tmp_path: Path) -> None:
     """The estimate by which parts choose what fits, against the bytes of all tensors saved for backward."""
     AttentionInterface.register("keeps", attend)
-    tokens, kept = 64, {}
+    tokens, saved_bytes = 64, {}
     for layers in (1, 2):
         config = gpu_sft.config_of(shape, True, layers)
         (tmp_path / "config.json").write_text(json.dumps(config))
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16, attn_implementation="keeps"
         ).train()
-        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         saved: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
@@ -387,10 +387,12 @@ def test_activations_are_what_a_layer_keeps(shape: str, tmp_path: Path) -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(input_ids=torch.arange(tokens)[None], use_cache=False)
-        kept[layers] = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)
+        saved_bytes[layers] = sum(
+            t.untyped_storage().nbytes() for pointer, t in saved.items() if pointer not in weights
+        )
     sizes = gpu_sft.Sizes(config, None, 2, 0, 0, 0)  # type: ignore[arg-type]
     estimate = sizes.activations(2, tokens, "none") - sizes.activations(1, tokens, "none")
-    assert estimate == pytest.approx(kept[2] - kept[1], rel=0.05)
+    assert estimate == pytest.approx(saved_bytes[2] - saved_bytes[1], rel=0.05)
 
 
 def test_as_many_layers_as_both_have_memory_for(tmp_path: Path) -> None:
@@ -399,11 +401,13 @@ def test_as_many_layers_as_both_have_memory_for(tmp_path: Path) -> None:
     leave()  # the part's process would end with its group
     assert sizes.layers == 8 and 8 * sizes.layer < sizes.resident < 10 * sizes.layer
     for recompute in ("full", "none"):
-        of = {who: partial(sizes.needed, who, tokens=48, recompute=recompute) for who in ("weft", "bare")}
-        room = max(of[who](5) for who in of)
+        needed = {
+            trainer: partial(sizes.needed, trainer, tokens=48, recompute=recompute) for trainer in ("weft", "bare")
+        }
+        room = max(needed[trainer](5) for trainer in needed)
         assert sizes.fitting(48, room, recompute) == 5
         assert sizes.fitting(48, room - 1, recompute) == 4
-        assert sizes.fitting(48, max(of[who](8) for who in of), recompute) == 8
+        assert sizes.fitting(48, max(needed[trainer](8) for trainer in needed), recompute) == 8
         assert sizes.fitting(48, 0.0, recompute) == 1
 
 
@@ -424,9 +428,9 @@ def test_kinds_of_kernels(name: str, kind: str) -> None:
 
 def test_counts_of_a_step_on_a_card() -> None:
     """The host reads once; the head and norms are kernels; parameters are copied once a step where they are kept."""
-    kept, freed = (gpu_counts.count("0.6b", 1024, "full", keeps, 3, tiny=True) for keeps in (True, False))
-    assert kept.reads == freed.reads == 1
-    assert kept.kinds["head kernels"].count == 3 and kept.kinds["norm kernels"].count > 50
-    assert kept.kinds["products"].flops == freed.kinds["products"].flops > 0
-    assert kept.kinds["copies"].bytes < 0.8 * freed.kinds["copies"].bytes
-    assert "Reads by the host: 1" in gpu_counts.report(kept)
+    retained, freed = (gpu_counts.count("0.6b", 1024, "full", keeps, 3, tiny=True) for keeps in (True, False))
+    assert retained.reads == freed.reads == 1
+    assert retained.kinds["head kernels"].count == 3 and retained.kinds["norm kernels"].count > 50
+    assert retained.kinds["products"].flops == freed.kinds["products"].flops > 0
+    assert retained.kinds["copies"].bytes < 0.8 * freed.kinds["copies"].bytes
+    assert "Reads by the host: 1" in gpu_counts.report(retained)

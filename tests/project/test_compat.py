@@ -20,8 +20,8 @@ def version(text: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", ["torch", "transformers"])
 def test_the_installed_version_is_in_the_range_of_the_package(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (wanted,) = [line for line in project["dependencies"] if line.startswith(name + ">=")]
-    lowest, upper = wanted.removeprefix(name).split(",")
+    (requirement,) = [line for line in project["dependencies"] if line.startswith(name + ">=")]
+    lowest, upper = requirement.removeprefix(name).split(",")
     module = pytest.importorskip(name)
     assert version(lowest) <= version(module.__version__) < version(upper)
 
@@ -30,9 +30,9 @@ def test_the_installed_version_is_in_the_range_of_the_package(name: str) -> None
 def test_the_compat_run_has_the_oldest_transformers() -> None:
     import transformers
 
-    beside = os.environ.get("WEFT_COMPAT")
-    if beside is None:
+    oldest = os.environ.get("WEFT_COMPAT")
+    if oldest is None:
         pytest.skip("make test-compat sets WEFT_COMPAT")
-    assert transformers.__version__.startswith(beside + ".")
+    assert transformers.__version__.startswith(oldest + ".")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert any(line.startswith(f"transformers>={beside},") for line in project["dependencies"])
+    assert any(line.startswith(f"transformers>={oldest},") for line in project["dependencies"])

@@ -23,12 +23,14 @@ def test_the_image_installs_what_the_suite_runs_with() -> None:
     pinned = re.search(r"torch==[\d.]+", (ROOT / "Makefile").read_text())
     assert pinned is not None and set(re.findall(r"torch==[\d.]+", text)) == {pinned[0]}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = {extra for names in re.findall(r"'\.\[(.*?)\]'", text) for extra in names.split(",")}
-    assert asked == set(extras) - {"dev"}
+    extras_installed = {extra for names in re.findall(r"'\.\[(.*?)\]'", text) for extra in names.split(",")}
+    assert extras_installed == set(extras) - {"dev"}
     copied = {word for line in re.findall(r"^COPY (.*)$", text, re.M) for word in line.split()[:-1]}
     assert all((ROOT / name).exists() for name in copied)
-    kept = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
-    assert kept == copied
+    not_ignored = {
+        line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"
+    }
+    assert not_ignored == copied
     assert re.findall(r"^FROM (\S+)", text, re.M) == ["python:${PYTHON}-slim"]
 
 

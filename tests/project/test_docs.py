@@ -135,11 +135,11 @@ def test_that_nothing_ran_on_a_gpu_is_said_by_one_page(page: Path) -> None:
 
 
 def test_the_first_page_and_the_table_of_findings_say_of_gpus_what_the_page_does() -> None:
-    nothing = "Nothing of weft has run on a GPU yet" in (ROOT / "docs/benchmarks/gpu.md").read_text()
-    assert ("weft has not been run on a GPU yet" in (ROOT / "README.md").read_text()) == nothing
+    without_gpu = "Nothing of weft has run on a GPU yet" in (ROOT / "docs/benchmarks/gpu.md").read_text()
+    assert ("weft has not been run on a GPU yet" in (ROOT / "README.md").read_text()) == without_gpu
     rows = re.findall(r"^\|.*\| (.*?) \|$", (ROOT / "docs/explanation/cuda.md").read_text(), re.MULTILINE)
-    said = {row for row in rows if row not in ("run on a GPU", "---")}
-    assert said == {"no"} if nothing else "no" not in said
+    cells = {row for row in rows if row not in ("run on a GPU", "---")}
+    assert cells == {"no"} if without_gpu else "no" not in cells
 
 
 # ---------------------------------------------------------------- the runner itself
@@ -148,8 +148,8 @@ def test_the_first_page_and_the_table_of_findings_say_of_gpus_what_the_page_does
 def block_of(text: str, tmp_path: Path) -> Block:
     page = tmp_path / "page.md"
     page.write_text(text)
-    (found,) = blocks(page)
-    return found
+    (block,) = blocks(page)
+    return block
 
 
 def test_a_command_that_fails_fails_the_page(workplace: Path) -> None:
@@ -173,17 +173,17 @@ def test_lines_are_joined_and_comments_left_out(workplace: Path) -> None:
 def test_what_stands_beside_a_foreign_config_is_a_config(page: Path, workplace: Path) -> None:
     """The comments of the example: keys as `section: {key: value}`, or section.key=value beside flags."""
     example = blocks(page)[0]
-    found = re.findall(r"#.*?((?:\w+: \{[^{}]*\}(?:, )?)+)", example.text)
+    lines = re.findall(r"#.*?((?:\w+: \{[^{}]*\}(?:, )?)+)", example.text)
     overrides = []
-    for text in found:
+    for text in lines:
         overrides += [f"{section}={{{inside}}}" for section, inside in re.findall(r"(\w+): \{([^{}]*)\}", text)]
     overrides += re.findall(r"(?<![\w-])(\w+\.\w+=[^\s,]+)", example.text)
     assert len(overrides) >= 5, page
     overrides = [re.sub(r"(?<=model=\{)path: [\w./-]+", "recompute: none", text) for text in overrides]
     overrides = [re.sub(r"(?<=data=\{)path: [\w./-]+", "shuffle: true", text) for text in overrides]
-    known = [text for text in overrides if not text.startswith(("lora=", "eval=", "model.path=", "data.path="))]
-    schema: Any = schema_of([re.split(r"[.=]", text)[0] for text in known])
-    config = load_config([], ["model.path=Qwen/Qwen3-0.6B", "data.path=chat.jsonl", *known], schema)
+    keys_known = [text for text in overrides if not text.startswith(("lora=", "eval=", "model.path=", "data.path="))]
+    schema: Any = schema_of([re.split(r"[.=]", text)[0] for text in keys_known])
+    config = load_config([], ["model.path=Qwen/Qwen3-0.6B", "data.path=chat.jsonl", *keys_known], schema)
     assert config.step.documents or config.step.tokens
 
 
@@ -195,9 +195,9 @@ def test_every_command_and_every_built_in_reward_is_in_the_docs() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
     assert rows.keys() == BUILT_IN.keys()
     for name, function in BUILT_IN.items():
-        given = {"completions", "completion_ids"}
-        own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        assert all(f"`{argument}`" in rows[name] for argument in own if argument not in given), name
+        common = {"completions", "completion_ids"}
+        arguments = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        assert all(f"`{argument}`" in rows[name] for argument in arguments if argument not in common), name
     described = next(field.metadata["help"] for field in fields(RlAlgorithm) if field.name == "reward")
     assert all(re.search(rf"\b{name}\b", described) for name in BUILT_IN)
 
@@ -235,7 +235,7 @@ def test_the_walks_name_what_there_is() -> None:
                 kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
                 tree = next(node for node in tree.body if isinstance(node, kinds) and node.name == part)
         folders = [file.rpartition("/")[0] for file, _ in steps]
-        entered = [folder for place, folder in enumerate(folders) if place == 0 or folders[place - 1] != folder]
+        entered = [folder for index, folder in enumerate(folders) if index == 0 or folders[index - 1] != folder]
         assert max(map(entered.count, entered)) <= 2, entered
 
 

@@ -87,17 +87,17 @@ def test_a_dry_run_passes_offline(path: Path, checkout: Path, capsys: pytest.Cap
 
 @pytest.mark.table
 @pytest.mark.parametrize(
-    ("name", "most"), [("sft_qwen3_8b_one_gpu", 0.75), ("sft_llama_70b_qlora", 0.65), ("sft_qwen3_4b_256k", 0.45)]
+    ("name", "share"), [("sft_qwen3_8b_one_gpu", 0.75), ("sft_llama_70b_qlora", 0.65), ("sft_qwen3_4b_256k", 0.45)]
 )
 def test_the_plan_that_an_example_names_fits(
-    name: str, most: float, checkout: Path, capsys: pytest.CaptureFixture[str]
+    name: str, share: float, checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (command,) = re.findall(r"weft (plan examples/\S+\.yaml.*)", (ROOT / f"examples/{name}.yaml").read_text())
     assert cli.main(shlex.split(command)) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "does not fit" not in out
     (percent,) = re.findall(r"at the fullest \S+ GiB (\d+)% of", out)
-    assert most - 0.1 <= int(percent) / 100 <= most
+    assert share - 0.1 <= int(percent) / 100 <= share
 
 
 def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
@@ -180,8 +180,8 @@ def test_a_dry_run_of_a_vision_model(checkout: Path, capsys: pytest.CaptureFixtu
     assert "images an image takes up to 3,520 tokens of a row: 1,337, and 2,183 for its patches; a document" in out
     assert "weights 7.723 GiB + gradients 7.093 GiB + optimizer 14.19 GiB = 29 GiB a rank" in out
     assert re.search(r"frozen 0 390 677M model.visual rows", out)
-    alone = ["mesh.cp=1", "mesh.ulysses=null", "mesh.dp_shard=4", "data.max_length=16384"]
-    assert cli.main([*words, "model.freeze=[vision]", *alone]) == 0
+    overrides = ["mesh.cp=1", "mesh.ulysses=null", "mesh.dp_shard=4", "data.max_length=16384"]
+    assert cli.main([*words, "model.freeze=[vision]", *overrides]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "projector 44.6M trained" in out and "632M model.visual.patch_embed, model.visual.blocks" in out
     assert cli.main([*words, "lora.rank=8", "model.freeze=null"]) == 0
@@ -225,8 +225,8 @@ def test_a_dry_run_tells_what_a_run_would_be_refused_for(
 
 def _frozen(out: str) -> int:
     """Parameters beside the adapters, which are counted with them."""
-    trained, whole = re.findall(r"([\d,]+) of ([\d,]+) parameters are trained", out)[0]
-    return int(whole.replace(",", "")) - int(trained.replace(",", ""))
+    trained, total = re.findall(r"([\d,]+) of ([\d,]+) parameters are trained", out)[0]
+    return int(total.replace(",", "")) - int(trained.replace(",", ""))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

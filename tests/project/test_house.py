@@ -25,7 +25,7 @@ def test_only_one_file_imports_internals_of_transformers() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.startswith("transformers.") for name in names):
                 importing.add(str(path.relative_to(ROOT)))
-    assert importing <= {f"weft/models/hf{of}.py" for of in ("", "_processor", "_template", "_video")}
+    assert importing <= {f"weft/models/hf{suffix}.py" for suffix in ("", "_processor", "_template", "_video")}
 
 
 # The house, top to bottom, as docs/architecture.md draws it: each folder imports from folders below it, never above.
@@ -44,47 +44,47 @@ def room(module: str) -> str:
 
 def imports() -> set[tuple[str, str]]:
     """(importer, imported), by folder or file under weft/; what only a type checker reads counts, too."""
-    found = set()
+    pairs = set()
     for path in FILES:
-        ours = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        importer_room = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for node in ast.walk(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"weft.{alias.name}" for alias in node.names] if node.module == "weft" else [str(node.module)]
-            found |= {(ours, room(name)) for name in names if name.startswith("weft.")}
-    return {(importer, imported) for importer, imported in found if importer != imported}
+            pairs |= {(importer_room, room(name)) for name in names if name.startswith("weft.")}
+    return {(importer, imported) for importer, imported in pairs if importer != imported}
 
 
 def test_nothing_imports_upwards() -> None:
     """`weft` itself, for `weft.rl` and the like, is the top of all."""
-    place = {name: number for number, name in enumerate(HOUSE)}
+    floor = {name: number for number, name in enumerate(HOUSE)}
     folders = {room(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in FILES} - {"__init__"}
     assert folders == set(HOUSE) | BELOW
     upwards = {
-        (by, of)
-        for by, of in imports()
-        if by != "__init__" and place.get(of, 99) < place.get(by, 98 if by in BELOW else 0)
+        (importer, imported)
+        for importer, imported in imports()
+        if importer != "__init__" and floor.get(imported, 99) < floor.get(importer, 98 if importer in BELOW else 0)
     }
     assert upwards == set()
 
 
 def test_everything_is_printed_by_one_file() -> None:
     """Else texts of others would command the terminal. What writes the project's own tables is no matter."""
-    own = {"weft/terminal.py", "weft/config/reference.py", "weft/verify/plants.py"}
+    allowed = {"weft/terminal.py", "weft/config/reference.py", "weft/verify/plants.py"}
     printing = set()
     for path in FILES:
         for node in ast.walk(tree(path)):
             calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             if calls or (isinstance(node, ast.ImportFrom) and node.module == "rich.console"):
                 printing.add(str(path.relative_to(ROOT)))
-    assert printing <= own
+    assert printing <= allowed
 
 
 def test_no_two_files_import_each_other() -> None:
     """Not in a circle of any length either, whether at the top of the file, within a function or for types."""
     waiting = imports_of_files()
-    while ready := [module for module, needed in waiting.items() if not needed & waiting.keys()]:
-        for module in ready:
+    while settled := [module for module, needed in waiting.items() if not needed & waiting.keys()]:
+        for module in settled:
             del waiting[module]
     assert sorted(waiting) == []
 
@@ -92,16 +92,16 @@ def test_no_two_files_import_each_other() -> None:
 def imports_of_files() -> dict[str, set[str]]:
     """module -> modules of weft that it imports; what only a type checker reads counts, too."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
-    found: dict[str, set[str]] = {}
+    needed: dict[str, set[str]] = {}
     for name, path in modules.items():
         named = set()
         for node in ast.walk(tree(path)):
             named |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
-                named |= {one if one in modules else node.module for one in inside}
-        found[name] = (named & modules.keys()) - {name}
-    return found
+                named |= {candidate if candidate in modules else node.module for candidate in inside}
+        needed[name] = (named & modules.keys()) - {name}
+    return needed
 
 
 # Names that say nothing of the thing: pronouns, articles and participles alone.
@@ -142,8 +142,8 @@ def test_a_class_name_stands_once() -> None:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(str(path.relative_to(ROOT)))
-    twice = {name: paths for name, paths in files.items() if len(paths) > 1}
-    assert twice == {}
+    duplicates = {name: paths for name, paths in files.items() if len(paths) > 1}
+    assert duplicates == {}
 
 
 # What torch.distributed does over all ranks of the process where it is given no group, and where `group` stands.
@@ -157,23 +157,23 @@ COLLECTIVES = {
 
 def without_group() -> list[str]:
     """Calls of the product that leave out over which ranks they are, or name WORLD; planted bugs apart."""
-    found = []
+    calls = []
     for path in FILES:
         name = str(path.relative_to(ROOT))
         if name == "weft/launch/process.py" or name.startswith("weft/verify/bugs/"):
             continue
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and node.attr == "WORLD":
-                found.append(f"{name}:{node.lineno} WORLD")
+                calls.append(f"{name}:{node.lineno} WORLD")
             if isinstance(node, ast.Call) and not _has_group(node):
-                found.append(f"{name}:{node.lineno} {ast.unparse(node.func)}")
-    return found
+                calls.append(f"{name}:{node.lineno} {ast.unparse(node.func)}")
+    return calls
 
 
 def _has_group(call: ast.Call) -> bool:
-    of, _, function = ast.unparse(call.func).rpartition(".")
-    renamed = not of and function in ("all_gather_single", "reduce_scatter_single")  # weft/versions.py
-    if not (renamed or of in ("dist", "torch.distributed")) or function not in COLLECTIVES:
+    module, _, function = ast.unparse(call.func).rpartition(".")
+    renamed = not module and function in ("all_gather_single", "reduce_scatter_single")  # weft/versions.py
+    if not (renamed or module in ("dist", "torch.distributed")) or function not in COLLECTIVES:
         return True
     group = next((word.value for word in call.keywords if word.arg == "group"), None)
     if group is None and len(call.args) > COLLECTIVES[function]:

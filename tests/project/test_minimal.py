@@ -21,30 +21,30 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = ("accelerate", "datasets", "math_verify", "mlflow", "peft", "pyarrow", "ray", "tensorboard")
 
 
-def required(name: str, found: set[str]) -> set[str]:
+def required(name: str, names: set[str]) -> set[str]:
     """The names of a distribution and all that it requires here, without extras."""
-    found.add(name)
+    names.add(name)
     for text in requires(name) or []:
         requirement = Requirement(text)
-        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if wanted and requirement.name.lower().replace("_", "-") not in found:
-            required(requirement.name.lower().replace("_", "-"), found)
-    return found
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and requirement.name.lower().replace("_", "-") not in names:
+            required(requirement.name.lower().replace("_", "-"), names)
+    return names
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of packages that has weft's requirements and no others: links to those that are installed."""
     folder = tmp_path_factory.mktemp("site")
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    found: set[str] = set()
-    for text in wanted:
-        required(Requirement(text).name, found)
-    for name in found:
-        own = distribution(name)
-        tops = {file.parts[0] for file in own.files or [] if file.parts[0] not in ("..", "__pycache__")}
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names: set[str] = set()
+    for text in dependencies:
+        required(Requirement(text).name, names)
+    for name in names:
+        package = distribution(name)
+        tops = {file.parts[0] for file in package.files or [] if file.parts[0] not in ("..", "__pycache__")}
         for top in tops:
-            source, link = Path(str(own.locate_file(top))), folder / top
+            source, link = Path(str(package.locate_file(top))), folder / top
             if source.exists() and not link.exists():
                 link.symlink_to(source)
     return folder
@@ -56,18 +56,18 @@ def weft(bare: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[s
 
 
 def python(bare: Path, folder: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     paths = os.pathsep.join([str(ROOT), str(bare)])
     start = f"import sys; sys.path[:0] = {paths.split(os.pathsep)!r}; {program}"
     return subprocess.run(
         [sys.executable, "-S", "-c", start, *words],
-        cwd=folder, env={**kept, "PYTHONPATH": paths, "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"},
+        cwd=folder, env={**environment, "PYTHONPATH": paths, "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_job(tmp_path_factory.mktemp("minimal"))
 
 
@@ -80,10 +80,10 @@ def test_the_bare_environment_has_no_extras(bare: Path) -> None:
     assert not (bare / Path(sysconfig.get_path("purelib")).name).exists()
 
 
-def test_sft_of_jsonl(bare: Path, here: Path) -> None:
-    done = weft(bare, here, *WORDS, "train.epochs=1", "run.dir=run", "--nproc", "1")
+def test_sft_of_jsonl(bare: Path, folder: Path) -> None:
+    done = weft(bare, folder, *WORDS, "train.epochs=1", "run.dir=run", "--nproc", "1")
     assert done.returncode == 0, done.stderr + done.stdout
-    assert len((here / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 MISSING = [
@@ -95,14 +95,14 @@ MISSING = [
 
 
 @pytest.fixture(scope="module")
-def refused(bare: Path, here: Path) -> list[str]:
+def refused(bare: Path, folder: Path) -> list[str]:
     """What each command of MISSING prints to standard error, one after another in one process."""
-    (here / "rows.parquet").write_bytes(b"PAR1")
+    (folder / "rows.parquet").write_bytes(b"PAR1")
     program = (
         f"from weft.cli import main\nfor words in {[words for words, _, _ in MISSING]!r}:\n"
         "    print(f'status {main(list(words))}', file=sys.stderr)\n"
     )
-    done = python(bare, here, program)
+    done = python(bare, folder, program)
     assert done.stderr.count("status ") == done.stderr.count("status 2\n"), done.stderr + done.stdout
     return done.stderr.split("status 2\n")[:-1]
 
@@ -125,11 +125,11 @@ def texts() -> list[tuple[str, str]]:
 
 def index_names(text: str) -> set[str]:
     """The names that the `pip install` commands of a text look up on the index."""
-    found: set[str] = set()
+    names: set[str] = set()
     for command in re.findall(r"pip3? install ([^`\n;#:)]*)", text):
         words = (word.strip("'\",. ") for word in command.split())
-        found |= {re.split(r"[\[<>=~!]", word)[0].lower().replace("_", "-") for word in words if word[:1].isalpha()}
-    return found
+        names |= {re.split(r"[\[<>=~!]", word)[0].lower().replace("_", "-") for word in words if word[:1].isalpha()}
+    return names
 
 
 def test_nothing_says_to_install_what_the_index_calls_weft() -> None:
@@ -141,8 +141,8 @@ def test_nothing_says_to_install_what_the_index_calls_weft() -> None:
 
 
 def project() -> dict[str, object]:
-    found: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return found
+    table: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
 
 
 def test_the_distribution_has_a_name_of_its_own_and_the_command_stays() -> None:

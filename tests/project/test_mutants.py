@@ -105,8 +105,8 @@ def test_a_mutant_follows_a_function_to_another_file(tmp_path: Path) -> None:
 def test_draws_do_not_depend_on_names_of_variables() -> None:
     texts = ("def f(a):\n    return a + X", "def f(b):\n    return b + X", "def f(b):\n    return b + Y")
     modules = [ast.parse(f"X = Y = 1\n{text}") for text in texts]
-    one, renamed, other = (pattern.anonymous(sites_of(m)["f", "arithmetic"][0].node, m) for m in modules)
-    assert one == renamed != other
+    original, renamed, different = (pattern.anonymous(sites_of(m)["f", "arithmetic"][0].node, m) for m in modules)
+    assert original == renamed != different
 
 
 def test_a_drawn_site_outlives_edits_elsewhere(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def answered() -> None:
 
 def message(function: Callable[[], object], timeout: float = 120.0) -> str:
     with pytest.raises(AssertionError) as caught:
-        pool.run(2, function, timeout=timeout, again=False)
+        pool.run(2, function, timeout=timeout, retry=False)
     assert pool.run(2, total) == [6.0, 6.0]  # in new processes
     return str(caught.value)
 

@@ -37,9 +37,9 @@ def test_fences_and_links_to_files_beside_docs_become_the_sites() -> None:
 def test_workflows_call_targets_of_the_makefile(workflow: Path) -> None:
     text = workflow.read_text()
     targets = re.findall(r"make ([a-z-]+)", text) + re.findall(r"target: \[(.*)\]", text)
-    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    of_makefile = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {target.strip() for names in targets for target in names.split(",")}
-    assert named and named <= known
+    assert named and named <= of_makefile
     assert yaml.safe_load(text)["jobs"]
 
 

@@ -221,7 +221,7 @@ def test_advice_fits_a_model_with_and_without_a_chat_template(
         words = [f"model.path={tmp_path / name}", "model.init=random", "data.path=qa.jsonl"]
         assert cli.main(["data", "preview", *words]) == 2
         assert advice in capsys.readouterr().err
-    own = [*words, "data.chat_template=own.jinja"]
+    own_template = [*words, "data.chat_template=own.jinja"]
     Path("own.jinja").write_text(with_template.chat_template)
-    assert cli.main(["data", "preview", *own]) == 2
+    assert cli.main(["data", "preview", *own_template]) == 2
     assert "{instruction: question, output: answer}" in capsys.readouterr().err

@@ -632,8 +632,8 @@ def test_reduced_gradients_of_replicas_that_torch_keeps_are_counted(fsdp: dict[s
     config = engine_config(saved_model("llama"), "1", fsdp={"param_dtype": "bf16", **fsdp})
     for mesh, sizes in (({"dp_replicate": 2, "dp_shard": 2}, (2, 2)), ({"dp_shard": 4}, (1, 4))):
         model = Blueprint(replace(config, mesh=MeshConfig(**mesh)), "cpu", None)
-        whole = MeshSizes(*sizes, 1, 1, 1, 1)
-        (memory,) = memory_by_stage(model, whole, None)
+        mesh_sizes = MeshSizes(*sizes, 1, 1, 1, 1)
+        (memory,) = memory_by_stage(model, mesh_sizes, None)
         replicas = sum(u.trained_padded // u.shards * u.count for u in memory.share.units) * copies
         assert memory.reduced == (replicas if sizes[0] > 1 else 0)
 

@@ -82,21 +82,21 @@ def agents(function: str = "solve", **keys: Any) -> Agents:
     return loaded
 
 
-def play(engine: Any, asked: Agents, questions: Sequence[Prompt], count: int = 1) -> list[SampleGroup]:
+def play(engine: Any, agents_used: Agents, questions: Sequence[Prompt], count: int = 1) -> list[SampleGroup]:
     """The rewarded groups of these prompts, at the same time."""
 
     async def played() -> list[SampleGroup]:
-        await asked.start()
+        await agents_used.start()
         try:
-            calls = (rollout_group(prompt, count, engine, SAMPLING, asked, seed=11) for prompt in questions)
+            calls = (rollout_group(prompt, count, engine, SAMPLING, agents_used, seed=11) for prompt in questions)
             groups = list(await asyncio.gather(*calls))
-            async with Rewards(asked.config.rl) as rewards:
+            async with Rewards(agents_used.config.rl) as rewards:
                 for group in groups:
                     decode(group.samples, TOKENIZER)
                     await rewards.score(group.samples, Failures())
             return groups
         finally:
-            await asked.close()
+            await agents_used.close()
 
     return asyncio.run(played())
 
@@ -114,8 +114,8 @@ def trained(path: str) -> tuple[list[SampleGroup], dict[str, Tensor], tuple[int,
     note_beginnings(samples)
     read = ReadSamples(samples, routed=False)
     plan, local_documents = engine.plan_step(read)
-    for index, found in engine.readout(plan, local_documents).items():
-        samples[index].old_logprobs = np.where(samples[index].sampled, found["logprob"].numpy(), np.float32(0))
+    for index, readout in engine.readout(plan, local_documents).items():
+        samples[index].old_logprobs = np.where(samples[index].sampled, readout["logprob"].numpy(), np.float32(0))
     require_exact(samples)
     for sample in samples:
         sample.old_logprobs = None
@@ -166,14 +166,14 @@ def test_what_is_trained_is_what_agents_heard() -> None:
     for group in groups:
         for episode in group.episodes:
             parts = [sample for sample in group.samples if sample.number == episode.number]
-            heard = sorted((*prompt, *ids) for prompt, ids, _ in episode.notes["heard"])
+            calls = sorted((*prompt, *ids) for prompt, ids, _ in episode.notes["heard"])
             drawn = [token for part in parts for token in part.tokens[part.sampled].tolist()]
             assert sorted(drawn) == sorted(token for _, ids, _ in episode.notes["heard"] for token in ids)
             logprobs = [x for part in parts for x in part.rollout_logprobs[part.sampled].tolist()]
-            said = [x for _, _, answered in episode.notes["heard"] for x in answered]
-            assert sorted(logprobs) == sorted(said)
-            whole = [tuple(part.tokens.tolist()) for part in parts]
-            assert all(any(path[: len(call)] == call for path in whole) for call in heard)
+            answered_logprobs = [x for _, _, answered in episode.notes["heard"] for x in answered]
+            assert sorted(logprobs) == sorted(answered_logprobs)
+            paths = [tuple(part.tokens.tolist()) for part in parts]
+            assert all(any(path[: len(call)] == call for path in paths) for call in calls)
             assert {part.reward for part in parts} == {episode.reward}
     assert forwarded == nodes
     figures = compare_gradients(gradients, plain_gradients(path, groups), {})
@@ -240,16 +240,16 @@ def test_runs_are_equal_and_can_be_replayed(tmp_path: Path) -> None:
 def test_an_agent_that_fails_costs_its_episode(tmp_path: Path) -> None:
     plays = ("raises", "exits", "hangs", "text", "nothing", "posts", "well")
     groups = play(Scripted("four"), agents("fails", agent_timeout=1.0), prompts(plays))
-    found = {name: group.samples[0] for name, group in zip(plays, groups, strict=True)}
-    errors = {name: sample.notes.get("error", "") for name, sample in found.items()}
+    by_play = {name: group.samples[0] for name, group in zip(plays, groups, strict=True)}
+    errors = {name: sample.notes.get("error", "") for name, sample in by_play.items()}
     assert errors["raises"].endswith(": ValueError: no idea")
     assert errors["exits"].endswith(": its process ended with status 3")
     assert errors["hangs"].endswith(" took more than 1 seconds")
     assert "gave 'good' for a reward, which is no number" in errors["text"]
     assert "gave no reward: return one" in errors["nothing"]
-    assert not any(found[name].counts for name in ("raises", "exits", "hangs", "text", "nothing"))
-    assert (found["posts"].reward, found["posts"].notes["why"], found["well"].reward) == (0.5, "posted", 1.0)
-    assert all(sample.length for sample in found.values())  # what they drew is recorded
+    assert not any(by_play[name].counts for name in ("raises", "exits", "hangs", "text", "nothing"))
+    assert (by_play["posts"].reward, by_play["posts"].notes["why"], by_play["well"].reward) == (0.5, "posted", 1.0)
+    assert all(sample.length for sample in by_play.values())  # what they drew is recorded
 
 
 def test_a_command_is_an_agent(tmp_path: Path) -> None:
@@ -273,18 +273,18 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
 
 @pytest.mark.covers("rl.agents_at_once")
 def test_more_agents_than_may_run_at_once_wait() -> None:
-    running, most = 0, 0
+    running, highest = 0, 0
 
     class Counting(Scripted):
         async def generate(self, request: Request) -> list[Completion]:
-            nonlocal running, most
-            running, most = running + 1, max(most, running + 1)
+            nonlocal running, highest
+            running, highest = running + 1, max(highest, running + 1)
             await asyncio.sleep(0.1)
             running -= 1
             return await super().generate(request)
 
     groups = play(Counting("four"), agents("fails", agents_at_once=2), prompts(["well"] * 5))
-    assert most == 2 and [group.samples[0].reward for group in groups] == [1.0] * 5
+    assert highest == 2 and [group.samples[0].reward for group in groups] == [1.0] * 5
 
 
 @pytest.mark.covers("rl.agent_host", "rl.agent_port")
@@ -292,19 +292,19 @@ def test_where_the_endpoint_listens() -> None:
     """On loopback unless told otherwise; a port that is taken is an error before agents start."""
 
     async def listening() -> tuple[str, str, str]:
-        one = agents()
-        await one.start()
-        port = int(one.endpoint.base_url.rpartition(":")[2].removesuffix("/v1"))
+        first = agents()
+        await first.start()
+        port = int(first.endpoint.base_url.rpartition(":")[2].removesuffix("/v1"))
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}") as error:
             await agents(agent_port=port).start()
-        other = agents(agent_host="127.0.0.2", agent_port=port)
-        await other.start()
-        await one.close()
-        await other.close()
-        return one.endpoint.base_url, other.endpoint.base_url, str(error.value)
+        second = agents(agent_host="127.0.0.2", agent_port=port)
+        await second.start()
+        await first.close()
+        await second.close()
+        return first.endpoint.base_url, second.endpoint.base_url, str(error.value)
 
-    one, other, error = asyncio.run(listening())
-    assert one.startswith("http://127.0.0.1:") and other == one.replace("127.0.0.1", "127.0.0.2")
+    first, second, error = asyncio.run(listening())
+    assert first.startswith("http://127.0.0.1:") and second == first.replace("127.0.0.1", "127.0.0.2")
     assert "Set rl.agent_port=0" in error
 
 
@@ -408,9 +408,9 @@ def test_calls_of_tools_and_stop_texts() -> None:
     result = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
     longer = {**body, "messages": [*body["messages"], choice["message"], result]}
     (_, _), (_, second) = asked(engine, body, longer, longest=100)
-    known = first["prompt_token_ids"] + choice["token_ids"]
-    assert second["prompt_token_ids"][: len(known)] == known
-    assert "<tool_response>\n4" in TOKENIZER.decode(second["prompt_token_ids"][len(known) :])
+    conversation = first["prompt_token_ids"] + choice["token_ids"]
+    assert second["prompt_token_ids"][: len(conversation)] == conversation
+    assert "<tool_response>\n4" in TOKENIZER.decode(second["prompt_token_ids"][len(conversation) :])
     stopped = asked(Scripted("a STOP", end=False), {**body, "tools": None, "stop": "STOP"})[0][1]["choices"][0]
     assert stopped["message"]["content"] == "a " and stopped["finish_reason"] == "stop"
 

@@ -37,21 +37,30 @@ def rollouts() -> list[SampleGroup]:
             tokens = 2 + (3 * number + index) % 5
             names = ("old_logprobs", "ref_logprobs", "values")
             arrays = {name: generator.normal(-1.0, 0.3, tokens).tolist() for name in names}
-            samples.append(sample(number, tokens, reward, index=index, gaps=[1] if tokens > 4 else [], **arrays))
+            samples.append(drawn_sample(number, tokens, reward, index=index, gaps=[1] if tokens > 4 else [], **arrays))
         groups.append(SampleGroup(samples[0].prompt, samples))
     return groups
 
 
 def plain_rows(groups: list[SampleGroup]) -> list[PlainSample]:
     rows = []
-    for place, group in enumerate(groups):
-        for one in group.samples:
+    for group_number, group in enumerate(groups):
+        for drawn_sample in group.samples:
             arrays = {
-                n: torch.from_numpy(getattr(one, n)[one.sampled]) for n in ("old_logprobs", "ref_logprobs", "values")
+                n: torch.from_numpy(getattr(drawn_sample, n)[drawn_sample.sampled])
+                for n in ("old_logprobs", "ref_logprobs", "values")
             }
-            drawn = np.flatnonzero(one.sampled).tolist()
+            drawn = np.flatnonzero(drawn_sample.sampled).tolist()
             rows.append(
-                PlainSample(one.tokens.tolist(), drawn, place, one.reward, True, torch.zeros(len(drawn)), **arrays)
+                PlainSample(
+                    drawn_sample.tokens.tolist(),
+                    drawn,
+                    group_number,
+                    drawn_sample.reward,
+                    True,
+                    torch.zeros(len(drawn)),
+                    **arrays,
+                )
             )
     return rows
 
@@ -63,13 +72,13 @@ def test_an_advantage_is_that_of_single_rows(name: str, keys: dict[str, Any]) ->
     rows = plain_rows(groups)
     estimates = [value for group in ADVANTAGES[name].estimate(groups, rl) for value in group]
     rl_reference.compare(rows, rl)
-    samples = [one for group in groups for one in group.samples]
-    for one, estimate, row in zip(samples, estimates, rows, strict=True):
+    samples = [drawn_sample for group in groups for drawn_sample in group.samples]
+    for drawn_sample, estimate, row in zip(samples, estimates, rows, strict=True):
         expected = row.advantage.double().numpy()
-        assert np.broadcast_to(estimate, expected.shape) == pytest.approx(expected, abs=1e-9), one.id
+        assert np.broadcast_to(estimate, expected.shape) == pytest.approx(expected, abs=1e-9), drawn_sample.id
         if ADVANTAGES[name].needs_critic:
-            assert one.returns is not None
-            assert one.returns[one.sampled] == pytest.approx(row.returns.numpy(), abs=1e-6)
+            assert drawn_sample.returns is not None
+            assert drawn_sample.returns[drawn_sample.sampled] == pytest.approx(row.returns.numpy(), abs=1e-6)
 
 
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)

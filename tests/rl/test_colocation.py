@@ -98,8 +98,8 @@ async def train(trainer: TrainerRank, switch: DeviceSharing, asleep: list[Any]) 
         seeds = tuple(range(10 * number, 10 * number + 4))
         samples = as_samples(await switch.engine.generate(Request(f"{number}", PROMPT, seeds, SamplingParams(9))))
         await switch.to_training()
-        for who, name in (("policy", "old_logprobs"), ("reference", "ref_logprobs"), ("critic", "values")):
-            for index, values in trainer.read(who, samples).items():  # type: ignore[arg-type]
+        for role, name in (("policy", "old_logprobs"), ("reference", "ref_logprobs"), ("critic", "values")):
+            for index, values in trainer.read(role, samples).items():  # type: ignore[arg-type]
                 setattr(samples[index], name, values)
         lines.append(trainer.update(samples, number, STEPS, 1, 0.01).line)
         await switch.to_rollouts(number)
@@ -143,7 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def apart(folder: Path) -> tuple[Any, ...]:
+def separate(folder: Path) -> tuple[Any, ...]:
     """Engine and trainer on devices of their own, neither of which ever sleeps."""
     (found,) = run(1, trained, folder, "hf", False, ())
     return tuple(found)
@@ -151,23 +151,23 @@ def apart(folder: Path) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("engine", "parts"), [("hf", PARTS), ("hf", ()), ("embedded", PARTS)])
 def test_what_is_trained_is_the_same_whoever_sleeps(
-    folder: Path, apart: tuple[Any, ...], engine: str, parts: tuple[Part, ...]
+    folder: Path, separate: tuple[Any, ...], engine: str, parts: tuple[Part, ...]
 ) -> None:
-    (found,) = run(1, trained, folder, engine, True, parts)
-    lines, weights, asleep, phases = found
-    assert lines == apart[0] and all(torch.equal(value, apart[1][name]) for name, value in weights.items())
+    (result,) = run(1, trained, folder, engine, True, parts)
+    lines, weights, asleep, phases = result
+    assert lines == separate[0] and all(torch.equal(value, separate[1][name]) for name, value in weights.items())
     assert all(set(keys) == set(parts) for step in asleep for keys in step)
-    assert phases == {"sync", "sleep", "wake"} and apart[3] == {"sync"}
+    assert phases == {"sync", "sleep", "wake"} and separate[3] == {"sync"}
 
 
 @pytest.mark.parametrize("plant", ["stays asleep", "wakes empty"])
-def test_a_part_that_is_not_woken_is_seen(folder: Path, apart: tuple[Any, ...], plant: str) -> None:
+def test_a_part_that_is_not_woken_is_seen(folder: Path, separate: tuple[Any, ...], plant: str) -> None:
     if plant == "stays asleep":
         with pytest.raises(AssertionError, match="optimizer are asleep: call wake"):
             run(1, trained, folder, "embedded", True, PARTS, plant)
         return
     ((lines, *_),) = run(1, trained, folder, "embedded", True, PARTS, plant)
-    assert lines[0] == apart[0][0] and lines != apart[0]
+    assert lines[0] == separate[0][0] and lines != separate[0]
 
 
 @pytest.mark.covers("cluster.offload_during_rollout")
@@ -197,19 +197,19 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
     async def body() -> tuple[list[Any], list[Any]]:
         await switch.to_rollouts(0)
         engine = switch.engine
-        asked = [asyncio.ensure_future(engine.generate(request)) for request in requests]
-        await asyncio.wait({asked[0]})
+        futures = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+        await asyncio.wait({futures[0]})
         trainer.update(learnt, 1, 2, 1, 0.01)
         await switch.to_rollouts(1)
-        found = [await future for future in asked]
-        return found, [await engine.generate(request) for request in requests]
+        answers = [await future for future in futures]
+        return answers, [await engine.generate(request) for request in requests]
 
     learnt = as_samples([])
     learnt = [
         sample(n, 6, 1.0, advantages=[(-1.0) ** n] * 6, old_logprobs=[-1.0] * 6, values=[0.0] * 6) for n in range(2)
     ]
-    for one in learnt:
-        one.returns, one.ref_logprobs = one.values, one.old_logprobs
+    for member in learnt:
+        member.returns, member.ref_logprobs = member.values, member.old_logprobs
     before: list[Any] = []
     update = trainer.update
 
@@ -219,14 +219,14 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
 
     trainer.update = noting  # type: ignore[method-assign]
     with patch.object(batch_pool.StandalonePool, "turn", 0.0):  # one token of each at a time
-        found, fresh = asyncio.run(body())
-    samples = as_samples([c for completions in found for c in completions])
+        answers, fresh = asyncio.run(body())
+    samples = as_samples([c for completions in answers for c in completions])
     prompts = [request.tokens for request in requests for _ in request.seeds]
     versions = []
-    for one, prompt, completion in zip(samples, prompts, [c for cs in found for c in cs], strict=True):
-        one.tokens = np.array([*prompt, *completion.tokens])
-        one.sampled = np.array([False] * len(prompt) + [True] * len(completion.tokens))
-        one.rollout_logprobs = np.array([0.0] * len(prompt) + list(completion.logprobs), np.float32)
+    for member, prompt, completion in zip(samples, prompts, [c for cs in answers for c in cs], strict=True):
+        member.tokens = np.array([*prompt, *completion.tokens])
+        member.sampled = np.array([False] * len(prompt) + [True] * len(completion.tokens))
+        member.rollout_logprobs = np.array([0.0] * len(prompt) + list(completion.logprobs), np.float32)
         versions.append(np.repeat([v for v, _ in completion.versions], [n for _, n in completion.versions]))
     distances = []
     for version in (1, 0):
@@ -236,28 +236,31 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
                     tensor.copy_(before[0][name])
         read = trainer.read("policy", samples)
         differences = [
-            np.abs(read[i] - one.rollout_logprobs)[one.sampled][versions[i] == version] for i, one in enumerate(samples)
+            np.abs(read[i] - member.rollout_logprobs)[member.sampled][versions[i] == version]
+            for i, member in enumerate(samples)
         ]
         distances.append(float(np.concatenate(differences).max(initial=0.0)))
     assert trainer.sender is not None
     trainer.sender.close()
-    return found, fresh, distances, int(sum((v == 0).sum() for v in versions[2:]))
+    return answers, fresh, distances, int(sum((v == 0).sum() for v in versions[2:]))
 
 
 @pytest.mark.covers("rollout.on_weight_update")
 @pytest.mark.parametrize("unfinished", ["continue", "drop"])
 def test_completions_that_are_unfinished_when_weights_change(folder: Path, unfinished: str) -> None:
-    ((found, fresh, distances, old),) = run(1, synced_meanwhile, folder, unfinished)
-    assert [len(completions) for completions in found] == [2, 2, 2]
-    for n, completions in enumerate(found):  # none is lost, or longer than asked for
+    ((answers, fresh, distances, old),) = run(1, synced_meanwhile, folder, unfinished)
+    assert [len(completions) for completions in answers] == [2, 2, 2]
+    for n, completions in enumerate(answers):  # none is lost, or longer than asked for
         assert all(len(c.tokens) == 4 + 8 * n == sum(count for _, count in c.versions) for c in completions)
-    assert all(c.versions == ((0, 4),) for c in found[0])
+    assert all(c.versions == ((0, 4),) for c in answers[0])
     assert max(distances) < 1e-5, distances
     if unfinished == "drop":
-        assert old == 0 and [[c.tokens for c in cs] for cs in found[1:]] == [[c.tokens for c in cs] for cs in fresh[1:]]
-        assert all(c.versions == ((1, len(c.tokens)),) for cs in found[1:] for c in cs)
+        assert old == 0 and [[c.tokens for c in cs] for cs in answers[1:]] == [
+            [c.tokens for c in cs] for cs in fresh[1:]
+        ]
+        assert all(c.versions == ((1, len(c.tokens)),) for cs in answers[1:] for c in cs)
     else:
-        assert all([v for v, _ in c.versions] == [0, 1] for cs in found[1:] for c in cs) and old > 0
+        assert all([v for v, _ in c.versions] == [0, 1] for cs in answers[1:] for c in cs) and old > 0
 
 
 # ---------------------------------------------------------------- the recipe
@@ -278,10 +281,10 @@ def test_a_run_in_turns_is_the_run_apart_and_auto_leaves_nothing_of_its_trial(
     local_rl.start(task, tmp_path / "auto", *keys, "cluster.offload_during_rollout=[parameters,optimizer,gradients]")
     local_rl.same_run(tmp_path / "auto", tmp_path / "apart")
     line = r"placed   (\w+): seconds of a rollout step: colocated ([\d.e-]+), disaggregated ([\d.e-]+)\n"
-    found = re.search(line, capsys.readouterr().out)
-    assert found is not None
-    faster = "colocated" if float(found[2]) <= float(found[3]) else "disaggregated"
-    assert found[1] == faster and f"  placement: {faster}\n" in (tmp_path / "auto/config.yaml").read_text()
+    match = re.search(line, capsys.readouterr().out)
+    assert match is not None
+    faster = "colocated" if float(match[2]) <= float(match[3]) else "disaggregated"
+    assert match[1] == faster and f"  placement: {faster}\n" in (tmp_path / "auto/config.yaml").read_text()
     assert not (tmp_path / "auto/placement-trial").exists()
     run = tmp_path / "colocated"
     local_rl.start(

@@ -96,9 +96,9 @@ def plain(path: str, weights: Tensors, clip: float | None) -> tuple[list[Tensor]
         target, old, weight = array["returns"][1:], array["values"][1:], torch.tensor(mask[1:])
         loss = (value - target) ** 2
         if clip is not None:
-            other = (old + (value - old).clamp(-clip, clip) - target) ** 2
-            clipped += float((weight * (other > loss)).sum())
-            loss = torch.stack([loss, other]).amax(0)
+            clipped_loss = (old + (value - old).clamp(-clip, clip) - target) ** 2
+            clipped += float((weight * (clipped_loss > loss)).sum())
+            loss = torch.stack([loss, clipped_loss]).amax(0)
         losses.append((weight * loss).sum() / 2 / total)
     loss = torch.stack(losses).sum()
     loss.backward()
@@ -114,7 +114,7 @@ def plain(path: str, weights: Tensors, clip: float | None) -> tuple[list[Tensor]
 def test_values_loss_and_gradients(family: str, mesh: str, clip: float | None) -> None:
     """qwen3's policy is tied: a critic's head has nothing to be tied to. On 4 ranks the head's one row is on one."""
     path = saved_model(family)
-    weights, values, metrics, found = run(world_of(mesh), ours, path, mesh, clip)[0]
+    weights, values, metrics, actual = run(world_of(mesh), ours, path, mesh, clip)[0]
     expected, loss, clipped, gradients = plain(path, weights, clip)
     for index, value in enumerate(expected):
         torch.testing.assert_close(values[index][1:], value, rtol=SCALAR, atol=SCALAR)
@@ -122,7 +122,7 @@ def test_values_loss_and_gradients(family: str, mesh: str, clip: float | None) -
     assert metrics["loss/value_avg"] == pytest.approx(loss, rel=SCALAR)
     assert (metrics["val/clipfrac_avg"] if clip else 0.0) == pytest.approx(clipped, rel=SCALAR)
     assert not clip or 0.1 < clipped < 0.9
-    figures = compare_gradients(found, gradients, {})
+    figures = compare_gradients(actual, gradients, {})
     assert len(figures) == len(weights) and all(figure.value <= GRADIENT for figure in figures), figures
 
 
@@ -151,8 +151,8 @@ def train(engine: Engine) -> None:
     engine.apply(1e-3)
 
 
-def same_weights(one: Engine, other: Engine) -> bool:
-    pairs = zip(one.tensors(), other.tensors(), strict=True)
+def same_weights(first: Engine, second: Engine) -> bool:
+    pairs = zip(first.tensors(), second.tensors(), strict=True)
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
@@ -163,11 +163,11 @@ def test_a_critic_is_saved_beside_its_policy_as_a_classifier_and_resumed(mesh: s
     checkpoint = tmp_path / "checkpoints" / "step-000001"
     assert (checkpoint / "trainer_state").is_dir() and (checkpoint / "critic" / "trainer_state").is_dir()
     assert transformers.AutoConfig.from_pretrained(checkpoint).architectures == ["LlamaForCausalLM"]
-    read, told = transformers.AutoModelForSequenceClassification.from_pretrained(
+    read, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
         checkpoint / "critic", output_loading_info=True
     )
     assert read.num_labels == 1 and read.score.weight.any()
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
 
 
 def refusal(path: str) -> str:
@@ -186,21 +186,21 @@ def test_models_that_no_critic_can_be_made_of_are_named(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- together
 
 
-def beside_each_other(path: str, mesh: str, together: bool) -> tuple[Tensors, Tensors, Tensors]:
+def beside_each_other(path: str, mesh: str, shared: bool) -> tuple[Tensors, Tensors, Tensors]:
     """(policy after a step, critic after a step, the reference's logprobs afterwards); the policy of another mesh."""
     policy = open_engine(path, mesh)
     opened: list[Engine] = [policy]
-    if together:
+    if shared:
         opened += _others(path, mesh, policy)
         assert opened[1].mesh is policy.mesh is not opened[2].mesh
     documents, metas = to_documents(policy, STEP)
     policy.accumulate(policy.plan(metas), documents, CrossEntropy())
     policy.apply(1e-3)
-    _, reference, value = opened if together else (policy, *_others(path, mesh, None))
+    _, reference, value = opened if shared else (policy, *_others(path, mesh, None))
     train(value)
-    found = reference.readout(reference.plan(metas), documents)
+    readout = reference.readout(reference.plan(metas), documents)
     parts: list[dict[int, Tensors]] = [{} for _ in range(policy.ranks.world)]
-    dist.all_gather_object(parts, found)
+    dist.all_gather_object(parts, readout)
     logprobs = {str(index): values["logprob"] for part in parts for index, values in part.items()}
     return dict(policy.tensors()), dict(value.tensors()), logprobs
 
@@ -212,13 +212,13 @@ def _others(path: str, mesh: str, policy: Engine | None) -> list[Engine]:
 
 def test_three_engines_in_the_same_ranks_do_not_know_of_each_other() -> None:
     path = saved_model("qwen3_moe")
-    one, other = (run(4, beside_each_other, path, "2x2", together)[0] for together in (True, False))
-    for mine, its in zip(one, other, strict=True):
-        assert mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
+    shared_results, single_results = (run(4, beside_each_other, path, "2x2", shared)[0] for shared in (True, False))
+    for actual, reference in zip(shared_results, single_results, strict=True):
+        assert actual.keys() == reference.keys() and all(torch.equal(actual[name], reference[name]) for name in actual)
     start = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = torch.tensor([STEP[0][0]])
     expected = start(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    torch.testing.assert_close(one[2]["0"][1:], expected.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(shared_results[2]["0"][1:], expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
@@ -234,9 +234,9 @@ def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
         member.tokens[member.sampled] += 7 * index  # what they drew tells them apart
     first, losses, explained = collect(trainer.read("policy", samples)), [], []
     for number in range(1, 13):
-        asked: dict[Role, str] = {"policy": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
-        for who, name in asked.items():
-            for index, values in collect(trainer.read(who, samples)).items():
+        reads: dict[Role, str] = {"policy": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
+        for role, name in reads.items():
+            for index, values in collect(trainer.read(role, samples)).items():
                 setattr(samples[index], name, values)
         explained.append(advantages(groups, trainer.config.rl)["critic/explained_variance"])
         line = trainer.update(samples, number, 12, 1, 1e-4).line
@@ -246,10 +246,10 @@ def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
     return losses, explained, same and moved
 
 
-def collect(mine: dict[int, Floats]) -> dict[int, Floats]:
+def collect(local: dict[int, Floats]) -> dict[int, Floats]:
     """Of all ranks."""
     parts: list[dict[int, Floats]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
+    dist.all_gather_object(parts, local)
     return {index: values for part in parts for index, values in part.items()}
 
 
@@ -279,9 +279,9 @@ def test_what_is_not_said_of_reference_and_critic_is_as_the_policys() -> None:
     config = read("model.freeze=[lm_head]")
     policy, reference, value = policy_config(config), reference_config(config), critic_config(config)
     assert reference is not None and value is not None
-    for other in (reference, value):
-        assert (other.model.path, other.mesh, other.step) == ("m", policy.mesh, policy.step)
-        assert other.fsdp == policy.fsdp and other.seed == policy.seed and not other.model.freeze
+    for model_config in (reference, value):
+        assert (model_config.model.path, model_config.mesh, model_config.step) == ("m", policy.mesh, policy.step)
+        assert model_config.fsdp == policy.fsdp and model_config.seed == policy.seed and not model_config.model.freeze
     assert reference.purpose == "inference" and reference.temperature == policy.temperature == 0.7
     assert reference.score is None and value.score == ScoreSpec(first="zeros") and value.purpose == "train"
     assert value.temperature == 1.0 and value.optimizer.weight_decay == 0.3 and value.optimizer.ema_decay is None
@@ -319,7 +319,7 @@ def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_
     "teacher.max_tokens_per_device",
 )
 @pytest.mark.parametrize(
-    ("override", "where", "value"),
+    ("override", "key", "value"),
     [
         ("path=r", "model.path", "r"),
         ("param_dtype=bf16", "fsdp.param_dtype", "bf16"),
@@ -333,15 +333,15 @@ def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_
         ("lr=3e-5", "optimizer.lr", 3e-5),
     ],
 )
-def test_what_is_said_is_the_engines_own(override: str, where: str, value: object) -> None:
-    found = {"reference": reference_config, "critic": critic_config, "teacher": teacher_config}
-    for section, config_of in found.items():
+def test_what_is_said_is_the_engines_own(override: str, key: str, value: object) -> None:
+    configs = {"reference": reference_config, "critic": critic_config, "teacher": teacher_config}
+    for section, config_of in configs.items():
         if f"{section}.{override.partition('=')[0]}" not in schema_keys(RlConfig):
             continue
         before, after = read("rl.teacher=t"), read("rl.teacher=t", f"{section}.{override}")
-        assert get(config_of(after), where) == value != get(config_of(before), where)
+        assert get(config_of(after), key) == value != get(config_of(before), key)
         assert policy_config(before) == policy_config(after)
-        assert all(other(before) == other(after) for name, other in found.items() if name != section)
+        assert all(derive(before) == derive(after) for name, derive in configs.items() if name != section)
 
 
 def test_engines_that_nothing_asks_for_are_not_opened_and_their_keys_refused() -> None:
@@ -363,8 +363,8 @@ def test_engines_that_nothing_asks_for_are_not_opened_and_their_keys_refused() -
 
 
 def test_whose_model_it_is_that_cannot_be_read() -> None:
-    (said,) = run(1, unreadable, saved_model("granite"))
-    assert said.startswith("the critic (keys critic.*, others as the policy's): model.path: transformers")
+    (message,) = run(1, unreadable, saved_model("granite"))
+    assert message.startswith("the critic (keys critic.*, others as the policy's): model.path: transformers")
 
 
 def unreadable(path: str) -> str:

@@ -61,14 +61,14 @@ class Scripted:
         if len(tokens) > request.sampling.max_new_tokens:
             tokens, finish = tokens[: request.sampling.max_new_tokens], "length"
         n = len(tokens)
-        known = len(request.tokens) + n - 1
-        routes = np.full((known, 1, 1), turn, np.uint8)
+        length = len(request.tokens) + n - 1
+        routes = np.full((length, 1, 1), turn, np.uint8)
         return Completion(tuple(tokens), (-0.5 - turn,) * n, finish, ((turn, n),), routes=routes)
 
 
-def episodes(kind: type[Environment], max_turns: int = 5, most: int = 400, timeout: float = 20) -> Episodes:
+def episodes(kind: type[Environment], max_turns: int = 5, max_tokens: int = 400, timeout: float = 20) -> Episodes:
     pool = EnvironmentPool(f"{kind.__module__}:{kind.__name__}")
-    return Episodes(kind, pool, ChatRenderer(TOKENIZER), max_turns, most, timeout)
+    return Episodes(kind, pool, ChatRenderer(TOKENIZER), max_turns, max_tokens, timeout)
 
 
 def play(engine: Scripted, env: Episodes | None, prompt: Prompt = QUESTION, count: int = 1) -> SampleGroup:
@@ -92,8 +92,8 @@ def play_all(engine: Scripted, env: Episodes | None, prompts: Sequence[Prompt], 
 def shown(sample: Sample, sampled: bool) -> str:
     """The completion with what was not sampled, or what was, left out."""
     n = len(sample.prompt.tokens)
-    kept = [int(t) for t, s in zip(sample.tokens[n:], sample.sampled[n:], strict=True) if s == sampled]
-    return str(TOKENIZER.decode(kept))
+    selected = [int(t) for t, s in zip(sample.tokens[n:], sample.sampled[n:], strict=True) if s == sampled]
+    return str(TOKENIZER.decode(selected))
 
 
 def test_without_an_environment_a_group_is_one_request() -> None:
@@ -115,9 +115,9 @@ def test_a_conversation_is_appended_and_its_replies_are_not_trained() -> None:
     """By hand, with Qwen3's template: the policy's tokens as sampled, the tool's result as the template renders it."""
     engine = Scripted("say <b>", "done")
     (sample,) = play(engine, episodes(Echo)).samples
-    given = "\n<|im_start|>user\n<tool_response>\n<b>\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert TOKENIZER.decode(sample.completion()) == f"say <b><|im_end|>{given}done<|im_end|>"
-    assert shown(sample, True) == "say <b><|im_end|>done<|im_end|>" and shown(sample, False) == given
+    reply = "\n<|im_start|>user\n<tool_response>\n<b>\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(sample.completion()) == f"say <b><|im_end|>{reply}done<|im_end|>"
+    assert shown(sample, True) == "say <b><|im_end|>done<|im_end|>" and shown(sample, False) == reply
     first, second = engine.requests
     assert second.tokens[: len(first.tokens) + 8] == tuple(int(t) for t in sample.tokens[: len(first.tokens) + 8])
     assert (first.seeds, second.seeds) == ((seed_of(11, "0.0", 0, 0),), (seed_of(11, "0.0", 0, 1),))
@@ -163,9 +163,9 @@ def test_plain_text_goes_behind_an_answer_as_it_stands() -> None:
 def test_where_a_conversation_ends() -> None:
     (sample,) = play(Scripted("say a", "say b", "say c"), episodes(Echo, max_turns=2)).samples
     assert sample.turns == 2 and shown(sample, True) == "say a<|im_end|>say b<|im_end|>"
-    (sample,) = play(Scripted("say a", "x" * 500), episodes(Echo, most=120)).samples
+    (sample,) = play(Scripted("say a", "x" * 500), episodes(Echo, max_tokens=120)).samples
     assert sample.finish == "length" and len(sample) == len(QUESTION.tokens) + 120
-    (sample,) = play(Scripted("say " + "x" * 60, "done"), episodes(Echo, most=100)).samples
+    (sample,) = play(Scripted("say " + "x" * 60, "done"), episodes(Echo, max_tokens=100)).samples
     assert sample.finish == "length" and sample.sampled[-1] and sample.turns == 1
 
 
@@ -173,8 +173,8 @@ def test_a_reply_that_leaves_no_token_for_an_answer_is_not_taken() -> None:
     engine = Scripted("say a", "say b")
     play(engine, episodes(Echo, max_turns=2))
     full = len(engine.requests[1].tokens) - len(QUESTION.tokens)
-    for most, turns in ((full, 1), (full + 1, 2)):
-        (sample,) = play(Scripted("say a", "say b"), episodes(Echo, max_turns=2, most=most)).samples
+    for max_tokens, turns in ((full, 1), (full + 1, 2)):
+        (sample,) = play(Scripted("say a", "say b"), episodes(Echo, max_turns=2, max_tokens=max_tokens)).samples
         assert (sample.finish, sample.turns) == ("length", turns)
 
 
@@ -247,11 +247,11 @@ def test_more_conversations_than_there_is_room_for_wait() -> None:
 def test_a_controller_may_have_thousands_of_files_open() -> None:
     """Of hundreds of conversations, of Ray, of data: descriptors of the fork server have numbers above 1023, then."""
     with open(os.devnull) as file:
-        others = [os.dup(file.fileno()) for _ in range(1100)]
+        descriptors = [os.dup(file.fileno()) for _ in range(1100)]
     try:
         (sample,) = play(Scripted("say a", "b"), episodes(Echo)).samples
     finally:
-        for descriptor in others:
+        for descriptor in descriptors:
             os.close(descriptor)
     assert sample.rewards == {"environment": 1.25} and "error" not in sample.notes
 
@@ -309,10 +309,10 @@ def test_they_end_with_the_controller(tmp_path: Path) -> None:
 @pytest.mark.covers("rl.dynamic_sampling")
 def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
     """Rewards of prompt i's group: equal where i is even. Five rounds find enough; one fills up with what it has."""
-    asked: list[list[int]] = []
+    requested: list[list[int]] = []
 
     async def roll(prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        asked.append([prompt.index for prompt in prompts])
+        requested.append([prompt.index for prompt in prompts])
         (sample,) = (await rollout_group(QUESTION, 1, Scripted("a"), SAMPLING, None, 0)).samples
         rewards = [(1.0, float(prompt.index % 2 == 0)) for prompt in prompts]
         return [
@@ -321,14 +321,14 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
         ]
 
     def run(rounds: int) -> tuple[list[int], int]:
-        asked.clear()
+        requested.clear()
         stream = PromptStream([replace(QUESTION, index=i) for i in range(20)], 4, 0, shuffle=False)
         groups, replaced = asyncio.run(groups_to_train(stream, roll, rounds))
         return [group.prompt.index for group in groups], replaced
 
-    assert run(5) == ([1, 3, 5, 7], 4) and asked == [[0, 1, 2, 3], [4, 5], [6], [7]]
-    assert run(1) == ([1, 3, 5, 0], 2) and asked == [[0, 1, 2, 3], [4, 5]]
-    assert run(0) == ([0, 1, 2, 3], 0) and asked == [[0, 1, 2, 3]]
+    assert run(5) == ([1, 3, 5, 7], 4) and requested == [[0, 1, 2, 3], [4, 5], [6], [7]]
+    assert run(1) == ([1, 3, 5, 0], 2) and requested == [[0, 1, 2, 3], [4, 5]]
+    assert run(0) == ([0, 1, 2, 3], 0) and requested == [[0, 1, 2, 3]]
 
 
 # ---------------------------------------------------------------- the example
@@ -356,9 +356,9 @@ def test_the_calculator_offers_its_tool_and_answers_calls() -> None:
     )
     group = play(engine, loaded, prompt, count=2)
     for sample in group.samples:
-        given = shown(sample, False)
-        assert "<tool_response>\n84\n</tool_response>" in given
-        assert "<tool_response>\nerror: `open(1)` is no arithmetic\n</tool_response>" in given
+        replies = shown(sample, False)
+        assert "<tool_response>\n84\n</tool_response>" in replies
+        assert "<tool_response>\nerror: `open(1)` is no arithmetic\n</tool_response>" in replies
         assert sample.turns == 3 and sample.notes["calls"] == 2 and sample.trained
     rewards = Rewards(config.rl)
     decode(group.samples, TOKENIZER)

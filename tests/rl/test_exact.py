@@ -52,44 +52,44 @@ def requests() -> list[Request]:
     ]  # fmt: skip
 
 
-def mismatch(engine: Engine, asked: list[Request], answers: list[list[Completion]]) -> tuple[int, int]:
+def mismatch(engine: Engine, batch: list[Request], answers: list[list[Completion]]) -> tuple[int, int]:
     """(tokens, those of them whose logprob the trainer has otherwise), of the documents that this rank reads."""
-    pairs = [(request, completion) for request, group in zip(asked, answers, strict=True) for completion in group]
+    pairs = [(request, completion) for request, group in zip(batch, answers, strict=True) for completion in group]
     tokens_of = [torch.tensor(request.tokens + completion.tokens) for request, completion in pairs]
     documents = {n: Document(tokens, torch.ones(len(tokens))) for n, tokens in enumerate(tokens_of)}
     plan = engine.plan(engine.planner.metadata(documents.values()))
     compared = differing = 0
-    for n, found in engine.readout(plan, {i: documents[i] for i in engine.planner.local_documents(plan)}).items():
+    for n, readout in engine.readout(plan, {i: documents[i] for i in engine.planner.local_documents(plan)}).items():
         recorded = torch.tensor(pairs[n][1].logprobs)
         compared += len(recorded)
-        differing += int((found["logprob"][-len(recorded) :] != recorded).sum())
+        differing += int((readout["logprob"][-len(recorded) :] != recorded).sum())
     return compared, differing
 
 
 def exactness(path: str, mesh: str, plant: bool) -> dict[str, tuple[int, int] | bool]:
     engine, embedded = opened(path, mesh)
-    asked = requests()
-    answers = embedded.generate(asked)
-    found: dict[str, tuple[int, int] | bool] = {"exact": mismatch(engine, asked, answers)}
+    batch = requests()
+    answers = embedded.generate(batch)
+    verdicts: dict[str, tuple[int, int] | bool] = {"exact": mismatch(engine, batch, answers)}
     assert embedded.generator is not None
     embedded.generator.max_tokens = 200  # few rows at a time
-    found["the same in other batches"] = embedded.generate(asked[::-1])[::-1] == answers
+    verdicts["the same in other batches"] = embedded.generate(batch[::-1])[::-1] == answers
     for name in ("_ROWS", "_ELEMENTS") if plant else ():
-        kept = getattr(exact, name)
+        original = getattr(exact, name)
         setattr(exact, name, 1)
         try:
-            found[f"planted: {name}"] = mismatch(engine, asked[1:2], embedded.generate(asked[1:2]))
+            verdicts[f"planted: {name}"] = mismatch(engine, batch[1:2], embedded.generate(batch[1:2]))
         finally:
-            setattr(exact, name, kept)
+            setattr(exact, name, original)
     engine.module.hf_model.set_attn_implementation("weft_per_document")
-    found["planted: attention"] = mismatch(engine, asked, answers)
+    verdicts["planted: attention"] = mismatch(engine, batch, answers)
     engine.module.hf_model.set_attn_implementation("weft_exact")
     if engine.ranks.rank == 0:
         local_shard(engine.module.layers[0][1].get_parameter("self_attn.q_proj.weight").detach()).view(-1)[0] += 1e-6
-    found["a weight moved"] = mismatch(engine, asked, answers)
+    verdicts["a weight moved"] = mismatch(engine, batch, answers)
     embedded.wake()
-    found["exact after the next sync"] = mismatch(engine, asked[:2], embedded.generate(asked[:2]))
-    return found
+    verdicts["exact after the next sync"] = mismatch(engine, batch[:2], embedded.generate(batch[:2]))
+    return verdicts
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def exactness(path: str, mesh: str, plant: bool) -> dict[str, tuple[int, int] | 
 def test_logprobs_are_recorded_as_the_trainer_reads_them(family: str, mesh: str) -> None:
     """Over hundreds of tokens, whole weights or shards, with windows, experts; and each thing done for it is needed."""
     ranks = run(world_of(mesh), exactness, saved_model(family), mesh, family == "llama")
-    assert all(found.pop("the same in other batches") for found in ranks)
-    total = {name: np.sum([found[name] for found in ranks], 0) for name in ranks[0]}
+    assert all(verdicts.pop("the same in other batches") for verdicts in ranks)
+    total = {name: np.sum([verdicts[name] for verdicts in ranks], 0) for name in ranks[0]}
     tokens, differing = total.pop("exact")
     assert tokens > 300 and differing == total.pop("exact after the next sync")[1] == 0
-    assert all(others > 0 for _, others in total.values()), total
+    assert all(compared > 0 for _, compared in total.values()), total
 
 
 # ---------------------------------------------------------------- attention by itself
@@ -123,11 +123,13 @@ def test_exact_attention_is_attention(kind: dict[str, Any], padded: bool) -> Non
     sinks = torch.randn(4, generator=generator).requires_grad_() if kind.get("sinks") else None
     call = Call(query, key, value, Bounds(lengths, padded), 0.3, kind.get("window"), kind.get("softcap"), sinks)
     inputs: list[Tensor] = [x for x in (query, key, value, sinks) if x is not None]
-    found, expected = attend_exactly(call), per_document(call)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    actual, expected = attend_exactly(call), per_document(call)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
     upstream = torch.randn(expected.shape, generator=generator)
-    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, expected)), strict=True):
-        assert torch.equal(ours, theirs)
+    for gradient, reference in zip(
+        *(torch.autograd.grad(out, inputs, upstream) for out in (actual, expected)), strict=True
+    ):
+        assert torch.equal(gradient, reference)
 
 
 def test_a_token_sees_the_same_in_a_row_and_in_a_cache() -> None:
@@ -135,7 +137,7 @@ def test_a_token_sees_the_same_in_a_row_and_in_a_cache() -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = (70, 300, 9)
     query, key, value = (torch.randn(1, heads, 379, 16, generator=generator) for heads in (6, 2, 2))
-    whole = attend_exactly(Call(query, key, value, Bounds(lengths), 0.3, 100, None, None))[0]
+    uncached = attend_exactly(Call(query, key, value, Bounds(lengths), 0.3, 100, None, None))[0]
     for past in (0, 5, 63, 64, 255, 256, 299):
         rows = [(start, min(past, length - 1)) for start, length in zip((0, 70, 370), lengths, strict=True)]
         slots = max(n for _, n in rows) + 1
@@ -145,7 +147,7 @@ def test_a_token_sees_the_same_in_a_row_and_in_a_cache() -> None:
         asking = torch.stack([query[0, :, start + n : start + n + 1] for start, n in rows])
         bounds = Bounds((1,) * 3, padded=True, past=torch.tensor([n for _, n in rows]))
         out = attend_exactly(Call(asking, keys, values, bounds, 0.3, 100, None, None))
-        assert torch.equal(out[:, :, 0], torch.stack([whole[:, start + n] for start, n in rows])), past
+        assert torch.equal(out[:, :, 0], torch.stack([uncached[:, start + n] for start, n in rows])), past
 
 
 # ---------------------------------------------------------------- the proof at start, and of every sample
@@ -194,9 +196,9 @@ class Elsewhere:
 
 async def tried(difference: float) -> str:
     async def read(samples: Sequence[Sample]) -> None:
-        for one in samples:
-            one.old_logprobs = one.rollout_logprobs.copy()
-            one.old_logprobs[-1] += difference
+        for drawn_sample in samples:
+            drawn_sample.old_logprobs = drawn_sample.rollout_logprobs.copy()
+            drawn_sample.old_logprobs[-1] += difference
 
     config: Any = SimpleNamespace(rollout=SimpleNamespace(engine="vllm"), train=SimpleNamespace(seed=0))
     prompts = [Prompt(number, 0, (3, 4), "") for number in range(9)]
@@ -214,8 +216,8 @@ def test_an_engine_of_its_own_is_tried_on_the_runs_prompts_before_training() -> 
 
 
 def test_a_sample_that_differs_in_one_bit_is_named() -> None:
-    one = sample(0, 3, 1.0, old_logprobs=[-1.0, -2.0, -3.0], rollout_logprobs=[-1.0, -2.0, -3.0])
-    require_exact([one, sample(1, 3, None)])  # that one is not trained
-    one.rollout_logprobs[4] = np.nextafter(np.float32(-2.0), np.float32(0))
+    compared = sample(0, 3, 1.0, old_logprobs=[-1.0, -2.0, -3.0], rollout_logprobs=[-1.0, -2.0, -3.0])
+    require_exact([compared, sample(1, 3, None)])  # that one is not trained
+    compared.rollout_logprobs[4] = np.nextafter(np.float32(-2.0), np.float32(0))
     with pytest.raises(UserError, match=r"sample 0\.0/0: 1 of 3 tokens .* the first is token 1 of what was sampled"):
-        require_exact([one])
+        require_exact([compared])

@@ -39,7 +39,7 @@ def test_an_engine_is_asked_in_turns_and_counts_what_it_has_drawn() -> None:
         """One that finishes a request in each turn."""
 
         waiting: dict[int, Request]
-        seen: list[int]
+        drawn_counts: list[int]
 
         def __init__(self) -> None:
             self.waiting, self.seen = {}, []
@@ -47,20 +47,22 @@ def test_an_engine_is_asked_in_turns_and_counts_what_it_has_drawn() -> None:
         def __len__(self) -> int:
             return 1
 
-        async def call_one(self, number: int, method: str, asked: dict[int, Request], seconds: float) -> Any:
-            self.seen.append(made.drawn)
-            self.waiting |= asked
+        async def call_one(self, number: int, method: str, requests: dict[int, Request], seconds: float) -> Any:
+            self.seen.append(batch_pool.drawn)
+            self.waiting |= requests
             key = min(self.waiting)
-            found = [Completion((s,), (0.0,), "end", ((0, 1),)) for s in self.waiting.pop(key).seeds]
-            return {key: found}, 10
+            completions = [Completion((s,), (0.0,), "end", ((0, 1),)) for s in self.waiting.pop(key).seeds]
+            return {key: completions}, 10
 
-    made = BatchPool(Actors())  # type: ignore[arg-type]
+    batch_pool = BatchPool(Actors())  # type: ignore[arg-type]
 
     async def play() -> list[list[Completion]]:
-        return await asyncio.gather(*(made.generate(Request(str(n), (5,), (n,), SamplingParams(1))) for n in range(3)))
+        return await asyncio.gather(
+            *(batch_pool.generate(Request(str(n), (5,), (n,), SamplingParams(1))) for n in range(3))
+        )
 
-    assert [found[0].tokens for found in asyncio.run(play())] == [(0,), (1,), (2,)]
-    assert made.actors.seen == [0, 10, 20] and made.drawn == 30  # type: ignore[attr-defined]
+    assert [completions[0].tokens for completions in asyncio.run(play())] == [(0,), (1,), (2,)]
+    assert batch_pool.actors.seen == [0, 10, 20] and batch_pool.drawn == 30  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -84,16 +86,16 @@ def test_a_run_says_how_far_its_rollouts_are(
 @pytest.mark.slow
 def test_a_signal_is_answered_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Before the rollouts in which it comes are done."""
-    seen = []
+    outputs = []
 
     def strike(method: str, before: int) -> None:
         if (method, before) == ("generate", 0):
             os.kill(os.getpid(), signal.SIGINT)
-            seen.append(capfd.readouterr().err)
+            outputs.append(capfd.readouterr().err)
 
     with pytest.raises(StoppedError):
         start(make_task(tmp_path), tmp_path / "run", "train.steps=2", hook=strike)
-    assert seen[0].strip() == (
+    assert outputs[0].strip() == (
         "stopping SIGINT: the rollout step that runs is finished, trained and saved first, and then the run ends; a "
         "second signal ends it at once, unsaved"
     )

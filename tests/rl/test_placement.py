@@ -54,14 +54,14 @@ def test_what_needs_no_trial(
 
 
 def test_auto_times_both_and_takes_the_faster() -> None:
-    asked = config("rollout.engine=hf")
+    requested = config("rollout.engine=hf")
     times = {"colocated": 2.5, "disaggregated": 1.25}
-    resolved = resolve_placement(asked, RlOptions(), LONG, lambda tried: times[tried.cluster.placement])
+    resolved = resolve_placement(requested, RlOptions(), LONG, lambda tried: times[tried.cluster.placement])
     assert resolved.recorded.cluster.placement == "disaggregated"
     assert resolved.notes == ("placed   disaggregated: seconds of a rollout step: colocated 2.5, disaggregated 1.25",)
     # A resumed run reads what was recorded, and tries nothing again.
-    again = resolve_placement(resolved.recorded, RlOptions(), LONG, never)
-    assert (again.recorded, again.notes) == (resolved.recorded, ())
+    repeated = resolve_placement(resolved.recorded, RlOptions(), LONG, never)
+    assert (repeated.recorded, repeated.notes) == (resolved.recorded, ())
 
 
 def test_a_placement_that_is_not_possible_is_not_taken() -> None:
@@ -90,18 +90,18 @@ def test_a_placement_that_is_not_possible_is_not_taken() -> None:
     ],
 )
 def test_what_cannot_be_colocated_is_refused(words: list[str], message: str) -> None:
-    asked = config("rollout.engine=vllm", "cluster.placement=colocated", *words)
+    requested = config("rollout.engine=vllm", "cluster.placement=colocated", *words)
     with pytest.raises(UserError, match=message):
-        resolve_placement(asked, RlOptions(device="cuda", world=4), LONG, never)
+        resolve_placement(requested, RlOptions(device="cuda", world=4), LONG, never)
 
 
 def test_memory_of_a_device_takes_one_that_both_have() -> None:
-    gpu, wanted = RlOptions(device="cuda", world=2), ("rollout.engine=hf", "rollout.transport=ipc")
-    resolved = resolve_placement(config("cluster.placement=colocated", *wanted), gpu, LONG, never)
+    gpu, words = RlOptions(device="cuda", world=2), ("rollout.engine=hf", "rollout.transport=ipc")
+    resolved = resolve_placement(config("cluster.placement=colocated", *words), gpu, LONG, never)
     assert resolved.config.rollout.transport == "ipc"
     for placement, options in (("disaggregated", gpu), ("colocated", RlOptions(world=2))):
         with pytest.raises(UserError, match=f"with cluster.placement={placement} on .* set rollout.transport=auto"):
-            resolve_placement(config(f"cluster.placement={placement}", *wanted), options, LONG, never)
+            resolve_placement(config(f"cluster.placement={placement}", *words), options, LONG, never)
 
 
 def test_what_actors_ask_of_a_cluster() -> None:
@@ -112,13 +112,13 @@ def test_what_actors_ask_of_a_cluster() -> None:
         return actor_resources(resolve_placement(config(*words), options, 1, never).config, 4, gpu=True)
 
     shared = "cluster.placement=colocated"
-    found = places("rollout.engine=hf", shared)
-    assert (found.reservations, found.trainer, found.busy) == ([gpu] * 4, Bundle(gpus=0.5), 4)
-    assert (found.engines, found.colocated_with) == ([Bundle(gpus=0.5)] * 4, [0, 1, 2, 3])
-    found = places("rollout.engine=vllm", shared, "rollout.tp=2")
-    assert (found.trainer, found.engines, found.colocated_with) == (gpu, [Bundle()] * 2, [0, 2])
-    found = places("rollout.engine=vllm", "cluster.placement=disaggregated", "rollout.tp=2")
-    assert (found.reservations, found.engines, found.colocated_with, found.busy) == (
+    resources = places("rollout.engine=hf", shared)
+    assert (resources.reservations, resources.trainer, resources.busy) == ([gpu] * 4, Bundle(gpus=0.5), 4)
+    assert (resources.engines, resources.colocated_with) == ([Bundle(gpus=0.5)] * 4, [0, 1, 2, 3])
+    resources = places("rollout.engine=vllm", shared, "rollout.tp=2")
+    assert (resources.trainer, resources.engines, resources.colocated_with) == (gpu, [Bundle()] * 2, [0, 2])
+    resources = places("rollout.engine=vllm", "cluster.placement=disaggregated", "rollout.tp=2")
+    assert (resources.reservations, resources.engines, resources.colocated_with, resources.busy) == (
         [gpu] * 4,
         [Bundle(gpus=2.0)],
         None,
@@ -126,6 +126,10 @@ def test_what_actors_ask_of_a_cluster() -> None:
     )
     assert places("rollout.engine=vllm", "rollout.tp=2", "cluster.max_staleness=1").busy == 5  # at the same time
     on_cpu = resolve_placement(config("rollout.engine=hf", shared), RlOptions(world=2), 1, never).config
-    found = actor_resources(on_cpu, 2, gpu=False)
-    assert (found.reservations, found.engines, found.colocated_with) == ([Bundle(cpus=1.0)] * 2, [Bundle()], [0])
-    assert found.busy == 2  # each has all cores in its turn
+    resources = actor_resources(on_cpu, 2, gpu=False)
+    assert (resources.reservations, resources.engines, resources.colocated_with) == (
+        [Bundle(cpus=1.0)] * 2,
+        [Bundle()],
+        [0],
+    )
+    assert resources.busy == 2  # each has all cores in its turn

@@ -111,7 +111,7 @@ def test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it() -> N
 
 
 @pytest.mark.parametrize(
-    ("rows", "template", "says"),
+    ("rows", "template", "message"),
     [
         ([{"prompt": "a"}], ASKING,
          "NOT used: `prompt` is text, continued as it stands. rl.chat=true makes it what a user says"),
@@ -122,8 +122,8 @@ def test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it() -> N
         ([{"messages": [{"role": "user", "content": "a"}]}], ASKING, "the chat template renders all prompts"),
     ],
 )  # fmt: skip
-def test_whether_the_chat_template_is_used_is_said(rows: Any, template: str | None, says: str) -> None:
-    assert read(rows, template=template).template_use() == says
+def test_whether_the_chat_template_is_used_is_said(rows: Any, template: str | None, message: str) -> None:
+    assert read(rows, template=template).template_use() == message
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
@@ -173,34 +173,36 @@ def test_nulls_and_json_values_reach_rewards_as_the_data_have_them(form: str, tm
     """As TRL and verl have them: None in columns, in nested objects, in objects of lists. Messages have none."""
     import datasets
 
-    def row(said: str, hint: str | None, info: dict[str, Any], more: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        asking = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": said, "name": "me"}]
+    def row(
+        question: str, hint: str | None, info: dict[str, Any], extra: Any, function: dict[str, Any]
+    ) -> dict[str, Any]:
+        asking = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": question, "name": "me"}]
         cases = [{"input": "1", "output": None}]
-        tools = [{"type": "function", "function": asked}]
-        return {"prompt": asking, "hint": hint, "extra_info": info, "cases": cases, "more": more, "tools": tools}
+        tools = [{"type": "function", "function": function}]
+        return {"prompt": asking, "hint": hint, "extra_info": info, "cases": cases, "more": extra, "tools": tools}
 
     rows = [
         row("a", "h", {"index": 0, "author": "x"}, {"a": [None, {"b": None}]}, {"name": "f", "a": {"of": "int"}}),
         row("b", None, {"index": 1, "author": None}, [1, None], {"name": "g", "b": "c"}),
     ]
     jsonl = write_jsonl(tmp_path / "d.jsonl", *rows)
-    made = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-    assert str(made.features["more"]).startswith("Json")
+    dataset = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    assert str(dataset.features["more"]).startswith("Json")
     if form == "parquet":
-        made.to_parquet(tmp_path / "d.parquet")
+        dataset.to_parquet(tmp_path / "d.parquet")
     if form == "saved":
-        made.save_to_disk(tmp_path / "saved")
-    source = {"jsonl": jsonl, "parquet": f"{tmp_path}/d.parquet", "saved": f"{tmp_path}/saved"}.get(form, made)
+        dataset.save_to_disk(tmp_path / "saved")
+    source = {"jsonl": jsonl, "parquet": f"{tmp_path}/d.parquet", "saved": f"{tmp_path}/saved"}.get(form, dataset)
     template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     first, second = read(source, template=template)
     expected = read(jsonl, template=template)
     assert [decoded(prompt) for prompt in (first, second)] == [decoded(prompt) for prompt in expected]
     assert "null" not in decoded(first) + decoded(second)
-    for prompt, given in zip((first, second), rows, strict=True):
+    for prompt, row_values in zip((first, second), rows, strict=True):
         assert {name: prompt.columns[name] for name in ("hint", "extra_info", "cases", "more")} == {
-            name: given[name] for name in ("hint", "extra_info", "cases", "more")
+            name: row_values[name] for name in ("hint", "extra_info", "cases", "more")
         }
-        assert prompt.columns["tools"] == given["tools"]
+        assert prompt.columns["tools"] == row_values["tools"]
 
 
 @pytest.mark.parametrize(
@@ -211,11 +213,11 @@ def test_a_text_that_was_rendered_has_no_second_bos(text: str, tokens: str, tmp_
     """Wherever texts become prompts, they have the tokens that training gives them."""
     tokenizer = byte_tokenizer(None, bos=True)
     (prompt,) = read([{"prompt": text}], template=None)
-    (asked,) = load_prompts(write_jsonl(tmp_path / "p.jsonl", {"prompt": text}), tokenizer)
+    (rendered,) = load_prompts(write_jsonl(tmp_path / "p.jsonl", {"prompt": text}), tokenizer)
     (listed,) = load_prompts([text], tokenizer)
     (document,), _ = load_documents([{"prompt": text, "completion": "c"}], tokenizer, max_length=99)
     assert decoded(prompt) == tokens
-    assert prompt.tokens == asked.tokens == listed.tokens == tuple(document.tokens[: len(prompt.tokens)].tolist())
+    assert prompt.tokens == rendered.tokens == listed.tokens == tuple(document.tokens[: len(prompt.tokens)].tolist())
 
 
 def test_what_a_tokenizer_puts_behind_a_text_is_not_in_a_prompt(tmp_path: Path) -> None:
@@ -242,9 +244,13 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "ab"}, {"prompt": "abcdef"}, {"prompt": "abc"})
     with pytest.raises(UserError, match=r"p.jsonl:2: 1 of 3 prompts are longer .*; this is the longest, with 7"):
         read(path, longest=4)
-    left = read(path, longest=4, drop=True)
-    assert [p.text for p in left] == ["ab", "abc"] and left.dropped == 1 and [p.index for p in left] == [0, 1]
-    assert left[1].source.endswith("p.jsonl:3")
+    remaining = read(path, longest=4, drop=True)
+    assert (
+        [p.text for p in remaining] == ["ab", "abc"]
+        and remaining.dropped == 1
+        and [p.index for p in remaining] == [0, 1]
+    )
+    assert remaining[1].source.endswith("p.jsonl:3")
     with pytest.raises(UserError, match="leaves no prompt"):
         read(path, longest=1, drop=True)
     with pytest.raises(UserError, match="data.long_documents is truncate, but a prompt without its end"):
@@ -305,12 +311,12 @@ def test_other_bad_prompts() -> None:
 
 
 def test_the_digest_follows_tokens_order_and_weights(tmp_path: Path) -> None:
-    one = read([{"prompt": "a"}, {"prompt": "bc"}])
-    assert one.digest == read([{"prompt": "a", "answer": 1}, {"prompt": "bc"}]).digest
+    original = read([{"prompt": "a"}, {"prompt": "bc"}])
+    assert original.digest == read([{"prompt": "a", "answer": 1}, {"prompt": "bc"}]).digest
     assert (
         len(
             {
-                one.digest,
+                original.digest,
                 read([{"prompt": "bc"}, {"prompt": "a"}]).digest,
                 read([{"prompt": "ab"}, {"prompt": "c"}]).digest,
             }
@@ -331,11 +337,11 @@ def test_what_the_template_writes_behind_an_answer() -> None:
     (prompt,) = read_prompts(
         [{"messages": [{"role": "user", "content": "3+4?"}]}], tokenizer, Encoding(), PromptRules(999)
     )
-    found = ChatRenderer(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}])
-    assert tokenizer.decode(list(found.closing)) == "<|im_end|>"
-    assert tokenizer.decode(list(found.tokens)) == QWEN_TOOL
+    continuation = ChatRenderer(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}])
+    assert tokenizer.decode(list(continuation.closing)) == "<|im_end|>"
+    assert tokenizer.decode(list(continuation.tokens)) == QWEN_TOOL
     calls = [{"function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
-    assert ChatRenderer(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}], calls) == found
+    assert ChatRenderer(tokenizer).continuation(prompt, [{"role": "tool", "content": "7"}], calls) == continuation
 
 
 @pytest.mark.parametrize(
@@ -354,12 +360,12 @@ def test_a_longer_conversation_is_what_the_template_renders_at_once(family: str,
     read = PromptRules(9999)
     (prompt,) = read_prompts([{"messages": [first]}], tokenizer, encoding, read)
     answered = [first, {"role": "assistant", "content": "seven"}, then]
-    (whole,) = read_prompts([{"messages": answered}], tokenizer, encoding, read)
-    found = ChatRenderer(tokenizer, encoding).continuation(prompt, [then])
-    said = tokenizer("seven", add_special_tokens=False)["input_ids"]
-    parts = [*said, *found.closing, *found.tokens]
-    assert tokenizer.decode(list(whole.tokens)).endswith(tokenizer.decode(parts))
-    assert parts == list(whole.tokens)[-len(parts) :]
+    (complete,) = read_prompts([{"messages": answered}], tokenizer, encoding, read)
+    continuation = ChatRenderer(tokenizer, encoding).continuation(prompt, [then])
+    answer_ids = tokenizer("seven", add_special_tokens=False)["input_ids"]
+    parts = [*answer_ids, *continuation.closing, *continuation.tokens]
+    assert tokenizer.decode(list(complete.tokens)).endswith(tokenizer.decode(parts))
+    assert parts == list(complete.tokens)[-len(parts) :]
 
 
 # ---------------------------------------------------------------- the order
@@ -382,12 +388,12 @@ def test_each_prompt_comes_once_in_an_epoch_and_steps_are_whole() -> None:
 
 def test_a_stream_goes_on_where_another_was() -> None:
     """However many were taken at a time: dynamic sampling takes more than a step's."""
-    whole = PromptStream(numbered(7), 3, seed=5).take(30)
+    uninterrupted = PromptStream(numbered(7), 3, seed=5).take(30)
     stream = PromptStream(numbered(7), 3, seed=5)
-    taken = [*stream.take(), *stream.take(2), *stream.take()]
-    again = PromptStream(numbered(7), 3, seed=5, **stream.state())
-    assert [p.id for p in (*taken, *again.take(22))] == [p.id for p in whole]
-    assert [p.id for p in PromptStream(numbered(7), 3, seed=6).take(7)] != [p.id for p in whole[:7]]
+    first = [*stream.take(), *stream.take(2), *stream.take()]
+    resumed = PromptStream(numbered(7), 3, seed=5, **stream.state())
+    assert [p.id for p in (*first, *resumed.take(22))] == [p.id for p in uninterrupted]
+    assert [p.id for p in PromptStream(numbered(7), 3, seed=6).take(7)] != [p.id for p in uninterrupted[:7]]
 
 
 def test_weights_of_sources_say_how_often_their_prompts_come(tmp_path: Path) -> None:

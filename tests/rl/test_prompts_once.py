@@ -49,11 +49,11 @@ def test_with_replayed_experts(algorithm: str, tmp_path: Path) -> None:
     rows, build = dict[str, list[tuple[bool, bool]]](auto=[], off=[]), RowBuilder._build
     task = make_task(tmp_path)
     with_experts(task)
-    for share, seen in rows.items():
+    for share, layouts in rows.items():
 
-        def noted(self: RowBuilder, *args: Any, seen: list[tuple[bool, bool]] = seen) -> Row:
+        def noted(self: RowBuilder, *args: Any, layouts: list[tuple[bool, bool]] = layouts) -> Row:
             row = build(self, *args)
-            seen.append((row.bounds.segments is not None, row.routes is not None))
+            layouts.append((row.bounds.segments is not None, row.routes is not None))
             return row
 
         with mock.patch.object(RowBuilder, "_build", noted):
@@ -71,10 +71,10 @@ def check(runs: dict[str, Path], most: float) -> None:
         for share, steps in rollouts.items()
     }
     assert taken["auto"] == taken["off"]
-    trees, apart = (lines_of(runs[share]) for share in ("auto", "off"))
-    assert len(trees) == len(apart) > 2
-    for one, other in zip(trees, apart, strict=True):
-        assert one["tokens"] == other["tokens"]
-        assert one["tokens_forwarded"] < most * other["tokens_forwarded"]
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3, abs=1e-6)
+    trees, separate = (lines_of(runs[share]) for share in ("auto", "off"))
+    assert len(trees) == len(separate) > 2
+    for line, separate_line in zip(trees, separate, strict=True):
+        assert line["tokens"] == separate_line["tokens"]
+        assert line["tokens_forwarded"] < most * separate_line["tokens_forwarded"]
+        assert line["loss"] == pytest.approx(separate_line["loss"], rel=1e-4, abs=1e-6)
+        assert line["grad_norm"] == pytest.approx(separate_line["grad_norm"], rel=1e-3, abs=1e-6)

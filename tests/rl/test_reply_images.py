@@ -48,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def keys(*more: str) -> list[str]:
+def keys(*overrides: str) -> list[str]:
     """Answers end with the first letter or figure, so that conversations have several turns."""
     stops = json.dumps(list(string.ascii_letters + string.digits))
     return [
@@ -56,27 +56,29 @@ def keys(*more: str) -> list[str]:
         f"rollout.stop={stops}",
         "rollout.max_new_tokens=200", "rollout.max_prompt_tokens=60", "rl.prompts_per_step=2",
         "step.max_tokens_per_device=512",
-        *more,
+        *overrides,
     ]  # fmt: skip
 
 
 def test_images_of_replies_are_sampled_from_and_trained(data: Path, tmp_path: Path) -> None:
     """The trainer has the logprobs that the engine sampled with; a replay from the recording trains the same."""
-    run, again = tmp_path / "run", tmp_path / "again"
+    run, replayed = tmp_path / "run", tmp_path / "again"
     run_config(config_of(data, run, *keys()))
     lines = lines_of(run)
     assert 0 < max(line["sampling/sampling_logp_difference/max"] for line in lines) < 1e-5
     rows = pq.read_table(run / "rollouts/step-000001.parquet").to_pylist()
-    most = max(rows, key=lambda row: row["turns"])
-    assert most["turns"] == 4 and not any("error" in json.loads(row["notes"]) for row in rows)
-    path, given, memory = most["reply_images"]
+    longest = max(rows, key=lambda row: row["turns"])
+    assert longest["turns"] == 4 and not any("error" in json.loads(row["notes"]) for row in rows)
+    path, reply_image, memory = longest["reply_images"]
     assert path["path"] == str(data / "a.png") and path["data"] is None
-    assert given["data"] == (data / "b.png").read_bytes()
+    assert reply_image["data"] == (data / "b.png").read_bytes()
     assert Image.open(io.BytesIO(memory["data"])).tobytes() == PICTURES["c"].tobytes()
-    said = [message["content"] for message in json.loads(most["notes"])["messages"] if message["role"] == "user"]
-    assert said == [[{"type": "image"}, {"type": "text", "text": "and now?"}]] * 3
-    run_config(config_of(data, again, *keys()), replay=str(run / "rollouts"))
-    for first, second in zip(lines, lines_of(again), strict=True):
+    user_messages = [
+        message["content"] for message in json.loads(longest["notes"])["messages"] if message["role"] == "user"
+    ]
+    assert user_messages == [[{"type": "image"}, {"type": "text", "text": "and now?"}]] * 3
+    run_config(config_of(data, replayed, *keys()), replay=str(run / "rollouts"))
+    for first, second in zip(lines, lines_of(replayed), strict=True):
         assert {key: first[key] for key in ("loss", "grad_norm")} == {key: second[key] for key in ("loss", "grad_norm")}
         assert first["grad_norm"] > 0
 
@@ -92,9 +94,9 @@ class Told:
         return [Completion((5, END), (-0.5, -0.5), "end", ((0, 2),))]
 
 
-def episodes(images: Images | None, most: int = 400, room: ImageRoom | None = None) -> Episodes:
+def episodes(images: Images | None, max_tokens: int = 400, room: ImageRoom | None = None) -> Episodes:
     chats = ChatRenderer(vision_tokenizer(FAMILY) if images else family_tokenizer("qwen", "qwen3"), None, images)
-    return Episodes(Gallery, EnvironmentPool("tests.support.environments:Gallery"), chats, 5, most, 20.0, room)
+    return Episodes(Gallery, EnvironmentPool("tests.support.environments:Gallery"), chats, 5, max_tokens, 20.0, room)
 
 
 def play(prompt: Prompt, env: Episodes, folder: Path, ask: str = "so?") -> tuple[Sample, list[Request]]:
@@ -133,10 +135,10 @@ def test_a_transcript_with_images_is_what_the_processor_makes_of_the_chat(data: 
 def test_a_conversation_ends_where_its_images_leave_no_room(data: Path) -> None:
     """Images take room in a row beside the tokens that stand for them."""
     (prompt,), images = read(FAMILY, [asked("who?", "b")])
-    whole, _ = play(prompt, episodes(images), data)
-    assert whole.finish == "end" and whole.images is not None
-    tower = ImageRoom(len(whole) + 100, 0.5)
-    fits = replace(tower, tokens=len(whole) + tower.in_tokens(whole.images.patches))
+    complete, _ = play(prompt, episodes(images), data)
+    assert complete.finish == "end" and complete.images is not None
+    tower = ImageRoom(len(complete) + 100, 0.5)
+    fits = replace(tower, tokens=len(complete) + tower.in_tokens(complete.images.patches))
     assert play(prompt, episodes(images, room=fits), data)[0].turns == 4
     short, asked_for = play(prompt, episodes(images, room=replace(fits, tokens=fits.tokens - 3)), data)
     assert short.turns == 3 and short.finish == "length" and short.trained

@@ -248,12 +248,12 @@ def test_names_of_rewards() -> None:
 
 def test_a_judge_behind_a_url_grades(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets the question and the answer; a reply without a grade is no reward."""
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     class Judge(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            calls.append({"path": self.path, "key": self.headers["Authorization"], **body})
             grade = "7" if "please" in body["messages"][0]["content"] else "no idea"
             reply = json.dumps({"choices": [{"message": {"content": grade}}]}).encode()
             self.send_response(200)
@@ -272,5 +272,5 @@ def test_a_judge_behind_a_url_grades(monkeypatch: pytest.MonkeyPatch) -> None:
         values = asyncio.run(judged(["tea?", [{"role": "user", "content": "tea?"}]], ["no", chat]))
         server.shutdown()
     assert values == [None, 0.7]
-    assert {call["path"] for call in asked} == {"/v1/chat/completions"} and asked[0]["key"] == "Bearer secret"
-    assert sorted("Answer: no" in call["messages"][0]["content"] for call in asked) == [False, True]
+    assert {call["path"] for call in calls} == {"/v1/chat/completions"} and calls[0]["key"] == "Bearer secret"
+    assert sorted("Answer: no" in call["messages"][0]["content"] for call in calls) == [False, True]

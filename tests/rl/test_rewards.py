@@ -244,7 +244,9 @@ def test_so_many_processes_work_side_by_side(workers: int) -> None:
 
 @pytest.mark.covers("rl.reward_column")
 def test_a_column_says_which_functions_are_asked() -> None:
-    prompts = [Prompt(i, 0, (1,), "?", None, {"by": by}, f"d:{i}") for i, by in enumerate(("length", ["as_number"]))]
+    prompts = [
+        Prompt(i, 0, (1,), "?", None, {"by": chosen}, f"d:{i}") for i, chosen in enumerate(("length", ["as_number"]))
+    ]
     rewards = Rewards(
         RlAlgorithm(
             reward=(OURS + "as_number", "length"),
@@ -425,9 +427,9 @@ def in_a_program(code: str) -> dict[str, Any]:
 
 def test_functions_of_a_program_are_sent_and_others_named() -> None:
     program = in_a_program("LESS = 1\n\ndef less(completions, **_):\n    return [float(t) - LESS for t in completions]")
-    own = lambda completions, **_: [BONUS * float(text) for text in completions]  # noqa: E731
-    given = [program["less"], reward_functions.as_number, own, Judge(2.0), "length"]
-    names, code = name_rewards(given)
+    own_reward = lambda completions, **_: [BONUS * float(text) for text in completions]  # noqa: E731
+    functions = [program["less"], reward_functions.as_number, own_reward, Judge(2.0), "length"]
+    names, code = name_rewards(functions)
     assert names == ["__main__:less", OURS + "as_number", "__main__:reward_3", "__main__:Judge", "length"]
     assert list(code) == ["__main__:less", "__main__:reward_3", "__main__:Judge"]
     (sample,), _ = scored(["3"], *names, code=code, reward_options={"length.target": 1})
@@ -462,9 +464,9 @@ def test_the_rewards_of_the_docs_take_texts_and_messages(page: str, text: str) -
 def test_a_reward_that_takes_messages_for_texts_is_told_how_to_read_them() -> None:
     from tests.support.rl_samples import group
 
-    for error, told in (("AttributeError: 'list' object has no attribute 'strip'", True), ("ValueError: no", False)):
+    for error, advised in (("AttributeError: 'list' object has no attribute 'strip'", True), ("ValueError: no", False)):
         failures = Failures()
         failures.count("is_right", group((0.0, 0.0)).samples[0], error)
         with pytest.raises(UserError) as caught:
             failures.metrics()
-        assert ("completions[i][-1]['content']" in str(caught.value)) is told
+        assert ("completions[i][-1]['content']" in str(caught.value)) is advised

@@ -65,17 +65,17 @@ def evaluated(config: RlConfig, engine: Adder) -> EvaluationResult:
 
 def test_each_prompt_is_answered_once_greedily_and_named_sets_are_apart(tmp_path: Path) -> None:
     engine = Adder()
-    found = evaluated(config_of(tmp_path), engine)
-    asked = Counter(TOKENIZER.decode(list(request.tokens)) for request in engine.requests)
-    assert asked == {"1+0": 1, "2+1": 1, "8+0": 1, "9+1": 1, "9+2": 1}
+    evaluation = evaluated(config_of(tmp_path), engine)
+    prompts = Counter(TOKENIZER.decode(list(request.tokens)) for request in engine.requests)
+    assert prompts == {"1+0": 1, "2+1": 1, "8+0": 1, "9+1": 1, "9+2": 1}
     assert {request.sampling.temperature for request in engine.requests} == {0.0}
-    figures = {name: value for name, value in found.metrics.items() if not name.endswith("seconds")}
+    figures = {name: value for name, value in evaluation.metrics.items() if not name.endswith("seconds")}
     assert figures["eval/accuracy"] == 0.6 and figures["eval/low/accuracy"] == 1.0
     assert figures["eval/high/accuracy"] == pytest.approx(1 / 3) and figures["eval/reward"] == 0.6
     assert figures["eval/length"] == (1 + 1 + 1 + 5 + 5) / 5 and figures["eval/failed"] == 0
     assert not any("pass" in name for name in figures)
-    assert found.line(20).startswith("eval     step 20: accuracy 60.0%, reward 0.600, low 100.0%, high 33.3% (")
-    assert found.greedy["high"][2].samples[0].prompt.text == "9+2"
+    assert evaluation.line(20).startswith("eval     step 20: accuracy 60.0%, reward 0.600, low 100.0%, high 33.3% (")
+    assert evaluation.greedy["high"][2].samples[0].prompt.text == "9+2"
 
 
 @pytest.mark.covers("eval.samples", "eval.top_p", "eval.top_k")
@@ -84,26 +84,26 @@ def test_pass_at_k_of_answers_that_are_drawn(tmp_path: Path) -> None:
     config = config_of(
         tmp_path, "eval.samples=4", "eval.temperature=0.7", "eval.top_k=5", "eval.top_p=0.9", "eval.max_new_tokens=3"
     )
-    found = evaluated(config, engine)
+    evaluation = evaluated(config, engine)
     drawn = [request for request in engine.requests if request.sampling.temperature == 0.7]
     assert len(drawn) == 5 and {(r.sampling.top_k, r.sampling.top_p) for r in drawn} == {(5, 0.9)}
     seeds = [seed for request in engine.requests for seed in request.seeds]
     assert len(set(seeds)) == len(seeds) == 5 + 5 * 4
     right = [0 if r.tokens[0] == drawn[-1].tokens[0] else sum(s % 2 == 0 for s in r.seeds) for r in drawn]
     for k in (1, 2, 4):
-        assert found.metrics[f"eval/pass@{k}"] == pytest.approx(sum(pass_at(4, c, k) for c in right) / 5)
-    assert "eval/low/pass@4" in found.metrics and "eval/pass@8" not in found.metrics
-    assert found.metrics["eval/high/clipped_ratio"] == pytest.approx(2 / 3)
+        assert evaluation.metrics[f"eval/pass@{k}"] == pytest.approx(sum(pass_at(4, c, k) for c in right) / 5)
+    assert "eval/low/pass@4" in evaluation.metrics and "eval/pass@8" not in evaluation.metrics
+    assert evaluation.metrics["eval/high/clipped_ratio"] == pytest.approx(2 / 3)
 
 
 def test_an_evaluation_repeats_itself_and_shares_no_seed_with_training(tmp_path: Path) -> None:
-    first, second, other = Adder(), Adder(), Adder()
+    first, second, other_seed = Adder(), Adder(), Adder()
     config = config_of(tmp_path, "eval.samples=2")
     evaluated(config, first)
     evaluated(config, second)
-    evaluated(config_of(tmp_path, "eval.samples=2", "train.seed=9"), other)
+    evaluated(config_of(tmp_path, "eval.samples=2", "train.seed=9"), other_seed)
     assert first.requests == second.requests
-    assert not {s for r in first.requests for s in r.seeds} & {s for r in other.requests for s in r.seeds}
+    assert not {s for r in first.requests for s in r.seeds} & {s for r in other_seed.requests for s in r.seeds}
     assert all(request.id.startswith("eval/") for request in first.requests)
 
 
@@ -115,14 +115,14 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(n: int) -> None:
 
 
 def test_when_an_evaluation_is_due(tmp_path: Path) -> None:
-    def due(*overrides: str) -> list[int]:
+    def due_steps(*overrides: str) -> list[int]:
         config = config_of(tmp_path, *overrides)
         evaluator = RlEvaluator(
             config, read_held_out_prompts(config, TOKENIZER), sharing(Adder()), Rewards(config.rl), TOKENIZER
         )  # type: ignore[arg-type]
         return [step for step in range(6) if evaluator.due(step, 5)]
 
-    assert due() == [5] and due("eval.every=2") == [2, 4, 5] and due("eval.at_start=true") == [0, 5]
+    assert due_steps() == [5] and due_steps("eval.every=2") == [2, 4, 5] and due_steps("eval.at_start=true") == [0, 5]
 
 
 def test_it_is_shown_how_far_an_evaluation_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +144,11 @@ def test_it_is_shown_how_far_an_evaluation_is(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_sample_that_failed_counts_as_wrong(tmp_path: Path) -> None:
-    found = evaluated(config_of(tmp_path, "rl.reward=[tests.support.reward_functions:of_nobody]"), Adder())
-    assert found.metrics["eval/failed"] == 5 and found.metrics["eval/accuracy"] == found.metrics["eval/reward"] == 0
+    evaluation = evaluated(config_of(tmp_path, "rl.reward=[tests.support.reward_functions:of_nobody]"), Adder())
+    assert (
+        evaluation.metrics["eval/failed"] == 5
+        and evaluation.metrics["eval/accuracy"] == evaluation.metrics["eval/reward"] == 0
+    )
 
 
 @pytest.mark.covers("eval.pass_at", "eval.correct_from")
@@ -154,5 +157,5 @@ def test_what_is_correct_and_how_many_are_drawn(tmp_path: Path) -> None:
     assert evaluated(config_of(tmp_path, *keys), Adder()).metrics["eval/accuracy"] == 0.6
     with pytest.raises(UserError, match="asks for pass@8, but eval.samples draws 4"):
         config_of(tmp_path, "eval.samples=4", "eval.pass_at=[1, 8]")
-    found = evaluated(config_of(tmp_path, "eval.samples=4", "eval.pass_at=[3]"), Adder())
-    assert [name for name in found.metrics if name.startswith("eval/pass")] == ["eval/pass@3"]
+    evaluation = evaluated(config_of(tmp_path, "eval.samples=4", "eval.pass_at=[3]"), Adder())
+    assert [name for name in evaluation.metrics if name.startswith("eval/pass")] == ["eval/pass@3"]

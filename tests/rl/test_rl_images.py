@@ -75,8 +75,8 @@ def test_the_trainer_reads_what_was_sampled(family: str, keys: tuple[str, ...], 
     run = tmp_path / "run"
     run_config(config_of(data, run, *keys, family=family))
     lines = lines_of(run)
-    apart = [line[key] for line in lines if (key := "sampling/sampling_logp_difference/max") in line]
-    assert 0 < max(apart) < 2e-5
+    deviations = [line[key] for line in lines if (key := "sampling/sampling_logp_difference/max") in line]
+    assert 0 < max(deviations) < 2e-5
     assert any(line["grad_norm"] > 0 for line in lines)
     rows = pq.read_table(run / "rollouts/step-000001.parquet").to_pylist()
     shown = {row["source"].rpartition(":")[2]: json.loads(row["columns"]).get("images") for row in rows}
@@ -86,10 +86,10 @@ def test_the_trainer_reads_what_was_sampled(family: str, keys: tuple[str, ...], 
 
 
 def test_recordings_are_trained_from_with_the_images_of_the_data(data: Path, tmp_path: Path) -> None:
-    run, again = tmp_path / "run", tmp_path / "again"
+    run, replayed = tmp_path / "run", tmp_path / "again"
     run_config(config_of(data, run))
-    run_config(config_of(data, again), replay=str(run / "rollouts"))
-    for first, second in zip(lines_of(run), lines_of(again), strict=True):
+    run_config(config_of(data, replayed), replay=str(run / "rollouts"))
+    for first, second in zip(lines_of(run), lines_of(replayed), strict=True):
         assert {key: first[key] for key in ("loss", "grad_norm")} == {key: second[key] for key in ("loss", "grad_norm")}
     (data / "others.jsonl").write_text((data / "prompts.jsonl").read_text().replace("who is it", "who is that"))
     with pytest.raises(UserError, match=r"the recorded prompt is not .*others.jsonl:1 of data.path"):
@@ -102,10 +102,12 @@ def test_a_prompt_that_no_row_takes_is_named_before_training(data: Path, tmp_pat
     rows = [{"prompt": "<image>", "images": ["a.png"]}, {"prompt": "<image><image>", "images": ["large.png"] * 2}]
     (data / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [f"data.path={data}/large.jsonl", "rollout.max_prompt_tokens=60", "rl.reward=[length]"]
-    said = r"large.jsonl:2, with rollout.max_new_tokens = 5: has \d+ tokens, and its images, 96 patches, take as much"
-    with pytest.raises(UserError, match=rf"^\S*{said}"):
+    message = (
+        r"large.jsonl:2, with rollout.max_new_tokens = 5: has \d+ tokens, and its images, 96 patches, take as much"
+    )
+    with pytest.raises(UserError, match=rf"^\S*{message}"):
         run_config(config_of(data, tmp_path / "run", *keys, "step.max_tokens_per_device=66"))
-    with pytest.raises(UserError, match=f"^the reference .*{said}"):
+    with pytest.raises(UserError, match=f"^the reference .*{message}"):
         run_config(config_of(data, tmp_path / "kl", *keys, "rl.kl_coef=0.1", "reference.max_tokens_per_device=66"))
     assert not (tmp_path / "kl/rollouts").exists()
 
@@ -146,13 +148,13 @@ def test_who_sees_no_image_loads_no_tokenizer(tmp_path: Path) -> None:
 def test_an_answer_that_draws_an_image_is_not_trained() -> None:
     """No model reads a placeholder without an image: it ends the answer, which goes without it."""
     (prompt,), _ = read(FAMILY, [asked("who?", "a")])
-    place = vision_tokenizer(FAMILY).convert_tokens_to_ids("<|image_pad|>")
-    assert place in prompt.placeholders and place in prompt.tokens
+    placeholder = vision_tokenizer(FAMILY).convert_tokens_to_ids("<|image_pad|>")
+    assert placeholder in prompt.placeholders and placeholder in prompt.tokens
 
     class Engine:
         async def generate(self, request: Request) -> list[Completion]:
-            assert {7, place} <= set(request.sampling.ends)
-            drawn = ((5, 6, place), (5, 6, 7))
+            assert {7, placeholder} <= set(request.sampling.ends)
+            drawn = ((5, 6, placeholder), (5, 6, 7))
             return [Completion(tokens, (-0.5,) * 3, "end", ((1, 3),), (-0.1,) * 3) for tokens in drawn]
 
     group = asyncio.run(rollout_group(prompt, 2, Engine(), SamplingParams(9, ends=(7,)), None, 0))  # type: ignore[arg-type]
@@ -167,8 +169,8 @@ def test_a_bad_image_is_named_or_left_out(tmp_path: Path) -> None:
     rows[1]["prompt"][0]["content"].insert(0, {"type": "image", "image": str(tmp_path / "none.png")})
     with pytest.raises(UserError, match=r"data\[1\]: image \(.*none.png\): there is no such file"):
         read(FAMILY, rows)
-    kept, _ = read(FAMILY, rows, drop_bad=True)
-    assert [prompt.source for prompt in kept] == ["data[0]"]
+    remaining, _ = read(FAMILY, rows, drop_bad=True)
+    assert [prompt.source for prompt in remaining] == ["data[0]"]
 
 
 def test_prompts_with_other_images_are_other_prompts() -> None:
@@ -190,5 +192,5 @@ def test_a_conversation_goes_on_behind_an_image() -> None:
     """What an environment replies follows the answer, and the image is not asked for again."""
     (prompt,), images = read(FAMILY, [asked("who?", "a")])
     tokenizer = vision_tokenizer(FAMILY)
-    found = ChatRenderer(tokenizer, None, images).continuation(prompt, [{"role": "user", "content": "sure?"}])
-    assert tokenizer.decode(found.tokens) == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    continuation = ChatRenderer(tokenizer, None, images).continuation(prompt, [{"role": "user", "content": "sure?"}])
+    assert tokenizer.decode(continuation.tokens) == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"

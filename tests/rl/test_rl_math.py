@@ -33,10 +33,10 @@ from weft.rl.recorder import truncation_line
 FIRST = len(PROMPT)  # place of the first token that was drawn
 
 
-def drawn(given: Sample) -> list[float]:
+def drawn(member: Sample) -> list[float]:
     """Advantages of the tokens that the policy drew; those of the others must be zero."""
-    assert given.advantages is not None and not given.advantages[~given.sampled].any()
-    return [float(a) for a in given.advantages[given.sampled]]
+    assert member.advantages is not None and not member.advantages[~member.sampled].any()
+    return [float(a) for a in member.advantages[member.sampled]]
 
 
 def firsts(groups: list[SampleGroup]) -> list[list[float]]:
@@ -75,10 +75,10 @@ def test_what_does_not_count_is_in_no_mean_and_moves_nobody() -> None:
     padded = [group([1.0, None, 0.0, 7.0, 0.0]), group([None, None])]
     padded[0].samples[3].trained = False
     assert advantages(padded, algorithm()) == metrics
-    kept = [s for n, s in enumerate(padded[0].samples) if n in (0, 2, 4)]
-    assert [drawn(s) for s in kept] == [drawn(s) for s in plain[0].samples]
-    others = [padded[0].samples[1], padded[0].samples[3], *padded[1].samples]
-    assert all(s.advantages is not None and not s.advantages.any() for s in others)
+    counted = [s for n, s in enumerate(padded[0].samples) if n in (0, 2, 4)]
+    assert [drawn(s) for s in counted] == [drawn(s) for s in plain[0].samples]
+    uncounted = [padded[0].samples[1], padded[0].samples[3], *padded[1].samples]
+    assert all(s.advantages is not None and not s.advantages.any() for s in uncounted)
     assert advantages([group([None])], algorithm()) == {}
 
 
@@ -116,9 +116,9 @@ def test_reinforce_plus_plus_baseline_takes_the_kl_off_its_rewards() -> None:
     """Rewards 3 and 1; k1 of the first's tokens is 0.5 and 1, of weight 2: 3 - 2 x 1.5 = 0, now below the other. The
     deviation of -0.5, -0.5, 0.5, 0.5 is sqrt(1/3)."""
     groups = [group([3.0, 1.0], [2, 2])]
-    for given, old in zip(groups[0].samples, ([0.5, 1.0], [0.0, 0.0]), strict=True):
-        given.old_logprobs, given.ref_logprobs = np.zeros(len(given), np.float32), np.zeros(len(given), np.float32)
-        given.old_logprobs[given.sampled] = old
+    for member, old in zip(groups[0].samples, ([0.5, 1.0], [0.0, 0.0]), strict=True):
+        member.old_logprobs, member.ref_logprobs = np.zeros(len(member), np.float32), np.zeros(len(member), np.float32)
+        member.old_logprobs[member.sampled] = old
     advantages(groups, algorithm("reinforce++_baseline", kl_coef=2.0, kl_in="reward", kl_estimator="k1"))
     assert firsts(groups) == [pytest.approx([-math.sqrt(3 / 4), math.sqrt(3 / 4)])]
 
@@ -127,17 +127,20 @@ def test_reinforce_plus_plus_baseline_takes_the_kl_off_its_rewards() -> None:
 def test_gae_and_its_returns() -> None:
     """Values 0.5, 0.25, 1 and a reward of 2, gamma 1/2, lambda 1/2: delta = -0.375, 0.25, 1, so from the end
     A = 1, 0.25 + 1/4, -0.375 + 0.5/4. A tool wrote the token between the first and the second."""
-    given = sample(0, 4, 2.0, gaps=[1], values=[0.5, 99.0, 0.25, 1.0])
-    advantages([SampleGroup(given.prompt, [given])], algorithm("ppo", advantage_norm="none", gamma=0.5, gae_lambda=0.5))
-    assert drawn(given) == pytest.approx([-0.25, 0.5, 1.0])
-    assert given.returns is not None
-    assert given.returns[given.sampled] == pytest.approx([0.25, 0.75, 2.0])
+    drawn_sample = sample(0, 4, 2.0, gaps=[1], values=[0.5, 99.0, 0.25, 1.0])
     advantages(
-        [SampleGroup(given.prompt, [given])], algorithm("ppo", gamma=0.5, gae_lambda=0.5)
+        [SampleGroup(drawn_sample.prompt, [drawn_sample])],
+        algorithm("ppo", advantage_norm="none", gamma=0.5, gae_lambda=0.5),
+    )
+    assert drawn(drawn_sample) == pytest.approx([-0.25, 0.5, 1.0])
+    assert drawn_sample.returns is not None
+    assert drawn_sample.returns[drawn_sample.sampled] == pytest.approx([0.25, 0.75, 2.0])
+    advantages(
+        [SampleGroup(drawn_sample.prompt, [drawn_sample])], algorithm("ppo", gamma=0.5, gae_lambda=0.5)
     )  # whitened, returns are not
     mean, deviation = np.mean([-0.25, 0.5, 1.0]), np.std([-0.25, 0.5, 1.0], ddof=1)
-    assert drawn(given) == pytest.approx([(a - mean) / deviation for a in (-0.25, 0.5, 1.0)])
-    assert given.returns[given.sampled] == pytest.approx([0.25, 0.75, 2.0])
+    assert drawn(drawn_sample) == pytest.approx([(a - mean) / deviation for a in (-0.25, 0.5, 1.0)])
+    assert drawn_sample.returns[drawn_sample.sampled] == pytest.approx([0.25, 0.75, 2.0])
 
 
 @pytest.mark.covers("rl.kl_coef", "rl.kl_in")
@@ -166,7 +169,7 @@ def test_a_kl_in_the_reward_is_clamped() -> None:
     """k3 of d = -5 is exp(5) - 6, some 142; verl's bound is 10."""
     assert kl(np.array([-5.0, 1.0]), "k3", 10.0) == pytest.approx([10.0, math.exp(-1)])
     assert kl(np.array([-5.0, 5.0, 0.5]), "k1", 1.0).tolist() == [-1.0, 1.0, 0.5]
-    given = sample(0, 2, 1.0, old_logprobs=[-6.0, -1.0], ref_logprobs=[-1.0, -2.0], values=[0.0, 0.0])
+    drawn_sample = sample(0, 2, 1.0, old_logprobs=[-6.0, -1.0], ref_logprobs=[-1.0, -2.0], values=[0.0, 0.0])
     keys: dict[str, Any] = {
         "kl_coef": 0.1,
         "kl_in": "reward",
@@ -174,17 +177,17 @@ def test_a_kl_in_the_reward_is_clamped() -> None:
         "kl_clamp": 10.0,
         "advantage_norm": "none",
     }
-    advantages([SampleGroup(given.prompt, [given])], algorithm("ppo", **keys))
-    assert drawn(given) == pytest.approx([1 - 0.1 * (10 + math.exp(-1)), 1 - 0.1 * math.exp(-1)])
+    advantages([SampleGroup(drawn_sample.prompt, [drawn_sample])], algorithm("ppo", **keys))
+    assert drawn(drawn_sample) == pytest.approx([1 - 0.1 * (10 + math.exp(-1)), 1 - 0.1 * math.exp(-1)])
 
 
 def test_metrics_of_rewards() -> None:
     groups = [group([1.0, 0.0, 0.0]), group([2.0, 2.0])]
-    for given in groups[0].samples:
-        given.rewards = {"math": given.reward, "style": None}
+    for member in groups[0].samples:
+        member.rewards = {"math": member.reward, "style": None}
     groups[1].samples[0].rewards = {"style": 0.5}
-    found = advantages(groups, algorithm())
-    assert found == pytest.approx({
+    metrics = advantages(groups, algorithm())
+    assert metrics == pytest.approx({
         "reward": 1.0, "reward_std": math.sqrt(1 / 3) / 2, "frac_reward_zero_std": 0.5,
         "rewards/math/mean": 1 / 3, "rewards/math/std": math.sqrt(1 / 3),
         "rewards/style/mean": 0.5, "rewards/style/std": 0.0,
@@ -205,13 +208,13 @@ number = 3
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_rl.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.usefixtures("own")
+@pytest.mark.usefixtures("own_functions")
 def test_an_advantage_of_ones_own() -> None:
     groups = [group([0.5, 3.0, None, 1.0])]
     advantages(groups, algorithm(advantage="own_rl:ranks"))
@@ -236,10 +239,10 @@ def test_overlong_shaping() -> None:
 
 def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
     """DAPO, equation 11: a group that is all wrong is replaced, whatever its lengths; the others are shaped."""
-    given = [group([0.0, 0.0], [16, 20], 0), group([1.0, 0.0], [16, 20], 1)]
+    groups = [group([0.0, 0.0], [16, 20], 0), group([1.0, 0.0], [16, 20], 1)]
 
     async def sampled(prompt: Prompt, *_: Any) -> SampleGroup:
-        return given[prompt.index]
+        return groups[prompt.index]
 
     async def score(samples: Any, failures: Any) -> None:
         pass
@@ -247,13 +250,13 @@ def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.M
     monkeypatch.setattr(recipe, "rollout_group", sampled)
     monkeypatch.setattr(recipe, "decode", lambda samples, tokenizer: None)
     config = rl_config(algorithm("dapo", overlong_buffer=4, prompts_per_step=1, group_size=2), max_new_tokens=20)
-    stream = PromptStream([g.prompt for g in given], 1, 0, shuffle=False)
+    stream = PromptStream([g.prompt for g in groups], 1, 0, shuffle=False)
     task = SimpleNamespace(stream=stream, tokenizer=None, episodes=None, rewards=SimpleNamespace(score=score))
     run: Any = SimpleNamespace(config=config, task=task, show=lambda text: None)
     engine: Any = SimpleNamespace(drawn=0)
     step = asyncio.run(recipe.roll_out(run, sharing(engine), SamplingParams(20), 1))
-    assert step.groups == [given[1]] and step.metrics["rollout/replaced"] == 1
-    assert given[1].rewards == [1.0, -1.0]
+    assert step.groups == [groups[1]] and step.metrics["rollout/replaced"] == 1
+    assert groups[1].rewards == [1.0, -1.0]
 
 
 # ---------------------------------------------------------------- corrections
@@ -263,7 +266,7 @@ LOG2 = math.log(2)
 
 def mismatched() -> list[Sample]:
     """Ratios old / rollout 1, 8, 1/4 of one sample, whose product is 2, and 1, 1 of another."""
-    one = sample(
+    differing = sample(
         0,
         4,
         1.0,
@@ -271,7 +274,7 @@ def mismatched() -> list[Sample]:
         old_logprobs=[-1.0, -1.0, 9.0, -3.0],
         rollout_logprobs=[-1.0, -1.0 - 3 * LOG2, 3.0, -3 + 2 * LOG2],
     )
-    return [one, sample(1, 2, 0.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1.0, -2.0])]
+    return [differing, sample(1, 2, 0.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1.0, -2.0])]
 
 
 @pytest.mark.covers("rl.correction", "rl.correction_level", "rl.correction_limits")
@@ -291,9 +294,9 @@ def mismatched() -> list[Sample]:
 def test_corrections(keys: dict[str, Any], expected: list[list[float]]) -> None:
     samples = mismatched()
     correct(samples, algorithm(**keys))
-    for given, weights in zip(samples, expected, strict=True):
-        assert given.correction is not None and not given.correction[~given.sampled].any()
-        assert given.correction[given.sampled] == pytest.approx(weights, rel=1e-6)
+    for member, weights in zip(samples, expected, strict=True):
+        assert member.correction is not None and not member.correction[~member.sampled].any()
+        assert member.correction[member.sampled] == pytest.approx(weights, rel=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -314,9 +317,9 @@ def test_corrections_leave_what_agrees_exactly_as_it_is() -> None:
 
 def test_metrics_of_a_mismatch() -> None:
     """Tokens' ratios 1, 8, 1/4, 1, 1: mean |log| (3 + 2) log 2 / 5; k3 = ratio - 1 - log ratio of each."""
-    found = correct([*mismatched(), sample(2, 5, None)], algorithm())
+    metrics = correct([*mismatched(), sample(2, 5, None)], algorithm())
     ratios = [1, 8, 0.25, 1, 1]
-    assert found == pytest.approx({
+    assert metrics == pytest.approx({
         "sampling/sampling_logp_difference/mean": LOG2,
         "sampling/sampling_logp_difference/max": 3 * LOG2,
         "sampling/kl": sum(r - 1 - math.log(r) for r in ratios) / 5,
@@ -345,33 +348,37 @@ def test_old_logprobs_of_the_rollout() -> None:
 def test_truncated_sampling_is_compared_among_all_tokens() -> None:
     """Half of the distribution was kept: the engine's logprobs are log 2 more than the trainer's, which is no mismatch.
     Without the mass nobody can tell."""
-    given = sample(
+    truncated = sample(
         0, 2, 1.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1 + LOG2, -2 + LOG2], kept_logmass=[-LOG2, -LOG2]
     )
-    found = correct([given], algorithm())
-    assert found["sampling/sampling_logp_difference/max"] == pytest.approx(0, abs=1e-6)
-    require_comparable([given], SamplingParams(8, top_p=0.9))
-    given.kept_logmass = None
-    assert correct([given], algorithm())["sampling/importance_sampling_ratio/mean"] == pytest.approx(0.5)
+    metrics = correct([truncated], algorithm())
+    assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(0, abs=1e-6)
+    require_comparable([truncated], SamplingParams(8, top_p=0.9))
+    truncated.kept_logmass = None
+    assert correct([truncated], algorithm())["sampling/importance_sampling_ratio/mean"] == pytest.approx(0.5)
     with pytest.raises(UserError, match=r"sample 0\.0/0 cannot be trained: rollout.top_p"):
-        require_comparable([given], SamplingParams(8, top_p=0.9))
-    require_comparable([given], SamplingParams(8))
+        require_comparable([truncated], SamplingParams(8, top_p=0.9))
+    require_comparable([truncated], SamplingParams(8))
 
 
 @pytest.mark.covers("rollout.allow_truncated")
 def test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share() -> None:
     """Shares 1/2 and 1/8 were kept, and engine and trainer agree: factors are the shares, whose geometric mean is 1/4.
     An engine that says its share has the same metric, and factors of 1."""
-    given = sample(0, 2, 1.0, old_logprobs=[-1.0, -4.0], rollout_logprobs=[-1 + LOG2, -4 + 3 * LOG2])
-    require_comparable([given], SamplingParams(8, top_k=2), allowed=True)
-    found = correct([given], algorithm(), truncated=True)
-    assert found["sampling/kept_share"] == pytest.approx(0.25)
-    assert given.correction is not None and given.correction[given.sampled] == pytest.approx([0.5, 0.125])
-    given.kept_logmass = np.where(given.sampled, given.old_logprobs - given.rollout_logprobs, 0).astype(np.float32)
-    found = correct([given], algorithm(), truncated=True)
-    assert found["sampling/kept_share"] == pytest.approx(0.25)
-    assert given.correction[given.sampled] == pytest.approx([1, 1])
-    assert "sampling/kept_share" not in correct([given], algorithm())
+    unmeasured = sample(0, 2, 1.0, old_logprobs=[-1.0, -4.0], rollout_logprobs=[-1 + LOG2, -4 + 3 * LOG2])
+    require_comparable([unmeasured], SamplingParams(8, top_k=2), allowed=True)
+    metrics = correct([unmeasured], algorithm(), truncated=True)
+    assert metrics["sampling/kept_share"] == pytest.approx(0.25)
+    assert unmeasured.correction is not None and unmeasured.correction[unmeasured.sampled] == pytest.approx(
+        [0.5, 0.125]
+    )
+    unmeasured.kept_logmass = np.where(
+        unmeasured.sampled, unmeasured.old_logprobs - unmeasured.rollout_logprobs, 0
+    ).astype(np.float32)
+    metrics = correct([unmeasured], algorithm(), truncated=True)
+    assert metrics["sampling/kept_share"] == pytest.approx(0.25)
+    assert unmeasured.correction[unmeasured.sampled] == pytest.approx([1, 1])
+    assert "sampling/kept_share" not in correct([unmeasured], algorithm())
 
 
 @pytest.mark.parametrize(
@@ -388,9 +395,9 @@ def test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share() -> No
 def test_a_comparison_after_a_sync_knows_what_truncation_explains(
     keys: dict[str, Any], above: float, is_right: bool
 ) -> None:
-    given = sample(0, 2, 1.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1 + above, -2 + above])
+    compared = sample(0, 2, 1.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1 + above, -2 + above])
     with nullcontext() if is_right else pytest.raises(ActorError, match="another distribution"):
-        require_parity([given], 0, "vllm", ["fp32"], RolloutConfig(**keys))
+        require_parity([compared], 0, "vllm", ["fp32"], RolloutConfig(**keys))
 
 
 @pytest.mark.parametrize(
@@ -417,8 +424,8 @@ def test_documents(aggregation: str, weights: list[float]) -> None:
     """Loss falls on what was drawn, and only samples that count become documents."""
     samples = [sample(0, 4, 1.0, gaps=[1]), sample(1, 1, 0.0), sample(2, 3, None), sample(3, 0, 1.0)]
     samples[1].finish = "length"
-    for given in samples:
-        given.old_logprobs = given.advantages = given.correction = np.arange(len(given), dtype=np.float32)
+    for member in samples:
+        member.old_logprobs = member.advantages = member.correction = np.arange(len(member), dtype=np.float32)
     config = rl_config(algorithm(loss_aggregation=aggregation), max_new_tokens=10)
     documents = build_documents(samples, config)
     first, second = (torch.tensor(w) for w in weights)
@@ -437,13 +444,13 @@ def test_documents(aggregation: str, weights: list[float]) -> None:
 def test_samples_are_measured_as_their_documents_are(aggregation: str) -> None:
     random = np.random.default_rng(0)
     samples = [sample(n, int(random.integers(1, 400)), 1.0, gaps=[1, 5]) for n in range(50)]
-    for number, given in enumerate(samples):
-        given.sampled[0] = number % 7 == 0  # whose weight is never used
-        given.old_logprobs = given.advantages = given.correction = np.zeros(len(given), np.float32)
-        given.routes = np.zeros((len(given), 1, 1), np.int16) if number % 3 else None
+    for number, member in enumerate(samples):
+        member.sampled[0] = number % 7 == 0  # whose weight is never used
+        member.old_logprobs = member.advantages = member.correction = np.zeros(len(member), np.float32)
+        member.routes = np.zeros((len(member), 1, 1), np.int16) if number % 3 else None
     trained = TrainedSamples(samples, rl_config(algorithm(loss_aggregation=aggregation), max_new_tokens=77))
     costs = Costs(lambda n: 1, float, lambda patches, pairs: (0.0, 0))
-    measured, built = (document_metadata(given, costs) for given in (trained, list(trained)))
+    measured, built = (document_metadata(member, costs) for member in (trained, list(trained)))
     assert measured == built and len(built) == 50
     read = ReadSamples(samples, routed=False)
     assert document_metadata(read, costs) == document_metadata(list(read), costs)
@@ -508,16 +515,16 @@ def test_a_preset_sets_what_nobody_has() -> None:
     ],
 )  # fmt: skip
 def test_the_defaults_of_another_trainer(overrides: list[str], expected: dict[str, Any]) -> None:
-    found = read(*overrides).rl
-    assert {name: getattr(found, name) for name in expected} == expected
+    config = read(*overrides).rl
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_every_default_of_another_trainer_is_a_key_that_loads() -> None:
     for like, algorithms in LIKE.items():
         for name, keys in algorithms.items():
-            found = read(f"rl.preset={like}", f"rl.algorithm={name}").rl
+            config = read(f"rl.preset={like}", f"rl.algorithm={name}").rl
             for leaf, value in keys.items():
-                assert getattr(found, leaf) == (tuple(value) if isinstance(value, list) else value), (like, name, leaf)
+                assert getattr(config, leaf) == (tuple(value) if isinstance(value, list) else value), (like, name, leaf)
 
 
 def test_the_tables_of_algorithms_are_current() -> None:
@@ -577,10 +584,10 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], words: str) 
 def test_what_truncated_sampling_left_out_is_measured_after_the_update(
     top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[bool] = []
+    passed: list[bool] = []
 
     def corrected(samples: Any, config: Any, *, truncated: bool = False) -> dict[str, float]:
-        given.append(truncated)
+        passed.append(truncated)
         return {}
 
     async def trained(*_: Any) -> dict[str, object]:
@@ -596,7 +603,7 @@ def test_what_truncated_sampling_left_out_is_measured_after_the_update(
         number=1, groups=groups, samples=groups[0].samples, metrics={}, phases=lambda name: nullcontext()
     )
     assert asyncio.run(recipe.update(run, step)) == [{}] and run.updates == 1
-    assert given == [top_p < 1.0]
+    assert passed == [top_p < 1.0]
 
 
 def test_versions_of_tokens_are_run_lengths() -> None:

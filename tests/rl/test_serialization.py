@@ -20,7 +20,7 @@ from weft.rl.serialization import _BY_TOKEN, SampleBatch
 
 def samples() -> list[Sample]:
     """Some with gaps, some without an array, one whose routes are recorded."""
-    made = [
+    drawn = [
         sample(
             0, 3, 1.0, gaps=[1], old_logprobs=[-1.0, 0.0, -0.5], advantages=[0.5, 0.0, 0.25], correction=[1.0, 0.0, 2.0]
         ),
@@ -29,30 +29,36 @@ def samples() -> list[Sample]:
             2, 2, 0.0, index=1, old_logprobs=[-1.0, -1.5], advantages=[1.0, 2.0], returns=[0.1, 0.2], values=[0.3, 0.4]
         ),
     ]
-    made[0].routes = np.arange(5 * 2 * 2, dtype=np.int16).reshape(5, 2, 2)
-    made[2].routes = np.arange(5 * 2 * 2, dtype=np.int16).reshape(5, 2, 2) + 7
-    made[1].finish, made[2].trained = "length", False
-    made[0].text, made[0].notes = "not needed", {"as": "little"}
-    return made
+    drawn[0].routes = np.arange(5 * 2 * 2, dtype=np.int16).reshape(5, 2, 2)
+    drawn[2].routes = np.arange(5 * 2 * 2, dtype=np.int16).reshape(5, 2, 2) + 7
+    drawn[1].finish, drawn[2].trained = "length", False
+    drawn[0].text, drawn[0].notes = "not needed", {"as": "little"}
+    return drawn
 
 
 def test_what_arrives_is_what_trainers_read() -> None:
-    given = samples()
-    there = pickle.loads(pickle.dumps(SampleBatch(given)))
-    for ours, theirs in zip(given, there, strict=True):
-        assert (ours.id, ours.finish, ours.reward, ours.trained) == (
-            theirs.id, theirs.finish, theirs.reward, theirs.trained,
+    sent = samples()
+    received = pickle.loads(pickle.dumps(SampleBatch(sent)))
+    for sent_item, received_item in zip(sent, received, strict=True):
+        assert (sent_item.id, sent_item.finish, sent_item.reward, sent_item.trained) == (
+            received_item.id, received_item.finish, received_item.reward, received_item.trained,
         )  # fmt: skip
-        assert (len(ours), ours.length, ours.counts) == (len(theirs), theirs.length, theirs.counts)
+        assert (len(sent_item), sent_item.length, sent_item.counts) == (
+            len(received_item),
+            received_item.length,
+            received_item.counts,
+        )
         for name in (*_BY_TOKEN, "routes"):
-            np.testing.assert_equal(getattr(theirs, name), getattr(ours, name))
+            np.testing.assert_equal(getattr(received_item, name), getattr(sent_item, name))
     config = rl_config(algorithm("grpo"))
-    ours, theirs = build_documents(given, config), build_documents(there, config)
-    assert len(ours) == len(theirs) == 1 and ours[0].source == theirs[0].source
-    assert torch.equal(ours[0].tokens, theirs[0].tokens) and torch.equal(ours[0].weights, theirs[0].weights)
-    assert ours[0].arrays.keys() == theirs[0].arrays.keys()
-    assert ours[0].routes is not None and torch.equal(ours[0].routes, theirs[0].routes)
-    assert len(pickle.dumps(SampleBatch(given))) < len(pickle.dumps(given))
+    sent_item, received_item = build_documents(sent, config), build_documents(received, config)
+    assert len(sent_item) == len(received_item) == 1 and sent_item[0].source == received_item[0].source
+    assert torch.equal(sent_item[0].tokens, received_item[0].tokens) and torch.equal(
+        sent_item[0].weights, received_item[0].weights
+    )
+    assert sent_item[0].arrays.keys() == received_item[0].arrays.keys()
+    assert sent_item[0].routes is not None and torch.equal(sent_item[0].routes, received_item[0].routes)
+    assert len(pickle.dumps(SampleBatch(sent))) < len(pickle.dumps(sent))
 
 
 def test_a_group_is_rewarded_while_others_are_generated() -> None:
@@ -77,15 +83,15 @@ def test_a_group_is_rewarded_while_others_are_generated() -> None:
 
 
 def test_routes_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
-    made = samples()
-    made[1].routes = np.full((2, 2, 2), -1, np.int16)
-    groups = [SampleGroup(made[0].prompt, made[:2]), SampleGroup(made[2].prompt, made[2:])]
+    drawn = samples()
+    drawn[1].routes = np.full((2, 2, 2), -1, np.int16)
+    groups = [SampleGroup(drawn[0].prompt, drawn[:2]), SampleGroup(drawn[2].prompt, drawn[2:])]
     path = write_rollouts(tmp_path, 1, groups, routes=True)
     assert has_routes(path)
-    for ours, theirs in zip(made, samples_of(read_rollouts(path)), strict=True):
-        np.testing.assert_array_equal(theirs.routes, ours.routes)
-        assert theirs.routes.dtype == np.int16 and theirs.text == ours.text
-    made[2].routes[0, 0, 0] = 300
+    for original, stored in zip(drawn, samples_of(read_rollouts(path)), strict=True):
+        np.testing.assert_array_equal(stored.routes, original.routes)
+        assert stored.routes.dtype == np.int16 and stored.text == original.text
+    drawn[2].routes[0, 0, 0] = 300
     assert samples_of(read_rollouts(write_rollouts(tmp_path, 2, groups, routes=True)))[2].routes[0, 0, 0] == 300
     path = write_rollouts(tmp_path, 3, groups)
     assert not has_routes(path) and all(sample.routes is None for sample in samples_of(read_rollouts(path)))

@@ -83,8 +83,8 @@ def team(client: Client, row: Any) -> None:
 
 def again(client: Client, row: Any) -> None:
     """An answer that the client asks for once more, and two of its own to the same question."""
-    one = client.ask(row["messages"], max_tokens=6)
-    assert client.ask(row["messages"], 1, max_tokens=6) == one
+    first = client.ask(row["messages"], max_tokens=6)
+    assert client.ask(row["messages"], 1, max_tokens=6) == first
     client.heard.pop()
     client.ask(row["messages"], max_tokens=6)
 

@@ -194,10 +194,10 @@ def pairs(suite: Sequence[tuple[Any, ...]], table: Sequence[tuple[Any, ...]]) ->
 def graphs_as_traced() -> Iterator[None]:
     """Inside: model.compile runs graphs, forward and backward, as they were traced. Their C++ takes a minute, and is
     the same on every mesh."""
-    whole = torch.nn.Module.compile
+    compile_module = torch.nn.Module.compile
 
     def traced(module: torch.nn.Module, **options: Any) -> None:
-        whole(module, backend="aot_eager", **options)
+        compile_module(module, backend="aot_eager", **options)
 
     with mock.patch.object(torch.nn.Module, "compile", traced):
         yield
@@ -214,8 +214,8 @@ def references_once() -> Iterator[None]:
     """Inside: what one plain process computes is kept, as it is the same for every mesh; but not of an adapter, whose
     folder is another one each time."""
 
-    def once(compute: Callable[..., Expected]) -> Callable[..., Expected]:
-        def kept(*args: Any) -> Expected:
+    def cached(compute: Callable[..., Expected]) -> Callable[..., Expected]:
+        def computed_once(*args: Any) -> Expected:
             args = tuple(replace(arg, device="cpu") if isinstance(arg, ReferenceTrainer) else arg for arg in args)
             (trainer,) = (arg for arg in args if isinstance(arg, ReferenceTrainer))
             before = [len(arg.noise_samples) for arg in args if isinstance(arg, Expected)]
@@ -224,9 +224,9 @@ def references_once() -> Iterator[None]:
                 _expected[key] = compute(*args)
             return _expected[key]
 
-        return kept
+        return computed_once
 
-    computed = {function.__name__: once(function) for function in (expect, with_noise, with_rounding)}
+    computed = {function.__name__: cached(function) for function in (expect, with_noise, with_rounding)}
     with mock.patch.multiple(harness, **computed):
         yield
 

@@ -41,8 +41,8 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     return [
-        Block(found[1], found[2].strip(), found[3], text.count("\n", 0, found.start()) + 1)
-        for found in _FENCE.finditer(text)
+        Block(fence[1], fence[2].strip(), fence[3], text.count("\n", 0, fence.start()) + 1)
+        for fence in _FENCE.finditer(text)
     ]
 
 
@@ -84,15 +84,15 @@ def _command(command: str) -> None:
     assert status == 0, f"`{command}` ended with {status}"
 
 
-def _weft(words: list[str], given: str) -> tuple[int, str]:
-    """The exit status and the output, which is shown too, of a command that reads `given`."""
+def _weft(words: list[str], stdin: str) -> tuple[int, str]:
+    """The exit status and the output, which is shown too, of a command that reads `stdin`."""
     out = io.StringIO()
-    with patch("sys.stdin", io.StringIO(given)), redirect_stdout(out):
+    with patch("sys.stdin", io.StringIO(stdin)), redirect_stdout(out):
         status = cli.main(words)
     print(out.getvalue(), end="")
     return status, out.getvalue()
 
 
-def _shell(command: str, **more: int) -> subprocess.CompletedProcess[str]:
+def _shell(command: str, **options: int) -> subprocess.CompletedProcess[str]:
     python = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; '
-    return subprocess.run(["bash", "-c", python + command], check=False, text=True, **more)
+    return subprocess.run(["bash", "-c", python + command], check=False, text=True, **options)

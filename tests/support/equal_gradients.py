@@ -37,8 +37,8 @@ def give_gradients(engine: Engine, step: int) -> None:
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
-        whole = gradient(name, full_shape(name, parameter, cuts), step)
-        part = cuts[name].take(whole) if name in cuts else whole
+        full = gradient(name, full_shape(name, parameter, cuts), step)
+        part = cuts[name].take(full) if name in cuts else full
         box, local = local_box(parameter)
         values = part[tuple(slice(a, b) for a, b in zip(box.start, box.end, strict=True))].to(local.dtype).clone()
         if isinstance(parameter, DTensor):

@@ -322,7 +322,7 @@ PHASES = {
 
 def every_phase() -> dict[str, Case]:
     """Kills, exceptions and stops of either rank in every phase: with `make faults`, not in the suite."""
-    found = {}
+    cases_by_name = {}
     for phase, words in PHASES.items():
         step = 0 if phase in ("data", "load") else 3
         keys = ["eval.path=../chats.jsonl", "eval.every=1"] if phase == "evaluate" else []
@@ -331,12 +331,14 @@ def every_phase() -> dict[str, Case]:
             def fault(do: str, phase: str = phase, step: int = step, rank: int = rank) -> Fault:
                 return Fault(do=do, phase=phase, step=step, rank=rank)
 
-            found[f"rank {rank} is killed, {words}"] = Case(fault("kill"), 2, 10, ["was killed by SIGKILL"], keys)
-            found[f"rank {rank} raises, {words}"] = Case(fault("raise"), 2, 1, ["boom"], keys, traceback=True)
-            found[f"rank {rank} is stopped, {words}"] = Case(
+            cases_by_name[f"rank {rank} is killed, {words}"] = Case(
+                fault("kill"), 2, 10, ["was killed by SIGKILL"], keys
+            )
+            cases_by_name[f"rank {rank} raises, {words}"] = Case(fault("raise"), 2, 1, ["boom"], keys, traceback=True)
+            cases_by_name[f"rank {rank} is stopped, {words}"] = Case(
                 fault("stop"), 2, 11, [f"rank {rank} .*SIGSTOP"], [*QUICK, *keys]
             )
-    return found
+    return cases_by_name
 
 
 # command -> words, and the model that it only reads, as flight records and messages name it
@@ -349,10 +351,10 @@ READ_MODELS = {
 def of_read_models() -> dict[str, Case]:
     """The reference of `weft dpo` and the teacher of `weft distill`: killed, stopped, raising in each phase, and
     answers that make no sense."""
-    found = {}
+    cases_by_name = {}
     for command, (words, model) in READ_MODELS.items():
         name = f"{model} of weft {command}"
-        for phase, step, doing, says in (
+        for phase, step, doing, message in (
             ("load", 0, "loaded", f"^loading {model}$"), ("evaluate", 3, "read", f"^in step 3 of 6, reading {model}")
         ):  # fmt: skip
             when = "loading it" if phase == "load" else "reading it, step 3"
@@ -360,37 +362,38 @@ def of_read_models() -> dict[str, Case]:
                 phase = "readout"
             fault = Fault(do="kill", phase=phase, step=step, rank=1, role=model)
             common: dict[str, Any] = {"command": command, "when": when}
-            found[f"{name} is killed, being {doing}"] = Case(
-                fault, 2, 10, ["^rank 1 was killed by SIGKILL", says], words, **common
+            cases_by_name[f"{name} is killed, being {doing}"] = Case(
+                fault, 2, 10, ["^rank 1 was killed by SIGKILL", message], words, **common
             )
-            found[f"{name} raises, being {doing}"] = Case(
-                replace(fault, do="raise"), 2, 1, ["^rank 1 failed: RuntimeError: boom", says], words, traceback=True,
+            cases_by_name[f"{name} raises, being {doing}"] = Case(
+                replace(fault, do="raise"), 2, 1, ["^rank 1 failed: RuntimeError: boom", message], words,
+                traceback=True,
                 **common,
             )  # fmt: skip
-            found[f"{name} is stopped, being {doing}"] = Case(
-                replace(fault, do="stop"), 2, 11, [r"^rank 1 .*is stopped \(SIGSTOP\)", says],
+            cases_by_name[f"{name} is stopped, being {doing}"] = Case(
+                replace(fault, do="stop"), 2, 11, [r"^rank 1 .*is stopped \(SIGSTOP\)", message],
                 [*words, "train.timeout=4"], within=90.0, **common,
             )  # fmt: skip
     nan = Fault(do="reference gives NaN", phase="evaluate", step=3, rank=-1)
     of_dpo: dict[str, Any] = {"words": READ_MODELS["dpo"][0], "command": "dpo", "when": "reading it, step 3"}
     of_distill: dict[str, Any] = {"words": READ_MODELS["distill"][0], "command": "distill", "when": of_dpo["when"]}
-    found["the reference of weft dpo gives NaN"] = Case(
+    cases_by_name["the reference of weft dpo gives NaN"] = Case(
         nan,
         2,
         14,
         [r"the reference \(../model\) gives log probabilities that are not finite.*pairs\.jsonl:\d+"],
         **of_dpo,
     )
-    found["the teacher of weft distill gives NaN"] = Case(
+    cases_by_name["the teacher of weft distill gives NaN"] = Case(
         replace(nan, do="teacher gives NaN"), 2, 14,
         [r"the teacher ../model gives hidden states that are not finite, of ../chats\.jsonl:\d+"], **of_distill,
     )  # fmt: skip
-    found["the teacher of weft distill gives too few hidden states"] = Case(
+    cases_by_name["the teacher of weft distill gives too few hidden states"] = Case(
         replace(nan, do="teacher gives too few"), 2, 1,
         [r"RuntimeError: the teacher ../model gives hidden states of shape \(\d+, \d+\) for ../chats\.jsonl:\d+ of"],
         traceback=True, **of_distill,
     )  # fmt: skip
-    return found
+    return cases_by_name
 
 
 MORE = every_phase() | of_read_models()
@@ -431,15 +434,15 @@ def check(case: Case, run: Run, folder: Path) -> None:
     """AssertionError where anything is not as the case has it."""
     err = run.errors()
     assert run.status == case.status, err
-    at = 0
+    position = 0
     for pattern in case.says:
-        found = re.compile(pattern, re.MULTILINE).search(err, at)
-        assert found is not None, f"{pattern}\nis not in\n{err}"
-        at = found.start()
+        match = re.compile(pattern, re.MULTILINE).search(err, position)
+        assert match is not None, f"{pattern}\nis not in\n{err}"
+        position = match.start()
     assert ("Traceback" in err) == case.traceback, err
     assert run.seconds() < case.within, run.seconds()
-    kept = flight.read_all(folder / "run" / "flight")
+    records = flight.read_all(folder / "run" / "flight")
     failed_in_run = case.status not in (0, 143) and (folder / "run").exists()
-    assert len(kept) == (case.nproc if failed_in_run else 0), kept
+    assert len(records) == (case.nproc if failed_in_run else 0), records
     if "vanish" not in case.fault.do:
         assert last_whole(folder / "run") == saved_before(case)

@@ -43,11 +43,11 @@ def main(words: Sequence[str]) -> int:
     """Several at a time, because those that hang only wait. words: run only the cases whose names have one of them, or,
     with the word `missing`, which have no row; the others' rows stay. The status is 1 where a case was not as it should
     be."""
-    there = shown(PAGE.read_text(encoding="utf-8")) if "missing" in words else set()
+    listed = shown(PAGE.read_text(encoding="utf-8")) if "missing" in words else set()
 
     def chosen(cases: Mapping[str, Any], begins: Callable[[str, Any], str]) -> list[tuple[str, Any]]:
         named = {name for name in cases if not words or any(word in name for word in words)}
-        return [(n, c) for n, c in cases.items() if n in named or (there and begins(n, c) not in there)]
+        return [(n, c) for n, c in cases.items() if n in named or (listed and begins(n, c) not in listed)]
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(4) as rl_pool:
         (task := Path(folder) / "rl").mkdir()
@@ -113,12 +113,12 @@ def lost(case: Case, run: Path) -> str:
         return "the folder, with all that was in it"
     if not (run / "metrics.jsonl").exists():
         return "nothing: no step was done"
-    done, at = last_whole(run), case.fault.step
+    done, failed_step = last_whole(run), case.fault.step
     if not done:
-        return "nothing: no step was done" if at <= 1 else f"steps 1 to {at}: none was saved"
-    if done >= at:
+        return "nothing: no step was done" if failed_step <= 1 else f"steps 1 to {failed_step}: none was saved"
+    if done >= failed_step:
         return "nothing"
-    return f"step {at}" if done == at - 1 else f"steps {done + 1} to {at}"
+    return f"step {failed_step}" if done == failed_step - 1 else f"steps {done + 1} to {failed_step}"
 
 
 def kept(row: str) -> str:
@@ -130,18 +130,18 @@ def kept(row: str) -> str:
 
 def page(text: str, rows: Sequence[str]) -> str:
     """docs/reference/failures.md, whose last sections are the tables, with these rows in place of its own."""
-    rest, _, _ = text.partition(f"{HEAD}\n")
-    known = {_begin(row): row for row in [*re.findall(r"^\|.*\|$", text, re.MULTILINE), *rows]}
+    before, _, _ = text.partition(f"{HEAD}\n")
+    rows_by_begin = {_begin(row): row for row in [*re.findall(r"^\|.*\|$", text, re.MULTILINE), *rows]}
     machine = f"{datetime.date.today()} ({os.cpu_count()} cores, no accelerator)"
-    out = rest.rstrip() + "\n"
-    for head, introduction, place, begins in (
+    out = before.rstrip() + "\n"
+    for head, introduction, column, begins in (
         (HEAD, INTRODUCTION, "ranks", [row_begins(n, c) for n, c in (CASES | MORE).items()]),
         (RL_HEAD, RL_INTRODUCTION, "on", [rl_row_begins(n, c) for n, c in RL_CASES.items()]),
     ):
-        table = [known.get(begin, "") for begin in begins]
+        table = [rows_by_begin.get(begin, "") for begin in begins]
         if missing := sum(not row for row in table):
             introduction += f"{missing} cases more have not been run yet (`make faults WORDS=missing`).\n"
-        columns = f"| what | {place} | when | status | seconds | lost |\n|---|---|---|---|---|---|\n"
+        columns = f"| what | {column} | when | status | seconds | lost |\n|---|---|---|---|---|---|\n"
         out += f"\n{head}\n\n{introduction.format(machine=machine)}\n{columns}" + "".join(f"{r}\n" for r in table if r)
     return out
 
@@ -152,8 +152,8 @@ def _begin(row: str) -> str:
 
 def shown(text: str) -> set[str]:
     """The rows of the page, up to their statuses."""
-    found = re.findall(r"^\|.*\|$", text.partition(f"{HEAD}\n")[2], re.MULTILINE)
-    return {_begin(row) for row in found if not row.startswith(("|---", "| what |"))}
+    table_rows = re.findall(r"^\|.*\|$", text.partition(f"{HEAD}\n")[2], re.MULTILINE)
+    return {_begin(row) for row in table_rows if not row.startswith(("|---", "| what |"))}
 
 
 if __name__ == "__main__":

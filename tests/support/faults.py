@@ -77,25 +77,25 @@ def prepare(fault: Fault, folder: Path = Path()) -> None:
 
     original, struck, times = flight.enter, (folder / "struck-at").absolute(), count(1)
 
-    def at(phase: str, micro_batch: int = 0, *about: Any, **more: Any) -> None:
-        original(phase, micro_batch, *about, **more)
+    def act_at(phase: str, micro_batch: int = 0, *about: Any, **options: Any) -> None:
+        original(phase, micro_batch, *about, **options)
         record = flight.recorder.record()
-        here = (phase, record.step) == (fault.phase, fault.step) and fault.rank in (-1, record.rank)
-        here = here and record.role.startswith(fault.role)
-        here = here and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once))
-        if here and (not fault.after or os.path.exists(fault.after)) and next(times) == fault.nth:
+        due = (phase, record.step) == (fault.phase, fault.step) and fault.rank in (-1, record.rank)
+        due = due and record.role.startswith(fault.role)
+        due = due and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once))
+        if due and (not fault.after or os.path.exists(fault.after)) and next(times) == fault.nth:
             if fault.once:
                 Path(fault.once).touch()
             _wait_for_records(record)
             struck.write_text(str(time.monotonic()))
             DO[fault.do](record)
 
-    def step(number: int, of: int, documents: Sequence[str] = (), many: int | None = None) -> None:
-        step_original(number, of, documents, many)
-        at("plan", 0, documents, many)
+    def step(number: int, total: int, documents: Sequence[str] = (), many: int | None = None) -> None:
+        step_original(number, total, documents, many)
+        act_at("plan", 0, documents, many)
 
     step_original = flight.step
-    flight.enter, flight.step = at, step
+    flight.enter, flight.step = act_at, step
     if fault.do in BEFORE:
         BEFORE[fault.do](fault)
 
@@ -107,7 +107,7 @@ def _wait_for_records(record: Any) -> None:
 
     path, end = flight.recorder._path, time.monotonic() + 20
     while record.run and path is not None and time.monotonic() < end:
-        if sum(bool(other.run) for other in flight.read_all(path.parent).values()) >= record.world:
+        if sum(bool(entry.run) for entry in flight.read_all(path.parent).values()) >= record.world:
             return
         time.sleep(0.01)
 
@@ -184,8 +184,8 @@ def _kill_ray(part: str) -> Callable[[Any], None]:
     """Kill a process of the Ray that this process has started."""
 
     def kill(record: Any) -> None:
-        (found,) = [child for child in psutil.Process().children(recursive=True) if child.name() == part]
-        found.kill()
+        (process,) = [child for child in psutil.Process().children(recursive=True) if child.name() == part]
+        process.kill()
 
     return kill
 
@@ -244,9 +244,9 @@ def _plan(change: Callable[[list[Any]], list[Any]]) -> Callable[[Fault], None]:
 
         original, step = Engine.plan, count(1)  # a step is planned while the one before is taken
 
-        def spoilt(self: Engine, metadata: Sequence[Any], **rest: Any) -> Any:
-            other = next(step) == fault.step and flight.recorder.record().rank == fault.rank
-            return original(self, change(list(metadata)) if other else metadata, **rest)
+        def spoilt(self: Engine, metadata: Sequence[Any], **options: Any) -> Any:
+            planted = next(step) == fault.step and flight.recorder.record().rank == fault.rank
+            return original(self, change(list(metadata)) if planted else metadata, **options)
 
         Engine.plan = spoilt  # type: ignore[method-assign]
 
@@ -289,7 +289,7 @@ def _slow_disk(fault: Fault) -> None:
     snapshot.write_export = slow
 
 
-def _tokenising(who: str, number: signal.Signals) -> Callable[[Fault], None]:
+def _tokenising(target: str, number: signal.Signals) -> Callable[[Fault], None]:
     """The data is tokenised by processes; this one, or the first of them that has answered, gets a signal."""
 
     def prepare(fault: Fault) -> None:
@@ -310,7 +310,7 @@ def _tokenising(who: str, number: signal.Signals) -> Callable[[Fault], None]:
             if not struck.exists():
                 struck.write_text(str(time.monotonic()))
                 worker = self._processes[places.index(connection)].pid
-                os.kill(worker if who == "worker" else os.getpid(), number)
+                os.kill(worker if target == "worker" else os.getpid(), number)
             return receive(self, connection)
 
         WorkerPool.__enter__, WorkerPool._receive = entered, struck_once  # type: ignore[method-assign]

@@ -69,8 +69,12 @@ def laid_out(model: Any, optimizer: torch.optim.Optimizer, layout: str) -> dict[
     weights, state = get_state_dict(model, optimizer, options=flat if layout == "torchtitan" else None)
     step, progress = torch.tensor(2, dtype=torch.int32), {"last_epoch": 2, "name": "cosine"}
     if layout == "torchtitan":
-        more = {"train_state": {"step": step}, "lr_scheduler": progress, "dataloader": {"dp_rank_0": b"state"}}
-        return {**weights, "optimizer": state, **more}
+        progress_state = {
+            "train_state": {"step": step},
+            "lr_scheduler": progress,
+            "dataloader": {"dp_rank_0": b"state"},
+        }
+        return {**weights, "optimizer": state, **progress_state}
     if layout == "app":  # torch's tutorial
         return {"app": {"model": weights, "optim": state}}
     if layout == "roll":  # the state of torch's optimizer itself, by numbers
@@ -87,12 +91,12 @@ def moments_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[s
     return {name: whole(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
 
 
-def save_alone(path: str, folder: Path, names: Mapping[str, str] | None = None, **more: Any) -> dict[str, Tensor]:
+def save_alone(path: str, folder: Path, names: Mapping[str, str] | None = None, **entries: Any) -> dict[str, Tensor]:
     """The files of a HuggingFace directory, under other names where `names` has them, saved by one process."""
     tensors: dict[str, Tensor] = {}
     for file in Path(path).glob("*.safetensors"):
         tensors |= load_file(file)
-    save({**{(names or {}).get(n, n): t for n, t in tensors.items()}, **more}, folder)
+    save({**{(names or {}).get(n, n): t for n, t in tensors.items()}, **entries}, folder)
     return tensors
 
 

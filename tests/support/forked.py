@@ -27,10 +27,10 @@ Prepare = Callable[[], None]
 What = Sequence[str] | Callable[[], int]
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**variables: str) -> dict[str, str]:
     """Ours without a launcher's variables, each process on one thread."""
-    kept = {name: value for name, value in os.environ.items() if name not in _PLACE}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
+    inherited = {name: value for name, value in os.environ.items() if name not in _PLACE}
+    return {**inherited, "OMP_NUM_THREADS": "1", **variables}
 
 
 class Run:
@@ -40,11 +40,11 @@ class Run:
     begins. variables: of the environment, beside the suite's.
     """
 
-    def __init__(self, what: What, folder: Path, prepare: Prepare | None = None, **variables: str) -> None:
+    def __init__(self, target: What, folder: Path, prepare: Prepare | None = None, **variables: str) -> None:
         self.out, self.err = (folder / f"{os.urandom(4).hex()}.{name}" for name in ("out", "err"))
         _context.set_forkserver_preload(["tests.support.preload"])
         self.process = _context.Process(
-            target=_main, args=(what, str(folder), environment(**variables), str(self.out), str(self.err), prepare)
+            target=_main, args=(target, str(folder), environment(**variables), str(self.out), str(self.err), prepare)
         )
         self.process.start()
 
@@ -82,17 +82,21 @@ class Run:
         return self.err.read_text() if self.err.exists() else ""
 
 
-def run(what: What, folder: Path, prepare: Prepare | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    target: What, folder: Path, prepare: Prepare | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """One to its end, as subprocess.run gives it."""
-    run = Run(what, folder, prepare, **variables).wait(240.0 * business())
+    run = Run(target, folder, prepare, **variables).wait(240.0 * business())
     assert run.status is not None
-    done = subprocess.CompletedProcess(what, run.status, run.output(), run.errors())
+    done = subprocess.CompletedProcess(target, run.status, run.output(), run.errors())
     run.out.unlink()
     run.err.unlink()
     return done
 
 
-def _main(what: What, folder: str, environment: Mapping[str, str], out: str, err: str, prepare: Prepare | None) -> None:
+def _main(
+    target: What, folder: str, environment: Mapping[str, str], out: str, err: str, prepare: Prepare | None
+) -> None:
     import torch
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -106,7 +110,7 @@ def _main(what: What, folder: str, environment: Mapping[str, str], out: str, err
     os.environ.update(environment)
     if prepare is not None:
         prepare()
-    end_with(what if callable(what) else partial(_weft, what), dict(os.environ))
+    end_with(target if callable(target) else partial(_weft, target), dict(os.environ))
 
 
 def _weft(words: Sequence[str]) -> int:
@@ -149,8 +153,8 @@ class _Fork(subprocess.Popen[bytes]):
     """What the agent starts for `python -m weft WORDS`, `python -m MODULE WORDS` or `python SCRIPT`: a fork of the
     launcher, with a session of its own."""
 
-    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
-        environment = next(value for value in rest if isinstance(value, dict))
+    def _execute_child(self, args: Sequence[str], *arguments: Any) -> None:  # type: ignore[override]
+        environment = next(value for value in arguments if isinstance(value, dict))
         self.pid = os.fork()
         self._child_created = True
         if self.pid == 0:

@@ -120,11 +120,11 @@ def _change_bytes(draw: random.Random, content: bytes) -> bytes:
     end = min(end, start + draw.choice((1, 2, 8, 64, 4096)))
     kind = draw.randrange(7)
     if kind == 0:  # a bit
-        place = draw.randrange(max(1, len(content)))
+        position = draw.randrange(max(1, len(content)))
         return (
-            content[:place]
-            + bytes(b ^ 1 << draw.randrange(8) for b in content[place : place + 1])
-            + content[place + 1 :]
+            content[:position]
+            + bytes(b ^ 1 << draw.randrange(8) for b in content[position : position + 1])
+            + content[position + 1 :]
         )
     if kind == 1:
         return content[:start]
@@ -136,8 +136,8 @@ def _change_bytes(draw: random.Random, content: bytes) -> bytes:
         return content[:start] + draw.choice(_BYTES) + content[start:]
     if kind == 5:
         return content[:start] + draw.randbytes(end - start) + content[end:]
-    other = draw.choice((b"", b"\xff" * 8, (2**63).to_bytes(8, "little"), draw.randbytes(8)))
-    return other + content[8:]
+    header = draw.choice((b"", b"\xff" * 8, (2**63).to_bytes(8, "little"), draw.randbytes(8)))
+    return header + content[8:]
 
 
 def _change_json(draw: random.Random, content: bytes) -> bytes:
@@ -154,10 +154,10 @@ def _change_json(draw: random.Random, content: bytes) -> bytes:
 
 
 def _with_other_value(draw: random.Random, text: str) -> str | None:
-    found = re.compile(r"[{[]").search(text, 0 if draw.random() < 0.7 else draw.randrange(len(text) + 1))
-    if found is None:
+    opening = re.compile(r"[{[]").search(text, 0 if draw.random() < 0.7 else draw.randrange(len(text) + 1))
+    if opening is None:
         return None
-    start = found.start()
+    start = opening.start()
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
         new = json.dumps(_hostile(draw, value), ensure_ascii=draw.random() < 0.5)
@@ -176,17 +176,19 @@ def _hostile(draw: random.Random, value: Any) -> Any:
         if kind == 1:
             return {**value, draw.choice(("", "a\0b", "__metadata__", "\ue001", "../x", key + " ")): value[key]}
         if kind == 2:
-            return {name: value[other] for name, other in zip(value, draw.sample(list(value), len(value)), strict=True)}
+            return {
+                name: value[swapped] for name, swapped in zip(value, draw.sample(list(value), len(value)), strict=True)
+            }
         if kind < 5:
             return {**value, key: _MARK}
         return {**value, key: _hostile(draw, value[key])}
     if isinstance(value, list) and value:
-        place = draw.randrange(len(value))
+        position = draw.randrange(len(value))
         if draw.random() < 0.3:
-            return value[:place] + value[place + 1 :]
+            return value[:position] + value[position + 1 :]
         if draw.random() < 0.2:
-            return value + value[place:]
-        return [*value[:place], _hostile(draw, value[place]), *value[place + 1 :]]
+            return value + value[position:]
+        return [*value[:position], _hostile(draw, value[position]), *value[position + 1 :]]
     if isinstance(value, int) and draw.random() < 0.5:
         return value + draw.choice((-1, 1, -8, 8, 2**31, -(2**31)))
     return _MARK

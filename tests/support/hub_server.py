@@ -65,13 +65,13 @@ class Hub:
 @contextmanager
 def hub(**fields: Any) -> Iterator[Hub]:
     """A hub that is asked by this process and its forks, in place of huggingface.co, with a token of its own."""
-    found = Hub(**fields)
-    found.hold.set()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(found))
-    found.url = f"http://127.0.0.1:{server.server_address[1]}"
+    state = Hub(**fields)
+    state.hold.set()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        yield found
+        yield state
     finally:
         server.shutdown()
         server.server_close()
@@ -140,41 +140,41 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             return _create(hub, handler, json.loads(body))
         if path == "/api/validate-yaml":
             return _validate(handler, json.loads(body)["content"])
-        if found := re.fullmatch(r"/(?P<name>[\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
+        if match := re.fullmatch(r"/(?P<name>[\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
             return _batch(hub, handler, json.loads(body))
-        found = re.match(_REPO, path)
-        if found is None or found["name"] not in hub.repos:
-            if found is not None and found["name"] in hub.cards:
-                return handler.answer(200, {"id": found["name"], "cardData": hub.cards[found["name"]]})
+        match = re.match(_REPO, path)
+        if match is None or match["name"] not in hub.repos:
+            if match is not None and match["name"] in hub.cards:
+                return handler.answer(200, {"id": match["name"], "cardData": hub.cards[match["name"]]})
             return handler.refuse(404, "Repository not found", X_Error_Code="RepoNotFound")
-        _of_repo(hub, handler, found["name"], path[found.end() :], body)
+        _of_repo(hub, handler, match["name"], path[match.end() :], body)
 
     return Handler
 
 
-def _create(hub: Hub, handler: Any, asked: dict[str, Any]) -> None:
-    owner = asked.get("organization") or hub.owners[0]
-    name = f"{owner}/{asked['name']}"
+def _create(hub: Hub, handler: Any, request: dict[str, Any]) -> None:
+    owner = request.get("organization") or hub.owners[0]
+    name = f"{owner}/{request['name']}"
     if owner not in hub.owners:
         return handler.refuse(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
     if name in hub.repos:
         return handler.refuse(409, "You already created this model repo")
-    hub.repos[name] = Repo(private=asked.get("visibility") == "private" or bool(asked.get("private")))
+    hub.repos[name] = Repo(private=request.get("visibility") == "private" or bool(request.get("private")))
     handler.answer(200, {"url": f"{hub.url}/{name}", "name": name})
 
 
 def _validate(handler: Any, content: str) -> None:
     front = re.match(r"---\n(.*?)\n---\n", content, re.DOTALL)
-    found = yaml.safe_load(front[1]) if front else None
-    errors = [] if isinstance(found, dict) else [{"message": "no front matter"}]
+    metadata = yaml.safe_load(front[1]) if front else None
+    errors = [] if isinstance(metadata, dict) else [{"message": "no front matter"}]
     handler.answer(400 if errors else 200, {"errors": errors, "warnings": []})
 
 
-def _batch(hub: Hub, handler: Any, asked: dict[str, Any]) -> None:
+def _batch(hub: Hub, handler: Any, request: dict[str, Any]) -> None:
     objects: list[dict[str, Any]] = []
-    for one in asked["objects"]:
-        upload = {"actions": {"upload": {"href": f"{hub.url}/lfs/{one['oid']}"}}}
-        objects.append({**one, **({} if one["oid"] in hub.objects else upload)})
+    for entry in request["objects"]:
+        upload = {"actions": {"upload": {"href": f"{hub.url}/lfs/{entry['oid']}"}}}
+        objects.append({**entry, **({} if entry["oid"] in hub.objects else upload)})
     handler.answer(200, {"transfer": "basic", "objects": objects})
 
 
@@ -185,19 +185,19 @@ def _store(hub: Hub, handler: Any, oid: str, body: bytes) -> None:
     handler.answer(200, {})
 
 
-def _of_repo(hub: Hub, handler: Any, name: str, rest: str, body: bytes) -> None:
+def _of_repo(hub: Hub, handler: Any, name: str, path: str, body: bytes) -> None:
     repo = hub.repos[name]
-    if rest.startswith("/preupload/"):
+    if path.startswith("/preupload/"):
         files = [
             {"path": file["path"], "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
              "shouldIgnore": False}
             for file in json.loads(body)["files"]
         ]  # fmt: skip
         return handler.answer(200, {"files": files})
-    if rest.startswith("/commit/"):
-        return _commit(hub, handler, name, rest.removeprefix("/commit/"), body)
-    if rest.startswith("/branch/"):
-        branch = rest.removeprefix("/branch/")
+    if path.startswith("/commit/"):
+        return _commit(hub, handler, name, path.removeprefix("/commit/"), body)
+    if path.startswith("/branch/"):
+        branch = path.removeprefix("/branch/")
         if branch in repo.files:
             return handler.refuse(409, "Reference already exists")
         repo.files[branch] = dict(repo.files["main"])

@@ -88,12 +88,12 @@ def shrink(model: Path, layers: int) -> None:
     (model / "config.json").write_text(json.dumps(config))
 
 
-def start(task: Path, run: Path, *more: str, hook: Hook | None = None, **options: Any) -> RlConfig:
+def start(task: Path, run: Path, *overrides: str, hook: Hook | None = None, **options: Any) -> RlConfig:
     """A whole run of weft rl. more: keys. options: of the command line."""
     resume = options.pop("resume", False)
     files = [str(run / "config.yaml")] if resume else []
     words = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *KEYS]
-    config = load_config(files, [*([] if resume else words), f"run.dir={run}", *more], RlConfig)
+    config = load_config(files, [*([] if resume else words), f"run.dir={run}", *overrides], RlConfig)
     run_config(config, resume=resume, hook=hook, **options)
     return config
 
@@ -165,8 +165,10 @@ def local_actors(
         make = partial(Standalone, config.model.path, dtype=torch.float32, opener=opener, exact=exact)
         engines = kind("rollout engine", [make] * config.rollout.count, hook)
     try:
-        others = {role: cast(ActorGroup, group) for role, group in models.items()}
-        yield Actors(cast(ActorGroup, trainers), others, cast(ActorGroup, engines) if engines is not None else None)
+        model_groups = {role: cast(ActorGroup, group) for role, group in models.items()}
+        yield Actors(
+            cast(ActorGroup, trainers), model_groups, cast(ActorGroup, engines) if engines is not None else None
+        )
     finally:
         for group in filter(None, (trainers, engines, *models.values())):
             group.end()
@@ -179,14 +181,14 @@ def local_actors(
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without times and memory."""
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {
             key: value
             for key, value in line.items()
             if key not in CLOCKS and "seconds" not in key and not key.startswith("time/")
         }
-        for line in found
+        for line in entries
     ]
 
 
@@ -201,10 +203,10 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return {f"{file.parent.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def same_run(run: Path, other: Path) -> None:
+def same_run(run: Path, second: Path) -> None:
     """Both have done the same, to the last bit."""
-    assert lines_of(run) == lines_of(other)
-    assert rollouts_of(run) == rollouts_of(other)
-    ours, theirs = weights_of(run), weights_of(other)
-    assert [name.partition(" ")[2] for name in ours] == [name.partition(" ")[2] for name in theirs]
-    assert all(torch.equal(a, b) for a, b in zip(ours.values(), theirs.values(), strict=True))
+    assert lines_of(run) == lines_of(second)
+    assert rollouts_of(run) == rollouts_of(second)
+    weights, other_weights = weights_of(run), weights_of(second)
+    assert [name.partition(" ")[2] for name in weights] == [name.partition(" ")[2] for name in other_weights]
+    assert all(torch.equal(a, b) for a, b in zip(weights.values(), other_weights.values(), strict=True))

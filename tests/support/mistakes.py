@@ -305,9 +305,9 @@ def main() -> int:
                 f"| {mistake.what} | {' ... '.join(map(_code, mistake.says))} | {_remedy(mistake)} | {seconds:.1f} |"
             )
     text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(f"{HEAD}\n")
+    before, _, after_head = text.partition(f"{HEAD}\n")
     introduction = INTRODUCTION.format(date=datetime.date.today(), cores=os.cpu_count())
-    after = rest[rest.index("\n## ") :] if "\n## " in rest else ""
+    after = after_head[after_head.index("\n## ") :] if "\n## " in after_head else ""
     if not failed:
         PAGE.write_text(f"{before}{HEAD}\n\n{introduction}" + "\n".join(lines) + f"\n{after}", encoding="utf-8")
     print(f"{len(MISTAKES) - failed} of {len(MISTAKES)} are said in time, and mended as the message says")

@@ -51,17 +51,17 @@ def verdict(family: str, mix: str) -> str:
     sections = {"step": {"max_tokens_per_device": 40}} if "cp" in MESHES[mix] else {}
     try:
         path = model_of(family, mix) if "pp" in mix else saved_model(family)
-        found = run(world_of(mix), parity, path, mix, sections, timeout=300)[0]
+        result = run(world_of(mix), parity, path, mix, sections, timeout=300)[0]
     except AssertionError as error:
         refusals = [line for line in str(error).splitlines() if "UserError: " in line]
         return f"refused: {refusals[-1].partition('UserError: ')[2]}" if refusals else f"failed: {error}"[:200]
-    return "ok" if found.passed else f"failed: {', '.join(found.failed)}"
+    return "ok" if result.passed else f"failed: {', '.join(result.failed)}"
 
 
-def write(found: dict[str, list[str]]) -> None:
+def write(table: dict[str, list[str]]) -> None:
     """The page, one row for each mix that has cells."""
     head = f"| mesh | ranks | {' | '.join(FAMILIES)} |\n{'| --- ' * (2 + len(FAMILIES))}|\n"
-    lines = (f"| `{mix}` | {' | '.join(found[mix])} |\n" for mix in MIXES if mix in found)
+    lines = (f"| `{mix}` | {' | '.join(table[mix])} |\n" for mix in MIXES if mix in table)
     PAGE.write_text(INTRODUCTION.format(machine=machine()) + head + "".join(lines), encoding="utf-8")
 
 
@@ -69,14 +69,14 @@ def main(mixes: list[str]) -> int:
     """The status is 1 where a case fails."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    found = rows(PAGE.read_text(encoding="utf-8")) if mixes and PAGE.exists() else {}
+    table = rows(PAGE.read_text(encoding="utf-8")) if mixes and PAGE.exists() else {}
     for mix in mixes or MIXES:
         begun = time.perf_counter()
         cells = [verdict(family, mix) if applies(family, mix) else "" for family in FAMILIES]
-        found[mix] = [str(world_of(mix)), *cells]
+        table[mix] = [str(world_of(mix)), *cells]
         print(mix, f"{time.perf_counter() - begun:.0f} s", *cells, sep="  ", flush=True)
-        write(found)
-    return int(any(cell.startswith("failed") for cells in found.values() for cell in cells))
+        write(table)
+    return int(any(cell.startswith("failed") for cells in table.values() for cell in cells))
 
 
 if __name__ == "__main__":

@@ -82,9 +82,9 @@ def counted(number: int, act: Callable[[], Any]) -> Any:
 
         def call(self: Store, *words: Any) -> Any:
             if name == "remove":
-                for one in list(words[0]):
+                for word in list(words[0]):
                     count()
-                    original(self, [one])
+                    original(self, [word])
                 return None
             count()
             return original(self, *words)

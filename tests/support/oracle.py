@@ -28,8 +28,8 @@ def rank_of(rank: int, job: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{job['out']}.store", rank=rank, world_size=world)
     model = load(job)
     total = sum(sum(weights[1:]) for _, weights in job["documents"])
-    mine = job["documents"][rank // job["tp"] :: job["fsdp"]] or [([0, 0], [0.0, 0.0])]
-    (ce_sum(model, mine) * job["fsdp"] / total).backward()  # FSDP averages over its ranks
+    local = job["documents"][rank // job["tp"] :: job["fsdp"]] or [([0, 0], [0.0, 0.0])]
+    (ce_sum(model, local) * job["fsdp"] / total).backward()  # FSDP averages over its ranks
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     if rank == 0:
         notes = {"transformers": transformers.__version__, "parts": str(parts(model))}
@@ -64,8 +64,8 @@ def ce_sum(model: Any, documents: list[tuple[list[int], list[float]]]) -> Tensor
     longest = max(len(ids) for ids, _ in documents)
     ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in documents])
     weights = torch.tensor([weights + [0.0] * (longest - len(weights)) for _, weights in documents])
-    seen = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in documents])
-    logits = model(input_ids=ids, attention_mask=seen, use_cache=False).logits
+    attention_mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in documents])
+    logits = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
     ce = -logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]
     return (ce * weights[:, 1:]).sum()
 

@@ -26,14 +26,14 @@ class TwinConfig(PretrainedConfig):
         num_attention_heads: int = 4,
         max_position_embeddings: int = 512,
         initializer_range: float = 0.2,
-        **others: Any,
+        **options: Any,
     ) -> None:
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.num_key_value_heads = num_attention_heads
         self.max_position_embeddings, self.initializer_range = max_position_embeddings, initializer_range
-        others.setdefault("tie_word_embeddings", False)
-        super().__init__(**others)
+        options.setdefault("tie_word_embeddings", False)
+        super().__init__(**options)
 
 
 def rotated(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ class TwinModel(TwinPreTrainedModel):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
-            position_ids = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)[None]
+            position_ids = torch.arange(past_length, past_length + hidden.shape[1], device=hidden.device)[None]
         mask = create_causal_mask(
             config=self.config, inputs_embeds=hidden, attention_mask=attention_mask, past_key_values=past_key_values,
             position_ids=position_ids,
@@ -149,8 +149,8 @@ class TwinForCausalLM(TwinPreTrainedModel, GenerationMixin):
         self, input_ids: Tensor | None = None, labels: None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any
     ) -> CausalLMOutputWithPast:
         out = self.model(input_ids, **kwargs)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, kept])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, positions])
         return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
 
 

@@ -32,9 +32,9 @@ class Row:
 def current(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs of the drawn tokens and entropies of their distributions."""
     logits = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0] / temperature
-    everything = logits.log_softmax(-1)[[place - 1 for place in row.drawn]]
-    chosen = everything[torch.arange(len(row.drawn)), [row.ids[place] for place in row.drawn]]
-    return chosen, -(everything.exp() * everything).sum(-1)
+    logprobs = logits.log_softmax(-1)[[position - 1 for position in row.drawn]]
+    chosen = logprobs[torch.arange(len(row.drawn)), [row.ids[position] for position in row.drawn]]
+    return chosen, -(logprobs.exp() * logprobs).sum(-1)
 
 
 # ---------------------------------------------------------------- advantages: row -> tensor over its drawn tokens
@@ -45,9 +45,9 @@ def by_group(rows: Sequence[Row], score: Callable[[Row], float], rule: Callable[
     out = []
     for row in rows:
         members = [other for other in rows if other.group == row.group]
-        place = next(n for n, other in enumerate(members) if other is row)
+        position = next(n for n, other in enumerate(members) if other is row)
         scores = torch.tensor([score(member) for member in members], dtype=torch.float64)
-        out.append(rule(scores, place).expand(len(row.drawn)))
+        out.append(rule(scores, position).expand(len(row.drawn)))
     return out
 
 
@@ -56,19 +56,19 @@ def reward(row: Row) -> float:
     return row.reward
 
 
-def mean_std(scores: Tensor, place: int) -> Tensor:
+def mean_std(scores: Tensor, index: int) -> Tensor:
     if len(scores) == 1 or bool((scores == scores[0]).all()):
         return torch.zeros((), dtype=torch.float64)
-    return (scores[place] - scores.mean()) / (scores.std() + 1e-4)
+    return (scores[index] - scores.mean()) / (scores.std() + 1e-4)
 
 
-def mean(scores: Tensor, place: int) -> Tensor:
-    return scores[place] - scores.mean()
+def mean(scores: Tensor, index: int) -> Tensor:
+    return scores[index] - scores.mean()
 
 
-def leave_one_out(scores: Tensor, place: int) -> Tensor:
-    others = torch.cat([scores[:place], scores[place + 1 :]])
-    return scores[place] - others.mean() if len(others) else torch.zeros((), dtype=torch.float64)
+def leave_one_out(scores: Tensor, index: int) -> Tensor:
+    remaining = torch.cat([scores[:index], scores[index + 1 :]])
+    return scores[index] - remaining.mean() if len(remaining) else torch.zeros((), dtype=torch.float64)
 
 
 def whiten(advantages: list[Tensor]) -> list[Tensor]:
@@ -168,9 +168,9 @@ def with_k2(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
 
 def gspo(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
     """Equation 5 as it stands: the gradient of the sample's ratio goes through all of its tokens."""
-    whole = ratio(row, logp).log().mean().exp()
+    sequence_ratio = ratio(row, logp).log().mean().exp()
     assert bool((a == a[0]).all())
-    loss = clipped(whole, a[0], 0.05, 0.08) * weigh(row, (0.0, 1.02), "geometric", "cut")[0]
+    loss = clipped(sequence_ratio, a[0], 0.05, 0.08) * weigh(row, (0.0, 1.02), "geometric", "cut")[0]
     return loss.expand(len(a))
 
 

@@ -50,7 +50,7 @@ class CrashError(AssertionError):
     """A rank died in native code."""
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, again: bool = True) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, retry: bool = True) -> list[Any]:
     """Results of `function(*args)` on ranks 0..world-1. The first rank's error is raised with its traceback.
 
     again: whether a crash in native code is answered by new processes. About one suite in fifteen has one, in another
@@ -59,7 +59,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 1
     try:
         return _run(world, function, args, timeout)
     except CrashError as error:
-        if not again or _crashed:
+        if not retry or _crashed:
             raise
         _crashed.append(str(error))
         warnings.warn(f"a rank crashed, and {function.__name__} ran again:\n{error}", stacklevel=2)
@@ -90,8 +90,8 @@ def _collect(workers: list[_Worker], name: str, timeout: float) -> list[Any]:
                 process.join(5)
                 ok, value = False, "it is gone"
             if not ok:
-                others = [worker.process.sentinel for worker in workers if worker.process.is_alive()]
-                wait(others, timeout=0.2)  # this one's error may be that another has died
+                sentinels = [worker.process.sentinel for worker in workers if worker.process.is_alive()]
+                wait(sentinels, timeout=0.2)  # this one's error may be that another has died
                 _give_up(f"{name}, rank {rank} of {len(workers)}:\n{value}")
             results[rank] = value
         if time.monotonic() > deadline:
@@ -132,12 +132,12 @@ def _start(world: int = 1) -> list[_Worker]:
         os.environ["OMP_NUM_THREADS"] = "1"
         _context.set_forkserver_preload(["tests.support.preload"])
         for _ in range(len(_workers), max(FEWEST_RANKS, world)):
-            ours, theirs = _context.Pipe()
+            parent_end, child_end = _context.Pipe()
             descriptor, errors = tempfile.mkstemp(prefix="weft-rank-")
             os.close(descriptor)
-            process = _context.Process(target=_serve, args=(theirs, errors), daemon=True)
+            process = _context.Process(target=_serve, args=(child_end, errors), daemon=True)
             process.start()
-            _workers.append(_Worker(process, ours, Path(errors)))
+            _workers.append(_Worker(process, parent_end, Path(errors)))
     return _workers
 
 

@@ -22,8 +22,8 @@ def body() -> bool | None:
     with join("cpu", 60) as ranks:
         total = torch.ones(1)
         dist.all_reduce(total)
-        place = f"rank {ranks.rank} of {ranks.world}, local {ranks.local_rank}"
-        line = f"{place}, sum {int(total)}, threads {torch.get_num_threads()}, pid {os.getpid()}\n"
+        coordinates = f"rank {ranks.rank} of {ranks.world}, local {ranks.local_rank}"
+        line = f"{coordinates}, sum {int(total)}, threads {torch.get_num_threads()}, pid {os.getpid()}\n"
         os.write(1, line.encode())  # one write, so that the lines of two ranks stay apart
         if mode == "same":
             raise UserError("set a.b to 1")

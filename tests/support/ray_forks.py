@@ -56,10 +56,10 @@ def _ask() -> None:
     """What Ray calls, with the words of the worker."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[_SOCKET])
-        asked = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+        request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))]
-        connection.sendmsg([len(asked).to_bytes(8, "big")], rights)
-        connection.sendall(asked)
+        connection.sendmsg([len(request).to_bytes(8, "big")], rights)
+        connection.sendall(request)
         connection.recv(1)  # until the fork has ended
 
 
@@ -82,12 +82,12 @@ def _become_worker(connection: socket.socket) -> None:
     from tests.support.forked import end_with, script
 
     size, descriptors, *_ = socket.recv_fds(connection, 8, 2)
-    for ours, theirs in zip((1, 2), descriptors, strict=True):
-        os.dup2(theirs, ours)
-        os.close(theirs)
-    rest = connection.makefile("rb").read(int.from_bytes(size, "big"))
-    words, environment, folder = json.loads(rest)
-    own = dict(word.split("=", 1) for word in words if word.startswith(_OPTIONS))
+    for descriptor, received in zip((1, 2), descriptors, strict=True):
+        os.dup2(received, descriptor)
+        os.close(received)
+    message = connection.makefile("rb").read(int.from_bytes(size, "big"))
+    words, environment, folder = json.loads(message)
+    options = dict(word.split("=", 1) for word in words if word.startswith(_OPTIONS))
     os.chdir(folder)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -95,7 +95,7 @@ def _become_worker(connection: socket.socket) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_after, args=[connection], daemon=True).start()
     worker = partial(script, [word for word in words if not word.startswith(_OPTIONS)])
-    end_with(worker, environment | json.loads(own.get(_OPTIONS[0], "{}")).get("env_vars", {}))
+    end_with(worker, environment | json.loads(options.get(_OPTIONS[0], "{}")).get("env_vars", {}))
 
 
 def _end_after(connection: socket.socket) -> None:

@@ -53,7 +53,7 @@ def _inputs(family: str) -> Path:
 
 def config_of(home: Path, folder: Path, mesh: str, sections: Sections) -> schema.SftConfig:
     """Ten steps over two and a half epochs, two or more micro-batches in each, a checkpoint after every one."""
-    given: Sections = {
+    merged: Sections = {
         "model": {"path": str(home / "model")},
         "data": {"path": str(home / "chats.jsonl")},
         "mesh": MESHES[mesh],
@@ -65,9 +65,9 @@ def config_of(home: Path, folder: Path, mesh: str, sections: Sections) -> schema
         "run": {"dir": str(folder)},
     }
     for name, keys in sections.items():
-        given[name] = {**given.get(name, {}), **keys}
+        merged[name] = {**merged.get(name, {}), **keys}
     types = {field.name: type_ for field, type_ in zip(_fields(), _types(), strict=True)}
-    return schema.SftConfig(**{name: types[name](**keys) for name, keys in given.items()})
+    return schema.SftConfig(**{name: types[name](**keys) for name, keys in merged.items()})
 
 
 def _fields() -> Any:
@@ -137,17 +137,17 @@ def attempt(
 def lines(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without times and memory."""
     text = (folder / "metrics.jsonl").read_text()
-    found = (json.loads(line) for line in text.splitlines())
-    return [{k: v for k, v in line.items() if k not in TIMES and not k.startswith("time/")} for line in found]
+    entries = (json.loads(line) for line in text.splitlines())
+    return [{k: v for k, v in line.items() if k not in TIMES and not k.startswith("time/")} for line in entries]
 
 
 def state_of(folder: Path, step: int) -> dict[str, Any]:
     """Every tensor of a checkpoint's trainer state by file and name, and its scalars."""
     state = folder / "checkpoints" / f"step-{step:06d}" / "trainer_state"
-    found: dict[str, Any] = dict(json.loads((state / "state.json").read_text())["scalars"])
+    state_tensors: dict[str, Any] = dict(json.loads((state / "state.json").read_text())["scalars"])
     for file in sorted(state.glob("*.safetensors")):
-        found |= {f"{file.name}: {name}": tensor for name, tensor in load_file(file).items()}
-    return found
+        state_tensors |= {f"{file.name}: {name}": tensor for name, tensor in load_file(file).items()}
+    return state_tensors
 
 
 def _unfilled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -159,17 +159,20 @@ def whole_state(folder: Path, step: int, engine: str = "") -> dict[str, torch.Te
     the folder of one that is saved beside the first."""
     state = folder / "checkpoints" / f"step-{step:06d}" / engine / "trainer_state"
     content = json.loads((state / "state.json").read_text())
-    found = {
+    tensors_by_name = {
         name: _unfilled(entry["shape"], getattr(torch, entry["dtype"])) for name, entry in content["tensors"].items()
     }
     written = {name: torch.zeros(entry["shape"], dtype=torch.bool) for name, entry in content["tensors"].items()}
     for file in content["files"]:
         tensors = load_file(state / file["name"])
         for name, (start, size) in file["boxes"].items():
-            whole, place = found[tensor_of(name)], tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-            assert not written[tensor_of(name)][place].any(), f"{name} is written twice"
-            whole[place], written[tensor_of(name)][place] = tensors[name], True
-    return found
+            full, slices = (
+                tensors_by_name[tensor_of(name)],
+                tuple(slice(a, a + n) for a, n in zip(start, size, strict=True)),
+            )
+            assert not written[tensor_of(name)][slices].any(), f"{name} is written twice"
+            full[slices], written[tensor_of(name)][slices] = tensors[name], True
+    return tensors_by_name
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:

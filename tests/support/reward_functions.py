@@ -134,8 +134,8 @@ def hold_the_lock(completions: list[str], **_: Any) -> list[float]:
 
 
 def told(completions: list[str], hint: str = "four", **columns: Any) -> list[float]:
-    """1 for each letter of `hint`, which is its default here, and 1 where `more` is null."""
-    return [float(len(hint)) + (more is None) for more in columns["more"]]
+    """1 for each letter of `hint`, which is its default here, and 1 where `extra` is null."""
+    return [float(len(hint)) + (extra is None) for extra in columns["more"]]
 
 
 def wide(images: list[list[Any]], completion_ids: list[list[int]], **columns: Any) -> list[float]:

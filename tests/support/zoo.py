@@ -182,7 +182,7 @@ def names() -> list[str]:
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
     """The tiny config of a family, with its `architectures` set as in a real checkpoint."""
-    config_class, model_class, own = (_ZOO | _HYBRIDS | _MORE | _OWN_ATTENTION)[name]
-    config: PretrainedConfig = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
+    config_class, model_class, family_keys = (_ZOO | _HYBRIDS | _MORE | _OWN_ATTENTION)[name]
+    config: PretrainedConfig = getattr(transformers, config_class)(**{**_COMMON, **family_keys, **changes})
     config.architectures = [model_class]
     return config
