@@ -77,7 +77,7 @@ class Peak:
 
 def measure(engine: Engine, asynchronous: bool) -> dict[str, list[float]]:
     """Seconds that save() took, that it was written in, and that steps beside it took; GB of memory."""
-    found: dict[str, list[float]] = {"waited": [], "written": [], "beside": [], "memory": []}
+    figures: dict[str, list[float]] = {"waited": [], "written": [], "beside": [], "memory": []}
     config = CheckpointConfig(keep=1, async_=asynchronous, dtype="bf16")
     with tempfile.TemporaryDirectory(prefix="weft-saves-") as folder, ExitStack() as stack:
         saver = stack.enter_context(Saver(engine, Path(folder), config, {"config": {}}))
@@ -85,14 +85,14 @@ def measure(engine: Engine, asynchronous: bool) -> dict[str, list[float]]:
             with Peak() as peak:
                 began = time.perf_counter()
                 saver.save(number, {})
-                found["waited"].append(time.perf_counter() - began)
+                figures["waited"].append(time.perf_counter() - began)
                 while saver._busy:
-                    found["beside"].append(train_step(engine))
+                    figures["beside"].append(train_step(engine))
                 saver.wait()
-                found["written"].append(time.perf_counter() - began)
-            found["memory"].append(peak.bytes / GB)
+                figures["written"].append(time.perf_counter() - began)
+            figures["memory"].append(peak.bytes / GB)
             os.sync()
-    return found
+    return figures
 
 
 def main() -> None:
@@ -105,19 +105,19 @@ def main() -> None:
         for _ in range(2):
             train_step(engine)
         with Peak() as steps:
-            alone = median(train_step(engine) for _ in range(3))
+            undisturbed = median(train_step(engine) for _ in range(3))
         state = sum(part.local.nbytes for part in find_state_shards(engine).values())
         print(f"{os.cpu_count()} cores, torch {torch.__version__}; {state / GB:.2f} GB of masters and moments; a step")
-        print(f"takes {alone:.2f} s and {steps.bytes / GB:.2f} GB of its own.")
+        print(f"takes {undisturbed:.2f} s and {steps.bytes / GB:.2f} GB of its own.")
         print("Seconds by save: the first, then those that use its buffers again.\n")
         results = {name: measure(engine, name == "async") for name in ("sync", "async")}
         print("| save | training waits, s | whole save, s | steps beside it, s | peak above the beginning, GB |")
         print("|---|---|---|---|---|")
-        for name, found in results.items():
-            beside = f"{median(found['beside']):.2f}" if found["beside"] else "-"
-            columns = [", ".join(f"{value:.2f}" for value in found[key]) for key in ("waited", "written")]
-            memory = ", ".join(f"{value:.2f}" for value in found["memory"])
-            print(f"| {name} | {columns[0]} | {columns[1]} | {beside} | {memory} |")
+        for name, figures in results.items():
+            during_save = f"{median(figures['beside']):.2f}" if figures["beside"] else "-"
+            columns = [", ".join(f"{value:.2f}" for value in figures[key]) for key in ("waited", "written")]
+            memory = ", ".join(f"{value:.2f}" for value in figures["memory"])
+            print(f"| {name} | {columns[0]} | {columns[1]} | {during_save} | {memory} |")
         ratios = [a / b for a, b in zip(results["async"]["waited"], results["sync"]["waited"], strict=True)]
         print(f"\nasync waits {', '.join(f'{100 * ratio:.1f}%' for ratio in ratios)} of what sync does")
         above = max(results["async"]["memory"]) - steps.bytes / GB

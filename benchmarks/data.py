@@ -42,8 +42,8 @@ def enlarge(source: Path, target: Path, megabytes: int) -> list[Any]:
     with target.open("w", encoding="utf-8") as file:
         for number in range(1_000_000):
             for row in rows:
-                first, *rest = row["messages"]
-                chats.append([{**first, "content": f"{number}: {first['content']}"}, *rest])
+                first, *following = row["messages"]
+                chats.append([{**first, "content": f"{number}: {first['content']}"}, *following])
                 file.write(json.dumps({"messages": chats[-1]}) + "\n")
             if file.tell() >= megabytes << 20:
                 return chats
@@ -75,18 +75,22 @@ def main() -> None:
             backend = tokenizer.backend_tokenizer
             batches = (texts[i : i + BATCH] for i in range(0, len(texts), BATCH))
             return sum(
-                len(one.ids) for batch in batches for one in backend.encode_batch(batch, add_special_tokens=False)
+                len(encoded.ids)
+                for batch in batches
+                for encoded in backend.encode_batch(batch, add_special_tokens=False)
             )
 
         def floor() -> int:
-            backend, found = tokenizer.backend_tokenizer, 0
+            backend, token_count = tokenizer.backend_tokenizer, 0
             template = hf_template.environment().from_string(tokenizer.get_chat_template())
             special = tokenizer.special_tokens_map
             with path.open(encoding="utf-8") as file:
                 while lines := list(islice(file, BATCH)):
                     rendered = [template.render(**json.loads(line), **special) for line in lines]
-                    found += sum(len(one.ids) for one in backend.encode_batch(rendered, add_special_tokens=False))
-            return found
+                    token_count += sum(
+                        len(encoded.ids) for encoded in backend.encode_batch(rendered, add_special_tokens=False)
+                    )
+            return token_count
 
         def weft(workers: int) -> int:
             [table] = tokenise([(open_file(str(path)), work)], TokeniseOptions(workers=workers))
@@ -109,15 +113,15 @@ def main() -> None:
         tokens = {}
         for _ in range(options.rounds):
             for name, function in contestants.items():
-                took, spent, tokens[name] = timed(function)
-                seconds[name].append(took)
+                duration, spent, tokens[name] = timed(function)
+                seconds[name].append(duration)
                 cpu[name].append(spent)
     assert len({count for name, count in tokens.items() if "start" not in name}) == 1, tokens
     print(f"{len(texts):,} chats, {options.megabytes} MB, {tokens['bare encode_batch']:,} tokens; {cores} cores\n")
     print("| | seconds | CPU seconds | tokens/s | of bare |\n| --- | --- | --- | --- | --- |")
     base = statistics.median(seconds["bare encode_batch"])
-    for name, taken in seconds.items():
-        median = statistics.median(taken)
+    for name, times in seconds.items():
+        median = statistics.median(times)
         rate = "-" if "start" in name else f"{tokens[name] / median:,.0f}"
         share = "-" if "start" in name else f"{base / median:.0%}"
         print(f"| {name} | {median:.2f} | {statistics.median(cpu[name]):.2f} | {rate} | {share} |")

@@ -43,12 +43,12 @@ class Device:
         for _ in range(warm):
             function()
         if not self.cuda:
-            taken = []
+            times = []
             for _ in range(runs):
                 began = time.perf_counter()
                 function()
-                taken.append(time.perf_counter() - began)
-            return statistics.median(taken)
+                times.append(time.perf_counter() - began)
+            return statistics.median(times)
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
         for start, end in events:
             start.record()
@@ -136,5 +136,5 @@ def matmul_rate(device: Device, size: int = 0) -> float:
 def copy_rate(device: Device, source: Tensor, target: Tensor) -> float:
     """Bytes/s of copying one to the other; on one device the bytes that are read and those that are written count."""
     seconds = device.seconds(lambda: target.copy_(source, non_blocking=True))
-    both = source.device == target.device
-    return source.nbytes * (2 if both else 1) / seconds
+    same_device = source.device == target.device
+    return source.nbytes * (2 if same_device else 1) / seconds

@@ -89,8 +89,10 @@ def of_weft(folder: Path) -> dict[str, Any]:
         config = EngineConfig(model=ModelConfig(path=str(folder / "student")), optimizer=optimizer,
                               step=StepConfig(max_tokens_per_device=2048))  # fmt: skip
         engine = Engine(config, ranks)
-        other = EngineConfig(model=ModelConfig(path=str(folder / "teacher")), purpose="inference", step=config.step)
-        teacher = Teacher(Engine(other, ranks, shares_with=engine))
+        teacher_config = EngineConfig(
+            model=ModelConfig(path=str(folder / "teacher")), purpose="inference", step=config.step
+        )
+        teacher = Teacher(Engine(teacher_config, ranks, shares_with=engine))
         head = teacher.head(engine)
         assert head is not None
         objective = DistillationLoss(terms_of("jsd", 0.5), [head])
@@ -156,15 +158,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--role")
     parser.add_argument("--folder")
-    given = parser.parse_args()
-    if given.role:
-        print("RESULT" + json.dumps({"weft": of_weft, "trl": of_trl}[given.role](Path(given.folder))))
+    options = parser.parse_args()
+    if options.role:
+        print("RESULT" + json.dumps({"weft": of_weft, "trl": of_trl}[options.role](Path(options.folder))))
         return
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder))
         results: dict[str, list[dict[str, Any]]] = {"weft": [], "trl": []}
-        for _ in range(given.rounds):
-            for role, python in (("weft", sys.executable), ("trl", given.trl)):
+        for _ in range(options.rounds):
+            for role, python in (("weft", sys.executable), ("trl", options.trl)):
                 command = [python, __file__, "--role", role, "--folder", folder]
                 environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
                 done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -172,9 +174,9 @@ def main() -> None:
                 if not lines:
                     sys.exit(f"{role} failed:\n{done.stderr[-3000:]}")
                 results[role].append(json.loads(lines[0].removeprefix("RESULT")))
-    ours, theirs = results["weft"][0], results["trl"][0]
+    weft_result, trl_result = results["weft"][0], results["trl"][0]
     for name in ("losses", "norms"):
-        pairs = list(zip(ours[name], theirs[name], strict=True))[:CHECKED]
+        pairs = list(zip(weft_result[name], trl_result[name], strict=True))[:CHECKED]
         worst = max(abs(a - b) / abs(b) for a, b in pairs)
         print(f"{name} of the first {CHECKED} steps differ by at most {worst:.1e}: {pairs[0]} .. {pairs[-1]}")
     medians = {role: [statistics.median(r["seconds"]) for r in runs] for role, runs in results.items()}

@@ -109,14 +109,14 @@ def check(python: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_job(folder, width=32, layers=2, longest=60, pairs=40, prompt=15)
-        for name, more in LOSSES.items():
+        for name, options in LOSSES.items():
             spec = {
                 "model": str(folder / "model"), "data": str(folder / "pairs.jsonl"), "steps": 5, "pairs": 8, "batch": 8,
-                "row": 512, "lr": 1e-3, "arguments": {"loss_type": name, "beta": 0.1, **more},
+                "row": 512, "lr": 1e-3, "arguments": {"loss_type": name, "beta": 0.1, **options},
             }  # fmt: skip
-            own, other = ours(folder, spec), theirs(python, folder, spec)
+            weft_result, trl_result = ours(folder, spec), theirs(python, folder, spec)
             figures = [
-                max(abs(a - b) / max(abs(b), 1e-8) for a, b in zip(own[key], other[key], strict=True))
+                max(abs(a - b) / max(abs(b), 1e-8) for a, b in zip(weft_result[key], trl_result[key], strict=True))
                 for key in ("losses", "norms")
             ]
             print(f"{name:<14} loss {figures[0]:.1e}  grad_norm {figures[1]:.1e}", flush=True)

@@ -93,15 +93,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Qwen3ForCausalLM(config).save_pretrained(folder)
         cases = {exact: Case(folder, options, exact) for exact in (False, True)}
-        found: dict[str, dict[bool, list[float]]] = {}
+        seconds_by_phase: dict[str, dict[bool, list[float]]] = {}
         for number in range(options.runs + 1):
             for phase in ("generate", "read", "train"):
                 for exact, case in cases.items():
                     spent = seconds(getattr(case, phase))
                     if number:  # the first warms up
-                        found.setdefault(phase, {}).setdefault(exact, []).append(spent)
+                        seconds_by_phase.setdefault(phase, {}).setdefault(exact, []).append(spent)
     print(f"{'':10} {'measured':>9} {'exact':>9}  ratio")
-    for phase, times in found.items():
+    for phase, times in seconds_by_phase.items():
         measured, exact = (statistics.median(times[kind]) for kind in (False, True))
         print(f"{phase:10} {measured:8.3f}s {exact:8.3f}s  {exact / measured:5.2f}")
 

@@ -58,13 +58,13 @@ def asked(vocabulary: int, shortest: int, longest: int) -> list[Request]:
 def theirs(model: transformers.PreTrainedModel, requests: Sequence[Request]) -> None:
     longest = max(len(request.tokens) for request in requests)
     ids = torch.zeros(PROMPTS * COPIES, longest, dtype=torch.int64)
-    seen = torch.zeros_like(ids)
+    attention_mask = torch.zeros_like(ids)
     for row in range(len(ids)):
         prompt = requests[row // COPIES].tokens
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        seen[row, longest - len(prompt) :] = 1
+        attention_mask[row, longest - len(prompt) :] = 1
     model.generate(  # type: ignore[operator]
-        ids.to(model.device), attention_mask=seen.to(model.device), do_sample=True, temperature=1.0, top_k=0,
+        ids.to(model.device), attention_mask=attention_mask.to(model.device), do_sample=True, temperature=1.0, top_k=0,
         max_new_tokens=max(request.sampling.max_new_tokens for request in requests), pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
 
@@ -108,15 +108,15 @@ def main() -> None:
     for shape in [options.shape] if options.shape else SHAPES:
         requests = asked(vocabulary, *SHAPES[shape])
         tokens = sum(COPIES * request.sampling.max_new_tokens for request in requests)
-        found = measure(
+        measured = measure(
             options.runs,
             weft=lambda requests=requests: generator.generate(requests),
             theirs=lambda requests=requests: theirs(plain, requests),
         )
-        weft, other = found["weft"], found["theirs"]
+        weft, reference = measured["weft"], measured["theirs"]
         print(
-            f"{shape:8s} {tokens:7d} {weft:8.3f} {other:8.3f} {weft / other:6.2f} {tokens / weft:11.0f} "
-            f"{tokens / other:8.0f}"
+            f"{shape:8s} {tokens:7d} {weft:8.3f} {reference:8.3f} {weft / reference:6.2f} {tokens / weft:11.0f} "
+            f"{tokens / reference:8.0f}"
         )
 
 

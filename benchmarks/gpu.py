@@ -130,10 +130,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 def section(result: Result, about: bool = True) -> str:
     """Of one part."""
     parts = [f"## {result.part.title}", *([result.part.about] if about else [])]
-    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    by_columns: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in result.rows:  # rows of other columns are another table
-        alike.setdefault(tuple(name for name in row if name != "note")[:1], []).append(row)
-    parts += [table(rows) for rows in alike.values()]
+        by_columns.setdefault(tuple(name for name in row if name != "note")[:1], []).append(row)
+    parts += [table(rows) for rows in by_columns.values()]
     state = f" {result.state[0].upper()}{result.state[1:]}." if result.state else ""
     facts = "".join(f"; {name} {cell(value)}" for name, value in result.facts.items() if value is not None)
     planned = f"planned {result.part.seconds:.0f} s"
@@ -144,8 +144,8 @@ def page(report: Report) -> str:
     """The whole of gpu.md; what several parts have to say of their columns is said once."""
     machine = "\n".join(f"- {name}: {value}" for name, value in report.machine.items())
     head = f"# On one accelerator\n\n    {report.command}\n\n{date.today()}.\n\n{machine}\n"
-    said = [result.part.about for result in report.results]
-    sections = [section(r, about=said.index(r.part.about) == n) for n, r in enumerate(report.results)]
+    abouts = [result.part.about for result in report.results]
+    sections = [section(r, about=abouts.index(r.part.about) == n) for n, r in enumerate(report.results)]
     if report.warnings:
         rows = [{"times": count, "warning": text[:400]} for text, count in report.warnings.most_common()]
         sections.append(f"## Warnings\n\nOf all parts but tests/cuda's, whose are in its table.\n\n{table(rows)}\n")
@@ -168,8 +168,8 @@ class Report:
             r.part.name: {"state": r.state, "seconds": r.seconds, "rows": r.rows, "facts": r.facts}
             for r in self.results
         }
-        found = {"command": self.command, "machine": self.machine, "parts": parts, "warnings": dict(self.warnings)}
-        _replace(self.folder / "gpu.json", json.dumps(found, indent=1))
+        content = {"command": self.command, "machine": self.machine, "parts": parts, "warnings": dict(self.warnings)}
+        _replace(self.folder / "gpu.json", json.dumps(content, indent=1))
         _replace(self.folder / "gpu.md", page(self))
         constants = measured({r.part.name: r.rows for r in self.results})
         if constants and (card := self.machine.get("accelerator")):
@@ -180,20 +180,20 @@ class Report:
 
 def measured(parts: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     """The constants of recipes/plan/machines.py that these rows tell: FLOP/s, bytes/s and seconds."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
 
-    def take(name: str, part: str, column: str, unit: float, **where: Any) -> None:
+    def take(name: str, part: str, column: str, unit: float, **conditions: Any) -> None:
         for row in parts.get(part, []):
-            matches = all(str(row.get(key, "")).startswith(str(value)) for key, value in where.items())
+            matches = all(str(row.get(key, "")).startswith(str(value)) for key, value in conditions.items())
             if matches and isinstance(row.get(column), int | float):
-                found.setdefault(name, row[column] * unit)
+                figures.setdefault(name, row[column] * unit)
 
     take("matmul_rate", "rates", "rate", 1e12, what="matmuls of a 4b layer")
     take("copy_rate", "rates", "rate", 1e9, what="device to device")
     take("host_rate", "rates", "rate", 1e9, what="host to device, pinned")
     take("launch", "profile", "us of an operation", 1e-6, model="0.6b, 256 tokens")
     take("attention_rate", "kernels", "TFLOP/s", 1e12, kernel="varlen")
-    return found
+    return figures
 
 
 def _replace(path: Path, text: str) -> None:
@@ -209,13 +209,13 @@ def run_parts(report: Report, options: argparse.Namespace, end: float, worker: W
     """Each in its turn, until `end`: in its planned seconds, and those that nobody else is planned to take."""
     report.write()
     for number, result in enumerate(report.results):
-        left, least = end - time.monotonic(), 1.0 if options.tiny else _LEAST
-        wanted = sum(other.part.seconds for other in report.results[number:])
-        limit = min(left, result.part.seconds + max(0.0, left - wanted))
-        if limit < min(least, result.part.seconds):
-            result.state = f"not run: no time left ({max(0.0, left):.0f} s)"
+        seconds_left, minimum = end - time.monotonic(), 1.0 if options.tiny else _LEAST
+        reserved = sum(following.part.seconds for following in report.results[number:])
+        limit = min(seconds_left, result.part.seconds + max(0.0, seconds_left - reserved))
+        if limit < min(minimum, result.part.seconds):
+            result.state = f"not run: no time left ({max(0.0, seconds_left):.0f} s)"
         else:
-            worker.run(report, result, limit, min(limit + _GRACE, left))
+            worker.run(report, result, limit, min(limit + _GRACE, seconds_left))
         report.write()
         print(section(result), flush=True)
 
@@ -248,18 +248,18 @@ class Worker:
             time.sleep(_POLL)
             status, ended = self.process.poll(), done.exists()
             result.seconds = time.monotonic() - began
-            if rows.exists() and (found := json.loads(rows.read_text())) != result.rows:
-                result.rows = found
+            if rows.exists() and (new_rows := json.loads(rows.read_text())) != result.rows:
+                result.rows = new_rows
                 report.write()
         result.state = "" if ended else f"stopped after {result.seconds:.0f} s"
         if not ended and status is not None:
             result.state = f"failed: it ended with {status}; see gpu.log"
         if ended:
-            left = json.loads(done.read_text())
-            result.facts = left["facts"]
-            if not left["sound"]:
+            answer = json.loads(done.read_text())
+            result.facts = answer["facts"]
+            if not answer["sound"]:
                 result.state = "failed: the device answers no more; the next part has a new process"
-        if not ended or not left["sound"]:
+        if not ended or not answer["sound"]:
             self.end()
         self.collect(report)
 
@@ -317,22 +317,28 @@ def work(options: argparse.Namespace) -> None:
         if not order.exists():
             time.sleep(0.02)
             continue
-        asked = json.loads(order.read_text())
-        print(f"==== {asked['part']}", flush=True)
+        order_of_part = json.loads(order.read_text())
+        print(f"==== {order_of_part['part']}", flush=True)
         run = Run(
-            device, options.tiny, time.monotonic() + asked["seconds"], Path(options.out), folder / f"{number}.rows"
+            device,
+            options.tiny,
+            time.monotonic() + order_of_part["seconds"],
+            Path(options.out),
+            folder / f"{number}.rows",
         )
         try:
-            FUNCTIONS[asked["part"]](run)
+            FUNCTIONS[order_of_part["part"]](run)
         except Exception as error:
             traceback.print_exc()
             run.add(note=failure(error))
-        left: dict[str, Any] = {"sound": device.answers(), "facts": {}}
-        if device.cuda and left["sound"]:
-            left["facts"] = device.allocator() | {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")}
-        _replace(folder / f"{number}.done", json.dumps(left))
+        answer: dict[str, Any] = {"sound": device.answers(), "facts": {}}
+        if device.cuda and answer["sound"]:
+            answer["facts"] = device.allocator() | {
+                "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+            }
+        _replace(folder / f"{number}.done", json.dumps(answer))
         number += 1
-        if not left["sound"]:
+        if not answer["sound"]:
             os._exit(70)
     leave()
 
@@ -345,11 +351,11 @@ def clocks(out: Path, when: str) -> str:
     words = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
     try:
         line = subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip().replace("\n", "; ")
-        whole = subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER"], capture_output=True, text=True, timeout=20)
+        details = subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER"], capture_output=True, text=True, timeout=20)
     except (OSError, TimeoutExpired):
         return ""
     with (out / "clocks.txt").open("a") as stream:
-        stream.write(f"==== {when}\n{line}\n{whole.stdout}\n")
+        stream.write(f"==== {when}\n{line}\n{details.stdout}\n")
     return f"{line} ({_CLOCKS})"
 
 
@@ -360,8 +366,8 @@ def describe(worker: Worker, limit: float = 120.0) -> dict[str, Any]:
     end = time.monotonic() + limit
     while not done.exists() and worker.process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
-    found = json.loads(rows.read_text()) if done.exists() and rows.exists() else []
-    return dict(found[0]) if found and "note" not in found[0] else {}
+    described = json.loads(rows.read_text()) if done.exists() and rows.exists() else []
+    return dict(described[0]) if described and "note" not in described[0] else {}
 
 
 def main() -> int:
@@ -389,8 +395,8 @@ def main() -> int:
 def _measure(options: argparse.Namespace, folder: Path, worker: Worker, end: float) -> int:
     machine = describe(worker)
     if not machine:
-        said = ((folder / "gpu.log").read_text().strip().splitlines() or ["its process said nothing"])[-1]
-        print(f"no {options.device} device here (--device cpu --tiny tries all of it): {said}", file=sys.stderr)
+        last_line = ((folder / "gpu.log").read_text().strip().splitlines() or ["its process said nothing"])[-1]
+        print(f"no {options.device} device here (--device cpu --tiny tries all of it): {last_line}", file=sys.stderr)
         return 2
     if before := clocks(folder, "before"):
         machine["clocks before"] = before
@@ -407,8 +413,8 @@ def _measure(options: argparse.Namespace, folder: Path, worker: Worker, end: flo
 
 def parts_of(options: argparse.Namespace, machine: dict[str, Any]) -> Sequence[Part]:
     """The wanted ones, in their order; on one device not those that need two."""
-    wanted = options.parts or [part.name for part in PARTS]
-    chosen = [part for part in PARTS if part.name in wanted or part.name.split("-")[0] in wanted]
+    names = options.parts or [part.name for part in PARTS]
+    chosen = [part for part in PARTS if part.name in names or part.name.split("-")[0] in names]
     return [part for part in chosen if part.accelerators <= machine.get("devices", 1)]
 
 

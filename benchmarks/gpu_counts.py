@@ -81,10 +81,10 @@ class Counts(TorchDispatchMode):
         written = outputs or [t for t in inputs[:1] if name.endswith("_") or func.namespace != "aten"]
         touched = sum(t.nbytes for t in written) + sum(t.nbytes for t in inputs) * (name not in _FILLS)
         if name in _PRODUCTS:
-            left, right = [t for t in inputs if t.ndim >= 2][-2:]
+            first_operand, right = [t for t in inputs if t.ndim >= 2][-2:]
             if func._schema.overload_name.endswith("out"):
-                left, right = args[1:3] if name != "mm" else args[:2]
-            self.add("products", touched, 2.0 * left.numel() * right.shape[-1])
+                first_operand, right = args[1:3] if name != "mm" else args[:2]
+            self.add("products", touched, 2.0 * first_operand.numel() * right.shape[-1])
         elif "fused_adam" in name:
             self.add("optimizer", sum(4 * 7 * t.numel() for t in args[0]))
         elif func.namespace == "weft":
@@ -137,15 +137,17 @@ def counting() -> Iterator[Counts]:
 
 def simulation_of(card: Any) -> Any:
     """The simulation of a card; versions of weft differ in what it is told."""
-    for known in ((card.memory, getattr(card, "capability", (9, 0))), (card.memory,), ()):
+    for arguments in ((card.memory, getattr(card, "capability", (9, 0))), (card.memory,), ()):
         try:
-            return simulated.Simulation("cuda", *known)
+            return simulated.Simulation("cuda", *arguments)
         except TypeError:
             continue
     raise AssertionError
 
 
-def count(shape: str, tokens: int, recompute: str, kept: bool, micro_batches: int, tiny: bool = False) -> Counts:
+def count(
+    shape: str, tokens: int, recompute: str, keep_weights: bool, micro_batches: int, tiny: bool = False
+) -> Counts:
     """Count one step, after the optimizer has its state. kept: fsdp.reshard_after_forward=false, which is what a run
     does from its second step on where memory allows."""
     card = next(card for name, card in ACCELERATORS.items() if name.lower().startswith("h100"))
@@ -155,7 +157,7 @@ def count(shape: str, tokens: int, recompute: str, kept: bool, micro_batches: in
         config = EngineConfig(
             model=ModelConfig(path=str(model), init="random", recompute=recompute),
             step=StepConfig(documents=1, max_tokens_per_device=tokens),
-            fsdp=FsdpConfig(reshard_after_forward=not kept),
+            fsdp=FsdpConfig(reshard_after_forward=not keep_weights),
         )
         objective = CrossEntropy()
         step = Step([512] * (tokens // 512) * micro_batches, objective)
@@ -197,9 +199,14 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--kept", default="true", choices=["true", "false"])
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers")
-    given = parser.parse_args()
+    options = parser.parse_args()
     counts = count(
-        given.shape, given.tokens, given.recompute, given.kept == "true", given.micro_batches, tiny=given.tiny
+        options.shape,
+        options.tokens,
+        options.recompute,
+        options.kept == "true",
+        options.micro_batches,
+        tiny=options.tiny,
     )
     assert math.isfinite(sum(work.seconds for work in counts.kinds.values()))
     print(report(counts))

@@ -103,14 +103,14 @@ def _waits(run: Run, step: Callable[[], None]) -> int | None:
     if not run.device.cuda:
         return None
     run.device.now()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(one.message) for one in seen)
+    return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
 def _grouped(run: Run, experts: Any, routes: tuple[Tensor, Tensor], width: int, inner: int) -> Callable[[], None]:
@@ -130,8 +130,8 @@ def _grouped(run: Run, experts: Any, routes: tuple[Tensor, Tensor], width: int, 
 
 def _dense(run: Run, rows: int, width: int, inner: int) -> Callable[[], None]:
     shapes = ((rows, width, 2 * inner), (rows, inner, width))
-    place: dict[str, Any] = {"device": run.device.kind, "dtype": torch.bfloat16}
-    pairs = [(torch.randn(m, k, **place), torch.randn(k, n, **place)) for m, k, n in shapes]
+    factory: dict[str, Any] = {"device": run.device.kind, "dtype": torch.bfloat16}
+    pairs = [(torch.randn(m, k, **factory), torch.randn(k, n, **factory)) for m, k, n in shapes]
 
     def step() -> None:
         for a, b in pairs:

@@ -98,8 +98,8 @@ def _copy_rates(run: Run, elements: int) -> None:
         "device to host, pinned": lambda: copy_rate(device, target, device.on_host(elements)),
         "host to device, pageable": lambda: copy_rate(device, torch.ones(elements, dtype=torch.uint8), target),
     }
-    for what, rate in pairs.items():
-        run.attempt(run.add(what=what), lambda: {"rate": rate() / 1e9, "unit": "GB/s"})  # noqa: B023 - called at once
+    for direction, rate in pairs.items():
+        run.attempt(run.add(what=direction), lambda: {"rate": rate() / 1e9, "unit": "GB/s"})  # noqa: B023 - called at once
 
 
 def _launch_seconds(device: Device, calls: int) -> float:
@@ -107,20 +107,20 @@ def _launch_seconds(device: Device, calls: int) -> float:
     x = torch.zeros(1, device=device.kind)
     for _ in range(100):
         x.add_(1.0)
-    taken = []
+    times = []
     for _ in range(calls // 50):  # few enough for the queue of the device
         device.now()
         began = time.perf_counter()
         for _ in range(50):
             x.add_(1.0)
-        taken.append((time.perf_counter() - began) / 50)
-    return statistics.median(taken)
+        times.append((time.perf_counter() - began) / 50)
+    return statistics.median(times)
 
 
 def _autograd_seconds(device: Device, calls: int) -> float:
     """Of the host, for each of a chain of small operations that autograd records."""
     x = torch.zeros(1, device=device.kind, requires_grad=True)
-    taken = []
+    times = []
     for _ in range(calls // 50):
         device.now()
         began = time.perf_counter()
@@ -128,8 +128,8 @@ def _autograd_seconds(device: Device, calls: int) -> float:
         for _ in range(50):
             y = y * 1.5
         y.backward()
-        taken.append((time.perf_counter() - began) / 50)
-    return statistics.median(taken)
+        times.append((time.perf_counter() - began) / 50)
+    return statistics.median(times)
 
 
 def _pin_seconds(device: Device, size: int) -> float:
@@ -194,8 +194,8 @@ def _pytest(run: Run, rows: Sequence[Row]) -> Row:
     read = gpu_tests.read_report(report)
     text = (log.read_text().strip().splitlines() or ["pytest said nothing"])[-1].strip("= ")
     if not note and status:
-        nothing = status in (4, 5)  # no such folder, or no test in it
-        note = f"{'not run' if nothing else 'failed'}: {text}; {', '.join(read.failed[:20])}".rstrip("; ")
+        no_tests = status in (4, 5)  # no such folder, or no test in it
+        note = f"{'not run' if no_tests else 'failed'}: {text}; {', '.join(read.failed[:20])}".rstrip("; ")
     elif note and read.failed:
         note += f"; failed: {', '.join(read.failed[:20])}"
     rows[1].update(read.counts(flex=True))
@@ -274,23 +274,23 @@ def _time_kernel(run: Run, name: str, lengths: tuple[int, ...]) -> Row:
     def bounds() -> Bounds:
         return Bounds.packed(lengths, query.device)
 
-    def both(own: Bounds) -> None:
-        out, _ = attention.attend(name, nn.Module(), query, key, value, **{BOUNDS_ARGUMENT: own})
+    def forward_backward(row_bounds: Bounds) -> None:
+        out, _ = attention.attend(name, nn.Module(), query, key, value, **{BOUNDS_ARGUMENT: row_bounds})
         torch.autograd.grad(out, (query, key, value), upstream)
 
     try:
-        both(bounds())
+        forward_backward(bounds())
     except ValueError as error:
         return {"note": f"not run: {error}"}
-    once = bounds()
-    seconds = run.device.seconds(lambda: both(once))
+    shared_bounds = bounds()
+    seconds = run.device.seconds(lambda: forward_backward(shared_bounds))
     base = run.device.reset_peak()
-    both(once)
+    forward_backward(shared_bounds)
     extra = run.device.peak() - base
     flops = sum(12.0 * heads * width * n * n / 2 for n in lengths)
     return {
         "ms": seconds * 1e3,
-        "ms, new bounds": run.device.seconds(lambda: both(bounds())) * 1e3,
+        "ms, new bounds": run.device.seconds(lambda: forward_backward(bounds())) * 1e3,
         "TFLOP/s": flops / seconds / 1e12,
         "extra MiB": extra / MIB,
     }
@@ -302,23 +302,23 @@ def _time_kernel(run: Run, name: str, lengths: tuple[int, ...]) -> Row:
 def files(run: Run) -> None:
     """A 4B model written and read, and the state of a 0.6B one saved beside training."""
     elements = run.pick(2**30, 2**16)
-    there = torch.empty(elements, dtype=torch.uint8, device=run.device.kind)
-    floor = copy_rate(run.device, run.device.on_host(elements), there)
+    target = torch.empty(elements, dtype=torch.uint8, device=run.device.kind)
+    floor = copy_rate(run.device, run.device.on_host(elements), target)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = write_model(folder / "4b", config_of("4b", run.tiny))
-        for what, make in (
+        for kind, make in (
             ("plain write of zeros", partial(_plain_write, folder, elements)),
             ("export of 4b, bf16", partial(_export, run, model, folder / "export")),
             ("load of it into fp32 masters", partial(_load, run, folder / "export")),
             ("safetensors' load_file of it", partial(_load_file, run, folder / "export")),
         ):
-            _rated(run, what, make, floor)
+            _rated(run, kind, make, floor)
         model = write_model(folder / "0.6b", config_of("0.6b", run.tiny))
         _save_state(run, model, folder / "run", floor)
 
 
-def _rated(run: Run, what: str, make: Callable[[], tuple[float, float]], floor: float) -> None:
+def _rated(run: Run, kind: str, make: Callable[[], tuple[float, float]], floor: float) -> None:
     """make: does it; (bytes, seconds)."""
 
     def fill() -> Row:
@@ -326,7 +326,7 @@ def _rated(run: Run, what: str, make: Callable[[], tuple[float, float]], floor: 
         rate = size / seconds
         return {"GB": size / 1e9, "seconds": seconds, "GB/s": rate / 1e9, "of a pinned copy": rate / floor}
 
-    run.attempt(run.add(what=what), fill)
+    run.attempt(run.add(what=kind), fill)
 
 
 def _plain_write(folder: Path, size: int) -> tuple[float, float]:
@@ -420,12 +420,12 @@ def _host_step(run: Run, tokens: int) -> Row:
         fused = fuses_norms(engine.config, engine.ranks.device)
         passes = layer_passes(engine.built.config, torch.bfloat16, fused_norms=fused)
         rows = rows_of(tokens, engine.built.config.vocab_size, 8)
-        step, taken = weft_step(engine), []
+        step, times = weft_step(engine), []
         for row in rows:
             began = run.device.now()
             step(row)
-            taken.append(run.device.now() - began)
-    seconds = statistics.median(taken[3:])
+            times.append(run.device.now() - began)
+    seconds = statistics.median(times[3:])
     operations = sum(layer.forward.operations + layer.backward.operations for layer in passes)
     operations += LAUNCHES_OF_UPDATE * sum(1 for _ in engine.module.parameters())
     rates = {"ms a step": seconds * 1e3, "tokens/s": tokens / seconds}
@@ -443,7 +443,7 @@ def _profile(run: Run, shape: str, recompute: str, tokens: int) -> Row:
             step(row)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.device.cuda else [])]
         run.device.now()
-        with profile(activities=activities) as seen:
+        with profile(activities=activities) as profiled:
             began = run.device.now()
             for row in rows[3:5]:
                 step(row)
@@ -451,19 +451,25 @@ def _profile(run: Run, shape: str, recompute: str, tokens: int) -> Row:
         with profile(activities=activities, with_stack=True) as framed:
             step(rows[5])
             run.device.now()
-    summarise(run, shape, work_of(seen.events(), run.device.cuda), wall)
-    seen.export_chrome_trace(str(run.out / f"profile-{shape}.json.gz"))
+    summarise(run, shape, work_of(profiled.events(), run.device.cuda), wall)
+    profiled.export_chrome_trace(str(run.out / f"profile-{shape}.json.gz"))
     trace = run.out / f"profile-{shape}-frames.json"
     framed.export_chrome_trace(str(trace))
     gaps = gaps_of(json.loads(trace.read_text())["traceEvents"], run.device.cuda)
     trace.unlink()
-    for frame, several in sorted(gaps.items(), key=lambda pair: -sum(pair[1]))[:_GAPS]:
-        run.add(gap=shape, ms=sum(several) / 1e3, times=len(several), **{"longest ms": max(several) / 1e3}, frame=frame)
-    return {"ms a step": wall / 2 * 1e3, "tokens/s": 2 * tokens / wall, "idle": 1.0 - _busy(seen, run) / wall}
+    for frame, durations in sorted(gaps.items(), key=lambda pair: -sum(pair[1]))[:_GAPS]:
+        run.add(
+            gap=shape,
+            ms=sum(durations) / 1e3,
+            times=len(durations),
+            **{"longest ms": max(durations) / 1e3},
+            frame=frame,
+        )
+    return {"ms a step": wall / 2 * 1e3, "tokens/s": 2 * tokens / wall, "idle": 1.0 - _busy(profiled, run) / wall}
 
 
-def _busy(seen: Any, run: Run) -> float:
-    return busy_seconds(work_of(seen.events(), run.device.cuda))
+def _busy(profiled: Any, run: Run) -> float:
+    return busy_seconds(work_of(profiled.events(), run.device.cuda))
 
 
 def gaps_of(events: Sequence[dict[str, Any]], cuda: bool) -> dict[str, list[float]]:
@@ -481,22 +487,22 @@ def gaps_of(events: Sequence[dict[str, Any]], cuda: bool) -> dict[str, list[floa
         if start - end > _GAP:
             gaps.append((end, start))
         end = max(end, stop)
-    found: dict[str, list[float]] = {}
+    gaps_by_frame: dict[str, list[float]] = {}
     stack: list[tuple[float, float, str]] = []
-    place = 0
+    position = 0
     for begin, stop in gaps:
         when = (begin + stop) / 2
-        while place < len(frames) and frames[place][0] <= when:
-            while stack and stack[-1][1] <= frames[place][0]:
+        while position < len(frames) and frames[position][0] <= when:
+            while stack and stack[-1][1] <= frames[position][0]:
                 stack.pop()
-            stack.append(frames[place])
-            place += 1
-        there = [name for _, until, name in stack if until > when]
-        own = next((name for name in reversed(there) if "weft/" in name and "site-packages" not in name), "")
-        inner = there[-1] if there else "no frame"
-        name = inner if own in ("", inner) else f"{inner} in {own}"
-        found.setdefault(name, []).append(stop - begin)
-    return found
+            stack.append(frames[position])
+            position += 1
+        active = [name for _, until, name in stack if until > when]
+        weft_frame = next((name for name in reversed(active) if "weft/" in name and "site-packages" not in name), "")
+        inner = active[-1] if active else "no frame"
+        name = inner if weft_frame in ("", inner) else f"{inner} in {weft_frame}"
+        gaps_by_frame.setdefault(name, []).append(stop - begin)
+    return gaps_by_frame
 
 
 def work_of(events: Sequence[FunctionEvent], cuda: bool) -> list[FunctionEvent]:
@@ -523,20 +529,20 @@ def summarise(run: Run, shape: str, events: Sequence[FunctionEvent], wall: float
     """Rows by kind of work, and a file of the kernels that take longest."""
     seconds, calls = Counter[str](), Counter[str]()
     for event in events:
-        taken = event.time_range.elapsed_us() if run.device.cuda else event.self_cpu_time_total
-        seconds[event.name] += taken / 1e6
+        duration = event.time_range.elapsed_us() if run.device.cuda else event.self_cpu_time_total
+        seconds[event.name] += duration / 1e6
         calls[event.name] += 1
     kinds = Counter[str]()
-    for name, taken in seconds.items():
-        kinds[kind_of(name)] += taken
-    for kind, taken in kinds.most_common():
-        run.add(work=kind, of=shape, **{"ms of 2 steps": taken * 1e3, "share": taken / wall})
+    for name, duration in seconds.items():
+        kinds[kind_of(name)] += duration
+    for kind, duration in kinds.most_common():
+        run.add(work=kind, of=shape, **{"ms of 2 steps": duration * 1e3, "share": duration / wall})
     idle = wall - busy_seconds(events)
     run.add(work="idle", of=shape, **{"ms of 2 steps": idle * 1e3, "share": idle / wall})
     head = f"{wall * 1e3:.1f} ms of wall-clock, two steps; {len(events)} kernels"
     lines = [head, "", "      ms  share  calls  kernel"]
-    for name, taken in seconds.most_common(_TOP):
-        lines.append(f"{taken * 1e3:8.2f} {taken / wall:6.1%} {calls[name]:6}  [{kind_of(name)}] {name[:150]}")
+    for name, duration in seconds.most_common(_TOP):
+        lines.append(f"{duration * 1e3:8.2f} {duration / wall:6.1%} {calls[name]:6}  [{kind_of(name)}] {name[:150]}")
     (run.out / f"profile-{shape}.txt").write_text("\n".join(lines) + "\n")
 
 
@@ -549,7 +555,7 @@ def machine(run: Run) -> None:
     if device.cuda and not torch.cuda.is_available():
         print(f"torch {torch.__version__} sees none")
         return
-    found: Row = {
+    facts: Row = {
         "device": device.name,
         "memory GiB": round(device.memory / 2**30, 1),
         "devices": torch.cuda.device_count() if device.cuda else 2,  # two ranks of a CPU are as good as any
@@ -563,18 +569,18 @@ def machine(run: Run) -> None:
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "not set"),
     }
     if device.cuda:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-        found["accelerator"] = accelerator_of(device.name, device.memory) or "unknown to weft plan"
-    run.add(**found)
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        facts["accelerator"] = accelerator_of(device.name, device.memory) or "unknown to weft plan"
+    run.add(**facts)
 
 
 def accelerator_of(name: str, memory: int) -> str | None:
     """The accelerator of launch/machine.py with this name and memory; None if weft plan does not know it."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).replace("rtx ", "rtx").split()
-    for known in ACCELERATORS.values():
-        if known.name.split("-")[0] in words and abs(known.memory - memory) < 0.1 * memory:
-            return known.name
+    for accelerator in ACCELERATORS.values():
+        if accelerator.name.split("-")[0] in words and abs(accelerator.memory - memory) < 0.1 * memory:
+            return accelerator.name
     return None
 
 

@@ -33,9 +33,9 @@ def rl(run: Run) -> None:
         trainer = TrainerRank(config, run.device.kind, fill=False)  # type: ignore[arg-type]
         draw_weights(trainer.engine.module)
         drawn = np.random.default_rng(0).integers(2, trainer.engine.built.config.vocab_size, (prompts, prompt_tokens))
-        asked = [Prompt(i, 0, tuple(map(int, ids)), "") for i, ids in enumerate(drawn)]
+        step_prompts = [Prompt(i, 0, tuple(map(int, ids)), "") for i, ids in enumerate(drawn)]
         for number, length in ((1, new_tokens // 4), (2, new_tokens)):
-            _step(run, trainer, asked, number, length)
+            _step(run, trainer, step_prompts, number, length)
 
 
 def _config(run: Run, folder: Path, prompts: int, group: int, prompt_tokens: int, new_tokens: int) -> RlConfig:
@@ -70,11 +70,15 @@ def _step(run: Run, trainer: TrainerRank, prompts: Sequence[Prompt], number: int
     def read() -> Row:
         samples = samples_of(groups)
         set_readings(samples, [trainer.read_all(["policy"], samples)])
-        apart = np.concatenate(
+        deviations = np.concatenate(
             [np.abs(s.old_logprobs - s.rollout_logprobs)[s.sampled] for s in samples if s.old_logprobs is not None]
         )
         tokens = sum(len(sample) for sample in samples)
-        return {"tokens": tokens, "logprob difference, mean": float(apart.mean()), "largest": float(apart.max())}
+        return {
+            "tokens": tokens,
+            "logprob difference, mean": float(deviations.mean()),
+            "largest": float(deviations.max()),
+        }
 
     def update() -> Row:
         source = np.random.default_rng(number)
@@ -94,9 +98,9 @@ def _step(run: Run, trainer: TrainerRank, prompts: Sequence[Prompt], number: int
 def _timed(run: Run, phase: Callable[[], Row]) -> Callable[[], Row]:
     def fill() -> Row:
         began = run.device.now()
-        found = phase()
+        figures = phase()
         seconds = run.device.now() - began
-        rates = {f"{name}/s": found[name] / seconds for name in ("tokens", "GB") if name in found}
-        return {"seconds": seconds, **rates, **found}
+        rates = {f"{name}/s": figures[name] / seconds for name in ("tokens", "GB") if name in figures}
+        return {"seconds": seconds, **rates, **figures}
 
     return fill

@@ -61,19 +61,19 @@ class Run:
         """
         began = time.monotonic()
         if self.left < self._longest.get(like, 0.0):
-            found: Row = {"note": "not run: no time left"}
+            row_values: Row = {"note": "not run: no time left"}
         else:
             try:
-                found = fill()
+                row_values = fill()
             except torch.OutOfMemoryError:
-                found = {"note": "out of memory"}
+                row_values = {"note": "out of memory"}
             except Exception as error:
                 traceback.print_exc()
-                found = {"note": failure(error)}
+                row_values = {"note": failure(error)}
         self.device.collect()  # what the failed one held is free only here
         self._longest[like] = max(self._longest.get(like, 0.0), time.monotonic() - began)
-        notes = [text for text in (row.pop("note", ""), found.pop("note", "")) if text]
-        row.update(found | ({"note": "; ".join(notes)} if notes else {}))
+        notes = [text for text in (row.pop("note", ""), row_values.pop("note", "")) if text]
+        row.update(row_values | ({"note": "; ".join(notes)} if notes else {}))
         self.save()
         return not notes
 
@@ -83,13 +83,15 @@ def keep_warnings(path: Path) -> None:
     counts: Counter[str] = Counter()
     shown = warnings.showwarning
 
-    def keep(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **more: Any) -> None:
-        place = "/".join(Path(filename).parts[-3:])
-        counts[f"{category.__name__} ({place}:{lineno}): {str(message).strip().splitlines()[0]}"] += 1
+    def keep(
+        message: Any, category: type[Warning], filename: str, lineno: int, *arguments: Any, **options: Any
+    ) -> None:
+        short_path = "/".join(Path(filename).parts[-3:])
+        counts[f"{category.__name__} ({short_path}:{lineno}): {str(message).strip().splitlines()[0]}"] += 1
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps(counts))
         draft.replace(path)
-        shown(message, category, filename, lineno, *rest, **more)
+        shown(message, category, filename, lineno, *arguments, **options)
 
     warnings.simplefilter("default")
     warnings.showwarning = keep

@@ -39,12 +39,12 @@ def run(run: Run) -> None:
     """`weft sft` from a config, and its last steps again from a checkpoint."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        first, again = run.add(what=f"steps 1 to {STEPS}"), run.add(what=f"steps {SAVED + 1} to {STEPS}, resumed")
+        first, resumed = run.add(what=f"steps 1 to {STEPS}"), run.add(what=f"steps {SAVED + 1} to {STEPS}, resumed")
         config = _write_config(run, folder)
         done: list[dict[str, Any]] = []
         if not run.attempt(first, lambda: _first(run, folder, config, done)):
             return
-        run.attempt(again, lambda: _resumed(run, folder, done))
+        run.attempt(resumed, lambda: _resumed(run, folder, done))
 
 
 def _write_config(run: Run, folder: Path) -> Path:
@@ -94,18 +94,18 @@ def _resumed(run: Run, folder: Path, done: Sequence[dict[str, Any]]) -> Row:
     lines = _lines(folder)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "its steps are others"
     pairs = zip(lines[SAVED:], done[SAVED:], strict=True)
-    apart = max(abs(new["loss"] - old["loss"]) / old["loss"] for new, old in pairs)
-    assert apart < 0.05, f"its losses differ by {apart:.1%} from the run's that went on"
-    return {"seconds": seconds, **_figures(lines[SAVED:]), "loss difference": apart}
+    deviation = max(abs(new["loss"] - old["loss"]) / old["loss"] for new, old in pairs)
+    assert deviation < 0.05, f"its losses differ by {deviation:.1%} from the run's that went on"
+    return {"seconds": seconds, **_figures(lines[SAVED:]), "loss difference": deviation}
 
 
 def _figures(lines: Sequence[dict[str, Any]]) -> Row:
-    found: Row = {"first loss": lines[0]["loss"], "last loss": lines[-1]["loss"]}
+    figures: Row = {"first loss": lines[0]["loss"], "last loss": lines[-1]["loss"]}
     for column, key in (("tokens/s", "tokens_per_second"), ("MFU", "mfu"), ("GiB", "memory_gib")):
         values = [line[key] for line in lines[-3:] if line.get(key) is not None]
         if values:
-            found[column] = statistics.median(values)
-    return found
+            figures[column] = statistics.median(values)
+    return figures
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -168,10 +168,10 @@ def two(run: Run) -> None:
     """Each mesh of PAIRS: first one rank, here, then two in processes of their own."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        alone: dict[str, Row] = {}
+        single: dict[str, Row] = {}
         for shape in dict.fromkeys(pair.shape for pair in PAIRS):
             _write_weights(folder / shape, run, shape)
-            alone[shape] = measure_mesh(run.device.kind, folder / shape, MeshConfig(), run.tiny)
+            single[shape] = measure_mesh(run.device.kind, folder / shape, MeshConfig(), run.tiny)
         rows = {pair.name: run.add(mesh=pair.name, model=pair.shape) for pair in PAIRS}
         leave()  # the ranks below have a group of their own
         failed = ""
@@ -180,7 +180,7 @@ def two(run: Run) -> None:
         except (AssertionError, RuntimeError) as error:
             failed = str(error)
         for pair in PAIRS:
-            run.attempt(rows[pair.name], lambda: _compared(folder, pair, alone[pair.shape], failed))  # noqa: B023
+            run.attempt(rows[pair.name], lambda: _compared(folder, pair, single[pair.shape], failed))  # noqa: B023
 
 
 def _write_weights(folder: Path, run: Run, shape: str) -> None:
@@ -195,7 +195,7 @@ def _write_weights(folder: Path, run: Run, shape: str) -> None:
 
 def measure_mesh(device: Any, path: Path, mesh: MeshConfig, tiny: bool) -> Row:
     """Loss and gradient norm of a step in fp32, and tokens/s of steps in bf16. Collective over the ranks of `mesh`."""
-    found: Row = {}
+    figures: Row = {}
     tokens, steps = (96, 2) if tiny else (8192, 4)
     ranks = join(device)
     for dtype in ("fp32", "bf16"):
@@ -211,11 +211,11 @@ def measure_mesh(device: Any, path: Path, mesh: MeshConfig, tiny: bool) -> Row:
             loss, norm = step([*rows[2 * number], *rows[2 * number + 1]])
             seconds.append(_clock(ranks.device) - began)
             if number == 0:
-                found |= {f"{dtype} loss": loss, f"{dtype} norm": norm}
+                figures |= {f"{dtype} loss": loss, f"{dtype} norm": norm}
         if dtype == "bf16":
-            found["tokens/s"] = 2 * tokens / statistics.median(seconds[1:])
+            figures["tokens/s"] = 2 * tokens / statistics.median(seconds[1:])
         del engine, step
-    return found
+    return figures
 
 
 def _clock(device: torch.device) -> float:
@@ -252,20 +252,26 @@ def _place(rank: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _compared(folder: Path, pair: Pair, alone: Row, failed: str) -> Row:
+def _compared(folder: Path, pair: Pair, single: Row, failed: str) -> Row:
     path = folder / f"{pair.name}.json"
     assert path.exists(), f"nothing was measured: {failed}"
-    here = json.loads(path.read_text())
-    if "note" in here:
-        return {"note": here["note"]}
-    apart = {
-        f"{dtype} {what}": abs(here[f"{dtype} {what}"] - alone[f"{dtype} {what}"]) / alone[f"{dtype} {what}"]
+    measured = json.loads(path.read_text())
+    if "note" in measured:
+        return {"note": measured["note"]}
+    deviations = {
+        f"{dtype} {quantity}": abs(measured[f"{dtype} {quantity}"] - single[f"{dtype} {quantity}"])
+        / single[f"{dtype} {quantity}"]
         for dtype in ("fp32", "bf16")
-        for what in ("loss", "norm")
+        for quantity in ("loss", "norm")
     }
-    worst = max(apart["fp32 loss"], apart["fp32 norm"])
+    worst = max(deviations["fp32 loss"], deviations["fp32 norm"])
     note = {"note": f"failed: it differs by {worst:.1%} from one rank"} if worst > _LIMIT else {}
-    return {**apart, "tokens/s": here["tokens/s"], "/ one rank": here["tokens/s"] / alone["tokens/s"], **note}
+    return {
+        **deviations,
+        "tokens/s": measured["tokens/s"],
+        "/ one rank": measured["tokens/s"] / single["tokens/s"],
+        **note,
+    }
 
 
 def be_rank(folder: Path, device: str, tiny: bool) -> None:
@@ -274,11 +280,11 @@ def be_rank(folder: Path, device: str, tiny: bool) -> None:
 
     for pair in PAIRS:
         try:
-            found = measure_mesh(device, folder / pair.shape, pair.mesh, tiny)
+            figures = measure_mesh(device, folder / pair.shape, pair.mesh, tiny)
         except Exception as error:
-            found = {"note": failure(error)}
+            figures = {"note": failure(error)}
         if os.environ["RANK"] == "0":
-            (folder / f"{pair.name}.json").write_text(json.dumps(found))
+            (folder / f"{pair.name}.json").write_text(json.dumps(figures))
     leave()
 
 

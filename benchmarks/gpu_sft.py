@@ -95,8 +95,8 @@ def draw_weights(module: nn.Module) -> None:
     """Fill this rank's shards where they are."""
     torch.manual_seed(0)
     for parameter in module.parameters():
-        own = local_shard(parameter)
-        own.fill_(1.0) if parameter.ndim < 2 else own.normal_(0.0, 0.02)
+        shard = local_shard(parameter)
+        shard.fill_(1.0) if parameter.ndim < 2 else shard.normal_(0.0, 0.02)
 
 
 def open_engine(path: str, device: Device, tokens: int, **model: Any) -> Engine:
@@ -113,11 +113,11 @@ def open_engine(path: str, device: Device, tokens: int, **model: Any) -> Engine:
 
 def document_lengths(tokens: int, seed: int) -> list[int]:
     """Log-normal, mean 400, at most 4096, until they fill `tokens` exactly."""
-    source, left, found = np.random.default_rng(seed), tokens, []
-    while left:
-        found.append(min(left, int(np.clip(source.lognormal(5.5, 1.0), 16, 4096))))
-        left -= found[-1]
-    return found
+    source, remaining, lengths = np.random.default_rng(seed), tokens, []
+    while remaining:
+        lengths.append(min(remaining, int(np.clip(source.lognormal(5.5, 1.0), 16, 4096))))
+        remaining -= lengths[-1]
+    return lengths
 
 
 def rows_of(tokens: int, vocabulary: int, count: int) -> list[list[Tensor]]:
@@ -201,7 +201,7 @@ def bare_step(path: str, device: Device, recompute: str, compile: bool) -> Step:
         lengths = tuple(len(ids) for ids in row)
         ids = torch.cat(row)[None].to(device.kind)
         positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device.kind)
-        labels = torch.cat([F.pad(own[1:], (0, 1), value=-100) for own in row]).to(device.kind)
+        labels = torch.cat([F.pad(document_ids[1:], (0, 1), value=-100) for document_ids in row]).to(device.kind)
         bounds = Bounds.packed(lengths, ids.device)
         base = model.model(input_ids=ids, position_ids=positions, use_cache=False, **{BOUNDS_ARGUMENT: bounds})
         loss = chunked_cross_entropy(base.last_hidden_state[0], model.lm_head.weight, labels)
@@ -221,8 +221,8 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Ten
         return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
 
     total: Tensor = hidden.new_zeros((), dtype=torch.float32)
-    for states, own in zip(hidden.chunk(_LOSS_CHUNKS), labels.chunk(_LOSS_CHUNKS), strict=True):
-        total = total + checkpoint(part, states, weight, own, use_reentrant=False)
+    for states, targets in zip(hidden.chunk(_LOSS_CHUNKS), labels.chunk(_LOSS_CHUNKS), strict=True):
+        total = total + checkpoint(part, states, weight, targets, use_reentrant=False)
     return total / (labels != -100).sum()
 
 
@@ -248,10 +248,12 @@ class Sizes:
         engine = Engine(EngineConfig(model=ModelConfig(path=path)), ranks, weights=False)
         elements = sum(p.numel() for p in engine.module.parameters())
         count = len(engine.module.layers)
-        own = sum(p.numel() for p in engine.module.layers[0][1].parameters())
+        layer_parameters = sum(p.numel() for p in engine.module.layers[0][1].parameters())
         resident = engine.memory.resident
         config = json.loads((Path(path) / "config.json").read_text())
-        return Sizes(config, engine.built.flops, count, resident, resident * own // elements, engine.memory.gathered)
+        return Sizes(
+            config, engine.built.flops, count, resident, resident * layer_parameters // elements, engine.memory.gathered
+        )
 
     def activations(self, layers: int, tokens: int, recompute: str) -> int:
         """In bf16, of decoder layers."""
@@ -267,20 +269,20 @@ class Sizes:
         """What weft's planner says of so many layers."""
         return self.resident - (self.layers - layers) * self.layer + self.gathered
 
-    def needed(self, who: str, layers: int, tokens: int, recompute: str) -> int:
+    def needed(self, trainer: str, layers: int, tokens: int, recompute: str) -> int:
         """Of the whole step."""
         vocabulary = self.config["vocab_size"]
         # bare: logits of a part in bf16 and fp32, and both gradients; beside the fp32 copies of a part's gradients.
         bare = max(12 * -(-tokens // _LOSS_CHUNKS) * vocabulary, 4 * _CHUNK)
-        head = bare if who == "bare" else 3 * GIB + 4 * vocabulary * self.config["hidden_size"]
-        unsharded = self.gathered if who == "bare" else 0
+        head = bare if trainer == "bare" else 3 * GIB + 4 * vocabulary * self.config["hidden_size"]
+        unsharded = self.gathered if trainer == "bare" else 0
         return self.planned(layers) - unsharded + head + self.activations(layers, tokens, recompute)
 
     def fitting(self, tokens: int, room: float, recompute: str = "full") -> int:
         """As many layers as both weft and the bare loop have room for; at least 1."""
 
         def fits(layers: int) -> bool:
-            return max(self.needed(who, layers, tokens, recompute) for who in ("weft", "bare")) <= room
+            return max(self.needed(trainer, layers, tokens, recompute) for trainer in ("weft", "bare")) <= room
 
         return next((n for n in range(self.layers, 1, -1) if fits(n)), 1)
 
@@ -309,14 +311,14 @@ def sft(run: Run, shape: str) -> None:
     """A row for each case, weft first, the bare loop then."""
     with TemporaryDirectory() as folder:
         path = write_model(Path(folder) / "whole", config_of(shape, run.tiny))
-        whole, room = Sizes.of(path, run.device), run.device.free * _USABLE
-        models: dict[int, tuple[str, FlopFacts]] = {whole.layers: (path, whole.flops)}
+        full_sizes, room = Sizes.of(path, run.device), run.device.free * _USABLE
+        models: dict[int, tuple[str, FlopFacts]] = {full_sizes.layers: (path, full_sizes.flops)}
         for case in run.pick(CASES[shape], TINY_CASES):
-            layers = whole.fitting(case.tokens, room, case.recompute)
+            layers = full_sizes.fitting(case.tokens, room, case.recompute)
             if layers not in models:
                 part = write_model(Path(folder) / str(layers), config_of(shape, run.tiny, layers))
                 models[layers] = part, Sizes.of(part, run.device).flops
-            Contest(run, models[layers][0], whole, models[layers][1], layers, room).add_row(case)
+            Contest(run, models[layers][0], full_sizes, models[layers][1], layers, room).add_row(case)
 
 
 @dataclass(frozen=True)
@@ -333,37 +335,42 @@ class Contest:
     def add_row(self, case: Case) -> None:
         """What both make of a case."""
         tokens = case.tokens
-        of = f"{self.layers} of {self.whole.layers}" if self.layers < self.whole.layers else str(self.layers)
-        row = self.run.add(row=tokens, recompute=case.recompute, compile="yes" if case.compile else "no", layers=of)
+        layer_count = f"{self.layers} of {self.whole.layers}" if self.layers < self.whole.layers else str(self.layers)
+        row = self.run.add(
+            row=tokens, recompute=case.recompute, compile="yes" if case.compile else "no", layers=layer_count
+        )
         makes: dict[str, Callable[[], Step]] = {
             "weft": lambda: weft_step(
                 open_engine(self.path, self.run.device, tokens, recompute=case.recompute, compile=case.compile)
             ),
             "bare": lambda: bare_step(self.path, self.run.device, case.recompute, case.compile),
         }
-        for who, make in makes.items():
+        for trainer, make in makes.items():
             kind = "compiled" if case.compile else "not compiled"
-            self.run.attempt(row, partial(self._measured, who, make, case), like=kind)
+            self.run.attempt(row, partial(self._measured, trainer, make, case), like=kind)
         if "weft tokens/s" in row and "bare tokens/s" in row:
             row["weft / bare"] = row["weft tokens/s"] / row["bare tokens/s"]
             self.run.save()
 
-    def _measured(self, who: str, make: Callable[[], Step], case: Case) -> Row:
+    def _measured(self, trainer: str, make: Callable[[], Step], case: Case) -> Row:
         tokens = case.tokens
-        needed = self.whole.needed(who, self.layers, tokens, case.recompute)
+        needed = self.whole.needed(trainer, self.layers, tokens, case.recompute)
         if needed > self.room:
-            return {"note": f"{who} not run: it would take about {needed / GIB:.0f} of {self.room / GIB:.0f} GiB"}
+            return {"note": f"{trainer} not run: it would take about {needed / GIB:.0f} of {self.room / GIB:.0f} GiB"}
         torch._dynamo.reset()
         rows = rows_of(tokens, self.whole.config["vocab_size"], self.run.pick(WARM_UP + STEPS, 2))
         seconds, peak = time_steps(make, self.run, rows)
         flops = sum(document_flops(self.flops, len(ids)) for row in rows for ids in row) / len(rows)
-        found = {f"{who} tokens/s": tokens / seconds, f"{who} MFU": flops / seconds / matmul_rate(self.run.device)}
+        figures = {
+            f"{trainer} tokens/s": tokens / seconds,
+            f"{trainer} MFU": flops / seconds / matmul_rate(self.run.device),
+        }
         if self.run.device.cuda:
-            found |= {f"{who} {name}": value for name, value in self.run.device.allocator().items()}
-        if who == "weft":
+            figures |= {f"{trainer} {name}": value for name, value in self.run.device.allocator().items()}
+        if trainer == "weft":
             planned = self.whole.planned(self.layers)
-            return found | {"weft GiB": peak / GIB, "planner GiB": planned / GIB, "estimate GiB": needed / GIB}
-        return found | {"bare GiB": peak / GIB}
+            return figures | {"weft GiB": peak / GIB, "planner GiB": planned / GIB, "estimate GiB": needed / GIB}
+        return figures | {"bare GiB": peak / GIB}
 
 
 def time_steps(make: Callable[[], Step], run: Run, rows: list[list[Tensor]]) -> tuple[float, int]:

@@ -31,8 +31,8 @@ class Outcomes:
 
     def counts(self, *, flex: bool) -> dict[str, int]:
         """How many of the tests, or of those of flex attention, have which outcome."""
-        there = Counter(outcome for name, outcome in self.of.items() if not flex or _FLEX.search(name))
-        return {outcome: there[outcome] for outcome in ("passed", "failed", "skipped")}
+        counted = Counter(outcome for name, outcome in self.of.items() if not flex or _FLEX.search(name))
+        return {outcome: counted[outcome] for outcome in ("passed", "failed", "skipped")}
 
 
 def read_report(path: Path) -> Outcomes:
@@ -78,6 +78,6 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: str) -> None:
     """All are listed; none is an error."""
-    place = "/".join(Path(warning_message.filename).parts[-3:])
+    path = "/".join(Path(warning_message.filename).parts[-3:])
     text = str(warning_message.message).strip().splitlines() or [""]
-    _write(warning=f"{warning_message.category.__name__} ({place}:{warning_message.lineno}): {text[0]}", test=nodeid)
+    _write(warning=f"{warning_message.category.__name__} ({path}:{warning_message.lineno}): {text[0]}", test=nodeid)

@@ -72,10 +72,10 @@ class Problem:
 
     def __init__(self, options: argparse.Namespace, tokens: int) -> None:
         torch.manual_seed(0)
-        place = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+        factory = {"device": options.device, "dtype": getattr(torch, options.dtype)}
         self.device = Device(options.device)
-        self.hidden = torch.empty(tokens, options.width, **place).normal_().requires_grad_()
-        self.weight = torch.empty(options.vocabulary, options.width, **place).normal_(0, 0.05).requires_grad_()
+        self.hidden = torch.empty(tokens, options.width, **factory).normal_().requires_grad_()
+        self.weight = torch.empty(options.vocabulary, options.width, **factory).normal_(0, 0.05).requires_grad_()
         self.targets = torch.randint(options.vocabulary, (tokens,), device=options.device)
 
     def run(self, loss: Loss) -> tuple[float, float]:
@@ -120,14 +120,14 @@ def measure_memory(name: str, options: argparse.Namespace, tokens: int) -> float
 def measure_times(options: argparse.Namespace, tokens: int, names: list[str]) -> dict[str, tuple[float, float]]:
     """(seconds, seconds of processor time) of each, medians of runs in turn."""
     problem = Problem(options, tokens)
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for run in range(options.runs + 1):
         for name in names:
             cpu = time.process_time()
             seconds, _ = problem.run(LOSSES[name])
             if run:  # the first warms up
-                taken[name].append((seconds, time.process_time() - cpu))
-    return {name: (statistics.median(t[0] for t in v), statistics.median(t[1] for t in v)) for name, v in taken.items()}
+                times[name].append((seconds, time.process_time() - cpu))
+    return {name: (statistics.median(t[0] for t in v), statistics.median(t[1] for t in v)) for name, v in times.items()}
 
 
 def machine(options: argparse.Namespace) -> str:
@@ -165,12 +165,14 @@ def report(options: argparse.Namespace, tokens: int, names: list[str]) -> None:
     seconds = measure_times(options, tokens, names)
     memory = {name: measure_memory(name, options, tokens) for name in names}
 
-    def ratio(own: float, naive: float | None, form: str) -> str:
-        return "" if naive is None else format(own / naive, form)
+    def ratio(figure: float, naive: float | None, form: str) -> str:
+        return "" if naive is None else format(figure / naive, form)
 
     for name in names:
         base, base_memory = seconds.get("naive", (None, None)), memory.get("naive")
-        times = [f"{own:.2f} | {ratio(own, naive, '.2f')}" for own, naive in zip(seconds[name], base, strict=True)]
+        times = [
+            f"{figure:.2f} | {ratio(figure, naive, '.2f')}" for figure, naive in zip(seconds[name], base, strict=True)
+        ]
         cells = (str(tokens), name, *times, f"{memory[name]:.0f} | {ratio(memory[name], base_memory, '.1%')}")
         print("| " + " | ".join(cells) + " |", flush=True)
 

@@ -70,11 +70,11 @@ FAMILIES = ("lfm2", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "mamba2
 
 
 def save_model(family: str, options: argparse.Namespace, folder: str) -> str:
-    name, own = settings(family, options.hidden, options.layers)
+    name, family_keys = settings(family, options.hidden, options.layers)
     config = getattr(transformers, f"{name}Config")(
         vocab_size=2048, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
         num_hidden_layers=options.layers, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=8192,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, **own,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **family_keys,
     )  # fmt: skip
     config.architectures = [f"{name.removesuffix('Text')}ForCausalLM"]
     model = hf.build_random(config, dtype=torch.float32, attention="eager", seed=0)
@@ -102,7 +102,9 @@ class Side:
         with mock.patch.object(build, "examine", lambda config: replace(EXAMINE(config), layout=layout)):
             self.engine = Engine(EngineConfig(model=ModelConfig(path=path), step=step), join("cpu"))
         self.steps = steps_of(options)
-        self.plans = [self.engine.plan(self.engine.planner.metadata(own.values())) for own in self.steps]
+        self.plans = [
+            self.engine.plan(self.engine.planner.metadata(step_documents.values())) for step_documents in self.steps
+        ]
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
@@ -142,8 +144,8 @@ def compare(family: str, options: argparse.Namespace) -> str:
         for number in range(options.rounds + 1):
             for side in (packed, padded) if number % 2 else (padded, packed):
                 side.round()
-    for ours, theirs in zip(packed.losses, padded.losses, strict=True):
-        assert abs(ours - theirs) < 1e-4 * theirs, (ours, theirs)
+    for packed_loss, padded_loss in zip(packed.losses, padded.losses, strict=True):
+        assert abs(packed_loss - padded_loss) < 1e-4 * padded_loss, (packed_loss, padded_loss)
     tokens = sum(len(document) for documents in packed.steps for document in documents.values())
     fast, slow = (tokens / statistics.median(side.seconds[1:]) for side in (packed, padded))
     return (

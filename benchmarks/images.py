@@ -62,9 +62,11 @@ def write_inputs(folder: Path) -> None:
     for number, (name, text) in enumerate(source.sample(texts, STEPS * ROWS)):
         width, height = source.choice(SIDES), source.choice(SIDES)
         Image.frombytes("RGB", (width, height), source.randbytes(3 * width * height)).save(folder / f"{number}.jpg")
-        asked = [{"type": "image", "image": f"{number}.jpg"}, {"type": "text", "text": question(name)}]
+        question_parts = [{"type": "image", "image": f"{number}.jpg"}, {"type": "text", "text": question(name)}]
         answered = [{"role": "assistant", "content": text}]
-        rows.append(json.dumps({"prompt": [{"role": "user", "content": asked}], "completion": answered}) + "\n")
+        rows.append(
+            json.dumps({"prompt": [{"role": "user", "content": question_parts}], "completion": answered}) + "\n"
+        )
     (folder / "rows.jsonl").write_text("".join(rows))
 
 
@@ -96,8 +98,8 @@ def trl(folder: Path, forward: int) -> dict[str, Any]:
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr[-3000:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def be_trl(folder: Path, forward: int) -> None:
@@ -171,14 +173,14 @@ def one_round(scratch: Path, forward: int, swapped: bool) -> tuple[dict[str, Any
     """(weft's answer, TRL's), one after the other."""
     shutil.rmtree(scratch / "run", ignore_errors=True)
     if swapped:
-        theirs = trl(scratch, forward)
-        ours = weft(scratch)
+        trl_result = trl(scratch, forward)
+        weft_result = weft(scratch)
     else:
-        ours = weft(scratch)
-        theirs = trl(scratch, forward)
-    ratio, load = rate(ours) / rate(theirs), os.getloadavg()[0]
-    print(f"{rate(ours):,.0f} and {rate(theirs):,.0f} tokens/s: {ratio:.2f} x, load {load:.0f}", flush=True)
-    return ours, theirs
+        weft_result = weft(scratch)
+        trl_result = trl(scratch, forward)
+    ratio, load = rate(weft_result) / rate(trl_result), os.getloadavg()[0]
+    print(f"{rate(weft_result):,.0f} and {rate(trl_result):,.0f} tokens/s: {ratio:.2f} x, load {load:.0f}", flush=True)
+    return weft_result, trl_result
 
 
 def main() -> None:
@@ -186,20 +188,22 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--forward", type=int, default=ROWS, help="rows of a forward of TRL")
     parser.add_argument("--trl", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.trl:
-        be_trl(Path(given.trl), given.forward)
+    options = parser.parse_args()
+    if options.trl:
+        be_trl(Path(options.trl), options.forward)
         return
     with tempfile.TemporaryDirectory() as scratch:
         write_inputs(Path(scratch))
-        found = [one_round(Path(scratch), given.forward, swapped=bool(number % 2)) for number in range(given.runs)]
-    ours, theirs = found[-1]
-    print(f"weft / TRL, median: {statistics.median(rate(a) / rate(b) for a, b in found):.2f}")
-    same = "are equal" if ours["tokens"] == theirs["tokens"] else "DIFFER"
-    print(f"tokens of the steps {same}: {ours['tokens'][0]}, ...")
-    print(f"weft waits for data: {statistics.median(a['waited'] for a, _ in found):.1%} of a step")
+        results = [
+            one_round(Path(scratch), options.forward, swapped=bool(number % 2)) for number in range(options.runs)
+        ]
+    weft_result, trl_result = results[-1]
+    print(f"weft / TRL, median: {statistics.median(rate(a) / rate(b) for a, b in results):.2f}")
+    same = "are equal" if weft_result["tokens"] == trl_result["tokens"] else "DIFFER"
+    print(f"tokens of the steps {same}: {weft_result['tokens'][0]}, ...")
+    print(f"weft waits for data: {statistics.median(a['waited'] for a, _ in results):.1%} of a step")
     for step in (0, 1, STEPS - 1):
-        print(f"loss of step {step + 1}: {ours['losses'][step]:.5f} and {theirs['losses'][step]:.5f}")
+        print(f"loss of step {step + 1}: {weft_result['losses'][step]:.5f} and {trl_result['losses'][step]:.5f}")
 
 
 if __name__ == "__main__":

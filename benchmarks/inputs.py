@@ -48,12 +48,12 @@ def lognormal_lengths() -> list[int]:
 def lognormal_texts(texts: dict[str, str], tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, str]]:
     """Pieces of the text laid end to end, again from the start where it does not suffice."""
     stream: list[int] = tokenizer("\n\n".join(texts.values()), verbose=False)["input_ids"]
-    place = 0
+    position = 0
     for length in lognormal_lengths():
         tokens = length - 1  # training appends the end-of-text token
-        place = place if place + tokens <= len(stream) else 0
-        text = tokenizer.decode(stream[place : place + tokens])
-        place += tokens
+        position = position if position + tokens <= len(stream) else 0
+        text = tokenizer.decode(stream[position : position + tokens])
+        position += tokens
         while len(tokenizer(text, verbose=False)["input_ids"]) >= LONGEST:  # the text at a cut may tokenise anew
             text = text[:-1]
         yield {"text": text}

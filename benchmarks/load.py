@@ -192,8 +192,8 @@ def same_files(a: Path, b: Path) -> bool:
         files = [TensorFile.open(file) for file in sorted(folder.glob("*.safetensors"))]
         return {name: file for file in files for name in file.entries}
 
-    ours, theirs = entries(a), entries(b)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n].read(n), theirs[n].read(n)) for n in ours)
+    first, second = entries(a), entries(b)
+    return first.keys() == second.keys() and all(torch.equal(first[n].read(n), second[n].read(n)) for n in first)
 
 
 def measure(path: Path, work: Path, kind: str, ranks: int, dp_replicate: int) -> None:

@@ -120,8 +120,10 @@ def measure(path: str, tokens: int, setting: dict[str, Any]) -> Measured:
     _, peak = resident()
     activations = Activations.of(engine.config)
     saved = saved_bytes(engine.built.config, engine.precision.compute, tiled=activations.tile is not None)
-    kept = saved.bytes(tokens, activations)
-    return Measured(kept, sum(p.numel() * p.element_size() for p in engine.module.parameters()), peak - before, seconds)
+    activation_bytes = saved.bytes(tokens, activations)
+    return Measured(
+        activation_bytes, sum(p.numel() * p.element_size() for p in engine.module.parameters()), peak - before, seconds
+    )
 
 
 def main() -> None:
@@ -141,10 +143,10 @@ def main() -> None:
                 for name in options.settings:
                     measured[name].append(fresh_process.apply(measure, (folder, tokens, SETTINGS[name])))
             print(f"\nrow of {tokens:,} tokens: MiB kept for backward (planned) | rise | weights | processor s | ratio")
-            first = statistics.median(one.seconds for one in measured[options.settings[0]])
+            first = statistics.median(result.seconds for result in measured[options.settings[0]])
             for name, rounds in measured.items():
-                rise = statistics.median(one.rise for one in rounds)
-                seconds = statistics.median(one.seconds for one in rounds)
+                rise = statistics.median(result.rise for result in rounds)
+                seconds = statistics.median(result.seconds for result in rounds)
                 sizes = f"{rounds[0].kept / MIB:8.0f} {rise / MIB:8.0f} {rounds[0].weights / MIB:8.1f}"
                 print(f"{name:42} {sizes} {seconds:8.2f} {seconds / first:6.2f}", flush=True)
 

@@ -78,21 +78,21 @@ def rank(path: str) -> None:
     torch.set_num_threads(spec["threads"])
     before, seconds, processor = peak_gib(), [], []
     for _ in range(spec["warmup"] + spec["steps"]):
-        wall, own = time.perf_counter(), time.process_time()
-        plan, mine = engine.plan_step(documents)
-        metrics = engine.accumulate(plan, engine.rows(plan, mine, objective), objective)
+        wall, cpu_start = time.perf_counter(), time.process_time()
+        plan, local = engine.plan_step(documents)
+        metrics = engine.accumulate(plan, engine.rows(plan, local, objective), objective)
         if spec["steps"]:
             engine.apply(1e-4)
         seconds.append(time.perf_counter() - wall)
-        processor.append(time.process_time() - own)
+        processor.append(time.process_time() - cpu_start)
     figures = torch.tensor([min(processor[spec["warmup"] :] or processor)])
-    most = torch.tensor([peak_gib() - before])
+    peak = torch.tensor([peak_gib() - before])
     if dist.is_initialized():
         dist.all_reduce(figures)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     answer = {"seconds": statistics.median(seconds[spec["warmup"] :] or seconds), "processor": float(figures)}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(answer | {"gib": float(most), "loss": metrics["loss"], "tokens": plan.totals.tokens}))
+        print(json.dumps(answer | {"gib": float(peak), "loss": metrics["loss"], "tokens": plan.totals.tokens}))
     leave()  # else gloo's threads may abort the process as it ends
 
 
@@ -145,25 +145,25 @@ def axes(folder: Path, before: str, runs: int) -> list[str]:
     rows = []
     for ranks in (1, 2):
         spec = model | {"lengths": SHORT, "budget": 2048, "mesh": {"dp_shard": ranks}, "warmup": 2, "steps": 12}
-        found = []
+        pairs = []
         for turn in range(runs):
             pair = {tree: start(spec, ranks, tree) for tree in ((old, new) if turn % 2 else (new, old))}
             assert abs(pair[old]["loss"] - pair[new]["loss"]) < 1e-5 * pair[old]["loss"]
-            found.append((pair[old], pair[new]))
+            pairs.append((pair[old], pair[new]))
             log(f"axes, {ranks} ranks: {pair[new]['processor'] / pair[old]['processor']:.3f} by processor time")
-        ratios = [now["processor"] / then["processor"] for then, now in found]
-        times = [min(one[n]["processor"] * 1e3 for one in found) for n in (0, 1)]
+        ratios = [now["processor"] / then["processor"] for then, now in pairs]
+        times = [min(pair_of_times[n]["processor"] * 1e3 for pair_of_times in pairs) for n in (0, 1)]
         spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
         rows.append(f"| {ranks} | {times[0]:.0f} | {times[1]:.0f} | {times[1] / times[0]:.3f} | {spread} |")
     head = "| ranks | before, processor ms of a step | now | now / before | of single rounds, lowest - highest |"
     return [head, "|---|---|---|---|---|", *rows]
 
 
-def beside_dp(rows: dict[str, list[str]], found: dict[str, list[tuple[float, float]]]) -> None:
+def beside_dp(rows: dict[str, list[str]], measured: dict[str, list[tuple[float, float]]]) -> None:
     """Add the cells of (tokens/s, processor seconds) of each mesh's rounds to its row."""
-    first = statistics.median(rate for rate, _ in found["dp 2"])
-    for name, values in found.items():
-        rate, processor = (statistics.median(one[n] for one in values) for n in (0, 1))
+    first = statistics.median(rate for rate, _ in measured["dp 2"])
+    for name, values in measured.items():
+        rate, processor = (statistics.median(pair[n] for pair in values) for n in (0, 1))
         rows[name] += [f"{rate:.0f}", f"{rate / first:.2f}", f"{processor:.2f}"]
 
 
@@ -172,33 +172,33 @@ def rates(folder: Path, long: int, runs: int) -> list[str]:
     model = write_model(folder / "model", layers=2, width=128, vocabulary=2048, positions=long)
     rows: dict[str, list[str]] = {name: [] for name in MESHES}
     for lengths in (SHORT, [long]):
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in MESHES}
+        measured: dict[str, list[tuple[float, float]]] = {name: [] for name in MESHES}
         for turn in range(runs if lengths is SHORT else 1):
             names = list(MESHES)[turn % 4 :] + list(MESHES)[: turn % 4]
             for name in names:
                 budget = 2048 if lengths is SHORT else long // MESHES[name].get("cp", 1)
                 steps = {"warmup": 1, "steps": 4} if lengths is SHORT else {"warmup": 0, "steps": 1}
                 answer = start(model | steps | {"lengths": lengths, "budget": budget, "mesh": MESHES[name]}, 2, TOP)
-                found[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
-                log(f"rates, {name}, {len(lengths)} documents: {found[name][-1][0]:.0f} tokens/s")
-        beside_dp(rows, found)
-    each = "tokens/s | / dp 2 | processor seconds of a step"
-    head = [f"| mesh | short: {each} | one of {long:,}: {each} |", "|---|---|---|---|---|---|---|"]
+                measured[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
+                log(f"rates, {name}, {len(lengths)} documents: {measured[name][-1][0]:.0f} tokens/s")
+        beside_dp(rows, measured)
+    columns = "tokens/s | / dp 2 | processor seconds of a step"
+    head = [f"| mesh | short: {columns} | one of {long:,}: {columns} |", "|---|---|---|---|---|---|---|"]
     return [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
 
 
 def memory(folder: Path, long: int) -> list[str]:
     """Rows of a table: peak memory of one document over more and more ranks."""
     model = write_model(folder / "model", layers=2, width=128, vocabulary=2048, positions=long)
-    rows, alone = [], 0.0
+    rows, single = [], 0.0
     for cp in (1, 2, 4):
         for ulysses in (u for u in (1, 2, 4) if u <= cp):
             mesh = {"dp_shard": 1, "cp": cp, "ulysses": ulysses}
             spec = model | {"lengths": [long], "budget": -(-long // cp), "mesh": mesh, "warmup": 1, "steps": 0}
             answer = start(spec, cp, TOP)
-            alone = alone or answer["gib"]
+            single = single or answer["gib"]
             log(f"memory, cp {cp}, ulysses {ulysses}: {answer['gib']:.2f} GiB in {answer['seconds']:.0f} s")
-            rows.append(f"| {cp} | {ulysses} | {answer['gib']:.2f} | {answer['gib'] / alone:.2f} |")
+            rows.append(f"| {cp} | {ulysses} | {answer['gib']:.2f} | {answer['gib'] / single:.2f} |")
     return ["| cp | of it Ulysses | GiB of the rank that takes most | / cp 1 |", "|---|---|---|---|", *rows]
 
 
@@ -233,15 +233,15 @@ def two_lengths_of_rows(model: Spec, meshes: dict[str, dict[str, Any]], runs: in
     spec = model | {"lengths": SHORT, "warmup": 2, "steps": 6}
     rows: dict[str, list[str]] = {name: [] for name in meshes}
     for budget in (2048, 512):  # one row of a data rank in a step, and four
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in meshes}
+        measured: dict[str, list[tuple[float, float]]] = {name: [] for name in meshes}
         for turn in range(runs):
             for name in list(meshes)[:: 1 if turn % 2 else -1]:
                 answer = start(spec | {"budget": budget, "mesh": meshes[name]}, 2, TOP)
-                found[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
-                log(f"{name}, rows of {budget}: {found[name][-1][0]:.0f} tokens/s")
-        beside_dp(rows, found)
-    each = "tokens/s | / dp 2 | processor seconds of a step"
-    head = [f"| mesh | rows of 2,048: {each} | rows of 512: {each} |", "|---|---|---|---|---|---|---|"]
+                measured[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
+                log(f"{name}, rows of {budget}: {measured[name][-1][0]:.0f} tokens/s")
+        beside_dp(rows, measured)
+    columns = "tokens/s | / dp 2 | processor seconds of a step"
+    head = [f"| mesh | rows of 2,048: {columns} | rows of 512: {columns} |", "|---|---|---|---|---|---|---|"]
     return [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
 
 
@@ -261,23 +261,23 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=16384, help="tokens of the long document of rates")
     parser.add_argument("--longest", type=int, default=32768, help="tokens of the document of memory")
     parser.add_argument("--rank", metavar="SPEC", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        rank(given.rank)
+    options = parser.parse_args()
+    if options.rank:
+        rank(options.rank)
         return
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
-    for part in given.parts:
+    for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:
-            if part == "axes" and given.before:
-                print("\n".join(["\n## axes\n", *axes(Path(folder), given.before, given.runs)]), flush=True)
+            if part == "axes" and options.before:
+                print("\n".join(["\n## axes\n", *axes(Path(folder), options.before, options.runs)]), flush=True)
             elif part == "rates":
-                print("\n".join(["\n## rates\n", *rates(Path(folder), given.long, given.runs)]), flush=True)
+                print("\n".join(["\n## rates\n", *rates(Path(folder), options.long, options.runs)]), flush=True)
             elif part == "memory":
-                print("\n".join(["\n## memory\n", *memory(Path(folder), given.longest)]), flush=True)
+                print("\n".join(["\n## memory\n", *memory(Path(folder), options.longest)]), flush=True)
             elif part == "experts":
-                print("\n".join(["\n## experts\n", *experts(Path(folder), given.runs)]), flush=True)
+                print("\n".join(["\n## experts\n", *experts(Path(folder), options.runs)]), flush=True)
             elif part == "stages":
-                print("\n".join(["\n## stages\n", *stages(Path(folder), given.runs)]), flush=True)
+                print("\n".join(["\n## stages\n", *stages(Path(folder), options.runs)]), flush=True)
     print(f"\nload at the end {os.getloadavg()[0]:.0f}")
 
 

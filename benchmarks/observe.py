@@ -69,11 +69,11 @@ class Bench:
         began = time.perf_counter()
         step, laid_out = next(self.upcoming)
         flight.step(1, 1, self.sources, len(step.documents))
-        taken = take_step(self.engine, laid_out, self.objective, 1e-5)
+        step_result = take_step(self.engine, laid_out, self.objective, 1e-5)
         flight.enter("record")
         if progress is not None:
             memory = own_peak_memory_gib(self.engine.device)
-            progress.step(self.recorder.record(self.step, taken, memory, {}))
+            progress.step(self.recorder.record(self.step, step_result, memory, {}))
         return time.perf_counter() - began
 
     @contextmanager
@@ -88,7 +88,7 @@ class Bench:
 
 def measure(bench: Bench, blocks: int, size: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of every step by the wall clock, and CPU seconds of a step in every block; by kind."""
-    found: dict[str, dict[str, list[float]]] = {kind: {"wall": [], "CPU": []} for kind in ("off", "on")}
+    figures: dict[str, dict[str, list[float]]] = {kind: {"wall": [], "CPU": []} for kind in ("off", "on")}
     times = bench.recorder.times
     assert times is not None
     with bench.recorder:
@@ -103,9 +103,9 @@ def measure(bench: Bench, blocks: int, size: int) -> dict[str, dict[str, list[fl
             else:
                 seconds = [bench.take(None) for _ in range(size)]
             if block >= 0:
-                found[kind]["wall"] += seconds
-                found[kind]["CPU"].append((time.process_time() - began) / size)
-    return found
+                figures[kind]["wall"] += seconds
+                figures[kind]["CPU"].append((time.process_time() - began) / size)
+    return figures
 
 
 def main() -> None:
@@ -127,14 +127,14 @@ def main() -> None:
         with Path(os.devnull).open("w") as terminal:
             bench = Bench(config, ranks, out / "run", terminal)
             with closing(bench.upcoming):
-                found = measure(bench, options.blocks, options.size)
+                times = measure(bench, options.blocks, options.size)
         if ranks.is_first:
-            report(found, ranks.world)
+            report(times, ranks.world)
 
 
-def report(found: dict[str, dict[str, list[float]]], ranks: int) -> None:
+def report(times: dict[str, dict[str, list[float]]], ranks: int) -> None:
     for clock in ("wall", "CPU"):
-        off, on = found["off"][clock], found["on"][clock]
+        off, on = times["off"][clock], times["on"][clock]
         print(
             f"{ranks} rank(s), {clock}: off {1000 * median(off):.1f} ms, on {1000 * median(on):.1f} ms a step; "
             f"on / off {median(on) / median(off):.4f} by medians, {mean(on) / mean(off):.4f} by means"

@@ -64,8 +64,8 @@ def torch_adamw(named: Model) -> list[torch.optim.Optimizer]:
 
 
 def torch_muon(named: Model) -> list[torch.optim.Optimizer]:
-    matrices, others = ([p for n, p in named if _is_matrix(n, p) is want] for want in (True, False))
-    return [torch.optim.Muon(matrices, lr=1e-5), torch.optim.AdamW(others, lr=1e-5, fused=True)]
+    matrices, vectors = ([p for n, p in named if _is_matrix(n, p) is want] for want in (True, False))
+    return [torch.optim.Muon(matrices, lr=1e-5), torch.optim.AdamW(vectors, lr=1e-5, fused=True)]
 
 
 class Clipped:
@@ -159,9 +159,9 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in built}
         for run in range(arguments.runs + 1):
             for name, (_, optimizers) in built.items():
-                taken = step(optimizers)
+                duration = step(optimizers)
                 if run:
-                    times[name].append(taken)
+                    times[name].append(duration)
         print(f"\n{size}: {parameters:,} parameters, {torch.get_num_threads()} threads, torch {torch.__version__}")
         print("| optimizer | processor time, ms | x torch's AdamW | state, bytes per parameter | above, MiB |")
         print("| --- | --- | --- | --- | --- |")

@@ -99,23 +99,24 @@ def lay_out(documents: Documents, count: int, rank: int, way: str) -> tuple[int,
     if way == "own documents":
         cost = cache(lambda length: document_flops(FACTS, length))
         chosen = choose(documents, indices)
-        found = document_metadata(chosen, Costs(omitted, cost, no_images))
+        metadata = document_metadata(chosen, Costs(omitted, cost, no_images))
     else:
         built = [documents[index] for index in indices]
-        found = document_metadata(built, Costs(omitted, lambda length: document_flops(FACTS, length), no_images))
-    plan = plan_step(found, ranks=RANKS, budget=ROW)
+        metadata = document_metadata(built, Costs(omitted, lambda length: document_flops(FACTS, length), no_images))
+    plan = plan_step(metadata, ranks=RANKS, budget=ROW)
     planned = time.process_time() - began
     needed = sorted(index for row in plan.rows_of_rank(rank) for index in row)
-    own: dict[int, Document] = take(chosen if way == "own documents" else built, needed)
+    documents_needed: dict[int, Document] = take(chosen if way == "own documents" else built, needed)
     rows = [
         build_row(
-            row, own, read=[plan.documents[index].read for index in row], length=plan.row_length(micro, rank),
+            row, documents_needed, read=[plan.documents[index].read for index in row],
+            length=plan.row_length(micro, rank),
             layout="packed", every_token=False,
         )
         for micro, row in enumerate(plan.rows_of_rank(rank))
     ]  # fmt: skip
-    made = len(needed) if way == "own documents" else len(built)
-    return made, sum(row.real_tokens for row in rows), planned, time.process_time() - began
+    built_count = len(needed) if way == "own documents" else len(built)
+    return built_count, sum(row.real_tokens for row in rows), planned, time.process_time() - began
 
 
 def measure(rank: int, way: str, answers: multiprocessing.SimpleQueue[tuple[int, int, float, float, float]]) -> None:
@@ -132,13 +133,13 @@ def measure(rank: int, way: str, answers: multiprocessing.SimpleQueue[tuple[int,
 def large_step(repeats: int) -> None:
     """A line for each way."""
     context = multiprocessing.get_context("spawn")
-    found: dict[str, list[tuple[int, int, float, float, float]]] = {way: [] for way in WAYS}
+    results: dict[str, list[tuple[int, int, float, float, float]]] = {way: [] for way in WAYS}
     for repeat in range(repeats):
         for way in WAYS:
             answers: multiprocessing.SimpleQueue[tuple[int, int, float, float, float]] = context.SimpleQueue()
             process = context.Process(target=measure, args=(repeat % RANKS, way, answers))
             process.start()
-            found[way].append(answers.get())
+            results[way].append(answers.get())
             process.join()
     columns = (
         "a rank lays out",
@@ -150,7 +151,7 @@ def large_step(repeats: int) -> None:
     )
     print(f"\nA step of {STEP} documents on {RANKS} simulated ranks; medians of {repeats} ranks\n")
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    for way, lines in found.items():
+    for way, lines in results.items():
         built, tokens, planned, seconds, memory = (float(np.median(column)) for column in zip(*lines, strict=True))
         print(
             f"| {way} | {built:.0f} | {tokens:,.0f} | {1e3 * planned:.0f} | {1e3 * seconds:.0f} | {memory:.1f} |",
@@ -178,7 +179,7 @@ def main() -> None:
         for per_rank in ((1, 8), (8, 32), (32, 128)):
             results = [random_plan(seed, per_rank, layout) for seed in range(options.plans)]
             plans = [plan for plan, _ in results]
-            times = [taken for _, taken in results]
+            times = [duration for _, duration in results]
             bounds = [bound_over_time(plan) for plan in plans]
             print(
                 f"| {layout} | {per_rank[0]}-{per_rank[1] - 1} | {np.median(bounds):.3f}, {min(bounds):.3f} "

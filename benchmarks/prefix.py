@@ -128,10 +128,10 @@ class Side:
             self.seconds[name].append((time.process_time() - began[0], time.perf_counter() - began[1]))
 
 
-def ratios(trees: Side, apart: Side, phase: str, clock: int) -> float:
+def ratios(trees: Side, separate: Side, phase: str, clock: int) -> float:
     """The median over the rounds, without the first, of the seconds apart / the seconds of trees."""
-    pairs = zip(trees.seconds[phase][1:], apart.seconds[phase][1:], strict=True)
-    return statistics.median(theirs[clock] / ours[clock] for ours, theirs in pairs)
+    pairs = zip(trees.seconds[phase][1:], separate.seconds[phase][1:], strict=True)
+    return statistics.median(separate_seconds[clock] / tree_seconds[clock] for tree_seconds, separate_seconds in pairs)
 
 
 def compare(family: str, shape: str, case: Case, options: argparse.Namespace) -> str:
@@ -139,17 +139,17 @@ def compare(family: str, shape: str, case: Case, options: argparse.Namespace) ->
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(family, shape, folder)
         budget = options.budget or case[2] * (case[0] + case[1])
-        trees, apart = (Side(path, case, options.prompts, budget, sharing) for sharing in ("auto", "off"))
+        trees, separate = (Side(path, case, options.prompts, budget, sharing) for sharing in ("auto", "off"))
         for number in range(options.rounds + 1):
-            for side in (trees, apart) if number % 2 else (apart, trees):
+            for side in (trees, separate) if number % 2 else (separate, trees):
                 side.round()
-        for ours, theirs in zip(trees.losses, apart.losses, strict=True):
-            assert abs(ours - theirs) < 1e-3 * max(abs(theirs), 1e-3), (ours, theirs)
+        for tree_loss, separate_loss in zip(trees.losses, separate.losses, strict=True):
+            assert abs(tree_loss - separate_loss) < 1e-3 * max(abs(separate_loss), 1e-3), (tree_loss, separate_loss)
         cells = [f"{case}", family, f"{ideal(case):.2f}"]
         for phase in ("update", "readout"):
-            processor, wall = (ratios(trees, apart, phase, clock) for clock in (0, 1))
+            processor, wall = (ratios(trees, separate, phase, clock) for clock in (0, 1))
             cells += [f"**{processor:.2f}**", f"{wall:.2f}", f"{processor / ideal(case):.2f}"]
-        seconds = [statistics.median(s[0] for s in side.seconds["update"][1:]) for side in (trees, apart)]
+        seconds = [statistics.median(s[0] for s in side.seconds["update"][1:]) for side in (trees, separate)]
         cells += [f"{seconds[0]:.2f}", f"{seconds[1]:.2f}"]
         if options.trl:
             cells.append(f"{trl_seconds(options.trl, path, case, options):.2f}")

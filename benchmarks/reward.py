@@ -153,10 +153,10 @@ def main() -> None:
                 name: answer_of(python, name, spec) for name, python in (("weft", sys.executable), ("trl", options.trl))
             }
             if not number:
-                for what in ("losses", "norms"):
-                    rows = zip(answers["weft"][what][:ALIKE], answers["trl"][what][:ALIKE], strict=True)
+                for quantity in ("losses", "norms"):
+                    rows = zip(answers["weft"][quantity][:ALIKE], answers["trl"][quantity][:ALIKE], strict=True)
                     worst = max(abs(a - b) / abs(b) for a, b in rows)
-                    print(f"{what} of {ALIKE} steps differ by {worst:.1e} at most")
+                    print(f"{quantity} of {ALIKE} steps differ by {worst:.1e} at most")
             for name, answer in answers.items():
                 pairs[name].append(1000 * statistics.mean(answer["times"][1:]) / PAIRS)
             ratios.append(pairs["trl"][-1] / pairs["weft"][-1])

@@ -96,12 +96,12 @@ class Contestant:
         with tempfile.TemporaryDirectory() as out:
             words = [sys.executable, "-m", "weft", "rl", *spec["keys"], f"run.dir={out}/run", *self.keys]
             words += ["--device", "cpu", "--nproc", str(self.ranks)]
-            with open(Path(out) / "log", "w+") as said:
-                process = subprocess.Popen(words, env=environment, stdout=said, stderr=subprocess.STDOUT)
+            with open(Path(out) / "log", "w+") as log_file:
+                process = subprocess.Popen(words, env=environment, stdout=log_file, stderr=subprocess.STDOUT)
                 ends = list(arrivals(process, Path(out) / "run" / "metrics.jsonl"))
-                said.seek(0)
+                log_file.seek(0)
                 if process.returncode:
-                    sys.exit(f"{self.name} failed:\n{said.read()[-4000:]}")
+                    sys.exit(f"{self.name} failed:\n{log_file.read()[-4000:]}")
             lines = [json.loads(line) for line in (Path(out) / "run" / "metrics.jsonl").read_text().splitlines()]
         prefix, key = "seconds/", "completions/mean_length"
         return {
@@ -113,12 +113,12 @@ class Contestant:
 
 def arrivals(process: subprocess.Popen[bytes], path: Path) -> Iterator[float]:
     """When each line of a file was there, until the process has ended."""
-    seen, alive = 0, True
+    line_count, alive = 0, True
     while alive:
         alive = process.poll() is None
         lines = path.read_bytes().count(b"\n") if path.exists() else 0
-        yield from [time.perf_counter()] * (lines - seen)
-        seen = lines
+        yield from [time.perf_counter()] * (lines - line_count)
+        line_count = lines
         time.sleep(0.005)
 
 
@@ -166,12 +166,12 @@ def run_rounds(
 ) -> list[Round]:
     rounds = []
     for number in range(runs):
-        at = number % len(contestants)
+        offset = number % len(contestants)
         answers: Round = {}
-        for contestant in [*contestants[at:], *contestants[:at]]:
-            found = condense(undisturbed(contestant, spec, scratch, quiet), spec)
-            answers[contestant.name] = found
-            log(f"round {number + 1}: {contestant.name}: {found['step']:.3f} s, others {found['others'] or 0.0:.0%}")
+        for contestant in [*contestants[offset:], *contestants[:offset]]:
+            answer = condense(undisturbed(contestant, spec, scratch, quiet), spec)
+            answers[contestant.name] = answer
+            log(f"round {number + 1}: {contestant.name}: {answer['step']:.3f} s, others {answer['others'] or 0.0:.0%}")
         rounds.append(answers)
     return rounds
 
@@ -206,28 +206,28 @@ def condense(answer: Answer, spec: Spec) -> Answer:
 # ---------------------------------------------------------------- the tables
 
 
-def step_table(contestants: Sequence[Contestant], rounds: list[Round], by: str) -> Iterator[str]:
+def step_table(contestants: Sequence[Contestant], rounds: list[Round], figure: str) -> Iterator[str]:
     """by: what ratios are of."""
     yield "| run | s / step | lowest - highest | s / 1000 tokens | x bare loop | x TRL |"
     yield "|---|---|---|---|---|---|"
     for contestant in contestants:
         steps = [answers[contestant.name]["step"] for answers in rounds]
         tokens = middle(answers[contestant.name]["per_token"] for answers in rounds)
-        bare, trl = (ratio(rounds, contestant.name, other, by) for other in ("bare loop", "TRL"))
+        bare, trl = (ratio(rounds, contestant.name, baseline, figure) for baseline in ("bare loop", "TRL"))
         span = f"{min(steps):.3f} - {max(steps):.3f}"
         yield f"| {contestant.name} | {statistics.median(steps):.3f} | {span} | {tokens:.3f} | {bare} | {trl} |"
 
 
 def phase_table(contestants: Sequence[Contestant], rounds: list[Round]) -> Iterator[str]:
-    """Seconds of each phase of a step. What is in none of them is `rest`."""
+    """Seconds of each phase of a step. What is in none of them is `unexplained`."""
     names = ("generate", "reward", "logprobs", "other", "train", "sync")
     yield "| seconds of | " + " | ".join(names) + " | rest |"
     yield "|---|" + "---|" * (len(names) + 1)
     for contestant in contestants:
-        found = [answers[contestant.name] for answers in rounds]
-        cells = [middle(f["phases"].get(name, 0.0) for f in found) for name in names]
-        rest = middle(f["step"] - sum(f["phases"].values()) for f in found)
-        yield f"| {contestant.name} | " + " | ".join(f"{cell:.3f}" for cell in [*cells, rest]) + " |"
+        contestant_answers = [answers[contestant.name] for answers in rounds]
+        cells = [middle(f["phases"].get(name, 0.0) for f in contestant_answers) for name in names]
+        unexplained = middle(f["step"] - sum(f["phases"].values()) for f in contestant_answers)
+        yield f"| {contestant.name} | " + " | ".join(f"{cell:.3f}" for cell in [*cells, unexplained]) + " |"
 
 
 def length_table(contestants: Sequence[Contestant], rounds: list[Round]) -> Iterator[str]:
@@ -235,23 +235,27 @@ def length_table(contestants: Sequence[Contestant], rounds: list[Round]) -> Iter
     yield "| sampled tokens | mean | 10% are below | 90% | under 16 | cut |"
     yield "|---|---|---|---|---|---|"
     for contestant in contestants:
-        found = sorted(n for answers in rounds for n in answers[contestant.name]["lengths"])
-        mean = f"| {contestant.name} | {statistics.mean(found):.1f} |"
+        lengths = sorted(n for answers in rounds for n in answers[contestant.name]["lengths"])
+        mean = f"| {contestant.name} | {statistics.mean(lengths):.1f} |"
         if contestant.role == "command":
             yield f"{mean} | | | |"
             continue
-        low, high = found[len(found) // 10], found[len(found) * 9 // 10]
-        short, cut = (sum(flags) / len(found) for flags in ([n < 16 for n in found], [n == found[-1] for n in found]))
+        low, high = lengths[len(lengths) // 10], lengths[len(lengths) * 9 // 10]
+        short, cut = (
+            sum(flags) / len(lengths) for flags in ([n < 16 for n in lengths], [n == lengths[-1] for n in lengths])
+        )
         yield f"{mean} {low:.0f} | {high:.0f} | {short:.1%} | {cut:.1%} |"
 
 
 def asynchronous_lines(rounds: list[Round]) -> Iterator[str]:
     """How much sooner a step is over, and what the phases of the synchronous run allow."""
-    turns, ahead, both = (contestant.name for contestant in ASYNCHRONOUS)
+    turns, ahead, colocated_name = (contestant.name for contestant in ASYNCHRONOUS)
     phases = {name: middle(answers[turns]["phases"].get(name, 0.0) for answers in rounds) for name in PARTS}
     generate, train = phases["generate"] + phases["reward"], phases["logprobs"] + phases["train"]
     bound = (generate + train + phases["sync"]) / (max(generate, train) + phases["sync"])
-    gain, colocated = (middle(a[turns]["per_token"] / a[other]["per_token"] for a in rounds) for other in (ahead, both))
+    gain, colocated = (
+        middle(a[turns]["per_token"] / a[baseline]["per_token"] for a in rounds) for baseline in (ahead, colocated_name)
+    )
     yield (
         f"In turns, {generate / (generate + train):.0%} of the time is generation and rewards, the rest training; a "
         f"sync takes {phases['sync']:.3f} s. The bound is therefore {bound:.2f} x; asynchronous: {gain:.2f} x, "
@@ -262,10 +266,10 @@ def asynchronous_lines(rounds: list[Round]) -> Iterator[str]:
 PARTS = ("generate", "reward", "logprobs", "train", "sync")
 
 
-def ratio(rounds: list[Round], one: str, other: str, by: str) -> str:
-    if other not in rounds[0]:
+def ratio(rounds: list[Round], contestant: str, baseline: str, figure: str) -> str:
+    if baseline not in rounds[0]:
         return "not run"
-    return f"{middle(answers[one][by] / answers[other][by] for answers in rounds):.2f}"
+    return f"{middle(answers[contestant][figure] / answers[baseline][figure] for answers in rounds):.2f}"
 
 
 def middle(values: Iterator[float]) -> float:
@@ -283,7 +287,7 @@ def report(options: argparse.Namespace, contestants: list[Contestant], scratch: 
         spec = make_spec(case, scratch, options)
         rounds = run_rounds(contestants, spec, scratch, options.runs, options.quiet)
         yield from heading(case.title, spec, rounds)
-        yield from step_table(contestants, rounds, by="step" if key == "short" else "per_token")
+        yield from step_table(contestants, rounds, figure="step" if key == "short" else "per_token")
         yield ""
         yield from phase_table(contestants, rounds)
         if key == "uneven":
@@ -293,7 +297,7 @@ def report(options: argparse.Namespace, contestants: list[Contestant], scratch: 
         spec = make_spec(CASES["uneven"], scratch, options, options.epochs)
         rounds = run_rounds(ASYNCHRONOUS, spec, scratch, options.runs, options.quiet)
         yield from heading(f"Asynchronous, lengths as in (ii), rl.epochs={options.epochs}", spec, rounds)
-        yield from step_table(ASYNCHRONOUS, rounds, by="per_token")
+        yield from step_table(ASYNCHRONOUS, rounds, figure="per_token")
         yield ""
         yield from phase_table(ASYNCHRONOUS, rounds)
         yield ""
@@ -301,11 +305,15 @@ def report(options: argparse.Namespace, contestants: list[Contestant], scratch: 
 
 
 def heading(title: str, spec: Spec, rounds: list[Round]) -> Iterator[str]:
-    others = [answer["others"] for answers in rounds for answer in answers.values() if answer["others"] is not None]
+    other_shares = [
+        answer["others"] for answers in rounds for answer in answers.values() if answer["others"] is not None
+    ]
     timed = spec["steps"] - spec["warmup"]
     yield f"\n## {title}\n"
     shares = (
-        f"{statistics.median(others):.0%} of the cores, at most {max(others):.0%}" if others else "an unknown share"
+        f"{statistics.median(other_shares):.0%} of the cores, at most {max(other_shares):.0%}"
+        if other_shares
+        else "an unknown share"
     )
     yield (
         f"{spec['prompts']} prompts x {GROUP}: {timed} steps timed after {spec['warmup']} to warm up, {len(rounds)} "

@@ -70,11 +70,11 @@ def solve(model: PreTrainedModel) -> None:
     digits = torch.randint(0, 10, (64, max(CHANCES)))
     texts = torch.cat([torch.tensor(PROMPT).expand(64, -1), digits], 1)
     hidden = model.model(texts).last_hidden_state
-    others = model.lm_head(hidden)[..., :END_TOKEN].logsumexp(-1)
+    rest_logits = model.lm_head(hidden)[..., :END_TOKEN].logsumexp(-1)
     places = [len(PROMPT) + length - 1 for length in CHANCES]
     entries = hidden[:, places][..., [MARK, COUNT]].mean(0)
-    wanted = others[:, places].mean(0) + torch.tensor([math.log(p / (1 - p)) for p in CHANCES.values()])
-    row: Tensor = torch.linalg.solve(entries, wanted)
+    required = rest_logits[:, places].mean(0) + torch.tensor([math.log(p / (1 - p)) for p in CHANCES.values()])
+    row: Tensor = torch.linalg.solve(entries, required)
     end = model.get_input_embeddings().weight[END_TOKEN]
     end.zero_()
     end[[MARK, COUNT]] = row

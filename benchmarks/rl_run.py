@@ -125,10 +125,12 @@ def bare_steps(spec: Spec, answer: Answer) -> None:
     for number in range(spec["steps"]):
         texts = spec["problems"][number * spec["prompts"] : (number + 1) * spec["prompts"]]
         with answer.step() as ends:
-            given = tokenizer(texts, return_tensors="pt", padding=True).to("cpu")
-            ids, seen = (given[name].repeat_interleave(spec["group"], 0) for name in ("input_ids", "attention_mask"))
-            whole = draw(model, ids, seen, spec["max_new_tokens"])
-            completions = whole[:, ids.shape[1] :]
+            inputs = tokenizer(texts, return_tensors="pt", padding=True).to("cpu")
+            ids, attention_mask = (
+                inputs[name].repeat_interleave(spec["group"], 0) for name in ("input_ids", "attention_mask")
+            )
+            sequences = draw(model, ids, attention_mask, spec["max_new_tokens"])
+            completions = sequences[:, ids.shape[1] :]
             sampled = until_end(completions, tokenizer.eos_token_id)
             ends("generate")
             tokenizer.batch_decode(completions, skip_special_tokens=True)  # what a reward reads
@@ -137,9 +139,9 @@ def bare_steps(spec: Spec, answer: Answer) -> None:
             ends("reward")
             grouped = rewards.view(-1, spec["group"])
             advantages = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
-            seen = torch.cat([seen, sampled.long()], 1)
+            attention_mask = torch.cat([attention_mask, sampled.long()], 1)
             for rows in torch.arange(len(ids)).split(spec["rows"]):
-                logprobs = read(model, whole[rows], seen[rows], completions.shape[1])
+                logprobs = read(model, sequences[rows], attention_mask[rows], completions.shape[1])
                 loss = grpo_loss(logprobs, logprobs.detach(), advantages.view(-1, 1)[rows], sampled[rows].float())
                 (loss.sum() / len(ids)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -149,14 +151,20 @@ def bare_steps(spec: Spec, answer: Answer) -> None:
         answer.lengths += lengths.tolist()
 
 
-def draw(model: Any, ids: Tensor, seen: Tensor, most: int) -> Tensor:
+def draw(model: Any, ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:
     """[B, prompt + completion], whose rows end with padding."""
     model.eval()
-    whole: Tensor = model.generate(
-        ids, attention_mask=seen, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=most
+    sequences: Tensor = model.generate(
+        ids,
+        attention_mask=attention_mask,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
     )
     model.train()
-    return whole
+    return sequences
 
 
 def until_end(completions: Tensor, end: int) -> Tensor:
@@ -165,16 +173,16 @@ def until_end(completions: Tensor, end: int) -> Tensor:
     return ended.cumsum(1) - ended == 0
 
 
-def read(model: Any, whole: Tensor, seen: Tensor, completion: int) -> Tensor:
+def read(model: Any, sequences: Tensor, attention_mask: Tensor, completion: int) -> Tensor:
     """[B, G] logprobs of the completions; rows are cut to the longest among them."""
-    padding = whole.shape[1] - int(seen.sum(0).nonzero().max()) - 1
-    kept = whole.shape[1] - padding
-    positions = (seen[:, :kept].cumsum(1) - 1).clamp(min=0)
+    padding = sequences.shape[1] - int(attention_mask.sum(0).nonzero().max()) - 1
+    length = sequences.shape[1] - padding
+    positions = (attention_mask[:, :length].cumsum(1) - 1).clamp(min=0)
     logits = model(
-        whole[:, :kept], attention_mask=seen[:, :kept], position_ids=positions, use_cache=False,
+        sequences[:, :length], attention_mask=attention_mask[:, :length], position_ids=positions, use_cache=False,
         logits_to_keep=completion - padding + 1,
     ).logits[:, :-1]  # fmt: skip
-    targets = whole[:, kept - logits.shape[1] : kept, None]
+    targets = sequences[:, length - logits.shape[1] : length, None]
     return F.pad(logits.log_softmax(-1).gather(-1, targets).squeeze(-1), (0, padding))
 
 

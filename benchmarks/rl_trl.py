@@ -30,22 +30,22 @@ class Trainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self.rollouts.append({})
         began = time.perf_counter()
-        found = super()._generate_and_score_completions(inputs)
+        outputs = super()._generate_and_score_completions(inputs)
         phases = self.rollouts[-1]
         phases["other"] = time.perf_counter() - began - sum(phases.values())
-        return found
+        return outputs
 
     def _generate(self, *args: Any) -> Any:
         began = time.perf_counter()
-        found = super()._generate(*args)
+        outputs = super()._generate(*args)
         self.rollouts[-1]["generate"] = time.perf_counter() - began
-        return found
+        return outputs
 
     def _calculate_rewards(self, *args: Any) -> Any:
         began = time.perf_counter()
-        found = super()._calculate_rewards(*args)
+        rewards = super()._calculate_rewards(*args)
         self.rollouts[-1]["reward"] = time.perf_counter() - began
-        return found
+        return rewards
 
 
 def arguments(spec: dict[str, Any], out: str) -> GRPOConfig:
@@ -103,8 +103,8 @@ def main() -> None:
         trainer.note()
         trainer.train()
     phases = [
-        {**found, "train": seconds - sum(found.values())}
-        for found, seconds in zip(trainer.rollouts, timer.seconds, strict=True)
+        {**phase_seconds, "train": seconds - sum(phase_seconds.values())}
+        for phase_seconds, seconds in zip(trainer.rollouts, timer.seconds, strict=True)
     ]
     print(json.dumps({"seconds": timer.seconds, "phases": phases, "lengths": lengths}))
 

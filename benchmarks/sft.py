@@ -153,22 +153,22 @@ def make_spec(data: Data, folder: Path) -> Spec:
 
 def chosen(documents: list[Document], steps: list[list[int]]) -> Spec:
     """The documents of these steps alone, numbered anew."""
-    used = {index: place for place, index in enumerate(dict.fromkeys(i for step in steps for i in step))}
+    used = {index: position for position, index in enumerate(dict.fromkeys(i for step in steps for i in step))}
     listed = [{"ids": documents[i].tokens.tolist(), "trained": documents[i].weights.int().tolist()} for i in used]
     return {"documents": listed, "steps": [[used[i] for i in step] for step in steps]}
 
 
 def check_spec(spec: Spec) -> Spec:
     """One row of the first step's documents, on which every step is taken."""
-    kept, total = [], 0
+    documents, total = [], 0
     for index in spec["steps"][0]:
         document = spec["documents"][index]
         if total + len(document["ids"]) <= CHECK_TOKENS:
-            kept.append(document)
+            documents.append(document)
             total += len(document["ids"])
     # The bare loop then has all documents in one row.
     bare = {"row": total, "rows_per_step": 1, "rows_per_forward": 1}
-    return spec | {"documents": kept, "steps": [list(range(len(kept)))] * CHECK_STEPS, "bare": bare}
+    return spec | {"documents": documents, "steps": [list(range(len(documents)))] * CHECK_STEPS, "bare": bare}
 
 
 # ---------------------------------------------------------------- the tables
@@ -213,16 +213,16 @@ class Watch:
 
     def others(self) -> float:
         """Share of the cores that neither this process and its children used, nor nobody."""
-        now, busy, own = self._now()
-        return max(0.0, (busy - self.busy) - (own - self.own)) / ((now - self.began) * (os.cpu_count() or 1))
+        now, busy, own_seconds = self._now()
+        return max(0.0, (busy - self.busy) - (own_seconds - self.own)) / ((now - self.began) * (os.cpu_count() or 1))
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
         """(time, seconds of processor time of all, of this process with its children that have ended)."""
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
         user, nice, system, _, _, irq, softirq, steal = (int(x) / os.sysconf("SC_CLK_TCK") for x in fields)
-        own = os.times()
-        return time.perf_counter(), user + nice + system + irq + softirq + steal, sum(own[:4])
+        process_times = os.times()
+        return time.perf_counter(), user + nice + system + irq + softirq + steal, sum(process_times[:4])
 
 
 def log(line: str) -> None:
@@ -244,10 +244,10 @@ def find(contestants: list[Contestant], library: str, ranks: int) -> Contestant 
     return next((c for c in contestants if c.library == library and c.ranks == ranks), None)
 
 
-def ratio(rounds: list[Round], one: Contestant, other: Contestant | None) -> str:
-    if other is None:
+def ratio(rounds: list[Round], contestant: Contestant, baseline: Contestant | None) -> str:
+    if baseline is None:
         return "not run"
-    return f"{statistics.median(r[one.name]['rate'] / r[other.name]['rate'] for r in rounds):.2f}"
+    return f"{statistics.median(r[contestant.name]['rate'] / r[baseline.name]['rate'] for r in rounds):.2f}"
 
 
 def loss_table(spec: Path, with_trl: bool) -> Iterator[str]:
@@ -302,10 +302,12 @@ def report(options: argparse.Namespace, contestants: list[Contestant], scratch: 
         spec = make_spec(data, scratch)
         path.write_text(json.dumps(spec))
         rounds = list(run_rounds(contestants, path, options.runs, data.warmup, options.quiet))
-        others = [answer["others"] for answers in rounds for answer in answers.values()]
+        other_shares = [answer["others"] for answers in rounds for answer in answers.values()]
         count, total = len(spec["documents"]), sum(len(d["ids"]) for d in spec["documents"])
         yield f"\n## {data.title}\n"
-        shares = f"{statistics.median(others):.0%} of the cores (median of the runs; at most {max(others):.0%})"
+        shares = (
+            f"{statistics.median(other_shares):.0%} of the cores (median of the runs; at most {max(other_shares):.0%})"
+        )
         yield (
             f"{count} documents, {total / count:.0f} tokens each, in steps of {data.tokens} tokens: {data.timed} timed "
             f"after {data.warmup} to warm up, {len(rounds)} rounds. Other programs took {shares}.\n"

@@ -51,8 +51,8 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     documents = [Document(torch.tensor(d["ids"]), torch.tensor(d["trained"]).float()) for d in spec["documents"]]
 
     def lay_out(indices: list[int]) -> tuple[StepPlan, StepRows]:
-        plan, own = engine.plan_step([documents[i] for i in indices])
-        return plan, engine.rows(plan, own, objective).ahead()
+        plan, local = engine.plan_step([documents[i] for i in indices])
+        return plan, engine.rows(plan, local, objective).ahead()
 
     def step(laid_out: Future[tuple[StepPlan, StepRows]]) -> tuple[int, float, float]:
         plan, rows = laid_out.result()
@@ -81,9 +81,11 @@ def bare_steps(spec: Spec) -> Iterator[Step]:
         total = torch.zeros(())
         forwards = range(start + rank, start + per_step, world * per_forward)
         for first in forwards:
-            own = slice(first, min(first + world * per_forward, start + per_step), world)
-            logits = model(input_ids=ids[own], use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[own].flatten(), ignore_index=IGNORED, reduction="sum")
+            own_rows = slice(first, min(first + world * per_forward, start + per_step), world)
+            logits = model(input_ids=ids[own_rows], use_cache=False).logits
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), labels[own_rows].flatten(), ignore_index=IGNORED, reduction="sum"
+            )
             # FSDP2 averages over the ranks.
             (loss * (world / count)).backward()
             total += loss.detach()
@@ -128,7 +130,9 @@ def full_rows(spec: Spec) -> tuple[Tensor, Tensor]:
     documents = [spec["documents"][i] for step in spec["steps"] for i in step]
     ids = torch.tensor([token for d in documents for token in d["ids"]])
     # The first token of a document has no prediction, as in the other contestants.
-    trained = torch.tensor([bool(flag) and place > 0 for d in documents for place, flag in enumerate(d["trained"])])
+    trained = torch.tensor(
+        [bool(flag) and position > 0 for d in documents for position, flag in enumerate(d["trained"])]
+    )
     labels = torch.where(trained, ids, IGNORED)
     row = spec["bare"]["row"]
     count = len(ids) // row

@@ -101,10 +101,10 @@ def measure(folder: str, world: int, options: SyncOptions, syncs: int) -> tuple[
     engine = context.Process(target=receive, args=(folder, port, syncs))
     for process in (*ranks, engine):
         process.start()
-    found: tuple[int, list[float], list[float]] = results.get(timeout=1200)
+    measured: tuple[int, list[float], list[float]] = results.get(timeout=1200)
     for process in (*ranks, engine):
         process.join()
-    return found
+    return measured
 
 
 def copy_in(sock: socket.socket, path: str, rank: int, world: int, piece: int, count: int, results: Any) -> None:
@@ -180,8 +180,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="weft-sync-bench-") as folder:
         make_config(Path(folder), options.gigabytes)
         for world, transport, bucket in product(options.ranks, options.transport, options.bucket_mb):
-            kept = SyncOptions(transport, bucket * 10**6, options.syncs, 300.0, Path(folder) / "sync")
-            total, seconds, copies = measure(folder, world, kept, options.syncs)
+            sync_options = SyncOptions(transport, bucket * 10**6, options.syncs, 300.0, Path(folder) / "sync")
+            total, seconds, copies = measure(folder, world, sync_options, options.syncs)
             rate, copy = total / median(seconds[1:-1]), median(copies)
             floor = bare(world, total, bucket * 10**6)
             print(

@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("unit")
     if config.getoption("--in-order"):
         return
-    known: dict[str, float] = json.loads(SECONDS.read_text())
-    items.sort(key=lambda item: -known.get(file_of(item.nodeid), math.inf))
+    durations: dict[str, float] = json.loads(SECONDS.read_text())
+    items.sort(key=lambda item: -durations.get(file_of(item.nodeid), math.inf))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def _no_replacement_outlives_its_file() -> Iterator[None]:
     """What a test replaces in the package is put back. Two threads that replace the same function restore each other's
     replacement; later files of the same worker would then fail, or not, by the order of files."""
     yield
-    assert not (left := list(replacements())), f"left in the package by this file: {', '.join(left)}"
+    assert not (remaining := list(replacements())), f"left in the package by this file: {', '.join(remaining)}"
 
 
 def replacements() -> Iterator[str]:
@@ -111,8 +111,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 seconds[file_of(report.nodeid)] += report.duration
     if len(seconds) > 1:
         terminalreporter.section(f"{sum(seconds.values()):.0f} s of tests in {len(seconds)} files")
-        for name, taken in seconds.most_common(_SHOWN):
-            terminalreporter.line(f"{taken:6.0f} s  {name}")
+        for name, duration in seconds.most_common(_SHOWN):
+            terminalreporter.line(f"{duration:6.0f} s  {name}")
     if config.getoption("--record-seconds"):
-        rounded = {name: round(taken, 1) for name, taken in seconds.most_common()}
+        rounded = {name: round(duration, 1) for name, duration in seconds.most_common()}
         SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")

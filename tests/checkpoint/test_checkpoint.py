@@ -68,7 +68,7 @@ def folders(path: Path, *steps: int) -> Path:
 
 @pytest.mark.covers("checkpoint.keep", "checkpoint.keep_every")
 @pytest.mark.parametrize(
-    ("keep", "keep_every", "left"),
+    ("keep", "keep_every", "remaining"),
     [
         (3, None, [30, 40, 50]),
         (1, None, [50]),
@@ -77,10 +77,10 @@ def folders(path: Path, *steps: int) -> Path:
         (9, 10, [10, 20, 30, 40, 50]),
     ],
 )
-def test_keep_and_keep_every(keep: int | None, keep_every: int | None, left: list[int], tmp_path: Path) -> None:
+def test_keep_and_keep_every(keep: int | None, keep_every: int | None, remaining: list[int], tmp_path: Path) -> None:
     folders(tmp_path, 10, 20, 30, 40, 50)
     prune(tmp_path, keep=keep, keep_every=keep_every, trainer_state="all")
-    assert complete_steps(tmp_path) == left
+    assert complete_steps(tmp_path) == remaining
 
 
 @pytest.mark.covers("checkpoint.trainer_state")
@@ -103,25 +103,25 @@ def test_latest_names_a_checkpoint_at_every_moment(tmp_path: Path) -> None:
     """A kill after any call of the system leaves the old link or the new one."""
     folders(tmp_path, 1, 2)
     point_latest(step_folder(tmp_path, 1))
-    seen: list[str] = []
+    targets: list[str] = []
 
     def look(frame: Any, event: str, argument: Any) -> None:
         if event.startswith("c_"):
-            seen.append(os.readlink(tmp_path / "latest") if (tmp_path / "latest").is_symlink() else "nothing")
+            targets.append(os.readlink(tmp_path / "latest") if (tmp_path / "latest").is_symlink() else "nothing")
 
     sys.setprofile(look)
     try:
         point_latest(step_folder(tmp_path, 2))
     finally:
         sys.setprofile(None)
-    assert list(dict.fromkeys(seen)) == ["step-000001", "step-000002"]
+    assert list(dict.fromkeys(targets)) == ["step-000001", "step-000002"]
 
 
 def test_each_tensor_has_one_writer_and_every_replica_writes_some() -> None:
     box, values = Box((0,), (1,)), torch.ones(1)
     replicas = [Shard(box, values, ((outer, 2), (inner, 3))) for outer in range(2) for inner in range(3)]
-    writers = [[place for place, shard in enumerate(replicas) if shard.is_writer(number)] for number in range(12)]
-    assert sorted(writers) == [[place] for place in range(6) for _ in range(2)]
+    writers = [[replica for replica, shard in enumerate(replicas) if shard.is_writer(number)] for number in range(12)]
+    assert sorted(writers) == [[replica] for replica in range(6) for _ in range(2)]
 
 
 def replacement(path: Path) -> tuple[Path, Path]:
@@ -137,19 +137,19 @@ def replacement(path: Path) -> tuple[Path, Path]:
 def test_a_folder_has_its_name_only_while_it_is_whole(tmp_path: Path) -> None:
     """A kill after any call of the system, while one takes the place of another."""
     partial, target = replacement(tmp_path)
-    seen: list[tuple[str, ...]] = []
+    states: list[tuple[str, ...]] = []
 
     def look(frame: Any, event: str, argument: Any) -> None:
         if event.startswith("c_"):
             files = (target / "a", target / "inside" / "b")
-            seen.append(tuple(file.read_text() for file in files if file.exists()))
+            states.append(tuple(file.read_text() for file in files if file.exists()))
 
     sys.setprofile(look)
     try:
         commit(partial, target)
     finally:
         sys.setprofile(None)
-    assert list(dict.fromkeys(seen)) == [(target.name,) * 2, (), (partial.name,) * 2]
+    assert list(dict.fromkeys(states)) == [(target.name,) * 2, (), (partial.name,) * 2]
     assert list(tmp_path.iterdir()) == [target]
 
 
@@ -193,8 +193,8 @@ def test_a_rank_waits_until_its_file_is_on_the_disk(tmp_path: Path) -> None:
         with RangeWriter(tmp_path, tmp_path / "seams") as writer:
             layout = lay_out({"a": torch.ones(1 << 16)})
             create(tmp_path / "weights", layout)
-            whole = Box((0,), (1 << 16,))
-            writer.write("weights", layout.entries["a"], whole, whole, torch.ones(1 << 16))
+            box = Box((0,), (1 << 16,))
+            writer.write("weights", layout.entries["a"], box, box, torch.ones(1 << 16))
         written = dict(flushed)
         flushed.clear()
         join_seams(tmp_path, "weights", [tmp_path / "seams"])
@@ -205,8 +205,8 @@ def test_a_rank_waits_until_its_file_is_on_the_disk(tmp_path: Path) -> None:
 
 def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
     folders(tmp_path, 1, 2)
-    left = ("step-000003.partial", "step-000000.removing", "step-000003.ranks-a1", "step-000003.ranks-a1.over")
-    for name in (*left, "step-000002/trainer_state.removing"):
+    leftovers = ("step-000003.partial", "step-000000.removing", "step-000003.ranks-a1", "step-000003.ranks-a1.over")
+    for name in (*leftovers, "step-000002/trainer_state.removing"):
         (tmp_path / name / "inside").mkdir(parents=True)
     (tmp_path / "latest").symlink_to("step-000001")
     (tmp_path / "latest.new").symlink_to("step-000002")
@@ -219,20 +219,20 @@ def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
 
 def test_a_note_that_comes_late_does_not_keep_the_folder(tmp_path: Path) -> None:
     """Ranks that end look whether it is there: with it they would wait for a checkpoint that is whole already."""
-    first, other = (Notes(tmp_path / "step-000001.ranks-a", rank, 2) for rank in (0, 1))
+    first, second = (Notes(tmp_path / "step-000001.ranks-a", rank, 2) for rank in (0, 1))
     first.begin()
     first.leave("written", [1])
-    assert other.read("written", 0) == [1] and other.any("written") and not other.all("written")
+    assert second.read("written", 0) == [1] and second.any("written") and not second.all("written")
     remove = os.rmdir
 
     def late(path: Any, **options: Any) -> None:
         with suppress(OSError):
-            other.leave("ending")
+            second.leave("ending")
         remove(path, **options)
 
     with mock.patch.object(os, "rmdir", late):
         first.end()
-    assert other.listed() is None and list(tmp_path.iterdir()) == []
+    assert second.listed() is None and list(tmp_path.iterdir()) == []
 
 
 def test_later_checkpoints_are_set_aside_and_never_over_others(tmp_path: Path) -> None:
@@ -345,9 +345,9 @@ def saves_with_an_error(folder: str, number: int) -> tuple[str, str]:
 
 
 def test_a_full_disk_of_one_rank_ends_all_with_its_name_and_the_last_whole_checkpoint_stands(tmp_path: Path) -> None:
-    found = on_ranks(2, saves_with_an_error, str(tmp_path), errno.ENOSPC)
-    assert found[0] == found[1] and found[0][0] == "StorageError"
-    text = found[0][1]
+    errors = on_ranks(2, saves_with_an_error, str(tmp_path), errno.ENOSPC)
+    assert errors[0] == errors[1] and errors[0][0] == "StorageError"
+    text = errors[0][1]
     assert text.startswith(f"rank 1 could not save step 2 to {tmp_path}/checkpoints/step-000002.partial: No space left")
     assert f"weft sft --resume {tmp_path}" in text
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-000001", "latest"}
@@ -391,8 +391,10 @@ def saves_infinity(folder: str) -> tuple[str, list[str]]:
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
-    (text, news), (other, _) = on_ranks(2, saves_infinity, str(tmp_path))
-    assert text == other and text.startswith("step 2 is not saved: weights are not finite: model.embed_tokens.weight.")
+    (text, news), (second_text, _) = on_ranks(2, saves_infinity, str(tmp_path))
+    assert text == second_text and text.startswith(
+        "step 2 is not saved: weights are not finite: model.embed_tokens.weight."
+    )
     assert len(news) == 1
     assert complete_steps(tmp_path / "checkpoints") == [1]
 
@@ -406,20 +408,20 @@ def tensor_bytes() -> int:
 
 @mock.patch.object(host, "CHUNK", 5120)
 def saves_often(folder: str) -> list[int]:
-    saver, held = opened(folder, async_=True, keep=2), []
+    saver, sizes = opened(folder, async_=True, keep=2), []
     with saver:
-        held.append(tensor_bytes())
+        sizes.append(tensor_bytes())
         for step in range(1, 5):
             saver.save(step, {})
             saver.wait()
-            held.append(tensor_bytes())
-        held.append(sum(part.local.nbytes for part in find_state_shards(saver.engine).values()))
-    return held
+            sizes.append(tensor_bytes())
+        sizes.append(sum(part.local.nbytes for part in find_state_shards(saver.engine).values()))
+    return sizes
 
 
 def test_many_saves_take_the_memory_of_one(tmp_path: Path) -> None:
-    (held,) = on_ranks(1, saves_often, str(tmp_path))
-    before, *after, copied = held
+    (sizes,) = on_ranks(1, saves_often, str(tmp_path))
+    before, *after, copied = sizes
     assert len(set(after)) == 1
     assert copied <= after[0] - before < 1.1 * copied + 20_000  # and the states of random number generators
     assert complete_steps(tmp_path / "checkpoints") == [3, 4]
@@ -449,16 +451,16 @@ def test_checkpoints_that_somebody_else_removes_are_said(tmp_path: Path) -> None
 
 def saves_by_the_clock(folder: str) -> list[bool]:
     saver = opened(folder, every=0, every_minutes=10.0)
-    found = []
+    overdue = []
     with mock.patch.object(save.time, "monotonic", return_value=saver._clock + 601.0):
-        found.append(saver.overdue)
+        overdue.append(saver.overdue)
     with mock.patch.object(save.time, "monotonic", return_value=saver._clock + 599.0):
-        found.append(saver.overdue)
+        overdue.append(saver.overdue)
     saver._clock -= 601.0  # a checkpoint is due, and begins the time anew
     saver.save(1, {})
-    found.append(saver.overdue)
+    overdue.append(saver.overdue)
     saver.finish()
-    return [*found, saver.is_due(5, 10), saver.is_due(10, 10)]
+    return [*overdue, saver.is_due(5, 10), saver.is_due(10, 10)]
 
 
 @pytest.mark.covers("checkpoint.every_minutes")
@@ -493,13 +495,13 @@ def saves_a_family(folder: str) -> None:
 def test_export_writes_the_masters_in_another_dtype(family: str, tmp_path: Path) -> None:
     """From the files of two ranks, in one process; the checkpoint's own weights are the masters as they are."""
     run(2, _called, saves_a_family, saved_model(family), str(tmp_path))
-    own = load_file(tmp_path / "checkpoints" / "latest" / "model.safetensors")
+    masters = load_file(tmp_path / "checkpoints" / "latest" / "model.safetensors")
     assert cli.main(["export", str(tmp_path), "--dtype", "fp32", "--output", str(tmp_path / "exact")]) == 0
-    assert equal(load_file(tmp_path / "exact" / "model.safetensors"), own)
+    assert equal(load_file(tmp_path / "exact" / "model.safetensors"), masters)
     assert cli.main(["export", str(tmp_path / "checkpoints" / "latest")]) == 0
     rounded = load_file(tmp_path / "checkpoints" / "step-000001-bf16" / "model.safetensors")
-    buffers = {name for name in own if name.endswith("e_score_correction_bias")}  # never cast
-    assert equal(rounded, {name: t if name in buffers else t.bfloat16() for name, t in own.items()})
+    buffers = {name for name in masters if name.endswith("e_score_correction_bias")}  # never cast
+    assert equal(rounded, {name: t if name in buffers else t.bfloat16() for name, t in masters.items()})
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step-000001-bf16")
 
 
@@ -536,8 +538,8 @@ def edit_state(path: Path, change: Callable[[dict[str, Any]], None], sign: bool 
 
 
 def swap(path: Path) -> None:
-    one, other = path / "rank-00000.safetensors", path / "rank-00001.safetensors"
-    one.rename(path / "x"), other.rename(one), (path / "x").rename(other)
+    first, second = path / "rank-00000.safetensors", path / "rank-00001.safetensors"
+    first.rename(path / "x"), second.rename(first), (path / "x").rename(second)
 
 
 def flip(path: Path) -> None:
@@ -594,8 +596,8 @@ def leaves_a_hole(folder: str) -> str:
 
 
 def test_what_no_file_holds_is_not_taken_for_filled(tmp_path: Path) -> None:
-    (said,) = on_ranks(1, leaves_a_hole, str(tmp_path))
-    assert said.startswith(": its files hold 0 of ")
+    (message,) = on_ranks(1, leaves_a_hole, str(tmp_path))
+    assert message.startswith(": its files hold 0 of ")
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_others_named(
@@ -607,9 +609,9 @@ def test_the_newest_whole_checkpoint_is_taken_and_others_named(
     assert resume(run_folder, "schedule.warmup_steps=2") == 2
     assert "the learning rate of update 1 was" in capsys.readouterr().err
     assert sorted(run_folder.rglob("*")) == before
-    other = shutil.copytree(run_folder, tmp_path / "other", symlinks=True)
+    copied = shutil.copytree(run_folder, tmp_path / "other", symlinks=True)
     assert (
-        resume(other, "train.steps=3", "schedule.name=constant") == 0
+        resume(copied, "train.steps=3", "schedule.name=constant") == 0
     )  # another rate from update 4 on, which is not done
     assert resume(run_folder) == 0
     out = capsys.readouterr().out
@@ -712,9 +714,9 @@ def test_what_a_finished_run_proposes_works(schedule: str, tmp_path: Path, capsy
     folder, new = tmp_path / "run", tmp_path / "new"
     process(folder, "1", sections={"schedule": {"name": schedule}, "train": {"steps": 5}})
     assert resume(folder) == 0
-    said = re.search(r"finished already: step 5 of 5\. .*?: weft (.*)", capsys.readouterr().out)
-    assert said is not None
-    words = shlex.split(said[1].replace("run.dir=NEW", f"run.dir={new}"))
+    proposal = re.search(r"finished already: step 5 of 5\. .*?: weft (.*)", capsys.readouterr().out)
+    assert proposal is not None
+    words = shlex.split(proposal[1].replace("run.dir=NEW", f"run.dir={new}"))
     assert cli.main([*words, "--device", "cpu", "--nproc", "1"]) == 0
     grown = lines(folder if schedule == "constant" else new)
     assert [line["step"] for line in grown] == list(range(1, 11))
@@ -748,10 +750,10 @@ def test_a_folder_in_use_is_refused_and_a_dead_lock_is_not(
 
 def not_shared(folder: str) -> str:
     """A relative run.dir, which the second rank sees from elsewhere."""
-    here = Path(folder, str(torch.distributed.get_rank()))
-    here.mkdir()
+    folder_of_rank = Path(folder, str(torch.distributed.get_rank()))
+    folder_of_rank.mkdir()
     before = os.getcwd()
-    os.chdir(here)
+    os.chdir(folder_of_rank)
     try:
         with open_folder(config_of(inputs(), Path("run"), "2", {}), join("cpu")):
             return ""
@@ -762,9 +764,9 @@ def not_shared(folder: str) -> str:
 
 
 def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
-    found = run(2, not_shared, str(tmp_path))
-    assert all("is not the same folder for all ranks: rank 1 on " in text for text in found)
-    assert "on a file system that all ranks share" in found[0]
+    errors = run(2, not_shared, str(tmp_path))
+    assert all("is not the same folder for all ranks: rank 1 on " in text for text in errors)
+    assert "on a file system that all ranks share" in errors[0]
 
 
 def test_before_the_first_checkpoint_it_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

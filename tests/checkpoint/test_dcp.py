@@ -53,15 +53,15 @@ def open_and_step(path: str, weights: str, mesh: str, expected: dict[str, Any], 
     assert engine.loaded is not None
     wrong = differing(engine, expected["saved"]) + (differing_moments(engine, expected["moments"]) if state else [])
     documents = [Document(torch.tensor(ids), torch.ones(len(ids))) for ids in DOCUMENTS]
-    plan, own = engine.plan_step(documents)
-    engine.accumulate(plan, own, CrossEntropy())
+    plan, local = engine.plan_step(documents)
+    engine.accumulate(plan, local, CrossEntropy())
     engine.apply(LR)
     off = went = 0.0
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
         for shard in shards_of(tensor, engine.divided.cuts.get(name)):
-            here = shard.box.within(whole_box(expected["after"][name]))
-            off += (shard.values - expected["after"][name][here]).square().sum().item()
-            went += (expected["after"][name] - expected["saved"][name])[here].square().sum().item()
+            region = shard.box.within(whole_box(expected["after"][name]))
+            off += (shard.values - expected["after"][name][region]).square().sum().item()
+            went += (expected["after"][name] - expected["saved"][name])[region].square().sum().item()
     return {"wrong": wrong, "off": (off / went) ** 0.5, "read": engine.loaded.bytes_read}
 
 
@@ -87,8 +87,8 @@ def differing_moments(engine: Engine, moments: dict[str, dict[str, torch.Tensor]
             wrong.append(f"{name} step")
         for key in ("exp_avg", "exp_avg_sq"):
             for shard in shards_of(state[key], engine.divided.cuts.get(name)):
-                whole = moments[name][key]
-                if not torch.equal(shard.values, whole[shard.box.within(whole_box(whole))]):
+                moment = moments[name][key]
+                if not torch.equal(shard.values, moment[shard.box.within(whole_box(moment))]):
                     wrong.append(f"{name} {key}")
     return wrong
 
@@ -144,7 +144,7 @@ def as_torchtitan(tensors: dict[str, torch.Tensor], *, pairs: bool, new: bool) -
         "mlp.gate.": "moe.router.gate.", "self_attn": "attention",
         **{f"{letter}_proj": f"qkv_linear.w{letter}" if new else f"w{letter}" for letter in "qkv"},
     }  # fmt: skip
-    found, experts = {}, dict[str, dict[int, torch.Tensor]]()
+    renamed, experts = {}, dict[str, dict[int, torch.Tensor]]()
     for name, tensor in tensors.items():
         if pairs and ("q_proj" in name or "k_proj" in name):
             tensor = in_pairs(tensor, 4 if "q_proj" in name else 2)
@@ -153,10 +153,12 @@ def as_torchtitan(tensors: dict[str, torch.Tensor], *, pairs: bool, new: bool) -
             number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[parts[-2]]
             experts.setdefault(f"layers.{parts[2]}.moe.experts.{number}", {})[int(parts[5])] = tensor
             continue
-        for theirs, ours in words.items():
-            name = name.replace(theirs, ours)
-        found[name.removeprefix("model.")] = tensor
-    return found | {name: torch.stack([of[e] for e in sorted(of)]) for name, of in experts.items()}
+        for titan_name, weft_name in words.items():
+            name = name.replace(titan_name, weft_name)
+        renamed[name.removeprefix("model.")] = tensor
+    return renamed | {
+        name: torch.stack([by_number[e] for e in sorted(by_number)]) for name, by_number in experts.items()
+    }
 
 
 TITANS = [("llama", True, False, "3"), ("llama", True, True, "tp2"), ("qwen3_moe", False, True, "ep2")]
@@ -169,7 +171,7 @@ def test_torchtitans_own_names(family: str, pairs: bool, new: bool, mesh: str, t
     tensors = load_file(Path(path) / "model.safetensors")
     titan = as_torchtitan(tensors, pairs=pairs, new=new)
     assert len(titan) < len(tensors) or family == "llama"
-    state = {f"state.{n}.{key}": t for n, of in made_up_moments(titan).items() for key, t in of.items()}
+    state = {f"state.{n}.{key}": t for n, entries in made_up_moments(titan).items() for key, t in entries.items()}
     save({**titan, "optimizer": state}, tmp_path / "step-10")
     expected = plain(path).state_dict()
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -216,11 +218,11 @@ def test_what_is_refused_of_verl(tmp_path: Path) -> None:
     text = refused(path, weights=str(tmp_path / "hsdp"))
     assert "its mesh has other axes than one that shards" in text and "python -m verl.model_merger merge" in text
     run(2, save_as_verl, path, str(tmp_path / "two"))
-    one = tmp_path / "two" / "model_world_size_2_rank_1.pt"
-    shutil.copy(tmp_path / "two" / "model_world_size_2_rank_0.pt", one)
-    assert f"{one} cannot be read: it is the file of rank 0" in refused(path, weights=str(tmp_path / "two"))
-    one.unlink()
-    assert f"{one} is missing" in refused(path, weights=str(tmp_path / "two"))
+    file = tmp_path / "two" / "model_world_size_2_rank_1.pt"
+    shutil.copy(tmp_path / "two" / "model_world_size_2_rank_0.pt", file)
+    assert f"{file} cannot be read: it is the file of rank 0" in refused(path, weights=str(tmp_path / "two"))
+    file.unlink()
+    assert f"{file} is missing" in refused(path, weights=str(tmp_path / "two"))
     torch.save({"w": torch.ones(2)}, tmp_path / "two" / "model_world_size_3_rank_0.pt")
     assert "several numbers of ranks" in refused(path, weights=str(tmp_path / "two"))
 
@@ -251,10 +253,10 @@ def test_torch_reads_what_is_exported(family: str, tmp_path: Path) -> None:
     moments = {name: {"exp_avg": torch.zeros_like(tensor), "step": torch.zeros(())} for name, tensor in files.items()}
     load({**into, "optimizer": {"state": moments}}, written)
     assert all(torch.equal(into[name], tensor) for name, tensor in names.items())
-    kept = whole_state(run_folder, 2)
+    state_tensors = whole_state(run_folder, 2)
     assert all(state["step"] == 2 for state in moments.values())
     for name, state in moments.items():
-        assert ".experts." in name or torch.equal(state["exp_avg"], kept[f"{OPTIMIZER}exp_avg/{name}"]), name
+        assert ".experts." in name or torch.equal(state["exp_avg"], state_tensors[f"{OPTIMIZER}exp_avg/{name}"]), name
     stored = (written / "__0_0.distcp").stat().st_size
     state = sum(tensor.nbytes for tensor in files.values()) * 2
     assert stored < sum(tensor.nbytes for tensor in files.values()) + state + 3000 * 4 * len(files)
@@ -300,8 +302,10 @@ def test_a_run_begins_with_it_and_is_resumed(tmp_path: Path) -> None:
     process(tmp_path / "whole", "2", sections=sections)
     process(tmp_path / "cut", "2", steps=2, sections=sections)
     shutil.rmtree(written)
-    own = {"path": str(tmp_path / "cut" / "checkpoints" / "step-000002")}  # in place of the directory that is gone
-    process(tmp_path / "cut", "2", resume=True, sections={**sections, "model": own})
+    model_section = {
+        "path": str(tmp_path / "cut" / "checkpoints" / "step-000002")
+    }  # in place of the directory that is gone
+    process(tmp_path / "cut", "2", resume=True, sections={**sections, "model": model_section})
     assert equal(state_of(tmp_path / "whole", 4), state_of(tmp_path / "cut", 4))
     assert state_of(tmp_path / "whole", 4)["optimizer/step/model.norm.weight"]["value"] == 6
     assert (tmp_path / "whole" / "checkpoints" / "latest" / "tokenizer.json").is_file()
@@ -330,16 +334,19 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     state = {
         name: {"exp_avg": tensor, "exp_avg_sq": tensor, "step": torch.tensor(3.0)} for name, tensor in tensors.items()
     }
-    without = {name: of for name, of in state.items() if name != weight}
+    without = {name: moments for name, moments in state.items() if name != weight}
     cases = {
         "none": ({}, "holds no state of an optimizer"),
         "lacking": (without, f"lacks the state of {weight} (exp_avg), {weight} (exp_avg_sq), {weight} (step)"),
-        "of amsgrad": ({n: {**of, "max_exp_avg_sq": of["exp_avg"]} for n, of in state.items()}, "of another optimizer"),
+        "of amsgrad": (
+            {n: {**moments, "max_exp_avg_sq": moments["exp_avg"]} for n, moments in state.items()},
+            "of another optimizer",
+        ),
         "of another shape": ({**state, weight: {**state[weight], "exp_avg": torch.ones(3)}}, "and its weight is [64]"),
         "with an odd step": ({**state, weight: {**state[weight], "step": torch.tensor(-1.0)}}, "one number of steps"),
     }
-    for name, (given, words) in cases.items():
-        save({**tensors, **({"optim": {"state": given}} if given else {})}, tmp_path / name)
+    for name, (entries, words) in cases.items():
+        save({**tensors, **({"optim": {"state": entries}} if entries else {})}, tmp_path / name)
         assert words in refused_state(path, str(tmp_path / name)), name
     assert "of another optimizer (exp_avg, exp_avg_sq)" in refused_state(
         path, str(tmp_path / "lacking"), name="sgd", momentum=0.9
@@ -358,8 +365,8 @@ def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ):
         assert cli.main(["export", *words]) == 2
         assert text in capsys.readouterr().err
-    where = ["--model", saved_model("llama"), "--dtype", "fp32", "--output", str(tmp_path / "hf")]
-    assert cli.main(["export", str(tmp_path / "saved"), *where]) == 0
+    options = ["--model", saved_model("llama"), "--dtype", "fp32", "--output", str(tmp_path / "hf")]
+    assert cli.main(["export", str(tmp_path / "saved"), *options]) == 0
     expected = load_file(Path(saved_model("llama")) / "model.safetensors")
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    actual = load_file(tmp_path / "hf" / "model.safetensors")
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)

@@ -88,12 +88,12 @@ def variant(name: str, family: str, dtype: str, change: Callable[[Tensors], Tens
 
 def tensors_of(folder: Path) -> Tensors:
     """Every tensor of a directory's safetensors files; no name may occur twice."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         part = load_file(file)
-        assert not found.keys() & part.keys()
-        found |= part
-    return found
+        assert not tensors.keys() & part.keys()
+        tensors |= part
+    return tensors
 
 
 # ---------------------------------------------------------------- the engine's side
@@ -206,9 +206,9 @@ def test_what_the_source_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
     path = source("deepseek_v3", "bf16")
     check(path, "2", tmp_path)
     saved = tensors_of(tmp_path / "saved")
-    kept = {name for name, tensor in saved.items() if tensor.dtype == torch.float32}
-    assert kept == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
-    for name in kept:  # a buffer: no gradient, so it comes back as it was
+    fp32_names = {name for name, tensor in saved.items() if tensor.dtype == torch.float32}
+    assert fp32_names == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    for name in fp32_names:  # a buffer: no gradient, so it comes back as it was
         assert torch.equal(saved[name], tensors_of(path)[name]) and bool(saved[name].any())
 
 
@@ -227,8 +227,8 @@ def test_router_biases_stay_fp32_whatever_dtype_is_asked_for(family: str, tmp_pa
     path = source(family, "bf16")
     [dtypes] = run(1, save_in_bf16, str(path), str(tmp_path / "saved"))
     biases = {name for name in dtypes if name.endswith("e_score_correction_bias")}
-    assert biases and all(both == (torch.float32,) * 2 for name, both in dtypes.items() if name in biases)
-    assert all(both == (torch.bfloat16,) * 2 for name, both in dtypes.items() if name not in biases)
+    assert biases and all(pair == (torch.float32,) * 2 for name, pair in dtypes.items() if name in biases)
+    assert all(pair == (torch.bfloat16,) * 2 for name, pair in dtypes.items() if name not in biases)
     saved, before = tensors_of(tmp_path / "saved"), tensors_of(path)
     assert all(torch.equal(saved[name], before[name]) and bool(saved[name].any()) for name in biases)
 
@@ -409,8 +409,8 @@ def test_quantised_experts_are_saved_in_bf16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_in_several_files(family: str, tmp_path: Path) -> None:
-    path, saved, most = source(family, "fp32"), tmp_path / "saved", 60_000
-    run(2, train_and_save, str(path), "2", str(tmp_path), most)
+    path, saved, max_bytes = source(family, "fp32"), tmp_path / "saved", 60_000
+    run(2, train_and_save, str(path), "2", str(tmp_path), max_bytes)
     files = sorted(saved.glob("*.safetensors"))
     assert len(files) > 2 and not (saved / "model.safetensors").exists()
     assert [file.name for file in files] == [
@@ -420,7 +420,7 @@ def test_weights_in_several_files(family: str, tmp_path: Path) -> None:
     assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
     for file in files:
         tensors = load_file(file).values()
-        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors) <= most
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors) <= max_bytes
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(saved).values())
     model = plain_model(path, torch.load(tmp_path / "masters.pt"))
     assert_same_tensors(tensors_of(saved), expected_tensors(model, path, tmp_path))
@@ -459,24 +459,24 @@ def test_leftovers_do_not_disturb_and_a_save_takes_the_place_of_another(tmp_path
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
-def killed_while_saving(path: str, folder: str, where: str) -> int:
-    """Save twice, the second time in a child that is killed where `where` of export.py is entered; its exit status."""
-    engine, one, two = trained_engine(path, "1"), Path(folder, "one"), Path(folder, "two")
-    export.save_huggingface(engine, one)
+def killed_while_saving(path: str, folder: str, step: str) -> int:
+    """Save twice, the second time in a child that is killed where `step` of export.py is entered; its exit status."""
+    engine, first, two = trained_engine(path, "1"), Path(folder, "one"), Path(folder, "two")
+    export.save_huggingface(engine, first)
     child = os.fork()
     if child == 0:
-        setattr(export, where, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(export, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         export.save_huggingface(engine, two)
     status = os.waitpid(child, 0)[1]
-    left = sorted(entry.name for entry in one.parent.iterdir())
-    assert left == ["one", "two.partial"], left
+    entries = sorted(entry.name for entry in first.parent.iterdir())
+    assert entries == ["one", "two.partial"], entries
     export.save_huggingface(engine, two)
     return status
 
 
-@pytest.mark.parametrize("where", ["create", "write_export", "copy_companions", "commit"])
-def test_a_killed_save_leaves_no_checkpoint(where: str, tmp_path: Path) -> None:
-    status = run(1, killed_while_saving, str(source("llama", "bf16")), str(tmp_path), where)[0]
+@pytest.mark.parametrize("function", ["create", "write_export", "copy_companions", "commit"])
+def test_a_killed_save_leaves_no_checkpoint(function: str, tmp_path: Path) -> None:
+    status = run(1, killed_while_saving, str(source("llama", "bf16")), str(tmp_path), function)[0]
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one", "two"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "two")
@@ -525,16 +525,16 @@ def test_draft_layers_are_copied_byte_for_byte(family: str, prefix: str, mesh: s
     # The export is a source like any other: nothing of it is refused, and its own export is the same.
     (tmp_path / "again").mkdir()
     run(1, train_and_save, str(tmp_path / "saved"), "1", str(tmp_path / "again"))
-    again = tensors_of(tmp_path / "again" / "saved")
-    assert_same_tensors({name: again[name] for name in drafts}, {name: before[name] for name in drafts})
+    resaved = tensors_of(tmp_path / "again" / "saved")
+    assert_same_tensors({name: resaved[name] for name in drafts}, {name: before[name] for name in drafts})
 
 
 def test_a_layer_that_the_config_forgets_is_no_draft_layer() -> None:
     """It would be left out of training."""
 
     def layer(tensors: Tensors) -> Tensors:
-        more = with_drafts("model.layers.3.")(tensors)
-        return {name: tensor for name, tensor in more.items() if "eh_proj" not in name}
+        extended = with_drafts("model.layers.3.")(tensors)
+        return {name: tensor for name, tensor in extended.items() if "eh_proj" not in name}
 
     path = variant("forgotten-layer", "deepseek_v3", "bf16", layer)
     assert "DeepseekV3ForCausalLM does not have" in run(1, refusal, str(path))[0]

@@ -39,46 +39,48 @@ def wide_model() -> str:
 @contextmanager
 def through_caches(folder: Path, page: int, block: int) -> Iterator[None]:
     """This rank is one client of a network file system. block: of ranges.py; 1 takes the protection away."""
-    place = folder / "meet"
-    place.mkdir(exist_ok=True)
-    client = Client(page, meeting(place, dist.get_rank(), dist.get_world_size()))
+    meeting_folder = folder / "meet"
+    meeting_folder.mkdir(exist_ok=True)
+    client = Client(page, meeting(meeting_folder, dist.get_rank(), dist.get_world_size()))
     with mock.patch.object(safetensors_files, "os", client), mock.patch.object(ranges, "BLOCK", block):
         yield
 
 
 def saves(path: str, mesh: str, folder: str, page: int, block: int, verify: str) -> tuple[dict[str, Tensor], str]:
     """(whole weights of the engine that is saved, what its saving raises)."""
-    engine, said = open_engine(path, mesh), ""
+    engine, message = open_engine(path, mesh), ""
     config = CheckpointConfig(verify=verify)  # type: ignore[arg-type]
     with through_caches(Path(folder), page, block), Saver(engine, Path(folder), config, {"config": {}}) as saver:
         saver.save(1, {})
         try:
             saver.finish()
         except StorageError as error:
-            said = str(error)
-    return {name: full_tensor(tensor).clone() for name, tensor in engine.tensors()}, said
+            message = str(error)
+    return {name: full_tensor(tensor).clone() for name, tensor in engine.tensors()}, message
 
 
-def differing(found: Path, expected: dict[str, Tensor]) -> list[str]:
-    weights = load_file(found)
+def differing(weights_file: Path, expected: dict[str, Tensor]) -> list[str]:
+    weights = load_file(weights_file)
     assert weights.keys() == expected.keys()
     return [name for name in weights if not torch.equal(weights[name], expected[name])]
 
 
 @pytest.mark.parametrize(("mesh", "page"), [("2", 4096), ("3", 65536), ("2x2", 65536)])
 def test_clients_that_do_not_see_one_another_lose_nothing(mesh: str, page: int, tmp_path: Path) -> None:
-    (expected, said), *_ = run(world_of(mesh), saves, wide_model(), mesh, str(tmp_path), page, ranges.BLOCK, "digest")
-    assert said == ""
+    (expected, message), *_ = run(
+        world_of(mesh), saves, wide_model(), mesh, str(tmp_path), page, ranges.BLOCK, "digest"
+    )
+    assert message == ""
     assert differing(tmp_path / "checkpoints" / "latest" / "model.safetensors", expected) == []
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-000001", "latest"}
     digests = json.loads((tmp_path / "checkpoints" / "latest" / DIGESTS).read_text())["files"]
-    found = [
+    box_digests = [
         BoxDigest("model.safetensors", name, *box)
         for name, boxes in digests["model.safetensors"].items()
         for box in boxes
     ]
-    check_boxes(tmp_path / "checkpoints" / "latest", "", found, 0)
-    assert sum(digest.box.numel for digest in found) == sum(tensor.numel() for tensor in expected.values())
+    check_boxes(tmp_path / "checkpoints" / "latest", "", box_digests, 0)
+    assert sum(digest.box.numel for digest in box_digests) == sum(tensor.numel() for tensor in expected.values())
 
 
 @pytest.mark.covers("checkpoint.verify")
@@ -86,14 +88,18 @@ def test_what_is_lost_is_found_and_not_committed(tmp_path: Path) -> None:
     """Without the protection: the file that a check of sizes lets pass is not what was written."""
     for verify in ("digest", "size"):
         (tmp_path / verify).mkdir()
-        (expected, said), (_, other) = run(2, saves, wide_model(), "2", str(tmp_path / verify), 4096, 1, verify)
-        assert said == other
+        (expected, message), (_, other_message) = run(
+            2, saves, wide_model(), "2", str(tmp_path / verify), 4096, 1, verify
+        )
+        assert message == other_message
         checkpoints = tmp_path / verify / "checkpoints"
         if verify == "size":
-            assert said == "" and differing(checkpoints / "latest" / "model.safetensors", expected)
+            assert message == "" and differing(checkpoints / "latest" / "model.safetensors", expected)
         else:
-            assert "could not save step 1" in said and "weft sft --resume" in said
-            assert "model.safetensors: " in said and ", written by rank " in said and "checkpoint.verify" in said
+            assert "could not save step 1" in message and "weft sft --resume" in message
+            assert (
+                "model.safetensors: " in message and ", written by rank " in message and "checkpoint.verify" in message
+            )
             assert list(checkpoints.iterdir()) == [] and complete_steps(checkpoints) == []
 
 
@@ -119,9 +125,11 @@ def saves_a_damaged_state(path: str, folder: str) -> str:
 
 
 def test_a_trainer_state_that_the_disk_has_changed_is_not_committed(tmp_path: Path) -> None:
-    said = run(2, saves_a_damaged_state, saved_model("llama"), str(tmp_path))
-    assert said[0] == said[1] and said[0].startswith("rank 0 could not save")  # what another has written is read
-    assert "trainer_state/rank-00001.safetensors, written by rank 1, has other bytes on the disk" in said[0]
+    messages = run(2, saves_a_damaged_state, saved_model("llama"), str(tmp_path))
+    assert messages[0] == messages[1] and messages[0].startswith(
+        "rank 0 could not save"
+    )  # what another has written is read
+    assert "trainer_state/rank-00001.safetensors, written by rank 1, has other bytes on the disk" in messages[0]
     assert complete_steps(tmp_path / "checkpoints") == []
 
 
@@ -137,8 +145,8 @@ def test_an_export_into_several_files_through_caches(tmp_path: Path) -> None:
     expected, *_ = run(3, exports, wide_model(), str(tmp_path))
     paths = list((tmp_path / "exported").glob("*.safetensors"))
     assert len(paths) > 2
-    found = {name: tensor for path in paths for name, tensor in load_file(path).items()}
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    actual = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
     assert {path.name for path in tmp_path.iterdir()} == {"exported", "meet"}
 
 

@@ -67,10 +67,10 @@ def plain(path: str) -> PreTrainedModel:
 
 
 def tensors_of(folder: Path) -> Tensors:
-    found: Tensors = {}
+    tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 # ---------------------------------------------------------------- on the ranks
@@ -102,8 +102,8 @@ def differences(engine: Engine, model: PreTrainedModel) -> list[str]:
     wrong = []
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
         box, local = local_box(tensor)
-        whole = expected.pop(name)
-        if not torch.equal(local, whole[box.within(Box.from_shape(tuple(whole.shape)))]):
+        full = expected.pop(name)
+        if not torch.equal(local, full[box.within(Box.from_shape(tuple(full.shape)))]):
             wrong.append(name)
     buffers = dict(model.named_buffers())
     for name, buffer in engine.module.named_buffers():
@@ -143,8 +143,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def tables() -> list[Any]:
     """Every family on two or four ranks, and every third on one; the other pairs are for `make verify-all`."""
-    both = [(f, m, (m == "1" and n % 3) or m == "24"[n % 2]) for n, f in enumerate(LAYOUT_FAMILIES) for m in "124"]
-    return [pytest.param(f, m, marks=pytest.mark.table if left else ()) for f, m, left in both]
+    cases = [(f, m, (m == "1" and n % 3) or m == "24"[n % 2]) for n, f in enumerate(LAYOUT_FAMILIES) for m in "124"]
+    return [pytest.param(f, m, marks=pytest.mark.table if is_table else ()) for f, m, is_table in cases]
 
 
 @pytest.mark.parametrize(("family", "mesh"), tables())
@@ -245,8 +245,8 @@ def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     folder, tensors = edited(tmp_path)
     save_file(tensors, folder / "model.safetensors")
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:-100])
+    intact = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(intact[:-100])
     check_refused(folder, r"model\.safetensors: is cut short: it has [\d,]+ bytes and should have [\d,]+")
     (folder / "model.safetensors").write_bytes(b"<html>")
     check_refused(folder, r"is no safetensors file")
@@ -397,10 +397,10 @@ def test_what_is_gathered_at_once_is_as_much_as_fits_and_no_more() -> None:
     mappings.append(TensorMapping("c", "c", Box.from_shape(shapes["c"]), (0, 1)))
     manifest = {mapping.disk: torch.empty(mapping.shape, device="meta") for mapping in mappings}
     with mock.patch.object(walker, "_Gather", wraps=walker._Gather) as gather:
-        found = dict(check_stream(walk(module, mappings, manifest, {}, bucket_bytes=128), manifest))
+        streamed = dict(check_stream(walk(module, mappings, manifest, {}, bucket_bytes=128), manifest))
     gathered = [[mapping.disk for part in call.args[1] for mapping in part.mappings] for call in gather.call_args_list]
     assert gathered == [["a", "b"], ["expert 0", "expert 1"], ["expert 2", "expert 3"], ["expert 4", "c"]]
-    assert all(torch.equal(found[f"expert {n}"], module["experts"][n]) for n in range(5))
+    assert all(torch.equal(streamed[f"expert {n}"], module["experts"][n]) for n in range(5))
 
 
 def swapped_gate_and_up(path: str, folder: str) -> dict[str, Any]:

@@ -100,24 +100,24 @@ def test_a_kill_at_any_moment_leaves_the_checkpoint_before_whole_and_named(files
                 remote.prune(config.keep, None, None, last_state=True)
             except Killed:
                 killed = True
-        left = RemoteRun(store)
-        named = left.named(LATEST)
-        assert named in left.steps(), number
-        fetch_run(left, tmp_path / f"{number}/c", resumable=True)
-        newest = max(left.steps())
+        remote_run = RemoteRun(store)
+        named = remote_run.named(LATEST)
+        assert named in remote_run.steps(), number
+        fetch_run(remote_run, tmp_path / f"{number}/c", resumable=True)
+        newest = max(remote_run.steps())
         assert newest >= 5 and named in (5, 10)
         assert content(tmp_path / f"{number}/c/checkpoints/step-{newest:06d}") == content(
             tmp_path / f"{number}/{'b' if newest == 10 else 'a'}/checkpoints/step-{newest:06d}"
         )
-        left.token = "mine"
-        left.sweep()
+        remote_run.token = "mine"
+        remote_run.sweep()
         assert {name.split("/")[1] for name in store.list("checkpoints") if "step" in name} == {
-            f"step-{step:06d}" for step in left.steps()
+            f"step-{step:06d}" for step in remote_run.steps()
         }
         if not killed:
             break
         number += 1
-    assert number > 10 and left.steps() == [10]
+    assert number > 10 and remote_run.steps() == [10]
 
 
 def test_the_same_step_again_is_whole_as_one_or_the_other(files: Place, tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def test_the_same_step_again_is_whole_as_one_or_the_other(files: Place, tmp_path
         remote.upload(5, checkpoint(tmp_path / f"{number}/a", 5, text="before"))
         with counted(number, gone), suppress(Killed):
             remote.upload(5, checkpoint(tmp_path / f"{number}/b", 5, text="after"))
-        left = RemoteRun(store)
-        assert left.named(LATEST) in left.steps() and 3 in left.steps()
-        if 5 in left.steps():
-            manifest = left.manifest(5)
+        remote_run = RemoteRun(store)
+        assert remote_run.named(LATEST) in remote_run.steps() and 3 in remote_run.steps()
+        if 5 in remote_run.steps():
+            manifest = remote_run.manifest(5)
             assert manifest is not None
-            left.download(manifest, tmp_path / f"{number}/c")
+            remote_run.download(manifest, tmp_path / f"{number}/c")
             assert len({text.split(b" ")[-1] for text in content(tmp_path / f"{number}/c").values()}) == 1
 
 
@@ -241,7 +241,7 @@ def test_a_file_that_changes_within_its_size_is_uploaded_again(files: Place, tmp
 def test_a_store_that_fails_is_tried_again_and_training_is_told(
     files: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = mirrored(f"{files.url}/run", tmp_path)
+    uploader = mirrored(f"{files.url}/run", tmp_path)
     put, calls = Store.put, [0]
 
     def failing(store: Store, local: Path, name: str) -> None:
@@ -252,10 +252,10 @@ def test_a_store_that_fails_is_tried_again_and_training_is_told(
 
     monkeypatch.setattr(Store, "put", failing)
     monkeypatch.setattr(mirror, "_LONGEST_PAUSE", 0.1)
-    checkpoint(found.run, 1)
-    found.start()
-    news = found.finish(lambda: None)
-    assert found.remote.steps() == [1]
+    checkpoint(uploader.run, 1)
+    uploader.start()
+    news = uploader.finish(lambda: None)
+    assert uploader.remote.steps() == [1]
     assert "upload   failed, and is tried again: no answer. Training goes on" in news
 
 
@@ -334,8 +334,8 @@ def test_a_run_on_a_store_that_is_killed_in_an_upload_goes_on_elsewhere_bit_for_
     assert f"run      {url}" in killed.stdout and f"staging  {tmp_path}/one/runs/run-" in killed.stdout
     remote = RemoteRun(bucket.store("run"))
     assert remote.steps() == [2] and remote.named(LATEST) == 2
-    again = ["sft", "--resume", url, f"run.staging={tmp_path}/two", "--device", "cpu"]
-    resumed = forked.run(again, tmp_path, **bucket.variables)
+    command = ["sft", "--resume", url, f"run.staging={tmp_path}/two", "--device", "cpu"]
+    resumed = forked.run(command, tmp_path, **bucket.variables)
     assert resumed.returncode == 0, resumed.stderr
     assert f"fetched  {url}/checkpoints/step-000002" in resumed.stdout
     assert f"resumed  step 2 of 6, from {url}/checkpoints/step-000002" in resumed.stdout
@@ -470,8 +470,8 @@ def test_a_run_that_is_there_is_not_overwritten_unless_asked_to(
     config = load_config([], [*on(url, tmp_path)[1:], "run.overwrite=true"])
     run = with_local_paths(config, "new").run.dir
     assert run is not None and remote.steps() == [5]  # until the run has something of its own
-    own = RemoteRun(Store(url), own_token(Path(run)))
-    mirror = Mirror(own, Path(run), config.checkpoint, "", critic=False, fresh=True)
+    remote_run = RemoteRun(Store(url), own_token(Path(run)))
+    mirror = Mirror(remote_run, Path(run), config.checkpoint, "", critic=False, fresh=True)
     mirror.start()
     mirror.finish(lambda: None)
     assert remote.steps() == [] and not [name for name in files.names("run") if "step" in name]

@@ -46,8 +46,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served() -> Iterator[Hub]:
-    with hub() as found, asked(found.url):
-        yield found
+    with hub() as fake_hub, asked(fake_hub.url):
+        yield fake_hub
 
 
 def on_disk(checkpoint: Path) -> dict[str, bytes]:
@@ -58,8 +58,8 @@ def on_disk(checkpoint: Path) -> dict[str, bytes]:
 
 def front_matter(text: bytes | str) -> dict[str, Any]:
     text = text.decode() if isinstance(text, bytes) else text
-    found: dict[str, Any] = yaml.safe_load(text.split("---\n")[1])
-    return found
+    fields: dict[str, Any] = yaml.safe_load(text.split("---\n")[1])
+    return fields
 
 
 def main(*words: str) -> int:
@@ -124,19 +124,19 @@ def test_the_best(finished: Path, served: Hub, tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_the_program_asks_hf_endpoint(finished: Path, tmp_path: Path) -> None:
-    with hub() as found:
+    with hub() as fake_hub:
         words = [sys.executable, "-m", "weft", "push", str(finished), "me/model"]
-        environment = {**os.environ, **hub_server.variables(found.url, tmp_path)}
+        environment = {**os.environ, **hub_server.variables(fake_hub.url, tmp_path)}
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert set(on_disk(finished / "checkpoints/latest")) < set(found.files("me/model"))
+        assert set(on_disk(finished / "checkpoints/latest")) < set(fake_hub.files("me/model"))
 
 
 # ---------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "message"),
     [
         ((401, "Invalid credentials in Authorization header"), "run `hf auth login`, or set HF_TOKEN to another"),
         ((403, "you may not"), "name a repository of your own"),
@@ -146,15 +146,15 @@ def test_the_program_asks_hf_endpoint(finished: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
 )
-@pytest.mark.parametrize("where", ["/api/repos/create", "/commit/"])
+@pytest.mark.parametrize("path", ["/api/repos/create", "/commit/"])
 def test_what_the_hub_answers(
-    fault: tuple[int, str], says: str, where: str, finished: Path, served: Hub, capsys: pytest.CaptureFixture[str]
+    fault: tuple[int, str], message: str, path: str, finished: Path, served: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served.faults["POST", where] = fault
+    served.faults["POST", path] = fault
     assert main(str(finished), "me/model") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: weft push: me/model cannot be uploaded to: ")
-    assert says in line
+    assert message in line
 
 
 def test_somebody_elses_name(finished: Path, served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +225,7 @@ def damaged(finished: Path, tmp_path: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "message"),
     [
         ("partial", "is incomplete"),
         ("gone", "holds no weights"),
@@ -236,10 +236,10 @@ def damaged(finished: Path, tmp_path: Path, how: str) -> Path:
     ],
 )
 def test_what_is_not_whole_is_not_uploaded(
-    how: str, says: str, finished: Path, tmp_path: Path, served: Hub, capsys: pytest.CaptureFixture[str]
+    how: str, message: str, finished: Path, tmp_path: Path, served: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(str(damaged(finished, tmp_path, how)), "me/model") == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert served.requests == []
 
 
@@ -287,11 +287,11 @@ def trained(
 
 @pytest.mark.covers("checkpoint.push", "checkpoint.push_private")
 def test_the_last_checkpoint_at_the_end(finished: Path, tmp_path: Path) -> None:
-    with hub() as found:
-        trained(tmp_path / "run", found.url, "2", checkpoint={"every": 5, "push": "me/model", "push_private": True})
-        assert found.repos["me/model"].private
-        assert [commit.message for commit in found.repos["me/model"].commits] == ["Upload step-000010 of run"]
-        arrived = dict(found.files("me/model"))
+    with hub() as fake_hub:
+        trained(tmp_path / "run", fake_hub.url, "2", checkpoint={"every": 5, "push": "me/model", "push_private": True})
+        assert fake_hub.repos["me/model"].private
+        assert [commit.message for commit in fake_hub.repos["me/model"].commits] == ["Upload step-000010 of run"]
+        arrived = dict(fake_hub.files("me/model"))
         assert b"optimizer step 10 of 10" in arrived.pop("README.md")
         assert arrived == on_disk(tmp_path / "run/checkpoints/step-000010") == on_disk(finished / "checkpoints/latest")
     assert lines(tmp_path / "run") == lines(finished)
@@ -303,22 +303,22 @@ def test_after_each_save_while_training_goes_on_and_checkpoints_are_removed(tmp_
     """The hub takes nothing until the run has all its checkpoints but the last removed: what it has from the first
     upload is whole."""
     keys = {"every": 1, "keep": 1, "push": "me/model", "push_at": "save"}
-    with hub() as found:
-        found.hold.clear()
-        release_when(found, tmp_path / "run/checkpoints/step-000010")
+    with hub() as fake_hub:
+        fake_hub.hold.clear()
+        release_when(fake_hub, tmp_path / "run/checkpoints/step-000010")
         trained(
-            tmp_path / "run", found.url, attempt_of=attempt_that_waits_for_an_upload, checkpoint=keys,
+            tmp_path / "run", fake_hub.url, attempt_of=attempt_that_waits_for_an_upload, checkpoint=keys,
             train={"steps": 10, "epochs": None},
         )  # fmt: skip
-        commits = found.repos["me/model"].commits
+        commits = fake_hub.repos["me/model"].commits
         assert commits[0].message < commits[-1].message == "Upload step-000010 of run"
         assert "model.safetensors" in commits[0].files
-        arrived = dict(found.files("me/model"))
+        arrived = dict(fake_hub.files("me/model"))
         arrived.pop("README.md")
         assert arrived == on_disk(tmp_path / "run/checkpoints/step-000010")
 
 
-def release_when(found: Hub, path: Path) -> None:
+def release_when(fake_hub: Hub, path: Path) -> None:
     """Let the hub take commits once this path is there."""
 
     def wait() -> None:
@@ -326,27 +326,27 @@ def release_when(found: Hub, path: Path) -> None:
             if path.exists():
                 break
             time.sleep(0.05)
-        found.hold.set()
+        fake_hub.hold.set()
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 @pytest.mark.covers("checkpoint.push_revision")
 def test_an_upload_that_fails_is_said_and_the_run_goes_on(finished: Path, tmp_path: Path) -> None:
-    with hub() as found:
-        found.faults["POST", "/commit/"] = (503, "we are down")
+    with hub() as fake_hub:
+        fake_hub.faults["POST", "/commit/"] = (503, "we are down")
         words = [
             "sft", f"model.path={inputs()}/model", f"data.path={inputs()}/chats.jsonl", f"run.dir={tmp_path}/run",
             "train.steps=2", "step.documents=6", "checkpoint.push=me/model", "checkpoint.push_revision=tried",
         ]  # fmt: skip
-        done = forked.run(words, tmp_path, Asked(found.url), HF_TOKEN=hub_server.TOKEN)
+        done = forked.run(words, tmp_path, Asked(fake_hub.url), HF_TOKEN=hub_server.TOKEN)
     assert done.returncode == 0, done.stderr
-    again = f"weft push {tmp_path}/run/checkpoints/step-000002 me/model --revision tried"
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith("push  ")]
-    assert "the hub answers 503 (we are down)" in said and said.endswith(again)
-    with hub() as found, asked(found.url):  # and the command does it
-        assert cli.main(again.split()[1:]) == 0
-        assert "model.safetensors" in found.files("me/model", "tried")
+    command = f"weft push {tmp_path}/run/checkpoints/step-000002 me/model --revision tried"
+    (notice,) = [line for line in done.stdout.splitlines() if line.startswith("push  ")]
+    assert "the hub answers 503 (we are down)" in notice and notice.endswith(command)
+    with hub() as fake_hub, asked(fake_hub.url):  # and the command does it
+        assert cli.main(command.split()[1:]) == 0
+        assert "model.safetensors" in fake_hub.files("me/model", "tried")
 
 
 class Asked:
@@ -360,23 +360,23 @@ class Asked:
         self.kept.__enter__()
 
 
-@pytest.mark.parametrize(("fault", "says"), [(401, "hf auth login"), (403, "may not write"), (0, "HF_HUB_OFFLINE")])
-def test_what_cannot_be_uploaded_to_is_an_error_before_the_run(fault: int, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "message"), [(401, "hf auth login"), (403, "may not write"), (0, "HF_HUB_OFFLINE")])
+def test_what_cannot_be_uploaded_to_is_an_error_before_the_run(fault: int, message: str, tmp_path: Path) -> None:
     words = ["sft", f"model.path={inputs()}/model", f"data.path={inputs()}/chats.jsonl", f"run.dir={tmp_path}/run",
              "checkpoint.push=me/model", "--nproc", "2"]  # fmt: skip
-    with hub() as found:
+    with hub() as fake_hub:
         if fault:
-            found.faults["POST", "/api/repos/create"] = (fault, "no")
-        done = forked.run(words, tmp_path, Asked(found.url, offline=not fault), HF_TOKEN=hub_server.TOKEN)
+            fake_hub.faults["POST", "/api/repos/create"] = (fault, "no")
+        done = forked.run(words, tmp_path, Asked(fake_hub.url, offline=not fault), HF_TOKEN=hub_server.TOKEN)
     assert done.returncode == 2
-    assert says in done.stderr and "checkpoint.push: me/model cannot be uploaded to" in done.stderr
+    assert message in done.stderr and "checkpoint.push: me/model cannot be uploaded to" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_an_adapter(tmp_path: Path) -> None:
-    with hub() as found:
-        trained(tmp_path / "run", found.url, **LORA | {"checkpoint": {"every": 0, "push": "me/lora"}})
-        arrived = dict(found.files("me/lora"))
+    with hub() as fake_hub:
+        trained(tmp_path / "run", fake_hub.url, **LORA | {"checkpoint": {"every": 0, "push": "me/lora"}})
+        arrived = dict(fake_hub.files("me/lora"))
     front = front_matter(text := arrived.pop("README.md"))
     assert front["library_name"] == "peft" and front["tags"] == ["weft", "sft", "lora"]
     assert b"AutoPeftModelForCausalLM" in text
@@ -387,9 +387,9 @@ def test_an_adapter(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_reinforcement_learning(tmp_path: Path) -> None:
     task = local_rl.make_task(tmp_path)
-    with hub() as found, asked(found.url):
+    with hub() as fake_hub, asked(fake_hub.url):
         local_rl.start(task, tmp_path / "run", "train.steps=2", "checkpoint.push=me/policy")
-        arrived = dict(found.files("me/policy"))
+        arrived = dict(fake_hub.files("me/policy"))
     assert front_matter(text := arrived.pop("README.md"))["tags"] == ["weft", "grpo"]
     assert b"reinforcement learning (grpo)" in text and b"| reward" in text
     assert arrived == on_disk(tmp_path / "run/checkpoints/latest")
@@ -400,8 +400,8 @@ def test_a_run_that_was_stopped_begins_no_upload(finished: Path, served: Hub, tm
     keys = ["checkpoint.push=me/model", f"model.path={inputs()}/model", f"data.path={inputs()}/chats.jsonl"]
     pusher = Pusher(Repository("me/model"), load_config([], keys).checkpoint, tmp_path / "run")
     pusher.start()
-    (said,) = pusher.finish(stopped=True, beat=lambda: None)
-    assert said.endswith(f"the run was stopped: weft push {tmp_path}/run/checkpoints/step-000010 me/model")
+    (notice,) = pusher.finish(stopped=True, beat=lambda: None)
+    assert notice.endswith(f"the run was stopped: weft push {tmp_path}/run/checkpoints/step-000010 me/model")
     assert served.requests == []
 
 

@@ -134,15 +134,15 @@ def chain(folder: Path, mesh: str, sections: Sections, kills: Sequence[int]) -> 
     return drawn
 
 
-def same_run(one: Path, other: Path) -> list[str]:
+def same_run(first: Path, second: Path) -> list[str]:
     """What differs between two runs."""
-    weights = [load_file(folder / "checkpoints" / "latest" / "model.safetensors") for folder in (one, other)]
-    found = {
-        "metrics": lines(one) == lines(other),
-        "trainer state": equal(state_of(one, STEPS), state_of(other, STEPS)),
+    weights = [load_file(folder / "checkpoints" / "latest" / "model.safetensors") for folder in (first, second)]
+    verdicts = {
+        "metrics": lines(first) == lines(second),
+        "trainer state": equal(state_of(first, STEPS), state_of(second, STEPS)),
         "weights": equal(weights[0], weights[1]),
     }
-    return [name for name, same in found.items() if not same]
+    return [name for name, same in verdicts.items() if not same]
 
 
 @pytest.mark.parametrize("name", named(CASES))
@@ -170,11 +170,11 @@ def unbroken(family: str = "llama") -> Path:
     return folder / "run"
 
 
-def cut(run: Path, at: int, into: Path) -> Path:
+def cut(run: Path, step: int, into: Path) -> Path:
     """What a run would have left had it been killed after this step: the folder, without its later checkpoints."""
     shutil.copytree(run, into, symlinks=True)
     for checkpoint in (into / "checkpoints").glob("step-*"):
-        if int(checkpoint.name[5:]) > at:
+        if int(checkpoint.name[5:]) > step:
             shutil.rmtree(checkpoint)
     return into
 
@@ -248,16 +248,16 @@ def go_on(folder: Path, before: str, after: str, family: str) -> None:
     assert equal(loaded[0][0], written)
     replicas = 2 if after.startswith("2x") else 1
     # Of tp, each rank reads what all have: norms and routers.
-    whole = [t for name, t in written.items() if t.ndim == 1 or name.endswith("mlp.gate.weight")]
-    again = sum(t.nbytes for t in whole) if "tp" in after else 0
-    assert sum(read for _, read in loaded) == replicas * sum(tensor.nbytes for tensor in written.values()) + again
+    undivided = [t for name, t in written.items() if t.ndim == 1 or name.endswith("mlp.gate.weight")]
+    reread = sum(t.nbytes for t in undivided) if "tp" in after else 0
+    assert sum(read for _, read in loaded) == replicas * sum(tensor.nbytes for tensor in written.values()) + reread
     process(folder, after, resume=True, family=family)
-    expected, found = lines(unbroken(family)), lines(folder)
-    assert [line["documents"] for line in found] == [line["documents"] for line in expected]
-    assert [line["lr"] for line in found] == [line["lr"] for line in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    expected, actual = lines(unbroken(family)), lines(folder)
+    assert [line["documents"] for line in actual] == [line["documents"] for line in expected]
+    assert [line["lr"] for line in actual] == [line["lr"] for line in expected]
+    for measured, reference in zip(actual, expected, strict=True):
+        assert measured["loss"] == pytest.approx(reference["loss"], rel=1e-4)
+        assert measured["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
 
 
 def loaded_whole(home: str, folder: str, mesh: str) -> tuple[dict[str, torch.Tensor], int]:
@@ -267,13 +267,13 @@ def loaded_whole(home: str, folder: str, mesh: str) -> tuple[dict[str, torch.Ten
     state = read_state(Path(folder) / "checkpoints" / "step-000005")
     read = load_state(engine, state)
     assert engine.optimizer is not None
-    found = {}
+    tensors = {}
     for name, parameter in engine.module.named_parameters():
-        found[f"weights/{name}"] = full_tensor(parameter, engine.divided.cuts.get(name)).clone()
+        tensors[f"weights/{name}"] = full_tensor(parameter, engine.divided.cuts.get(name)).clone()
         for key, value in engine.optimizer.state[parameter].items():
             if value.ndim:
-                found[f"optimizer/{key}/{name}"] = full_tensor(value, engine.divided.cuts.get(name)).clone()
-    return found, read
+                tensors[f"optimizer/{key}/{name}"] = full_tensor(value, engine.divided.cuts.get(name)).clone()
+    return tensors, read
 
 
 def test_a_critic_is_filled_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +285,6 @@ def test_a_critic_is_filled_from_its_own_folder(tmp_path: Path, monkeypatch: pyt
     engine, critic, state = (SimpleNamespace(ranks=None, checkpoint=tmp_path) for _ in range(3))
     policy: Any = engine
     of_run: Any = state
-    others: Any = {"critic": critic}
-    assert restore_engine(policy, of_run, 0, others) == ["a note"]
+    critics: Any = {"critic": critic}
+    assert restore_engine(policy, of_run, 0, critics) == ["a note"]
     assert filled == [(engine, state), (critic, tmp_path / "critic")]

@@ -72,8 +72,8 @@ def test_the_weights_are_those_that_transformers_reads(change: Callable[[Path], 
     save(tmp_path, 1)
     change(tmp_path)
     source = open_model_weights(str(tmp_path))
-    for name, theirs in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():
-        assert torch.equal(source.read(name), theirs), name
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():
+        assert torch.equal(source.read(name), tensor), name
     source.close()
 
 

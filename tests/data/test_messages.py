@@ -212,9 +212,9 @@ def test_a_key_that_the_template_reads_is_its_own() -> None:
     with pytest.raises(UserError, match="message 1 has `mood`"):
         rows_trained(happy)
     # the word is in the template, but its value is not: in a loop over tools
-    other = PLAIN.replace("{{ ", "{% for t in tools or [] %}{{ t.mood }}{% endfor %}{{ ", 1) + ASKING
+    tools_template = PLAIN.replace("{{ ", "{% for t in tools or [] %}{{ t.mood }}{% endfor %}{{ ", 1) + ASKING
     with pytest.raises(UserError, match="message 1 has `mood`"):
-        rows_trained(happy, template=other)
+        rows_trained(happy, template=tools_template)
 
 
 @pytest.mark.covers("data.ignore")

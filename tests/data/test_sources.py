@@ -61,8 +61,8 @@ def test_rows_of_tokens_are_the_documents_they_were_made_of(mask: str, tmp_path:
         source = dataclasses.replace(source, columns={"input_ids": "input_ids", "loss_mask": mask})
     documents, report = load_documents(DataConfig(path=None, sources=(source,)), byte_tokenizer(), max_length=100)
     assert flat(documents) == flat(expected) and report.formats == (("input_ids", len(ROWS)),)
-    (everything,), _ = load_documents([{"input_ids": [3, 4]}], byte_tokenizer(), max_length=100)
-    assert everything.weights.tolist() == [1.0, 1.0]
+    (untruncated,), _ = load_documents([{"input_ids": [3, 4]}], byte_tokenizer(), max_length=100)
+    assert untruncated.weights.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.covers("eval.share")
@@ -79,7 +79,7 @@ def test_a_share_of_the_training_data_is_held_out(share: float, seed: int, tmp_p
     assert split.held_out.reports[""].documents == {0.3: 2 + 1, 0.01: 1 + 1}[share]
     held_out, remaining = list(split.held_out.documents[""]), list(split.documents)
     assert sorted(d.source for d in [*held_out, *remaining]) == sorted(d.source for d in unsplit.documents)
-    assert [d.dataset for d in held_out].count("b") == 1 and [one.documents for one in shares_of(split.documents)] == [
+    assert [d.dataset for d in held_out].count("b") == 1 and [entry.documents for entry in shares_of(split.documents)] == [
         7 - len(held_out) + 1, 3,
     ]  # fmt: skip
     repeated = read_run_data(load_config([], [*words, f"eval.share={share}"], SftConfig))

@@ -143,8 +143,8 @@ def test_the_length_that_chooses_a_rotary_table(kind: str, nested: bool) -> None
         parameters = {"full_attention": rope} if nested else rope
         return position_limit(Mock(rope_parameters=parameters, max_position_embeddings=64, **values))
 
-    own = {"rope_type": kind, "original_max_position_embeddings": 16}
-    assert limit(own, original_max_position_embeddings=32) == 16
+    rope_parameters = {"rope_type": kind, "original_max_position_embeddings": 16}
+    assert limit(rope_parameters, original_max_position_embeddings=32) == 16
     assert limit({"rope_type": kind}, original_max_position_embeddings=32) == 32
     assert limit({"rope_type": kind}, original_max_position_embeddings=None) == 64
     assert limit({"rope_type": "llama3", "original_max_position_embeddings": 16}) is None

@@ -104,8 +104,8 @@ def test_a_rendering_may_be_long_where_its_conversation_is() -> None:
     assert len(ChatTemplate(repeats, {}).render(short, {}).text) == 41 * 2000
     with pytest.raises(RenderLimitError, match="it makes 4,100,000 characters of 100,1"):
         ChatTemplate(repeats, {}).render(long, {})
-    twice = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
-    assert len(ChatTemplate(twice, {}).render([{"role": "user", "content": "a" * 3_000_000}], {}).text) == 6_000_000
+    template = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
+    assert len(ChatTemplate(template, {}).render([{"role": "user", "content": "a" * 3_000_000}], {}).text) == 6_000_000
 
 
 @pytest.mark.parametrize("source", [UNBOUNDED["nested loops"], UNBOUNDED["a text times a number"], *REFUSED.values()])

@@ -68,9 +68,12 @@ def make(checkpoints: Path, step: int) -> Path:
     write_state(checkpoint / "trainer_state", content, files)
     save_file({"w": VALUES, "v": VALUES + 1}, checkpoint / "model.safetensors")
     boxes = [("w", Box((0, 0), (2, 3))), ("w", Box((2, 0), (2, 3))), ("v", Box.from_shape((4, 3)))]
-    whole = {"w": VALUES, "v": VALUES + 1}
-    found = [BoxDigest.compute("model.safetensors", n, b, whole[n][b.within(Box.from_shape((4, 3)))]) for n, b in boxes]
-    write_digests(checkpoint, found)
+    full_tensors = {"w": VALUES, "v": VALUES + 1}
+    digests = [
+        BoxDigest.compute("model.safetensors", n, b, full_tensors[n][b.within(Box.from_shape((4, 3)))])
+        for n, b in boxes
+    ]
+    write_digests(checkpoint, digests)
     (checkpoint / "config.json").write_text("{}")
     return checkpoint
 
@@ -93,15 +96,17 @@ def signed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def skipped(checkpoints: Path, parts: dict[str, Any] = RL_RUN) -> str:
     """Why the second checkpoint was left out; the first is taken in its place."""
-    found, reasons = find_newest(checkpoints, complete_steps(checkpoints), lambda folder: read_or_reason(folder, parts))
-    assert found is not None and found.step == 1 and len(reasons) == 1
+    newest, reasons = find_newest(
+        checkpoints, complete_steps(checkpoints), lambda folder: read_or_reason(folder, parts)
+    )
+    assert newest is not None and newest.step == 1 and len(reasons) == 1
     assert "\n" not in reasons[0]
     return reasons[0].removeprefix(f"{step_folder(checkpoints, 2)}: ")
 
 
 def test_a_whole_one_is_taken(checkpoints: Path) -> None:
-    found, reasons = find_newest(checkpoints, [1, 2], lambda folder: read_or_reason(folder, RL_RUN))
-    assert found is not None and found.step == 2 and reasons == []
+    newest, reasons = find_newest(checkpoints, [1, 2], lambda folder: read_or_reason(folder, RL_RUN))
+    assert newest is not None and newest.step == 2 and reasons == []
 
 
 # ---------------------------------------------------------------- state.json
@@ -142,13 +147,13 @@ def test_a_part_of_another_type(name: str, checkpoints: Path) -> None:
 
 def read_as_a_run_does(checkpoint: Path) -> None:
     """All that `weft sft --resume` makes of a state.json before it fills an engine."""
-    found, _ = read_or_reason(checkpoint, RUN)
-    if found is None:
+    state, _ = read_or_reason(checkpoint, RUN)
+    if state is None:
         return
-    content = found.content
+    content = state.content
     list(changes(content["config"], to_dict(CONFIG), SftConfig))
     rates_changed(content, CONFIG, 10, min(content["updates"], 100))
-    resumed_notes(found, 10, {})
+    resumed_notes(state, 10, {})
     RunSummary("m").restore(content["summary"])
     Phases().add(content["seconds"])
 
@@ -230,16 +235,16 @@ def test_what_is_no_file_is_skipped_by_what_it_is(file: str, kind: str, checkpoi
 
 
 def judged(checkpoints: str) -> tuple[int, list[str]]:
-    found, reasons = newest_complete(Path(checkpoints), join("cpu"))
-    assert found is not None
-    return found.step, reasons
+    newest, reasons = newest_complete(Path(checkpoints), join("cpu"))
+    assert newest is not None
+    return newest.step, reasons
 
 
 def test_ranks_agree_which_is_whole(checkpoints: Path) -> None:
     """Each compares its share of the weights; what one of them finds skips the checkpoint on all."""
     flip(checkpoints / "step-000002", 5)
-    (first, reasons), other = run(2, judged, str(checkpoints))
-    assert (first, reasons) == other and first == 1 and "its digest differs" in reasons[0]
+    (first, reasons), second = run(2, judged, str(checkpoints))
+    assert (first, reasons) == second and first == 1 and "its digest differs" in reasons[0]
 
 
 # ---------------------------------------------------------------- weights and their digests
@@ -310,8 +315,8 @@ def test_without_digests_nothing_is_compared(checkpoints: Path) -> None:
     """checkpoint.verify=size writes none."""
     (checkpoints / "step-000002" / "digests.json").unlink()
     flip(checkpoints / "step-000002", 1)
-    found, _ = read_or_reason(checkpoints / "step-000002", RUN)
-    assert found is not None and found.step == 2
+    state, _ = read_or_reason(checkpoints / "step-000002", RUN)
+    assert state is not None and state.step == 2
 
 
 def test_export_check(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,8 +336,8 @@ def test_export_check(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureF
     (newest_one / "trainer_state" / "rank-00000.safetensors").unlink()
     assert cli.main(["export", "--check", str(folder)]) == 2
     assert "rank-00000.safetensors is missing" in capsys.readouterr().err
-    for more in (["--ema"], ["--dtype", "bf16"], ["--output", "x"]):
-        assert cli.main(["export", "--check", str(folder), *more]) == 2
+    for extra in (["--ema"], ["--dtype", "bf16"], ["--output", "x"]):
+        assert cli.main(["export", "--check", str(folder), *extra]) == 2
         assert "--check writes nothing: remove --dtype, --output and --ema" in capsys.readouterr().err
 
 

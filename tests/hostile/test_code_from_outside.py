@@ -52,8 +52,8 @@ def found_in(source: str) -> Iterator[tuple[str, str]]:
             name = within
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = f"{within}.{child.name}".lstrip(".")
-            if isinstance(child, ast.Call) and (what := dangerous(child)):
-                yield within, what
+            if isinstance(child, ast.Call) and (kind := dangerous(child)):
+                yield within, kind
             yield from walk(child, name)
 
     yield from walk(ast.parse(source), "")
@@ -68,8 +68,8 @@ def dangerous(call: ast.Call) -> str | None:
         return name
     if last == "import_module" and not isinstance(call.args[0], ast.Constant):
         return last
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    if given.get("allow_pickle", "False") != "False" or given.get("trust_remote_code", "False") != "False":
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if keywords.get("allow_pickle", "False") != "False" or keywords.get("trust_remote_code", "False") != "False":
         return name
     return last if last in AMONG_RANKS else None
 
@@ -77,14 +77,14 @@ def dangerous(call: ast.Call) -> str | None:
 def test_places_where_code_may_come_in_are_listed() -> None:
     places = set()
     for path in sorted((ROOT / "weft").rglob("*.py")):
-        for function, what in found_in(path.read_text()):
-            if what not in AMONG_RANKS:
-                places.add((str(path.relative_to(ROOT)), function, what))
+        for function, kind in found_in(path.read_text()):
+            if kind not in AMONG_RANKS:
+                places.add((str(path.relative_to(ROOT)), function, kind))
     assert places == PLACES.keys()
 
 
 def test_each_kind_of_place_is_seen() -> None:
-    for line, what in {
+    for line, kind in {
         "pickle.loads(data)": "pickle.loads",
         "torch.load(path)": "torch.load",
         "eval(text)": "eval",
@@ -94,5 +94,5 @@ def test_each_kind_of_place_is_seen() -> None:
         "AutoModel.from_pretrained(path, trust_remote_code=trusted)": "AutoModel.from_pretrained",
         "dist.all_gather_object(out, value)": "all_gather_object",
     }.items():
-        assert list(found_in(f"class A:\n    def f(self):\n        return {line}")) == [("A.f", what)]
+        assert list(found_in(f"class A:\n    def f(self):\n        return {line}")) == [("A.f", kind)]
     assert not list(found_in("import_module('peft'); model.eval(); yaml.load(text, Loader); yaml.safe_load(text)"))

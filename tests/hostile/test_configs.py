@@ -43,10 +43,10 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_hostile_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text, says = TEXTS[name]
+    text, message = TEXTS[name]
     Path("a.yaml").write_text(text)
     began = time.process_time()
-    with pytest.raises(UserError, match=f"(?s)^a.yaml.*{says}") as caught:
+    with pytest.raises(UserError, match=f"(?s)^a.yaml.*{message}") as caught:
         load_config(["a.yaml"], [])
     assert time.process_time() - began < 5.0
     assert len(str(caught.value)) < 500
@@ -69,11 +69,11 @@ LARGE = (
 def test_numbers_beyond_all_bounds(value: str, key: str) -> None:
     """Libraries count in 31, 32 or 63 bits; a list of so many is memory. Some keys have a bound of their own."""
     bound = {"step.documents": "1 to 1,000,000", "data.workers": "1 to 4,096"}.get(key, "at most 2147483647")
-    others = ["train.epochs=null"] if key == "train.steps" else []
+    further = ["train.epochs=null"] if key == "train.steps" else []
     with pytest.raises(UserError, match=f"{key} is .*; it must be {bound}"):
-        load_config([], [f"{key}={value}", "model.path=m/m", "data.path=d/d", *others], weights=False)
-    rest = {"data.max_row_bytes": "1099511627776", "train.seed": "9" * 15}
-    load_config([], [*(f"{name}={most}" for name, most in rest.items()), "model.path=m/m", "data.path=d/d"])
+        load_config([], [f"{key}={value}", "model.path=m/m", "data.path=d/d", *further], weights=False)
+    limits = {"data.max_row_bytes": "1099511627776", "train.seed": "9" * 15}
+    load_config([], [*(f"{name}={limit}" for name, limit in limits.items()), "model.path=m/m", "data.path=d/d"])
 
 
 @pytest.mark.timeout(60)
@@ -128,8 +128,8 @@ def test_names_that_no_file_can_have(
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     assert cli.main(words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and "Traceback" not in errors
 
 
 def test_neighbours_that_cannot_be_looked_at_are_not_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +164,9 @@ SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_what_is_no_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make, says = SPECIAL[kind]
+    make, message = SPECIAL[kind]
     make(Path("a.yaml"))
-    with pytest.raises(UserError, match=f"a.yaml: is .*{says}"):
+    with pytest.raises(UserError, match=f"a.yaml: is .*{message}"):
         load_config(["a.yaml"], [])
 
 
@@ -181,6 +181,6 @@ def test_nothing_that_is_read_shows_a_traceback(
 
     monkeypatch.setattr(cli, "load_config", load)
     status = cli.main(["sft", "a.yaml"])
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert status == (2 if isinstance(error, RecursionError) else 12)
-    assert "Traceback" not in said and said.startswith("error: ")
+    assert "Traceback" not in errors and errors.startswith("error: ")

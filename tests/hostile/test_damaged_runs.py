@@ -60,16 +60,16 @@ DAMAGE: dict[str, tuple[str, bytes | str, str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_report_shows_the_rest(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
-    file, content, says = DAMAGE[name]
+    file, content, message = DAMAGE[name]
     (run / file).parent.mkdir(exist_ok=True)
     (run / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert cli.main(["report", str(run)]) == 0
     out, err = capsys.readouterr()
-    assert says in out and err == ""
+    assert message in out and err == ""
     page = Text((run / "report.html").read_text())
-    assert page.open == [] and says in page.text
-    other = make_run(tmp_path / "other")
-    assert cli.main(["report", str(run), str(other), "--output", str(tmp_path / "both.html")]) == 0
+    assert page.open == [] and message in page.text
+    second = make_run(tmp_path / "other")
+    assert cli.main(["report", str(run), str(second), "--output", str(tmp_path / "both.html")]) == 0
 
 
 def loop(run: Path) -> None:

@@ -30,8 +30,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def read(path: str, most: int = 1 << 20) -> list[Any]:
-    sources = open_data(DataConfig(path=path, max_row_bytes=most))
+def read(path: str, max_bytes: int = 1 << 20) -> list[Any]:
+    sources = open_data(DataConfig(path=path, max_row_bytes=max_bytes))
     blocks = (block for part in sources[0].parts for block in part.blocks())
     return [record.value for block in blocks for _, record in block.records(ParseOptions())]
 
@@ -77,10 +77,10 @@ CASES: dict[str, tuple[str, Write, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_file(name: str) -> None:
-    file, write, says = CASES[name]
+    file, write, message = CASES[name]
     write(Path(file))
     began = time.process_time()
-    with pytest.raises(UserError, match=f"(?s)^(data.path: )?.*{says}") as caught:
+    with pytest.raises(UserError, match=f"(?s)^(data.path: )?.*{message}") as caught:
         read(file)
     assert time.process_time() - began < 5.0
     assert len(str(caught.value)) < 500
@@ -117,14 +117,14 @@ def test_rows_that_unpack_are_read_few_at_a_time() -> None:
 @pytest.mark.parametrize("file", ["d.jsonl", "d.jsonl.gz", "d.json", "d.csv", "d.parquet"])
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_what_is_no_file(kind: str, file: str) -> None:
-    make, says = SPECIAL[kind]
-    made = Path("a.yaml")  # the name that `make` of a socket is at ease with
-    make(made)
-    made.rename(file)
+    make, message = SPECIAL[kind]
+    special = Path("a.yaml")  # the name that `make` of a socket is at ease with
+    make(special)
+    special.rename(file)
     if kind == "loop":
         Path(file).unlink()
         Path(file).symlink_to(file)
-    with pytest.raises(UserError, match=f"{file}: is .*{says}"):
+    with pytest.raises(UserError, match=f"{file}: is .*{message}"):
         read(file)
 
 
@@ -177,7 +177,7 @@ def test_a_file_that_changes_between_digest_and_reading() -> None:
 def test_sources_that_are_given_in_python_are_opened_by_name() -> None:
     Path("a.jsonl").write_text('{"text": "a"}\n')
     sources = open_data([SourceConfig(path="a.jsonl", name="first", weight=2.0), SourceConfig(path="a.jsonl")])
-    assert [(one.label, one.name, one.weight) for one in sources] == [
+    assert [(source.label, source.name, source.weight) for source in sources] == [
         ("first (a.jsonl)", "first", 2.0),
         ("a (a.jsonl)", "a", 1.0),
     ]

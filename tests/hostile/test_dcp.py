@@ -179,10 +179,10 @@ def info_with(**fields: Any) -> Callable[[Any], None]:
 def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
     def edit(metadata: Any) -> None:
         described = metadata.state_dict_metadata["w"]
-        chunk, place = type(described.chunks[0]), info(metadata)
+        chunk, storage = type(described.chunks[0]), info(metadata)
         described.chunks = [chunk(torch.Size(start), torch.Size(size)) for start, size in boxes]
         for start, _ in boxes:
-            metadata.storage_data[MetadataIndex("w", start)] = place
+            metadata.storage_data[MetadataIndex("w", start)] = storage
 
     return edit
 

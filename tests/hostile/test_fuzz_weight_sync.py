@@ -47,12 +47,12 @@ def framed(*messages: bytes) -> bytes:
 
 
 def channel(*messages: bytes) -> SyncChannel:
-    said: Any = Said(framed(*messages))
-    return SyncChannel(said, "the other end", 5.0)
+    sent: Any = Said(framed(*messages))
+    return SyncChannel(sent, "the other end", 5.0)
 
 
-def as_stranger(said: bytes) -> None:
-    connection: Any = Said(said)
+def as_stranger(content: bytes) -> None:
+    connection: Any = Said(content)
     pending = _Pending(connection)
     while not pending.hear() and not pending.is_closed:
         pass
@@ -60,22 +60,22 @@ def as_stranger(said: bytes) -> None:
         pending.hello()
 
 
-def as_engine(said: bytes) -> None:
+def as_engine(content: bytes) -> None:
     """At the sender's end, after it has shown its ticket."""
     server = object.__new__(SyncServer)
     for ask in (lambda: server.prove(1, 3, {"a": 1}), lambda: server.wait_taken(0, 3), lambda: server.commit(3)):
-        server.active = [Connection(channel(said), "engine-0", 0, None, True, None, None)]
+        server.active = [Connection(channel(content), "engine-0", 0, None, True, None, None)]
         with suppress(SyncError):
             ask()
 
 
-def as_sender(bucket: bytes, said: bytes) -> None:
+def as_sender(bucket: bytes, content: bytes) -> None:
     """At an engine's end: in place of each message of a sync."""
-    whole = [json.dumps(BEGIN).encode(), bucket, b'{"end": 1}', b'{"commit": 3}', b'{"done": 3}']
-    for place in range(len(whole)):
+    messages = [json.dumps(BEGIN).encode(), bucket, b'{"end": 1}', b'{"commit": 3}', b'{"done": 3}']
+    for position in range(len(messages)):
         delivery = object.__new__(Delivery)
         delivery.ticket, delivery.version, delivery.has = TICKET, 3, None
-        delivery.channel = channel(*whole[:place], said, *whole[place + 1 :])
+        delivery.channel = channel(*messages[:position], content, *messages[position + 1 :])
         with suppress(SyncError):
             for part in delivery.parts():
                 for _ in part.tensors():
@@ -84,11 +84,11 @@ def as_sender(bucket: bytes, said: bytes) -> None:
 
 
 def take(bucket: bytes, path: Path) -> None:
-    said = path.read_bytes()
-    for text in (said, framed(said)):
+    content = path.read_bytes()
+    for text in (content, framed(content)):
         as_stranger(text)
-    as_engine(said)
-    as_sender(bucket, said)
+    as_engine(content)
+    as_sender(bucket, content)
 
 
 @pytest.mark.parametrize(

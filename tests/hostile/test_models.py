@@ -43,11 +43,11 @@ def fifo(path: Path) -> None:
 
 
 def unix_socket(path: Path) -> None:
-    here = os.getcwd()
+    workdir = os.getcwd()
     os.chdir(path.parent)  # names of sockets are short
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path.name)
-    os.chdir(here)
+    os.chdir(workdir)
 
 
 def loop(path: Path) -> None:
@@ -189,8 +189,8 @@ def test_a_tensor_without_elements_tells_nothing_of_a_model(tmp_path: Path) -> N
 
 def read_all(path: Path) -> None:
     with TensorFile.open(path) as file:
-        for name, found in file.entries.items():
-            assert tuple(file.read(name).shape) == found.shape
+        for name, entry in file.entries.items():
+            assert tuple(file.read(name).shape) == entry.shape
         assert all(isinstance(value, str) for value in file.metadata.values())
 
 
@@ -502,6 +502,6 @@ def test_the_fingerprint_of_weights_reads_every_so_many_tensors_from_the_first(
 def test_short_names_of_targets_are_in_one_order() -> None:
     """Ranks, and runs, write the same file."""
     leaves = ["gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj", "w1", "w2", "w3"]
-    every = [f"layers.{layer}.{leaf}" for layer in range(2) for leaf in reversed(leaves)]
-    assert shortest_names(every, every) == leaves
-    assert shortest_names(every[:9], every) == sorted(every[:9])
+    names = [f"layers.{layer}.{leaf}" for layer in range(2) for leaf in reversed(leaves)]
+    assert shortest_names(names, names) == leaves
+    assert shortest_names(names[:9], names) == sorted(names[:9])

@@ -36,26 +36,34 @@ WORDS = (
 def listening(pid: int) -> set[tuple[str, str]]:
     """(name of the process, address or path) of all that a process and those it has started listen on, and of Unix
     sockets that have a path."""
-    found = set()
+    addresses = set()
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         try:
             for connection in process.net_connections(kind="inet"):
                 if connection.status == psutil.CONN_LISTEN:
-                    found.add((process.name(), connection.laddr.ip))
-            found |= {(process.name(), str(one.laddr)) for one in process.net_connections(kind="unix") if one.laddr}
+                    addresses.add((process.name(), connection.laddr.ip))
+            addresses |= {
+                (process.name(), str(connection_of_process.laddr))
+                for connection_of_process in process.net_connections(kind="unix")
+                if connection_of_process.laddr
+            }
         except psutil.NoSuchProcess:
             continue
-    return found
+    return addresses
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_job(tmp_path_factory.mktemp("sockets"))
 
 
-def outside(found: set[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def outside(listeners: set[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """What others than this user's processes on this machine may reach."""
-    return (one for one in found if one[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1") and not is_private(one[1]))
+    return (
+        listener
+        for listener in listeners
+        if listener[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1") and not is_private(listener[1])
+    )
 
 
 def is_private(address: str) -> bool:
@@ -69,14 +77,14 @@ def is_private(address: str) -> bool:
 @contextmanager
 def watched(run: Run) -> Iterator[set[tuple[str, str]]]:
     """What a run listens on at any time inside, looked for several times a second."""
-    found = set[tuple[str, str]]()
+    listeners = set[tuple[str, str]]()
 
     def look(_: float) -> None:
         with suppress(psutil.NoSuchProcess):
-            found.update(listening(run.pid))
+            listeners.update(listening(run.pid))
 
     with periodically(look, 0.2, "sockets"):
-        yield found
+        yield listeners
 
 
 def test_what_is_outside_is_found(tmp_path: Path) -> None:
@@ -84,26 +92,32 @@ def test_what_is_outside_is_found(tmp_path: Path) -> None:
     (tmp_path / "private").mkdir(mode=0o700)
     (tmp_path / "open").mkdir(mode=0o755)
     tmp_path.chmod(0o755)
-    with socket.socket() as every, socket.socket(socket.AF_UNIX) as hidden, socket.socket(socket.AF_UNIX) as shown:
-        every.bind(("0.0.0.0", 0))
+    with (
+        socket.socket() as all_interfaces,
+        socket.socket(socket.AF_UNIX) as hidden,
+        socket.socket(socket.AF_UNIX) as shown,
+    ):
+        all_interfaces.bind(("0.0.0.0", 0))
         hidden.bind(f"{tmp_path}/private/s")
         shown.bind(f"{tmp_path}/open/s")
-        for one in (every, hidden, shown):
-            one.listen()
-        found = {address for _, address in listening(os.getpid())}
-        assert {"0.0.0.0", f"{tmp_path}/private/s", f"{tmp_path}/open/s"} <= found
-        ours = {one for one in listening(os.getpid()) if one[1] == "0.0.0.0" or one[1].startswith(str(tmp_path))}
+        for entry in (all_interfaces, hidden, shown):
+            entry.listen()
+        addresses = {address for _, address in listening(os.getpid())}
+        assert {"0.0.0.0", f"{tmp_path}/private/s", f"{tmp_path}/open/s"} <= addresses
+        own_listeners = {
+            entry for entry in listening(os.getpid()) if entry[1] == "0.0.0.0" or entry[1].startswith(str(tmp_path))
+        }
         private_above = any(not folder.stat().st_mode & 0o077 for folder in tmp_path.parents)
-        assert {address for _, address in outside(ours)} == {"0.0.0.0"} | (
+        assert {address for _, address in outside(own_listeners)} == {"0.0.0.0"} | (
             set() if private_above else {f"{tmp_path}/open/s"}
         )
 
 
-def test_verify(here: Path) -> None:
-    run = Run(("verify", *WORDS, "--nproc", "2"), here)
-    with watched(run) as found:
+def test_verify(folder: Path) -> None:
+    run = Run(("verify", *WORDS, "--nproc", "2"), folder)
+    with watched(run) as listeners:
         run.wait()
-    assert found and not list(outside(found)), found
+    assert listeners and not list(outside(listeners)), listeners
 
 
 def test_a_vllm_server(tmp_path: Path) -> None:
@@ -118,8 +132,8 @@ def test_a_vllm_server(tmp_path: Path) -> None:
         finally:
             await engine.close()
 
-    found = {one for one in asyncio.run(run()) if "weft-vllm-" in one[1]}
-    assert found and not list(outside(found)), found
+    listeners = {listener for listener in asyncio.run(run()) if "weft-vllm-" in listener[1]}
+    assert listeners and not list(outside(listeners)), listeners
 
 
 def test_the_store_of_a_process_group_listens_where_it_is_told_to() -> None:
@@ -132,23 +146,23 @@ def test_the_store_of_a_process_group_listens_where_it_is_told_to() -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_sft(nproc: int, here: Path) -> None:
+def test_sft(nproc: int, folder: Path) -> None:
     words = ("sft", *WORDS, "train.epochs=100000", "train.log_every=1", f"run.dir=run-{nproc}", "--nproc", str(nproc))
-    run = Run(words, here)
+    run = Run(words, folder)
     try:
-        with watched(run) as found:
+        with watched(run) as listeners:
             run.wait_for(r"step +2/")
-        assert not list(outside(found)), found
-        assert nproc == 1 or found, "ranks meet somewhere"
+        assert not list(outside(listeners)), listeners
+        assert nproc == 1 or listeners, "ranks meet somewhere"
     finally:
         run.process.terminate()
         run.wait()
 
 
 @pytest.mark.slow
-def test_rl(here: Path) -> None:
+def test_rl(folder: Path) -> None:
     """A Ray of its own, two trainer ranks and an engine in a process of its own."""
-    write_jsonl(here / "asked.jsonl", *[{"messages": [{"role": "user", "content": "1 2"}], "answer": "3"}] * 8)
+    write_jsonl(folder / "asked.jsonl", *[{"messages": [{"role": "user", "content": "1 2"}], "answer": "3"}] * 8)
     run = Run(
         (
             "rl", "model.path=model", "data.path=asked.jsonl", "rl.reward=[length]", "rl.prompts_per_step=2",
@@ -157,8 +171,8 @@ def test_rl(here: Path) -> None:
             "rollout.max_new_tokens=4", "step.max_tokens_per_device=128", "train.steps=100000",
             "train.log_every=1", "run.dir=run-rl", "--nproc", "2",
         ),
-        here,
-        partial(start_server, str(here)),
+        folder,
+        partial(start_server, str(folder)),
     )  # fmt: skip
     check_ray(run, r"step +2/")
 
@@ -195,14 +209,14 @@ def check_ray(run: Run, shown: str) -> None:
     """Its Ray is reached by this machine alone, refuses who has no token, and leaves nothing. shown: what the run
     prints when all of it is up."""
     try:
-        with watched(run) as found:
+        with watched(run) as listeners:
             run.wait_for(shown, timeout=240.0)
-        assert not list(outside(found)), found
-        assert {name for name, _ in found} >= {"gcs_server", "raylet"}
+        assert not list(outside(listeners)), listeners
+        assert {name for name, _ in listeners} >= {"gcs_server", "raylet"}
         joined = join_ray(run)
         assert "JOINED" not in joined and "Failed to connect" in joined, joined
-        folders = {str(Path(path).parents[3]) for name, path in found if name == "raylet" and path.startswith("/")}
-        assert len(folders) == 1 and all("weft-ray-" in folder for folder in folders), found
+        folders = {str(Path(path).parents[3]) for name, path in listeners if name == "raylet" and path.startswith("/")}
+        assert len(folders) == 1 and all("weft-ray-" in folder for folder in folders), listeners
     finally:
         run.process.terminate()
         run.wait()
@@ -212,10 +226,14 @@ def check_ray(run: Run, shown: str) -> None:
 def join_ray(run: Run) -> str:
     """What a process that has not the token is told when it joins the run's Ray and runs a task there."""
     (server,) = [child for child in psutil.Process(run.pid).children(recursive=True) if child.name() == "gcs_server"]
-    port = next(one.laddr.port for one in server.net_connections("inet") if one.status == psutil.CONN_LISTEN)
+    port = next(
+        connection.laddr.port
+        for connection in server.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    )
     source = f"import ray; ray.init('127.0.0.1:{port}'); print('JOINED', ray.get(ray.remote(lambda: 5).remote()))"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    kept["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it would not even look on loopback
-    kept["RAY_NUM_REDIS_GET_RETRIES"] = "1"  # it is asked 20 times, a second apart
-    done = subprocess.run([sys.executable, "-c", source], env=kept, capture_output=True, text=True, timeout=120)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it would not even look on loopback
+    environment["RAY_NUM_REDIS_GET_RETRIES"] = "1"  # it is asked 20 times, a second apart
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=120)
     return done.stdout + done.stderr

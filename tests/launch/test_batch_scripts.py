@@ -219,8 +219,13 @@ def test_ranks_save_and_end_when_torchrun_is_gone(number: signal.Signals, shared
 def test_no_rank_ends_before_the_first_has_written_the_end_of_the_run(shared: Path) -> None:
     """Launchers kill the other ranks when one has ended with a status that is not 0."""
     folder = write_config(shared / "together")
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [Run(["sft", "c.yaml", *LONG], folder, slow_summary, RANK=n, LOCAL_RANK=n, **place) for n in "01"]
+    rendezvous = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [Run(["sft", "c.yaml", *LONG], folder, slow_summary, RANK=n, LOCAL_RANK=n, **rendezvous) for n in "01"]
     ranks[0].wait_for("step 3/")
     for rank in ranks:
         os.kill(rank.pid, signal.SIGUSR1)

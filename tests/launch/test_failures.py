@@ -37,7 +37,7 @@ from weft.rl import failure
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> FlightRecorder:
+def recorder(tmp_path: Path) -> FlightRecorder:
     """A record in a file, in step 3."""
     record = FlightRecorder()
     record.open(tmp_path / "rank-00001.live")
@@ -48,33 +48,33 @@ def made(tmp_path: Path) -> FlightRecorder:
     return record
 
 
-def test_a_record_says_where_a_rank_is(made: FlightRecorder, tmp_path: Path) -> None:
-    made.planned("abc")
-    made.enter("forward", 2, ["a.jsonl:3", "a.jsonl:7"])
+def test_a_record_says_where_a_rank_is(recorder: FlightRecorder, tmp_path: Path) -> None:
+    recorder.planned("abc")
+    recorder.enter("forward", 2, ["a.jsonl:3", "a.jsonl:7"])
     read = flight.read(tmp_path / "rank-00001.live")
-    assert read is not None and read == made.record()
+    assert read is not None and read == recorder.record()
     assert read.activity() == "in step 3 of 6, forward of micro-batch 2, documents a.jsonl:3, a.jsonl:7"
     assert (read.rank, read.world, read.pid, read.plan, read.limit) == (1, 2, os.getpid(), "abc", 10.0)
     assert [entry[1:] for entry in read.trail][-2:] == [[3, "plan", 0], [3, "forward", 2]]
-    made.enter("optimizer")
-    assert made.record().activity() == "in step 3 of 6, optimizer"
+    recorder.enter("optimizer")
+    assert recorder.record().activity() == "in step 3 of 6, optimizer"
 
 
-def test_many_documents_are_counted(made: FlightRecorder) -> None:
-    assert made.record().activity().endswith("planning the step, documents " + ", ".join(
+def test_many_documents_are_counted(recorder: FlightRecorder) -> None:
+    assert recorder.record().activity().endswith("planning the step, documents " + ", ".join(
         f"a.jsonl:{i}" for i in range(8)) + " and 12 more")  # fmt: skip
 
 
-def test_a_record_torn_by_a_kill_leaves_the_one_before(made: FlightRecorder, tmp_path: Path) -> None:
+def test_a_record_torn_by_a_kill_leaves_the_one_before(recorder: FlightRecorder, tmp_path: Path) -> None:
     """Whatever single line is torn, and wherever, the other is read."""
     path = tmp_path / "rank-00001.live"
-    made.enter("forward", 1)
-    made.enter("backward", 1)
-    whole = path.read_bytes()
+    recorder.enter("forward", 1)
+    recorder.enter("backward", 1)
+    intact = path.read_bytes()
     phases = set()
     for line in (0, 1):
         for cut in (0, 5, 40, 300):
-            torn = bytearray(whole)
+            torn = bytearray(intact)
             torn[4096 * line + cut : 4096 * line + cut + 3] = b"\0\0\0"
             path.write_bytes(torn)
             read = flight.read(path)
@@ -111,10 +111,10 @@ def test_long_phases_have_more_time() -> None:
     assert record.silence() is None
 
 
-def test_a_record_costs_little(made: FlightRecorder) -> None:
+def test_a_record_costs_little(recorder: FlightRecorder) -> None:
     began = time.perf_counter()
     for micro in range(1000):
-        made.enter("forward", micro % 4, ["a.jsonl:3", "a.jsonl:7"])
+        recorder.enter("forward", micro % 4, ["a.jsonl:3", "a.jsonl:7"])
     assert time.perf_counter() - began < 0.2  # 0.2 ms each; measured 8 us on an idle core
 
 
@@ -137,13 +137,13 @@ def test_what_a_killed_process_left_is_kept_by_the_next(tmp_path: Path) -> None:
 
 def test_what_was_kept_of_an_earlier_failure_stays(tmp_path: Path) -> None:
     flight.save(FlightRecord(run=str(tmp_path), phase="save"), {})
-    kept = (tmp_path / "flight" / "rank-00000.json").read_text()
+    before = (tmp_path / "flight" / "rank-00000.json").read_text()
     record = FlightRecorder()
     record.in_run(tmp_path)
     assert flight.read_all(tmp_path / "flight")[0].phase == "start"  # of this run
     record.close()
     assert flight.read_all(tmp_path / "flight")[0].phase == "save"
-    assert (tmp_path / "flight" / "rank-00000.json").read_text() == kept
+    assert (tmp_path / "flight" / "rank-00000.json").read_text() == before
 
 
 # ---------------------------------------------------------------- kinds
@@ -230,20 +230,20 @@ ELSEWHERE = ['File "/x/data.py", line 7 in read', 'File "a.py", line 1 in <modul
 
 
 def test_the_rank_that_is_in_no_collective_is_named() -> None:
-    seen = Evidence(records((2, "forward", 9), (2, "forward", 9)), {0: COLLECTIVE, 1: ELSEWHERE})
-    failure = diagnose(waiting(0), {0: 11, 1: -15}, seen, 2)
+    evidence = Evidence(records((2, "forward", 9), (2, "forward", 9)), {0: COLLECTIVE, 1: ELSEWHERE})
+    failure = diagnose(waiting(0), {0: 11, 1: -15}, evidence, 2)
     assert (failure.kind, failure.rank, failure.step) == ("hang", 1, 2)
     assert 'File "/x/data.py", line 7 in read' in failure.message
 
 
 def test_else_the_rank_that_is_furthest_behind() -> None:
-    seen = Evidence(records((3, "forward", 15), (3, "forward", 15), (2, "optimizer", 14)))
-    assert diagnose(waiting(0, 1), {0: 11, 1: 11, 2: -9}, seen, 3).rank == 2
+    evidence = Evidence(records((3, "forward", 15), (3, "forward", 15), (2, "optimizer", 14)))
+    assert diagnose(waiting(0, 1), {0: 11, 1: 11, 2: -9}, evidence, 3).rank == 2
 
 
 def test_else_nobody_but_who_waited() -> None:
-    seen = Evidence(records((3, "forward", 15), (3, "forward", 15)))
-    failure = diagnose(waiting(0, 1), {0: 11, 1: 11}, seen, 2)
+    evidence = Evidence(records((3, "forward", 15), (3, "forward", 15)))
+    failure = diagnose(waiting(0, 1), {0: 11, 1: 11}, evidence, 2)
     assert failure.message.startswith("rank 0 failed: RuntimeError: Timed out waiting")
     assert "Another rank did not come within 600 seconds (train.timeout)" in failure.message
 
@@ -253,8 +253,8 @@ def test_a_rank_that_lost_its_peer_is_not_the_first() -> None:
     boom = RankReport(1, 2.0, "RuntimeError: boom")
     assert diagnose([lost, boom], {0: 10, 1: 1}, Evidence(), 2).rank == 1
     # ended by SIGTERM before the agent sent any
-    gone = RankReport(0, 1.0, "RuntimeError: Connection closed by peer", kind="peer", ended_ranks=[1])
-    assert diagnose([gone], {0: 10, 1: -15}, Evidence(), 2).message.startswith("rank 1 was killed by SIGTERM")
+    report = RankReport(0, 1.0, "RuntimeError: Connection closed by peer", kind="peer", ended_ranks=[1])
+    assert diagnose([report], {0: 10, 1: -15}, Evidence(), 2).message.startswith("rank 1 was killed by SIGTERM")
     assert diagnose([lost], {0: 10, 1: -15}, Evidence(), 2).rank == 0
 
 
@@ -263,8 +263,8 @@ def test_a_rank_whose_connection_a_waiting_one_closed_is_not_the_cause(waited: b
     """Rank 1 is stopped. Rank 2 waits for it in vain and closes its connections, which rank 0 reports first, and may be
     the only one to report anything."""
     lost = RankReport(0, 1.0, "RuntimeError: gloo: Connection closed by peer", kind="peer", activity="in step 2 of 9")
-    seen = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE}, {1: "stopped (SIGSTOP)"})
-    failure = diagnose([lost, *(waiting(2) if waited else [])], {0: 10, 2: 11 if waited else -15, 1: -15}, seen, 3)
+    evidence = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE}, {1: "stopped (SIGSTOP)"})
+    failure = diagnose([lost, *(waiting(2) if waited else [])], {0: 10, 2: 11 if waited else -15, 1: -15}, evidence, 3)
     assert (failure.kind, failure.rank) == ("hang", 1)
     assert failure.message.startswith("rank 1 is stuck: it did not come within ")
     assert "it is stopped (SIGSTOP)" in failure.message and "rank 0 failed" not in failure.message
@@ -273,8 +273,8 @@ def test_a_rank_whose_connection_a_waiting_one_closed_is_not_the_cause(waited: b
 def test_a_rank_that_waited_in_vain_says_more_than_one_that_lost_a_connection() -> None:
     """Nobody is stopped: rank 1 is elsewhere."""
     lost = RankReport(0, 1.0, "RuntimeError: gloo: Connection closed by peer", kind="peer")
-    seen = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE})
-    failure = diagnose([lost, *waiting(2)], {0: 10, 2: 11, 1: -15}, seen, 3)
+    evidence = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE})
+    failure = diagnose([lost, *waiting(2)], {0: 10, 2: 11, 1: -15}, evidence, 3)
     assert (failure.kind, failure.rank) == ("hang", 1)
 
 
@@ -331,12 +331,12 @@ def test_a_silent_rank_is_blamed_for_how_it_ended_not_for_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "says"),
+    ("code", "status", "message"),
     [("a word", 1, "a word"), ("", 1, ""), (None, 0, None), (0, 0, None), (7, 7, "exit status 7")],
 )
 @pytest.mark.parametrize("launched", [True, False])
 def test_sys_exit_in_a_rank(
-    code: Any, status: int, says: str | None, launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    code: Any, status: int, message: str | None, launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """As Python itself has it: a text is shown, and is a failure."""
@@ -348,9 +348,9 @@ def test_sys_exit_in_a_rank(
     if launched:
         monkeypatch.setenv(reports.FOLDER_VARIABLE, str(tmp_path))
     assert entrypoint.guarded(lambda: sys.exit(code)) == status and ended == [status]
-    found = [report.message for report in reports.read_all(tmp_path)]
-    assert found == ([says] if launched and says is not None else [])
-    assert capsys.readouterr().err == (f"{says}\n" if isinstance(code, str) and not launched else "")
+    messages = [report.message for report in reports.read_all(tmp_path)]
+    assert messages == ([message] if launched and message is not None else [])
+    assert capsys.readouterr().err == (f"{message}\n" if isinstance(code, str) and not launched else "")
 
 
 def test_how_long_another_was_waited_for_is_said() -> None:
@@ -361,11 +361,14 @@ def test_how_long_another_was_waited_for_is_said() -> None:
 
 
 def test_the_kernels_kills_are_told_from_others() -> None:
-    seen = records((2, "forward", 9), (2, "forward", 9))
-    unknown, other = diagnose([], {1: -9}, Evidence(seen), 2), diagnose([], {1: -9}, Evidence(seen, oom_kills=0), 2)
-    assert unknown.kind == other.kind == "killed"
-    assert "often the kernel" in unknown.message and "not by the kernel" in other.message
-    failure = diagnose([], {1: -9}, Evidence(seen, oom_kills=1), 2)
+    flight_records = records((2, "forward", 9), (2, "forward", 9))
+    unknown, not_oom = (
+        diagnose([], {1: -9}, Evidence(flight_records), 2),
+        diagnose([], {1: -9}, Evidence(flight_records, oom_kills=0), 2),
+    )
+    assert unknown.kind == not_oom.kind == "killed"
+    assert "often the kernel" in unknown.message and "not by the kernel" in not_oom.message
+    failure = diagnose([], {1: -9}, Evidence(flight_records, oom_kills=1), 2)
     assert failure.kind == "memory"
     assert "rank 1 was killed by the kernel, which is short of memory\nin step 2 of 9, forward" in failure.message
     assert "step.max_tokens_per_device" in failure.message
@@ -402,9 +405,9 @@ def test_the_kernels_counts_are_found_in_either_version(
 ) -> None:
     groups, file = GROUPS[name]
     monkeypatch.setattr(machine, "Path", lambda path: tmp_path / path.lstrip("/"))
-    for place, text in (("proc/self/cgroup", groups), (file, "oom_kill 3\n")):
-        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / place).write_text(text)
+    for system_file, text in (("proc/self/cgroup", groups), (file, "oom_kill 3\n")):
+        (tmp_path / system_file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / system_file).write_text(text)
     assert machine.oom_kills() == 3
 
 
@@ -414,27 +417,27 @@ def test_memory_of_a_test_is_limited_in_either_version(
 ) -> None:
     """The kernel's part is in faults/test_faults.py, where this user may make such groups, in the version that is
     here."""
-    own = tmp_path / ("sys/fs/cgroup/a" if version == 2 else "sys/fs/cgroup/memory/a")
+    cgroup = tmp_path / ("sys/fs/cgroup/a" if version == 2 else "sys/fs/cgroup/memory/a")
     files = ("memory.max", "cgroup.procs") if version == 2 else ("memory.limit_in_bytes", "cgroup.procs")
-    for place, text in (
+    for system_file, text in (
         (tmp_path / "proc/self/cgroup", "0::/a" if version == 2 else "4:memory:/a\n0::/"),
         (tmp_path / "sys/fs/cgroup/cgroup.controllers", "memory") if version == 2 else (tmp_path / "none", ""),
     ):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
-    own.mkdir(parents=True)
+        system_file.parent.mkdir(parents=True, exist_ok=True)
+        system_file.write_text(text)
+    cgroup.mkdir(parents=True)
     monkeypatch.setattr(control_group, "Path", lambda path: tmp_path / path.lstrip("/"))
-    made = Path.mkdir
+    make_folder = Path.mkdir
 
     def as_the_kernel_does(folder: Path, *arguments: object) -> None:
-        made(folder)
+        make_folder(folder)
         for file in files:
             (folder / file).touch()
 
     monkeypatch.setattr(Path, "mkdir", as_the_kernel_does)
     monkeypatch.setattr(Path, "rmdir", lambda folder: shutil.rmtree(folder))
     with control_group.memory_group(7) as folder:
-        assert folder is not None and folder.parent == own
+        assert folder is not None and folder.parent == cgroup
         control_group.enter(folder)
         assert [(folder / file).read_text() for file in files] == [str(7 << 20), str(os.getpid())]
     assert not folder.exists()
@@ -478,9 +481,9 @@ def test_a_rank_that_waits_for_its_device_waits_for_the_others(frame: str) -> No
 
 
 def test_the_few_are_named_against_the_many() -> None:
-    said = [{"a": "1", "b": "x"}] * 3 + [{"a": "2", "b": "x"}]
-    assert differences(said, range(4)) == ["a: 2 on rank 3; 1 on the others"]
-    assert differences(said[:3], range(3)) == []
+    facts = [{"a": "1", "b": "x"}] * 3 + [{"a": "2", "b": "x"}]
+    assert differences(facts, range(4)) == ["a: 2 on rank 3; 1 on the others"]
+    assert differences(facts[:3], range(3)) == []
     assert differences([{"a": "1"}, {}], [4, 5]) == ["a: nothing on rank 5; 1 on the other"]
     assert differences([{"a": str(i % 9)} for i in range(90)], range(90))[0].startswith("a: 1 on ranks 1, 10, 19, ")
 
@@ -497,12 +500,12 @@ class Attempts:
 
     def __call__(self, command: Sequence[str], nproc: int, debug: bool) -> LaunchOutcome:
         self.commands.append(command[0])
-        found = self.failures.pop(0)
-        if found is None:
+        outcome = self.failures.pop(0)
+        if outcome is None:
             return LaunchOutcome(0)
         (self.run / "flight").mkdir(parents=True, exist_ok=True)
         (self.run / "flight" / "rank-00000.json").write_text(str(len(self.commands)))
-        failure = Failure(found[0], "what happened", 1, found[1], str(self.run) if found[1] else "")
+        failure = Failure(outcome[0], "what happened", 1, outcome[1], str(self.run) if outcome[1] else "")
         return LaunchOutcome(failure.status, failure)
 
 
@@ -531,8 +534,8 @@ def test_when_to_start_again(
     err = capsys.readouterr().err
     assert err.count("restart ") == len(commands) - 1
     assert err.count("not restarted: ") == (status != 0)
-    kept = [path.read_text() for path in sorted(tmp_path.glob("run/flight/attempt-*/rank-00000.json"))]
-    assert kept == [str(number + 1) for number in range(len(commands) - 1) if failures[number][1]]
+    contents = [path.read_text() for path in sorted(tmp_path.glob("run/flight/attempt-*/rank-00000.json"))]
+    assert contents == [str(number + 1) for number in range(len(commands) - 1) if failures[number][1]]
 
 
 def test_a_signal_to_the_launcher_is_no_failure(tmp_path: Path) -> None:
@@ -553,26 +556,29 @@ def test_the_record_of_an_actor_is_where_the_controller_looks(tmp_path: Path, mo
 
 
 def test_an_actor_without_progress_is_killed_with_the_report_of_a_hang(
-    made: FlightRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorder: FlightRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
     process: Any = SimpleNamespace(status=lambda: "running", kill=lambda: killed.append(1))
     monkeypatch.setattr(monitor, "process_of", lambda record, scratch: process)
-    ActorWatchdog(tmp_path, 3.0, "train.timeout")._kill(1, made.record(), process, 7.0)
+    ActorWatchdog(tmp_path, 3.0, "train.timeout")._kill(1, recorder.record(), process, 7.0)
     (report,) = reports.read_all(tmp_path)
     assert (report.rank, report.kind, report.plain) == (1, "hang", True) and killed == [1]
-    assert report.message == "no progress for 7 seconds (train.timeout)" and report.activity == made.record().activity()
+    assert (
+        report.message == "no progress for 7 seconds (train.timeout)"
+        and report.activity == recorder.record().activity()
+    )
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("has_limit", [True, False])
 def test_the_launcher_gets_a_limit_for_endings_where_torch_has_one(
-    known: bool, monkeypatch: pytest.MonkeyPatch
+    has_limit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch 2.11 has none."""
-    fields = [("nodes", int), *([("shutdown_timeout", float)] if known else [])]
+    fields = [("nodes", int), *([("shutdown_timeout", float)] if has_limit else [])]
     monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", make_dataclass("LaunchConfig", fields))
     config = versions.launch_config(shutdown_timeout=3.0, nodes=1)
-    assert asdict(config) == {"nodes": 1, **({"shutdown_timeout": 3.0} if known else {})}
+    assert asdict(config) == {"nodes": 1, **({"shutdown_timeout": 3.0} if has_limit else {})}
 
 
 def test_a_controller_that_does_not_come_back_is_shown_where_it_is(tmp_path: Path) -> None:

@@ -209,13 +209,13 @@ NO_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("environment", "says"), NO_RANKS, ids=range(len(NO_RANKS)))
-def test_variables_of_no_rank_are_refused(environment: dict[str, str], says: str) -> None:
-    with pytest.raises(UserError, match=re.escape(says)) as caught:
+@pytest.mark.parametrize(("environment", "message"), NO_RANKS, ids=range(len(NO_RANKS)))
+def test_variables_of_no_rank_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         join_launcher(dict(environment))
     assert len(str(caught.value)) < 300
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
-        with pytest.raises(UserError, match=re.escape(says)):
+        with pytest.raises(UserError, match=re.escape(message)):
             process._rank_environment({"MASTER_ADDR": "a", "MASTER_PORT": "1", **environment})
 
 
@@ -242,12 +242,12 @@ def test_under_torchrun_it_joins(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- which failure is shown
 
 
-def report(rank: int, at: float, message: str = "boom", user: bool = False) -> RankReport:
-    return RankReport(rank, at, message, f"Traceback of rank {rank}", "user" if user else "failed", plain=user)
+def report(rank: int, time: float, message: str = "boom", user: bool = False) -> RankReport:
+    return RankReport(rank, time, message, f"Traceback of rank {rank}", "user" if user else "failed", plain=user)
 
 
 @pytest.mark.parametrize(
-    ("found", "exits", "expected"),
+    ("reports", "exits", "expected"),
     [
         (
             [report(2, 1.0), report(0, 2.0)],
@@ -269,14 +269,14 @@ def report(rank: int, at: float, message: str = "boom", user: bool = False) -> R
         ([report(0, 1.0, "a", True), report(1, 2.0, "b", True)], {0: 2, 1: 2}, "rank 0 failed: a\n1 other rank"),
     ],
 )
-def test_the_first_failure_is_shown(found: list[RankReport], exits: dict[int, int], expected: str) -> None:
-    assert diagnose(found, exits, Evidence(), nproc=max(2, len(exits))).message.startswith(expected)
+def test_the_first_failure_is_shown(reports: list[RankReport], exits: dict[int, int], expected: str) -> None:
+    assert diagnose(reports, exits, Evidence(), nproc=max(2, len(exits))).message.startswith(expected)
 
 
 def test_debug_shows_the_traceback_of_a_user_error() -> None:
-    found = [report(1, 1.0, "set a.b to 1", user=True)]
-    assert "Traceback" not in diagnose(found, {1: 2, 0: -15}, Evidence(), nproc=2).message
-    shown = diagnose(found, {1: 2, 0: -15}, Evidence(), nproc=2, debug=True).message
+    reports = [report(1, 1.0, "set a.b to 1", user=True)]
+    assert "Traceback" not in diagnose(reports, {1: 2, 0: -15}, Evidence(), nproc=2).message
+    shown = diagnose(reports, {1: 2, 0: -15}, Evidence(), nproc=2, debug=True).message
     assert shown.startswith("rank 1 failed: set a.b to 1\nTraceback of rank 1\n")
 
 
@@ -288,8 +288,8 @@ def test_one_process_joins_without_a_launcher() -> None:
         assert (ranks.rank, ranks.world, ranks.device, ranks.is_first) == (0, 1, torch.device("cpu"), True)
         total = torch.ones(1)
         dist.all_reduce(total)
-        with join("cpu") as again:  # inside a process group that exists: it is used, and stays
-            assert not again.owner
+        with join("cpu") as second:  # inside a process group that exists: it is used, and stays
+            assert not second.owner
         assert dist.is_initialized()
     assert not dist.is_initialized()
 
@@ -342,12 +342,12 @@ def test_segments_of_the_allocator_grow_before_cuda_is_used(
     monkeypatch.setattr(process, "choose_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     join("cuda")
-    told = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
+    settings = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
     if variable is None:
         assert events == ["expandable_segments:True", "cuda:0"]
-        assert told == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        assert settings == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     else:
-        assert events == ["cuda:0"] and told == {variable: "max_split_size_mb:64"}
+        assert events == ["cuda:0"] and settings == {variable: "max_split_size_mb:64"}
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

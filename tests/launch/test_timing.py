@@ -89,9 +89,9 @@ class Event:
     def synchronize(self) -> None:
         self.waited = True
 
-    def elapsed_time(self, other: Event) -> float:
-        assert other.waited
-        return other.at - self.at
+    def elapsed_time(self, end: Event) -> float:
+        assert end.waited
+        return end.at - self.at
 
 
 # ---------------------------------------------------------------- real ranks
@@ -104,10 +104,12 @@ def step(engine: Engine) -> tuple[dict[str, torch.Tensor], float]:
     flight.step(1, 1)
     plan = engine.plan(engine.planner.metadata(documents))
     engine.accumulate(plan, dict(enumerate(documents)), CrossEntropy())
-    found = {name: local_shard(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
+    gradients = {
+        name: local_shard(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None
+    }
     engine.apply(1e-3)
     flight.enter("record")
-    return found, time.perf_counter() - began
+    return gradients, time.perf_counter() - began
 
 
 def local_shard(gradient: torch.Tensor) -> torch.Tensor:
@@ -141,9 +143,9 @@ def make_slow(engine: Engine) -> None:
 @pytest.mark.parametrize("mesh", ["2", "2x1"])
 def test_who_waits_for_a_slow_rank_is_told_and_nothing_else_changes(mesh: str) -> None:
     fast, slow = run(world_of(mesh), timed_and_not, saved_model("llama"), mesh, 1)
-    for found in (fast, slow):
-        assert found["equal"]
-        assert sum(found["times"].values()) == pytest.approx(found["seconds"], rel=0.05, abs=0.05)
+    for facts in (fast, slow):
+        assert facts["equal"]
+        assert sum(facts["times"].values()) == pytest.approx(facts["seconds"], rel=0.05, abs=0.05)
     assert slow["times"]["time/forward"] > 0.3 and fast["times"]["time/communication"] > 0.2
     assert slow["times"]["time/communication"] < fast["times"]["time/communication"]
 

@@ -37,7 +37,7 @@ def rollouts() -> list[SampleGroup]:
             tokens = 2 + (3 * number + index) % 5
             names = ("old_logprobs", "ref_logprobs", "values")
             arrays = {name: generator.normal(-1.0, 0.3, tokens).tolist() for name in names}
-            samples.append(drawn_sample(number, tokens, reward, index=index, gaps=[1] if tokens > 4 else [], **arrays))
+            samples.append(sample(number, tokens, reward, index=index, gaps=[1] if tokens > 4 else [], **arrays))
         groups.append(SampleGroup(samples[0].prompt, samples))
     return groups
 

@@ -145,8 +145,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def separate(folder: Path) -> tuple[Any, ...]:
     """Engine and trainer on devices of their own, neither of which ever sleeps."""
-    (found,) = run(1, trained, folder, "hf", False, ())
-    return tuple(found)
+    (result,) = run(1, trained, folder, "hf", False, ())
+    return tuple(result)
 
 
 @pytest.mark.parametrize(("engine", "parts"), [("hf", PARTS), ("hf", ()), ("embedded", PARTS)])

@@ -229,7 +229,7 @@ def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
         read(*keys, f"model.path={path}", "mesh.dp_shard=2", "critic.clip=null", "rl.correction=none", lora), "cpu"
     )
     groups = [group([1.0, 0.0], [4, 6]), group([0.0, 1.0], [5, 3], index=1)]
-    samples = [member for one in groups for member in one.samples]
+    samples = [member for sample_group in groups for member in sample_group.samples]
     for index, member in enumerate(samples):
         member.tokens[member.sampled] += 7 * index  # what they drew tells them apart
     first, losses, explained = collect(trainer.read("policy", samples)), [], []

@@ -63,18 +63,18 @@ def test_with_replayed_experts(algorithm: str, tmp_path: Path) -> None:
     check({share: tmp_path / share for share in rows}, 0.6)
 
 
-def check(runs: dict[str, Path], most: float) -> None:
+def check(runs: dict[str, Path], max_share: float) -> None:
     """most: tokens forwarded, of those that are forwarded for every answer."""
     rollouts = {share: rollouts_of(run) for share, run in runs.items()}
-    taken: dict[str, list[Any]] = {
+    rollout_figures: dict[str, list[Any]] = {
         share: [(row["tokens"], row["reward"]) for rows in steps.values() for row in rows]
         for share, steps in rollouts.items()
     }
-    assert taken["auto"] == taken["off"]
+    assert rollout_figures["auto"] == rollout_figures["off"]
     trees, separate = (lines_of(runs[share]) for share in ("auto", "off"))
     assert len(trees) == len(separate) > 2
     for line, separate_line in zip(trees, separate, strict=True):
         assert line["tokens"] == separate_line["tokens"]
-        assert line["tokens_forwarded"] < most * separate_line["tokens_forwarded"]
+        assert line["tokens_forwarded"] < max_share * separate_line["tokens_forwarded"]
         assert line["loss"] == pytest.approx(separate_line["loss"], rel=1e-4, abs=1e-6)
         assert line["grad_norm"] == pytest.approx(separate_line["grad_norm"], rel=1e-3, abs=1e-6)

@@ -90,9 +90,9 @@ def prepare(fault: Fault, folder: Path = Path()) -> None:
             struck.write_text(str(time.monotonic()))
             DO[fault.do](record)
 
-    def step(number: int, total: int, documents: Sequence[str] = (), many: int | None = None) -> None:
-        step_original(number, total, documents, many)
-        act_at("plan", 0, documents, many)
+    def step(number: int, total: int, documents: Sequence[str] = (), document_count: int | None = None) -> None:
+        step_original(number, total, documents, document_count)
+        act_at("plan", 0, documents, document_count)
 
     step_original = flight.step
     flight.enter, flight.step = act_at, step

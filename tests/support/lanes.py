@@ -36,7 +36,7 @@ def starting(path: Path) -> frozenset[str]:
             if used & names:
                 names |= _bound(definition)
                 if any("autouse" in ast.unparse(decorator) for decorator in getattr(definition, "decorator_list", ())):
-                    names |= {name for other, _ in definitions for name in _bound(other)}
+                    names |= {name for bound_node, _ in definitions for name in _bound(bound_node)}
         if len(names) == before:
             return frozenset(names)
 

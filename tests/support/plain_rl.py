@@ -44,8 +44,8 @@ def by_group(rows: Sequence[Row], score: Callable[[Row], float], rule: Callable[
     """rule: (scores of the group, place of the sample in it) -> advantage."""
     out = []
     for row in rows:
-        members = [other for other in rows if other.group == row.group]
-        position = next(n for n, other in enumerate(members) if other is row)
+        members = [sibling for sibling in rows if sibling.group == row.group]
+        position = next(n for n, sibling in enumerate(members) if sibling is row)
         scores = torch.tensor([score(member) for member in members], dtype=torch.float64)
         out.append(rule(scores, position).expand(len(row.drawn)))
     return out

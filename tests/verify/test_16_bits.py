@@ -51,7 +51,7 @@ def in_16_bits(
 def test_an_engine_is_as_near_to_fp32_as_plain_transformers(family: str, mesh: str, dtype: str) -> None:
     figures, remark = run(world_of(mesh), in_16_bits, saved_model(family), mesh, dtype, {})[0]
     name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
-    assert [figure.name for figure in figures] == [NEIGHBOURS, *(f"{what}, {name}" for what in ALL)]
+    assert [figure.name for figure in figures] == [NEIGHBOURS, *(f"{quantity}, {name}" for quantity in ALL)]
     assert [figure for figure in figures if not figure.passed] == []
     assert all(figure.noise is not None and figure.value < 2 * figure.noise for figure in figures[1:]), figures
     assert "verdict: at most 4 times as far off as plain transformers in it" in remark
@@ -120,16 +120,16 @@ def test_the_bound_is_a_multiple_of_what_plain_transformers_round_away(times: fl
     exact = NarrowResults([torch.zeros(100)], 1.0, {"w": torch.ones(10, 10)}, {})
     off = 0.05
     plain = replace(exact, logprobs=[torch.full((100,), off)], gradients={"w": torch.ones(10, 10) * (1 + off)})
-    seen = replace(
+    observed = replace(
         exact, logprobs=[torch.full((100,), times * off)], loss=1.0 + times * off,
         gradients={"w": torch.ones(10, 10) * (1 + times * off)},
     )  # fmt: skip
-    figures = judge_narrow(seen, plain, exact, torch.float16, "w")
+    figures = judge_narrow(observed, plain, exact, torch.float16, "w")
     assert len(figures) == 4 and {figure.passed for figure in figures} == {passes}
 
 
 def test_what_is_no_number_fails() -> None:
     exact = NarrowResults([torch.zeros(4)], 1.0, {"w": torch.ones(2, 2)}, {})
-    seen = replace(exact, gradients={"w": torch.full((2, 2), float("nan"))})
-    failed = [figure.name for figure in judge_narrow(seen, exact, exact, torch.float16, "w") if not figure.passed]
+    observed = replace(exact, gradients={"w": torch.full((2, 2), float("nan"))})
+    failed = [figure.name for figure in judge_narrow(observed, exact, exact, torch.float16, "w") if not figure.passed]
     assert failed == ["gradients, every parameter, float16", "gradients of each token's row, float16"]

@@ -30,34 +30,34 @@ def both_sides(path: str) -> tuple[Observed, Expected]:
     """What a mesh of one rank and the reference compute."""
     with mock.patch.object(harness, "judge", return_value=harness.Verdict([])) as judge:
         harness.verify(open_engine(path, "1"), path, awkward_steps(128), [1e-3] * 3)
-    seen, expected = judge.call_args.args[:2]
-    return seen, expected
+    observed, expected = judge.call_args.args[:2]
+    return observed, expected
 
 
 @pytest.fixture(scope="module")
 def sides() -> tuple[Observed, Expected]:
-    seen, expected = run(1, both_sides, saved_model("llama"))[0]
-    return seen, expected
+    observed, expected = run(1, both_sides, saved_model("llama"))[0]
+    return observed, expected
 
 
-def longest(seen: Observed) -> int:
-    return max(seen.readouts, key=lambda index: len(seen.readouts[index]["logprob"]))
+def longest(observed: Observed) -> int:
+    return max(observed.readouts, key=lambda index: len(observed.readouts[index]["logprob"]))
 
 
-def of_readouts(name: str, both: bool) -> Callable[[Observed], None]:
-    def change(seen: Observed) -> None:
-        for of in (seen.readouts, seen.separate) if both else (seen.separate,):
-            of[longest(seen)][name][5] += 0.01
+def of_readouts(name: str, in_both: bool) -> Callable[[Observed], None]:
+    def change(observed: Observed) -> None:
+        for side in (observed.readouts, observed.separate) if in_both else (observed.separate,):
+            side[longest(observed)][name][5] += 0.01
 
     return change
 
 
-def at(name: str, place: int | None, values: Any) -> Callable[[Observed], None]:
-    def change(seen: Observed) -> None:
-        if place is None:
-            setattr(seen, name, values(getattr(seen, name)))
+def at(name: str, index: int | None, values: Any) -> Callable[[Observed], None]:
+    def change(observed: Observed) -> None:
+        if index is None:
+            setattr(observed, name, values(getattr(observed, name)))
         else:
-            getattr(seen, name)[place] = values(getattr(seen, name)[place])
+            getattr(observed, name)[index] = values(getattr(observed, name)[index])
 
     return change
 
@@ -68,9 +68,9 @@ def first_parameter(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 CHANGES: dict[str, Callable[[Observed], None]] = {
-    "readout: logprob": of_readouts("logprob", both=True),
-    "readout: entropy": of_readouts("entropy", both=True),
-    "packed against alone": of_readouts("logprob", both=False),
+    "readout: logprob": of_readouts("logprob", in_both=True),
+    "readout: entropy": of_readouts("entropy", in_both=True),
+    "packed against alone": of_readouts("logprob", in_both=False),
     "neighbours do not move": at("neighbours", None, lambda value: value + 1e-4),
     "evaluation: accuracy": at("evaluated", None, lambda pair: (pair[0] + 0.1, pair[1])),
     "evaluation: exact": at("evaluated", None, lambda pair: (pair[0], 0.0)),
@@ -92,24 +92,24 @@ CHANGES: dict[str, Callable[[Observed], None]] = {
 
 
 def test_these_are_all_figures(sides: tuple[Observed, Expected]) -> None:
-    seen, expected = deepcopy(sides)
-    seen.routing = Differences(choices=10)
-    verdict = harness.judge(seen, expected, "adamw")
+    observed, expected = deepcopy(sides)
+    observed.routing = Differences(choices=10)
+    verdict = harness.judge(observed, expected, "adamw")
     assert verdict.failed == []
     assert {figure.name for figure in verdict.figures} == set(CHANGES)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_differs_in_one_is_seen_by_that_one(name: str, sides: tuple[Observed, Expected]) -> None:
-    seen, expected = deepcopy(sides)
-    CHANGES[name](seen)
-    assert harness.judge(seen, expected, "adamw").failed == [name]
+    observed, expected = deepcopy(sides)
+    CHANGES[name](observed)
+    assert harness.judge(observed, expected, "adamw").failed == [name]
 
 
 def test_documents_to_evaluate_are_hit_and_missed(sides: tuple[Observed, Expected]) -> None:
     """One has likeliest tokens alone. In the other, tokens are missed that are the likeliest of a half."""
-    seen, expected = sides
-    assert seen.evaluated == (expected.accuracy, expected.exact) and expected.exact == 0.5
+    observed, expected = sides
+    assert observed.evaluated == (expected.accuracy, expected.exact) and expected.exact == 0.5
     assert 0.7 < expected.accuracy < 0.9 and all(sum(mask) > 5 for _, mask in expected.held_out)
 
 
@@ -119,9 +119,9 @@ def test_the_largest_difference_is_no_number_if_any_is_none(values: list[float])
 
 
 def test_a_later_loss_that_is_no_number_fails(sides: tuple[Observed, Expected]) -> None:
-    seen, expected = deepcopy(sides)
-    seen.trained[1] = (math.nan, math.nan)
-    failed = harness.judge(seen, expected, "adamw").failed
+    observed, expected = deepcopy(sides)
+    observed.trained[1] = (math.nan, math.nan)
+    failed = harness.judge(observed, expected, "adamw").failed
     assert failed == ["loss along 3 steps", "gradient norm along 3 steps"]
 
 
@@ -129,10 +129,10 @@ def of_experts(path: str) -> list[float]:
     """The differences to fp64 of the gradients of each step, and of the weights, of a reference with experts."""
     trainer = ReferenceTrainer(path, [1e-3] * 3, OptimizerConfig(eps=1e-5), "cpu", "model.layers")
     steps, facts = awkward_steps(128), FlopFacts(1, expert=1, experts=5, experts_per_token=2)
-    found = with_rounding(with_noise(expect(trainer, steps, facts), trainer, steps), trainer, steps, facts)
-    in_double = [harness.compare_gradients(step.noise_samples[-1], step.gradients, {}) for step in found.steps]
+    expected = with_rounding(with_noise(expect(trainer, steps, facts), trainer, steps), trainer, steps, facts)
+    in_double = [harness.compare_gradients(step.noise_samples[-1], step.gradients, {}) for step in expected.steps]
     weights = harness.compare_weights(
-        "w", found.noise_samples[-1], found.weights, found.start, found.noise_samples[:1], "sgd"
+        "w", expected.noise_samples[-1], expected.weights, expected.start, expected.noise_samples[:1], "sgd"
     )
     return [harness.worst_of("g", figures).value for figures in in_double] + [weights.value]
 
@@ -165,8 +165,8 @@ def test_what_is_no_number_has_not_passed() -> None:
 def test_weights_are_as_far_off_as_their_difference_is_long(optimizer: str) -> None:
     """Moved by (3, 4), and off by (0.03, 0.04): a hundredth of the way."""
     start, after = {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])}
-    seen = {"w": after["w"] * 1.01}
-    figure = harness.compare_weights("weights", seen, after, start, [after], optimizer)
+    weights = {"w": after["w"] * 1.01}
+    figure = harness.compare_weights("weights", weights, after, start, [after], optimizer)
     assert figure.value == pytest.approx(0.01, rel=1e-4) and figure.noise == 0.0
 
 
@@ -233,10 +233,10 @@ def test_groups_of_the_plain_optimizer_have_the_factors_of_their_rates() -> None
 def test_the_plain_reference_is_the_model_that_the_config_names(
     path: str | None, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
+    built: list[str] = []
 
     def policy(path: str, *_: Any) -> Any:
-        made.append(path)
+        built.append(path)
         return SimpleNamespace(start=lambda *_: None)
 
     monkeypatch.setattr(rl_harness, "PlainPolicy", policy)
@@ -245,4 +245,4 @@ def test_the_plain_reference_is_the_model_that_the_config_names(
     config = replace(config, reference=replace(config.reference, path=path))
     trainer: Any = SimpleNamespace(config=config, engine=SimpleNamespace(device="cpu"), critic=None, teacher_loss=None)
     rl_harness._Plain(trainer, ({}, None), None)
-    assert made == read
+    assert built == read

@@ -140,8 +140,8 @@ def verdict_of(plant: str | None, case: Case) -> Verdict:
     sections: Sections = {}
     for section, key, value in case.sections:
         sections.setdefault(section, {})[key] = value
-    path, of = saved_model(case.family, **dict(case.changes)), (case.steps, case.special, case.trees)
-    verdict: Verdict = run(world_of(case.mesh), planted_parity, plant, path, case.mesh, sections, *of)[0]
+    path, steps_of_case = saved_model(case.family, **dict(case.changes)), (case.steps, case.special, case.trees)
+    verdict: Verdict = run(world_of(case.mesh), planted_parity, plant, path, case.mesh, sections, *steps_of_case)[0]
     return verdict
 
 
@@ -280,8 +280,8 @@ def initial_weights(plant: str | None) -> bool:
     path = saved_model("llama")
     torch.manual_seed(0)
     expected = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path)).state_dict()
-    found = run(2, fresh_weights, plant, path)
-    return all(torch.equal(weights[name], expected[name]) for weights in found for name in expected)
+    by_rank = run(2, fresh_weights, plant, path)
+    return all(torch.equal(weights[name], expected[name]) for weights in by_rank for name in expected)
 
 
 def fresh_weights(plant: str | None, path: str) -> dict[str, torch.Tensor]:
@@ -295,19 +295,19 @@ def layer_inputs(plant: str | None) -> bool:
 
 
 def dtypes_of_layer_inputs(plant: str | None, path: str) -> bool:
-    ours: list[torch.dtype] = []
-    theirs: list[torch.dtype] = []
+    actual: list[torch.dtype] = []
+    plain_dtypes: list[torch.dtype] = []
     with planted(plant):
         engine = open_engine(path, "1", fsdp={"param_dtype": "bf16"})
         for _, layer in engine.module.layers:
-            layer.register_forward_pre_hook(lambda _, inputs: ours.append(inputs[0].dtype))
+            layer.register_forward_pre_hook(lambda _, inputs: actual.append(inputs[0].dtype))
         one_step(engine)
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     for layer in plain.base_model.layers:
-        layer.register_forward_pre_hook(lambda _, inputs: theirs.append(inputs[0].dtype))
+        layer.register_forward_pre_hook(lambda _, inputs: plain_dtypes.append(inputs[0].dtype))
     plain(input_ids=torch.tensor([[3, 4, 5]]))
-    assert torch.float32 in theirs, "this family has no input that a cast would round"
-    return ours == theirs
+    assert torch.float32 in plain_dtypes, "this family has no input that a cast would round"
+    return actual == plain_dtypes
 
 
 def stays_gathered(plant: str | None) -> bool:

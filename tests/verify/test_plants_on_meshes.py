@@ -105,16 +105,16 @@ def walked_as_stored(plant: str | None, path: str) -> bool:
     with planted(plant):
         try:
             stream = walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts)
-            found = {name: tensor.clone() for name, tensor in stream}
+            walked = {name: tensor.clone() for name, tensor in stream}
         except RuntimeError:
             return False
-    return all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
+    return all(torch.equal(tensor, stored[name]) for name, tensor in walked.items())
 
 
 def ratios_of_whole_samples(plant: str | None) -> bool:
     expected, _ = run(1, test_context_parallel.policy_step, saved_model("qwen3"), "1", "gspo")[0]
-    found = run(2, planted_ratios, plant, saved_model("qwen3"))[0]
-    return all(math.isclose(found[name], value, rel_tol=1e-5, abs_tol=1e-7) for name, value in expected.items())
+    metrics = run(2, planted_ratios, plant, saved_model("qwen3"))[0]
+    return all(math.isclose(metrics[name], value, rel_tol=1e-5, abs_tol=1e-7) for name, value in expected.items())
 
 
 def planted_ratios(plant: str | None, path: str) -> dict[str, float]:
@@ -124,9 +124,9 @@ def planted_ratios(plant: str | None, path: str) -> dict[str, float]:
 
 
 def held_out_of_cut_documents(plant: str | None) -> bool:
-    found = test_eval.on_mesh("cp2", "llama", plant, SHORT)
+    measured = test_eval.on_mesh("cp2", "llama", plant, SHORT)
     means = {name: test_eval.plain_means("llama", name)[0] for name in test_eval.SETS}
-    return all(math.isclose(found[name]["eval/loss"] or 0.0, mean, rel_tol=3e-6) for name, mean in means.items())
+    return all(math.isclose(measured[name]["eval/loss"] or 0.0, mean, rel_tol=3e-6) for name, mean in means.items())
 
 
 @cache

@@ -57,17 +57,19 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-def settings(model: Path, folder: Path, **more: Any) -> Settings:
+def settings(model: Path, folder: Path, **options: Any) -> Settings:
     variables = {"VLLM_LOGGING_LEVEL": "INFO"}  # which conftest.py sets for this process
-    own = dict(interpreter=find(sys.executable), name="vllm-0", max_tokens=1024, dtype="float32", variables=variables)
-    return Settings(model=str(model), folder=folder, **{**own, **more})
+    defaults = dict(
+        interpreter=find(sys.executable), name="vllm-0", max_tokens=1024, dtype="float32", variables=variables
+    )
+    return Settings(model=str(model), folder=folder, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
 def engine(models: list[Path], loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    made = loop.run(VllmEngine.start(settings(models[0], tmp_path_factory.mktemp("engines")), version=1))
-    yield made
-    loop.run(made.close())
+    started = loop.run(VllmEngine.start(settings(models[0], tmp_path_factory.mktemp("engines")), version=1))
+    yield started
+    loop.run(started.close())
 
 
 @torch.no_grad()
@@ -114,8 +116,8 @@ def test_drawn_tokens_come_with_the_logprobs_that_they_were_drawn_with(
     temperature: float, engine: VllmEngine, loop: asyncio.Runner, models: list[Path]
 ) -> None:
     model = plain(models[0])
-    found = ask(engine, loop, SamplingParams(24, temperature=temperature), seeds=(3, 4, 3))
-    for prompt, completions in zip(PROMPTS, found, strict=True):
+    answers = ask(engine, loop, SamplingParams(24, temperature=temperature), seeds=(3, 4, 3))
+    for prompt, completions in zip(PROMPTS, answers, strict=True):
         assert all(is_of(model, prompt, completion, temperature) for completion in completions)
         assert completions[0] == completions[2] and completions[0].tokens != completions[1].tokens
 
@@ -126,17 +128,17 @@ def test_with_some_tokens_left_out_logprobs_are_among_the_kept(
     model = plain(models[0])
     for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, SamplingParams(16, top_k=5)), strict=True):
         logits = logits_of(model, prompt, completion)
-        least = logits.topk(5).values[:, -1:]
-        kept = logits.masked_fill(logits < least, -torch.inf).log_softmax(-1)
-        assert float(difference(kept, completion).max()) < MOST
+        threshold = logits.topk(5).values[:, -1:]
+        logprobs = logits.masked_fill(logits < threshold, -torch.inf).log_softmax(-1)
+        assert float(difference(logprobs, completion).max()) < MOST
         assert completion.kept_logmass is None  # vLLM does not tell it
 
 
 def test_end_tokens_and_stop_texts_end_a_completion_and_belong_to_it(engine: VllmEngine, loop: asyncio.Runner) -> None:
     (free,) = ask(engine, loop, SamplingParams(24), seeds=(5,))[0]
-    place = next(n for n in range(3, 24) if free.tokens[n] not in free.tokens[:n])
-    (ended,) = ask(engine, loop, SamplingParams(24, ends=(free.tokens[place],)), seeds=(5,))[0]
-    assert ended.finish == "end" and ended.tokens == free.tokens[: place + 1]
+    position = next(n for n in range(3, 24) if free.tokens[n] not in free.tokens[:n])
+    (ended,) = ask(engine, loop, SamplingParams(24, ends=(free.tokens[position],)), seeds=(5,))[0]
+    assert ended.finish == "end" and ended.tokens == free.tokens[: position + 1]
     tokenizer = byte_tokenizer()
     (sampled,) = ask(engine, loop, SamplingParams(48, temperature=0.7), seeds=(5,))[2]
     text = tokenizer.decode(sampled.tokens[:20])
@@ -162,8 +164,8 @@ def test_requests_under_way_go_on_under_the_new_weights(
     for completion in loop.run(update_meanwhile()):
         (first, before), (second, after) = completion.versions
         assert (first, second) == (1, 2) and before + after == 600 and before > 0
-        for model, where in ((old, slice(0, before)), (new, slice(before, None))):
-            off = difference(logits_of(model, prompt, completion).log_softmax(-1), completion)[where]
+        for model, span in ((old, slice(0, before)), (new, slice(before, None))):
+            off = difference(logits_of(model, prompt, completion).log_softmax(-1), completion)[span]
             assert float(off.mean()) < MEAN and float(off.max()) < MOST  # caches were computed anew
     loop.run(engine.reload(models[0], 3))
     for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, SamplingParams(16)), strict=True):
@@ -185,7 +187,7 @@ def test_a_paused_engine_keeps_requests_and_an_aborted_one_returns_what_they_hav
 
     waited, completions = loop.run(pause_then_abort())
     assert waited
-    assert all(one.finish == "abort" and 0 < len(one.tokens) < 900 for one in completions)
+    assert all(completion.finish == "abort" and 0 < len(completion.tokens) < 900 for completion in completions)
 
 
 def test_an_update_that_fails_leaves_nothing_to_sample_from_until_one_succeeds(
@@ -221,9 +223,9 @@ def test_options_that_the_server_does_not_know_are_told_by_it(
         loop.run(VllmEngine.start(wrong))
 
 
-@pytest.mark.parametrize("which", ["core", "server", "guard"])
+@pytest.mark.parametrize("target", ["core", "server", "guard"])
 def test_an_engine_that_is_killed_ends_all_that_waits_within_seconds(
-    which: str, loop: asyncio.Runner, models: list[Path], tmp_path: Path
+    target: str, loop: asyncio.Runner, models: list[Path], tmp_path: Path
 ) -> None:
     async def kill_while_running() -> tuple[str, float]:
         engine = await VllmEngine.start(settings(models[0], tmp_path))
@@ -232,20 +234,24 @@ def test_an_engine_that_is_killed_ends_all_that_waits_within_seconds(
         (guard,) = outer.children()
         (server,) = guard.children()
         family = server.children(recursive=True)
-        core = next(one for one in family if "EngineCore" in one.name() or "EngineCore" in " ".join(one.cmdline()))
+        core = next(
+            process
+            for process in family
+            if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())
+        )
         requests = [Request(f"prompt {n}", PROMPTS[n], (1, 2), SamplingParams(900)) for n in range(3)]
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0.5)
         began = time.monotonic()
-        {"core": core, "server": server, "guard": guard}[which].kill()
+        {"core": core, "server": server, "guard": guard}[target].kill()
         errors = await asyncio.gather(*running, return_exceptions=True)
         seconds = time.monotonic() - began
         assert all(isinstance(error, EngineDiedError) for error in errors)
         await engine.close()
-        everyone = [outer, guard, server, *family]
-        psutil.wait_procs(everyone, timeout=10)
-        left = [one for one in everyone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-        assert not left
+        processes = [outer, guard, server, *family]
+        psutil.wait_procs(processes, timeout=10)
+        alive = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert not alive
         return str(errors[0]), seconds
 
     message, seconds = loop.run(kill_while_running())

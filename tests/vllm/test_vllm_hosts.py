@@ -37,10 +37,12 @@ KEYS = [
 def test_weights_reach_an_engine_on_another_host(tmp_path: Path) -> None:
     """One core each, so that trainer and engine are on different nodes: shared memory is refused, a group is taken."""
     subprocess.run([PYTHON, ROOT / "examples/make_arithmetic_demo.py", tmp_path], check=True)
-    own = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     words = [PYTHON, "-c", CLUSTER, *KEYS]
-    done = subprocess.run(words, cwd=tmp_path, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert "statuses [0, 2]" in done.stdout, done.stdout
     assert "rollout.transport=shared: vllm-0 is on " in done.stdout, done.stdout
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

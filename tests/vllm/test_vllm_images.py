@@ -42,11 +42,11 @@ def test_images(tmp_path: Path) -> None:
     model.save_pretrained(path)
     images = read_images(path, tokenizer, DataConfig(path="unused"))
     prompts = list(read_prompts(ROWS, tokenizer, Encoding(), PromptRules(1000), images))
-    own = Generator(model, opener=ImageOpener(lambda: images))
-    asked = [Request(str(n), p.tokens, (1, 2), SamplingParams(8, 0.0), p.images) for n, p in enumerate(prompts)]
-    place = asked[0].tokens.index(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-    longer = (*asked[0].tokens[:place], asked[0].tokens[place], *asked[0].tokens[place:])
-    wrong = Request("wrong", longer, (1,), SamplingParams(2), asked[0].images)
+    generator = Generator(model, opener=ImageOpener(lambda: images))
+    requests = [Request(str(n), p.tokens, (1, 2), SamplingParams(8, 0.0), p.images) for n, p in enumerate(prompts)]
+    position = requests[0].tokens.index(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    longer = (*requests[0].tokens[:position], requests[0].tokens[position], *requests[0].tokens[position:])
+    wrong = Request("wrong", longer, (1,), SamplingParams(2), requests[0].images)
     settings = Settings(
         interpreter=find(sys.executable), name="vllm-0", max_tokens=256, dtype="float32", model=path,
         folder=tmp_path, variables={"PYTHONPATH": ":".join(sys.path)},
@@ -55,14 +55,14 @@ def test_images(tmp_path: Path) -> None:
     async def answered() -> list[Any]:
         engine = await VllmEngine.start(settings, version=1)
         try:
-            found = await asyncio.gather(*(engine.generate(request) for request in asked))
+            answers = await asyncio.gather(*(engine.generate(request) for request in requests))
             with pytest.raises(UserError, match="vLLM's processor gives its images 4 tokens, and the trainer's 5"):
                 await engine.generate(wrong)
-            return found
+            return answers
         finally:
             await engine.close()
 
-    for theirs, ours in zip(asyncio.run(answered()), own.generate(asked), strict=True):
-        for one, other in zip(theirs, ours, strict=True):
-            assert one.tokens == other.tokens
-            assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() < 1e-3
+    for engine_group, own_group in zip(asyncio.run(answered()), generator.generate(requests), strict=True):
+        for actual, expected in zip(engine_group, own_group, strict=True):
+            assert actual.tokens == expected.tokens
+            assert (torch.tensor(actual.logprobs) - torch.tensor(expected.logprobs)).abs().max() < 1e-3

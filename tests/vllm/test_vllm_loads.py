@@ -68,8 +68,8 @@ class Comparison:
 
 def make_source(kind: str, folder: Path) -> Path:
     """A random model of this kind with a byte tokenizer, as a checkpoint directory."""
-    family, own, dtype = MODELS[kind]
-    config: PretrainedConfig = getattr(transformers, f"{family}Config")(**SHAPE, **own)
+    family, family_keys, dtype = MODELS[kind]
+    config: PretrainedConfig = getattr(transformers, f"{family}Config")(**SHAPE, **family_keys)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
     model.save_pretrained(folder)
@@ -103,43 +103,45 @@ def generate(model: Path) -> list[tuple[list[int], list[int], list[float]]]:
     llm = LLM(str(model), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=PROMPTS, seed=0)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False)
-    found = []
+    answers = []
     for ids, output in zip(prompts(), outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
-        logprobs = [place[token].logprob for place, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-        found.append((ids, tokens, logprobs))
+        logprobs = [
+            candidates[token].logprob for candidates, token in zip(output.outputs[0].logprobs, tokens, strict=True)
+        ]
+        answers.append((ids, tokens, logprobs))
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
-    return found
+    return answers
 
 
 @torch.no_grad()
 def compare(model: Path, generated: list[tuple[list[int], list[int], list[float]]]) -> Comparison:
     """Every generated token against transformers' choice after the same prefix."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    seen = Comparison(distinct=len({token for _, tokens, _ in generated for token in tokens}))
+    comparison = Comparison(distinct=len({token for _, tokens, _ in generated for token in tokens}))
     for ids, tokens, logprobs in generated:
         logits = plain(input_ids=torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
         best, choice = logits.topk(2)
-        for place, token in enumerate(tokens):
-            seen.tokens += 1
-            if token != int(choice[place, 0]):
-                gap = float(best[place, 0] - best[place, 1])
-                assert token == int(choice[place, 1]) and gap <= TIE, (ids, place, token, choice[place], gap)
-                seen.ties += 1
+        for position, token in enumerate(tokens):
+            comparison.tokens += 1
+            if token != int(choice[position, 0]):
+                gap = float(best[position, 0] - best[position, 1])
+                assert token == int(choice[position, 1]) and gap <= TIE, (ids, position, token, choice[position], gap)
+                comparison.ties += 1
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        seen.logprob = max(seen.logprob, float((chosen - torch.tensor(logprobs)).abs().max()))
-    return seen
+        comparison.logprob = max(comparison.logprob, float((chosen - torch.tensor(logprobs)).abs().max()))
+    return comparison
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_vllm_chooses_what_transformers_chooses(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_jsonl(tmp_path / "texts.jsonl", *({"text": text} for text in TEXTS))
     saved = train(make_source(kind, tmp_path / "source"), data, tmp_path / "run")
-    seen = compare(saved, generate(saved))
+    comparison = compare(saved, generate(saved))
     with capsys.disabled():
-        print(f"\n{kind} ({MODELS[kind][0]}): {seen}")
-    assert seen.tokens == PROMPTS * NEW_TOKENS > 500
-    assert seen.distinct > 20, "a model that repeats itself shows little"
-    assert seen.logprob < LOGPROB
+        print(f"\n{kind} ({MODELS[kind][0]}): {comparison}")
+    assert comparison.tokens == PROMPTS * NEW_TOKENS > 500
+    assert comparison.distinct > 20, "a model that repeats itself shows little"
+    assert comparison.logprob < LOGPROB

@@ -36,10 +36,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 @contextmanager
-def opened(path: str, **more: Any) -> Iterator[LLM]:
+def opened(path: str, **options: Any) -> Iterator[LLM]:
     llm = LLM(
         path, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=False, worker_extension_cls="weft.inference.vllm.receiver.VllmSyncWorker", **more,
+        enable_prefix_caching=False, worker_extension_cls="weft.inference.vllm.receiver.VllmSyncWorker", **options,
     )  # fmt: skip
     yield llm
     del llm
@@ -50,12 +50,12 @@ def opened(path: str, **more: Any) -> Iterator[LLM]:
 def said(llm: LLM) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens and their logprobs."""
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, detokenize=False)
-    found = []
+    answers = []
     for ids in ([5, 6, 7], list(range(20, 50))):
         (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0].outputs
         tokens = list(output.token_ids)
-        found.append((tokens, [place[t].logprob for place, t in zip(output.logprobs, tokens, strict=True)]))
-    return found
+        answers.append((tokens, [logprobs[t].logprob for logprobs, t in zip(output.logprobs, tokens, strict=True)]))
+    return answers
 
 
 class Reloading:
@@ -80,11 +80,13 @@ class Reloading:
 
 
 def without(name: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {own: tensor for own, tensor in tensors.items() if own != name}
+    return lambda tensors: {tensor_name: tensor for tensor_name, tensor in tensors.items() if tensor_name != name}
 
 
-def misnamed(name: str, other: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {other if own == name else own: tensor for own, tensor in tensors.items()}
+def misnamed(name: str, replacement: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {
+        replacement if tensor_name == name else tensor_name: tensor for tensor_name, tensor in tensors.items()
+    }
 
 
 # What is loaded -> what is said of it. Of vLLM alone only the last ends in an error.
@@ -168,10 +170,10 @@ def test_an_adapter_is_read_back(tmp_path: Path) -> None:
 
 def test_a_digest_is_of_values_and_not_of_places() -> None:
     values = torch.randn(1 << 21, generator=torch.Generator().manual_seed(0))
-    whole = digest(values)
-    assert whole == digest(values.flip(0).reshape(2, -1)) == digest(torch.cat([values, torch.zeros(9)]))
-    assert whole == (digest(values[:100]) + digest(values[100:])) % (1 << 64)
+    expected = digest(values)
+    assert expected == digest(values.flip(0).reshape(2, -1)) == digest(torch.cat([values, torch.zeros(9)]))
+    assert expected == (digest(values[:100]) + digest(values[100:])) % (1 << 64)
     values[7] = torch.nextafter(values[7], torch.tensor(9.0))
-    assert digest(values) != whole
+    assert digest(values) != expected
     half = values[:64].bfloat16()
     assert digest(half) == digest(half.float())

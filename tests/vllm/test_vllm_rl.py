@@ -51,8 +51,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in SETTINGS}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(home)}
+    inherited = {key: value for key, value in os.environ.items() if key not in SETTINGS}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(home)}
 
 
 def weft(home: Path, *words: str, status: int = 0) -> str:
@@ -120,16 +120,16 @@ def demo(home: Path) -> Path:
 def test_the_demo_learns_with_vllm_by_one_change(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start, *lines = lines_of(demo)
     rewards = [line["reward"] for line in lines]
-    apart = [line["sampling/sampling_logp_difference/mean"] for line in lines]
+    deviations = [line["sampling/sampling_logp_difference/mean"] for line in lines]
     means = {name: np.mean([line[f"seconds/{name}"] for line in lines[5:]]) for name in ("generate", "train", "sync")}
     with capsys.disabled():
         print(f"\nreward {np.mean(rewards[:10]):.3f} -> {np.mean(rewards[-10:]):.3f}", end="; ")
         print(f"accuracy {start['eval/accuracy']:.3f} -> {lines[-1]['eval/accuracy']:.3f}", end="; ")
-        print(f"mismatch {np.mean(apart):.1e} in the mean, {max(apart):.1e} in the worst step", end="; ")
+        print(f"mismatch {np.mean(deviations):.1e} in the mean, {max(deviations):.1e} in the worst step", end="; ")
         print(f"seconds a step: {', '.join(f'{name} {value:.2f}' for name, value in means.items())}")
     assert len(lines) == STEPS and np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.05
     assert lines[-1]["eval/accuracy"] > start["eval/accuracy"]
-    assert max(apart) < MEAN and max(line["sampling/sampling_logp_difference/max"] for line in lines) < 1e-3
+    assert max(deviations) < MEAN and max(line["sampling/sampling_logp_difference/max"] for line in lines) < 1e-3
     assert all(line["staleness/max"] == 0 for line in lines)
     for step, samples in rollouts_of(demo).items():
         assert {int(v) for sample in samples for v in sample.versions[sample.sampled]} == {step - 1}
@@ -177,13 +177,13 @@ def test_vllm_serves_what_was_trained(served: str, demo: Path) -> None:
 def test_exact_mode_is_refused_with_the_mismatch_that_was_measured(home: Path, demo: Path) -> None:
     words = ["rl", str(ROOT / "examples/rl_arithmetic_cpu.yaml"), "rollout.engine=vllm", "rl.on_policy=exact"]
     out = weft(home, *words, "run.dir=.demo/exact", status=2)
-    found = re.search(
+    match = re.search(
         r"rl.on_policy=exact: .*rollout.engine=vllm.* (\d+) of (\d+) tokens .* by (\S+) in the mean and (\S+) at most",
         out,
     )
-    assert found, out
-    differing, tokens, mean, most = (float(number) for number in found.groups())
-    assert 0 < differing <= tokens and 0 < mean < MEAN and mean <= most < 1e-4
+    assert match, out
+    differing, tokens, mean, largest = (float(number) for number in match.groups())
+    assert 0 < differing <= tokens and 0 < mean < MEAN and mean <= largest < 1e-4
     assert "rollout.engine=embedded, which is exact" in out and "Traceback" not in out
 
 
@@ -207,10 +207,10 @@ def test_an_engine_that_is_killed_ends_the_run_and_versions_of_tokens_are_right(
     """Rollouts run ahead of training. Killed while generating; gone on with; every token is of its version."""
     run = task / "run"
     keys = [f"model.path={task}/model", f"data.path={task}/data.jsonl", f"run.dir={run}", "checkpoint.every=1"]
-    more = ["rollout.max_new_tokens=24", "cluster.max_staleness=1", "checkpoint.keep=null", "train.steps=400"]
-    command = [str(ROOT / ".venv/bin/python"), "-m", "weft", "rl", *keys, *more, *TASK, "--nproc", "2"]
-    both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=home, env=environment(home), **both) as process:
+    overrides = ["rollout.max_new_tokens=24", "cluster.max_staleness=1", "checkpoint.keep=null", "train.steps=400"]
+    command = [str(ROOT / ".venv/bin/python"), "-m", "weft", "rl", *keys, *overrides, *TASK, "--nproc", "2"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=home, env=environment(home), **pipes) as process:
         end = time.monotonic() + 400 * business()
         while len(rollout_files(run / FOLDER)) < 6:
             assert process.poll() is None and time.monotonic() < end, process.communicate()[0][-4000:]
@@ -252,18 +252,19 @@ def _check_versions(task: Path, run: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         for step, samples in steps.items():
             for sample in samples:
-                own = sample.versions == version
-                lags |= {step - 1 - version} if own.any() else set()
-                if own.any():
+                of_version = sample.versions == version
+                lags |= {step - 1 - version} if of_version.any() else set()
+                if of_version.any():
                     tokens = torch.from_numpy(sample.tokens)
                     logprobs = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
                     read = logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
-                    differences.append(np.abs(read - sample.rollout_logprobs[1:])[own[1:]])
+                    differences.append(np.abs(read - sample.rollout_logprobs[1:])[of_version[1:]])
                     mixed += len(set(sample.versions[sample.sampled].tolist())) > 1
-    found = np.concatenate(differences)
+    joined = np.concatenate(differences)
     print(
-        f"{len(found)} tokens of versions {sorted(versions)}: {found.mean():.1e} in the mean, {found.max():.1e} at most"
+        f"{len(joined)} tokens of versions {sorted(versions)}: {joined.mean():.1e} in the mean, "
+        f"{joined.max():.1e} at most"
     )
     print(f"lags {lags}; samples of two versions, counted twice: {mixed}")
     assert lags == {0, 1} and mixed > 0
-    assert found.mean() < MEAN and found.max() < 1e-3
+    assert joined.mean() < MEAN and joined.max() < 1e-3

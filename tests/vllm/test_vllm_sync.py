@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 async def sample(engine: VllmEngine) -> list[Completion]:
     requests = (Request(f"prompt {n}", prompt, (1,), SAMPLING) for n, prompt in enumerate(PROMPTS[:2]))
-    return [completion for (completion,) in await asyncio.gather(*(engine.generate(one) for one in requests))]
+    return [completion for (completion,) in await asyncio.gather(*(engine.generate(request) for request in requests))]
 
 
 async def follow(path: str, folder: Path, port: int, lora: dict[str, Any], send: Any) -> list[list[Completion]]:
@@ -45,23 +45,23 @@ async def follow(path: str, folder: Path, port: int, lora: dict[str, Any], send:
     engine = await VllmEngine.start(
         settings(Path(path), folder, options=options, max_tokens=128, lora_rank=lora.get("rank")), version=None
     )
-    ticket, found = Ticket("127.0.0.1", port, KEY, "it", 0, 200.0), []
+    ticket, answers = Ticket("127.0.0.1", port, KEY, "it", 0, 200.0), []
     sending = asyncio.create_task(asyncio.to_thread(send))
     try:
         for version in VERSIONS:
             await engine.receive(ticket, version)
             assert engine.version == version
-            found.append(await sample(engine))
+            answers.append(await sample(engine))
         await sending
     finally:
         await engine.close()
-    return found
+    return answers
 
 
 async def fresh(path: Path, folder: Path, adapter: Path | None = None, rank: int | None = None) -> list[Completion]:
     """What an engine that is started from an export says; adapter: its export, over the base at `path`."""
-    more = {"options": {"skip_tokenizer_init": True}, "max_tokens": 128, "lora_rank": rank}
-    engine = await VllmEngine.start(settings(path, folder, name="fresh", **more), version=VERSIONS[-1])
+    options = {"options": {"skip_tokenizer_init": True}, "max_tokens": 128, "lora_rank": rank}
+    engine = await VllmEngine.start(settings(path, folder, name="fresh", **options), version=VERSIONS[-1])
     try:
         if adapter is not None:
             async with engine._update(VERSIONS[-1]):
@@ -83,8 +83,8 @@ def test_after_each_sync_it_samples_from_what_was_exported(name: str, tmp_path: 
     def send() -> None:
         pool.run(2, train_and_send, path, "2", lora, sync, port, str(tmp_path), "")
 
-    found = asyncio.run(follow(path, tmp_path / "engines", port, lora, send))
-    for version, completions in zip(VERSIONS, found, strict=True):
+    answers = asyncio.run(follow(path, tmp_path / "engines", port, lora, send))
+    for version, completions in zip(VERSIONS, answers, strict=True):
         folder = tmp_path / str(version)
         if lora:
             output = str(tmp_path / f"merged-{version}")
@@ -94,5 +94,5 @@ def test_after_each_sync_it_samples_from_what_was_exported(name: str, tmp_path: 
             assert completion.versions == ((version, 16),)
             assert is_of(model, prompt, completion)
     last, logs = tmp_path / str(VERSIONS[-1]), tmp_path / "engines"
-    other = fresh(Path(path), logs, last, lora["rank"]) if lora else fresh(last, logs)
-    assert found[-1] == asyncio.run(other)
+    fresh_answers = fresh(Path(path), logs, last, lora["rank"]) if lora else fresh(last, logs)
+    assert answers[-1] == asyncio.run(fresh_answers)
