@@ -79,7 +79,8 @@ def test_a_share_of_the_training_data_is_held_out(share: float, seed: int, tmp_p
     assert split.held_out.reports[""].documents == {0.3: 2 + 1, 0.01: 1 + 1}[share]
     held_out, remaining = list(split.held_out.documents[""]), list(split.documents)
     assert sorted(d.source for d in [*held_out, *remaining]) == sorted(d.source for d in unsplit.documents)
-    assert [d.dataset for d in held_out].count("b") == 1 and [entry.documents for entry in shares_of(split.documents)] == [
+    assert [d.dataset for d in held_out].count("b") == 1
+    assert [entry.documents for entry in shares_of(split.documents)] == [
         7 - len(held_out) + 1, 3,
     ]  # fmt: skip
     repeated = read_run_data(load_config([], [*words, f"eval.share={share}"], SftConfig))
