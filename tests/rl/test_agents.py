@@ -191,8 +191,8 @@ def test_chains_of_calls() -> None:
     a, b, c, d = call("p", "x"), call("px-", "y"), call("p", "x"), call("px-y+", "z")
     e, f = call("px-", "yy"), call("q", "x")
     assert chains([a, b, c, d, e, f]) == [[f], [c], [a, b, d], [a, e]]
-    for one in (a, b, c, d, e, f):
-        object.__setattr__(one, "request", SimpleNamespace(messages=()))
+    for exchange in (a, b, c, d, e, f):
+        object.__setattr__(exchange, "request", SimpleNamespace(messages=()))
     samples = samples_of_calls(Prompt(0, 0, (1,), "p"), 2, [a, b, c, d, e, f])
     texts = ["".join(map(chr, sample.tokens)) for sample in samples]
     assert texts == ["qx", "px", "px-y+z", "px-yy"] and [s.id for s in samples] == [
