@@ -47,6 +47,7 @@ from weft.rl.prompts import PromptRules, read_prompts
 from weft.rl.rewards.base import Failures, Rewards, decode
 from weft.rl.rollouts import rollout_group
 from weft.verify.harness import compare_gradients
+from weft.verify.rl_rollouts import recorded_rollouts
 
 SAMPLING = SamplingParams(max_new_tokens=8, ends=(END,))
 GROUP = 3
@@ -229,6 +230,12 @@ def test_runs_are_equal_and_can_be_replayed(tmp_path: Path) -> None:
     documents = [len(step) for step in rollouts_of(tmp_path / "one").values()]
     assert branches == [count - 4 for count in documents] * 3 and min(branches) >= 4
     assert [line["agent/documents"] for line in lines_of(tmp_path / "one")] == [count / 4 for count in documents]
+    recorded = str(tmp_path / "one/rollouts")
+    with pytest.raises(UserError, match="of an agent that are several documents"):
+        recorded_rollouts(recorded)
+    config = load_config([], [*words, "rl.agent=null", "rl.reward=[length]", f"run.dir={tmp_path}/other"], RlConfig)
+    with pytest.raises(UserError, match="set rl.agent as in the run that made them"):
+        run_config(config, replay=recorded)
     trained, replayed = weights_of(tmp_path / "one"), weights_of(tmp_path / "again")
     assert all(torch.equal(tensor, replayed[name]) for name, tensor in trained.items())
 
@@ -269,6 +276,15 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
     good, bad = (group.samples[0] for group in groups)
     assert (good.reward, good.notes["text"]) == (2.0, "four")
     assert bad.notes["error"].endswith("ended with status 1: no luck") and not bad.counts
+
+
+def test_an_engine_that_fails_ends_the_run() -> None:
+    class Failing(Scripted):
+        async def generate(self, request: Request) -> list[Completion]:
+            raise RuntimeError("the engine is gone")
+
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        play(Failing("four"), agents("fails"), prompts(["well"]))
 
 
 @pytest.mark.covers("rl.agents_at_once")
@@ -407,9 +423,10 @@ def test_calls_of_tools_and_stop_texts() -> None:
     assert call["function"] == {"name": "add", "arguments": '{"a": 2}'}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
     longer = {**body, "messages": [*body["messages"], choice["message"], result]}
-    (_, _), (_, second) = asked(engine, body, longer, longest=100)
+    (_, _), (_, second), (_, bare) = asked(engine, body, longer, {**longer, "tools": None}, longest=100)
     conversation = first["prompt_token_ids"] + choice["token_ids"]
     assert second["prompt_token_ids"][: len(conversation)] == conversation
+    assert bare["prompt_token_ids"][: len(conversation)] != conversation  # other tools are another beginning
     assert "<tool_response>\n4" in TOKENIZER.decode(second["prompt_token_ids"][len(conversation) :])
     stopped = asked(Scripted("a STOP", end=False), {**body, "tools": None, "stop": "STOP"})[0][1]["choices"][0]
     assert stopped["message"]["content"] == "a " and stopped["finish_reason"] == "stop"

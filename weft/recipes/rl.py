@@ -388,6 +388,11 @@ def replay(run: RlRun) -> Callable[[int], Awaitable[RolloutStep]]:
 
     async def make(number: int) -> RolloutStep:
         groups = read_rollouts(run.replayed[number - 1])
+        if run.config.rl.agent is None and any(sample.branch for sample in samples_of(groups)):
+            raise UserError(
+                f"--replay: {run.replayed[number - 1]} has episodes of an agent that are several documents, which not "
+                "every algorithm can train: set rl.agent as in the run that made them, so that this is checked."
+            )
         for sample in samples_of(groups):
             sample.prompt = with_images(sample.prompt, run.task.prompts)
             sample.forget_readings()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch.distributed as dist
 
+from weft.errors import UserError
 from weft.inference.base import Request, SamplingParams
 from weft.inference.records import read_rollouts, recorded_files
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
@@ -62,6 +63,11 @@ def recorded_rollouts(folder: str) -> list[list[SampleGroup]]:
     """The first groups of the first rollout steps in RUN/rollouts, with their rewards. Raises UserError if there are
     none."""
     steps = [read_rollouts(file)[:_MOST_GROUPS] for file in recorded_files(folder, "--rollouts")[: len(_GROUPS)]]
+    if any(sample.branch for step in steps for sample in samples_of(step)):
+        raise UserError(
+            f"--rollouts {folder}: has episodes of an agent that are several documents, which the reference of weft "
+            "verify does not compute in this version: leave --rollouts out, so that weft makes samples itself."
+        )
     for sample in samples_of(group for step in steps for group in step):
         sample.forget_readings()
     return steps
