@@ -60,8 +60,9 @@ class StruckGroup(LocalGroup):
         self.count: dict[tuple[int, int | None], int] = {}
         self.struck = 0
 
-    async def restart(self, number: int) -> None:
+    async def restart(self, number: int | None = None) -> None:
         await super().restart(number)
+        assert number is not None, "engines are replaced one by one"
         self.dead.discard(number)
         self.restarted.append(number)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from examples.judge_reward import judged
 from tests.support.cases import MESHES, open_engine, world_of, write_small_job
-from tests.support.local_rl import lines_of, make_task, rollouts_of, start, write_reward_model
+from tests.support.local_rl import lines_of, make_task, rollouts_of, same_run, start, write_reward_model
 from tests.support.pool import run
 from tests.support.rl_samples import group
 from weft.config.load import load_config
@@ -215,13 +215,42 @@ def test_readings_that_make_no_sense_name_their_role() -> None:
         check_readings("reference", values + np.float32("nan"), first)
 
 
-def test_a_rank_that_dies_ends_the_run(task: Path, tmp_path: Path) -> None:
+APART = ["reward_model.ranks=1", "reference.ranks=1", "rl.kl_coef=0.1", "train.steps=3"]
+
+
+@pytest.mark.covers("cluster.frozen_restarts")
+def test_ranks_of_frozen_models_that_die_are_started_anew(task: Path, tmp_path: Path) -> None:
+    """What they are asked again gives the run of ranks that live, bit for bit; after too many restarts the run ends.
+    Exactly on policy, because otherwise the engine's turns, which time cuts, change the last bits of a rollout."""
+    words, left = [f"rl.reward=[model:{task}/rm]", "rl.on_policy=exact", *APART], ["score", "read_all", "read_all"]
+
+    def strikes_once(method: str, before: int) -> None:
+        if method in left and before == 1:
+            left.remove(method)
+            if method not in left:  # trainers read before the reference does
+                raise ActorError("rank 0 died", "killed")
+
+    def strikes(method: str, before: int) -> None:
+        if method == "score" and before >= 1:
+            raise ActorError("reward model rank 0 died", "killed")
+
+    start(task, tmp_path / "unbroken", *words)
+    start(task, tmp_path / "run", *words, hook=strikes_once)
+    assert not left
+    same_run(tmp_path / "run", tmp_path / "unbroken")
+    with pytest.raises(ActorError, match="failed 2 times .*, and cluster.frozen_restarts is 1.*\n.*rank 0 died"):
+        start(task, tmp_path / "ends", *words, "cluster.frozen_restarts=1", hook=strikes)
+    assert (tmp_path / "ends/checkpoints/step-000001").is_dir()
+
+
+@pytest.mark.parametrize(("kind", "key"), [("failed", []), ("killed", ["cluster.frozen_restarts=0"])])
+def test_a_rank_that_raises_ends_the_run(task: Path, tmp_path: Path, kind: str, key: list[str]) -> None:
     def hook(method: str, before: int) -> None:
         if method == "score" and before == 1:
-            raise ActorError("reward model rank 0 died", "crash")
+            raise ActorError("reward model rank 0 is gone", kind)
 
-    words = [f"rl.reward=[model:{task}/rm]", "reward_model.ranks=1", "train.steps=3"]
-    with pytest.raises(ActorError, match="reward model rank 0 died"):
+    words = [f"rl.reward=[model:{task}/rm]", *APART, *key]
+    with pytest.raises(ActorError, match="^reward model rank 0 is gone"):
         start(task, tmp_path / "run", *words, hook=hook)
     assert (tmp_path / "run/checkpoints/step-000001").is_dir()
 

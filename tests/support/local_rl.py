@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from examples.make_arithmetic_demo import make_model, make_tokenizer, problems, write
 from weft.config.load import load_config
-from weft.config.rl_schema import RlConfig, reward_models
+from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import image_opener
 from weft.errors import ActorError
 from weft.inference.records import FOLDER, rollout_files
@@ -33,9 +33,8 @@ from weft.launch.options import RlOptions
 from weft.launch.process import leave
 from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.recipes import rl
-from weft.rl.actors import Actors
+from weft.rl.actors import Actors, _make_reference_critic
 from weft.rl.reference_critic import own_ranks
-from weft.rl.reward_models import RewardModelRank
 from weft.rl.trainer import TrainerRank
 
 KEYS = [
@@ -133,8 +132,9 @@ class LocalGroup:
 
     can_restart = True
 
-    async def restart(self, number: int) -> None:
-        self.objects[number], self._threads[number] = None, ThreadPoolExecutor(1)
+    async def restart(self, number: int | None = None) -> None:
+        for n in range(len(self)) if number is None else [number]:
+            self.objects[n], self._threads[n] = None, ThreadPoolExecutor(1)
 
     def blamed(self, error: ActorError) -> ActorError:
         return error
@@ -154,9 +154,10 @@ def local_actors(
     """What weft.rl.actors.open_actors gives, without Ray."""
     trainers = kind("trainer rank", [partial(TrainerRank, config, "cpu", fill=fill)], hook)
     models = {
-        role: kind(role, [partial(RewardModelRank, config, path, "cpu")], hook)
-        for role, path in reward_models(config.rl.reward).items()
-        if role in own_ranks(config)
+        role: kind(
+            f"{role.replace('_', ' ')} rank", [partial(_make_reference_critic, config, options, role, fill, 0)], hook
+        )
+        for role in own_ranks(config)
     }
     engines = None
     if config.rollout.engine == "hf":

@@ -232,6 +232,19 @@ def _teacher_of_nan() -> None:
     trainer.readout = spoilt
 
 
+def _score_of_nan() -> None:
+    """The first score that a reward model gives is not a number."""
+    from weft.rl import reward_models
+
+    original, times = reward_models.step_scores, count(1)
+
+    def spoilt(*arguments: Any) -> dict[int, float]:
+        scores = original(*arguments)
+        return {**scores, 0: float("nan")} if next(times) == 1 else scores
+
+    reward_models.step_scores = spoilt
+
+
 def _port_in_use() -> None:
     """Where trainer ranks are to meet somebody listens already."""
     from weft.launch import ray_actors
@@ -273,4 +286,5 @@ _kept: list[Any] = []
 PLANTS: dict[str, Callable[[], None]] = {
     "another checksum": _other_checksum, "port in use": _port_in_use, "few files": _few_files,
     "an engine answers nonsense": _nonsense_once, "few scores": _few_scores, "teacher gives NaN": _teacher_of_nan,
+    "reward model gives NaN": _score_of_nan,
 }  # fmt: skip

@@ -147,6 +147,13 @@ NO_CRITIC = Unread(lambda c: not c.rl.has_critic, "only rl.advantage=gae has a c
 NO_REWARD_MODEL = Unread(
     lambda c: not any(path.startswith(REWARD_MODEL) for path in c.rl.reward), "rl.reward names no model:PATH"
 )
+NO_FROZEN_RANKS = Unread(
+    lambda c: (
+        (c.reference.ranks is None or not c.rl.has_reference)
+        and (c.reward_model.ranks is None or not any(path.startswith(REWARD_MODEL) for path in c.rl.reward))
+    ),
+    "no model that is only read has ranks of its own (reference.ranks, reward_model.ranks)",
+)
 NO_TEACHER = Unread(lambda c: c.rl.teacher is None, "rl.teacher is not set")
 TEACHER_IN_ADVANTAGE = Unread(lambda c: c.rl.teacher_in == "advantage", "only rl.teacher_in=loss reads it")
 NO_TEACHER_JSD = Unread(lambda c: c.rl.teacher_divergence != "jsd", "only rl.teacher_divergence=jsd reads it")

@@ -528,6 +528,14 @@ class ClusterConfig:
         "this torch has them. Tensors on accelerators always go by NCCL.",
         "gloo",
     )
+    frozen_restarts: int = key(
+        "How often the ranks of each model that is only read (reference.ranks, reward_model.ranks) are started anew "
+        "within an hour, if one of them is killed or hangs. They load the model again, and what they were asked is "
+        "asked again; one failure more ends the run. 0: any failure ends the run.",
+        3,
+        within=NOT_NEGATIVE,
+        unread=(when.NO_FROZEN_RANKS,),
+    )
     max_staleness: int = key(
         "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
         "so far ahead, while training goes on. 0: they take turns. Needs an engine of its own (rollout.engine).",

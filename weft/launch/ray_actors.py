@@ -343,19 +343,22 @@ class ActorGroup:
         evidence = Evidence({rank: replace(record, run=str(run)) for rank, record in records.items()})
         save_evidence(reports.read_all(self.scratch), {}, evidence)
 
-    async def restart(self, number: int) -> None:
-        """Replace an actor by a new process with the same resources and environment. The old one is killed if it still
-        runs, and what it left as evidence is removed. ActorError if the new one cannot be started."""
+    async def restart(self, number: int | None = None) -> None:
+        """Replace an actor by a new process with the same resources and environment, by default all, which form a new
+        process group. An old one is killed if it still runs, and what it left as evidence is removed. ActorError if a
+        new one cannot be started."""
         await asyncio.to_thread(self._restart, number)
 
-    def _restart(self, number: int) -> None:
+    def _restart(self, number: int | None) -> None:
         assert self.start is not None, "a group of actors that cannot be restarted"
         self.end(number)
         self.oom_kills = oom_kills() or 0
-        for left in (reports.path_of(number, self.scratch), self.scratch / flight.FOLDER / flight.live_name(number)):
-            left.unlink(missing_ok=True)
-        self.handles[number] = self.start(number)
-        _prepare([self.handles[number]], rendezvous=False)
+        numbers = range(len(self)) if number is None else [number]
+        for n in numbers:
+            for left in (reports.path_of(n, self.scratch), self.scratch / flight.FOLDER / flight.live_name(n)):
+                left.unlink(missing_ok=True)
+            self.handles[n] = self.start(n)
+        _prepare([self.handles[n] for n in numbers], rendezvous=number is None)
 
     def end(self, number: int | None = None) -> None:
         """Kill this actor, by default all, which frees their resources."""

@@ -329,8 +329,7 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
         colocated = bool(models) and config.reward_model.ranks is None
         together = colocated and shares_devices(config)
         task.rewards.scorers = {
-            role: RewardModelClient(role, run.actors.reference_critic.get(role, trainers), together=together)
-            for role in models
+            role: RewardModelClient(role, run.other_ranks.get(role, trainers), together=together) for role in models
         }
         await task.rewards.start([*task.prompts, *task.held_out.all()])
         opening = await run.trainer_group.describe()

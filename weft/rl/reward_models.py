@@ -28,11 +28,11 @@ from weft.inference.types import Sample
 from weft.launch import flight
 from weft.launch.options import Device
 from weft.launch.process import Ranks, leave
-from weft.launch.ray_actors import ActorGroup
 from weft.models import hf
 from weft.rl.model_engines import reward_model_engine
 from weft.rl.reference_critic import Role, start_rank
 from weft.rl.rewards.calls import RewardOutcome
+from weft.rl.trainer_group import RankGroup
 from weft.terminal import counted
 
 
@@ -178,7 +178,7 @@ class RewardModelClient:
     together: whether all that waits is one part (score_parts), because all of a round is asked for at once.
     """
 
-    def __init__(self, role: Role, group: ActorGroup, *, together: bool = False) -> None:
+    def __init__(self, role: Role, group: RankGroup, *, together: bool = False) -> None:
         self._role, self._group, self._together = role, group, together
         self._waiting: list[tuple[list[Conversation], asyncio.Future[list[RewardOutcome]]]] = []
         self._running: asyncio.Task[None] | None = None

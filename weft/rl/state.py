@@ -21,10 +21,12 @@ from weft.rl.agents.agents import Agents
 from weft.rl.engine_supervisor import EngineRestarts
 from weft.rl.environments.episodes import Episodes
 from weft.rl.evaluate import HeldOutPrompts
+from weft.rl.frozen_ranks import FrozenRanks
 from weft.rl.meter import Show
 from weft.rl.prompts import Prompts, PromptStream
+from weft.rl.reference_critic import CRITIC, Role
 from weft.rl.rewards.base import Failures, Rewards
-from weft.rl.trainer_group import TrainerGroup
+from weft.rl.trainer_group import RankGroup, TrainerGroup
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class RlRun:
     device_name: str = ""  # of the first trainer
     version: int = 0  # of the trainers' weights: the number of rollout steps trained so far
     updates: int = 0  # optimizer steps that were not skipped, which the learning rate depends on
+    other_ranks: dict[Role, RankGroup] = field(init=False)  # separate ranks of other models
     trainer_group: TrainerGroup = field(init=False)
     restarts: EngineRestarts = field(init=False)
 
@@ -107,7 +110,13 @@ class RlRun:
         rollout = self.config.rollout
         limit = rollout.restarts if rollout.engine == "hf" else 0
         self.restarts = EngineRestarts(limit, rollout.restart_window)
-        self.trainer_group = TrainerGroup(self.config, self.actors.trainers, self.actors.reference_critic)
+        self.other_ranks = {
+            role: group
+            if role == CRITIC
+            else FrozenRanks(group, self.config.cluster.frozen_restarts, lambda text: self.restarts.show(text))
+            for role, group in self.actors.reference_critic.items()
+        }
+        self.trainer_group = TrainerGroup(self.config, self.actors.trainers, self.other_ranks)
 
 
 @dataclass

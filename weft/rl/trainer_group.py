@@ -14,15 +14,18 @@ from weft.errors import first_line
 from weft.inference.types import Sample
 from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.observe.opening import ModelOpening
+from weft.rl.frozen_ranks import FrozenRanks
 from weft.rl.reference_critic import CRITIC, Role, set_readings
 from weft.rl.serialization import SampleBatch
 from weft.terminal import say
+
+RankGroup = ActorGroup | FrozenRanks
 
 
 class TrainerGroup:
     """trainers: the policy's ranks, which also do the work of every role without ranks in `reference_critic`."""
 
-    def __init__(self, config: RlConfig, trainers: ActorGroup, reference_critic: Mapping[Role, ActorGroup]) -> None:
+    def __init__(self, config: RlConfig, trainers: ActorGroup, reference_critic: Mapping[Role, RankGroup]) -> None:
         self.config, self._trainers, self._reference_critic = config, trainers, reference_critic
         self._is_saving = False
 
@@ -118,14 +121,14 @@ class TrainerGroup:
         await gather_calls([group.call_all("close") for group in self._all])
 
     @property
-    def _all(self) -> list[ActorGroup]:
+    def _all(self) -> list[RankGroup]:
         return [self._trainers, *self._reference_critic.values()]
 
     @property
-    def _savers(self) -> list[ActorGroup]:
+    def _savers(self) -> list[RankGroup]:
         """The groups that save: all but the reference, which does not change."""
         return [self._trainers, *self._critics]
 
     @property
-    def _critics(self) -> list[ActorGroup]:
+    def _critics(self) -> list[RankGroup]:
         return [group for role, group in self._reference_critic.items() if role == CRITIC]

@@ -1,0 +1,73 @@
+"""Separate ranks of a model that is only read, which are started anew if they die or hang, while the run goes on.
+
+Such a model has no state: new ranks load the same weights, and the call that failed is repeated with the same
+arguments. What it returns is what it would have returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from weft.errors import ActorError, first_line
+from weft.launch.ray_actors import ActorGroup
+from weft.terminal import say
+
+WINDOW = 3600.0  # seconds within which cluster.frozen_restarts counts
+_OF_PROCESSES = ("killed", "hang", "peer")  # kinds of failure that new processes may not have
+
+
+class FrozenRanks:
+    """The ranks of a reference or a reward model, called as an ActorGroup is.
+
+    limit: restarts within WINDOW, cluster.frozen_restarts. show: prints a line.
+    """
+
+    def __init__(self, group: ActorGroup, limit: int, show: Callable[[str], None] = say) -> None:
+        self._group, self._limit, self._show = group, limit, show
+        self._restarts: list[float] = []
+        self._opened: tuple[Any, ...] | None = None  # the arguments of open_run
+        self._is_new = False
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """ActorGroup.call_all, repeated on new ranks if the ranks die or hang. ActorError if they raise, or if the
+        budget of restarts is used up."""
+        while True:
+            try:
+                if self._is_new and self._opened is not None:
+                    await self._group.call_all("open_run", *self._opened)
+                self._is_new = False
+                results = await self._group.call_all(method, *args)
+            except ActorError as error:
+                await self._restart(error)
+                continue
+            if method == "open_run":
+                self._opened = args
+            return results
+
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
+        """ActorGroup.call_one."""
+        return await self._group.call_one(number, method, *args)
+
+    async def _restart(self, error: ActorError) -> None:
+        """Start all ranks anew after this error, or raise it, if that would not help or the budget is used up."""
+        name, now = self._group.name, time.monotonic()
+        self._restarts = [then for then in self._restarts if now - then < WINDOW]
+        if error.kind not in _OF_PROCESSES or not self._limit or not self._group.can_restart:
+            raise error
+        if len(self._restarts) >= self._limit:
+            raise ActorError(
+                f"{name}s have failed {len(self._restarts) + 1} times within {WINDOW:g} s, and cluster.frozen_restarts "
+                f"is {self._limit}. The last error:\n{error}",
+                error.kind,
+                error.report,
+            ) from error
+        self._restarts.append(now)
+        self._show(
+            f"restart  {name}s are started anew, restart {len(self._restarts)} of {self._limit} within {WINDOW:g} s "
+            f"(cluster.frozen_restarts): {first_line(error)}"
+        )
+        await self._group.restart()
+        self._is_new = True
+        self._show(f"restart  {name}s load their model again")
