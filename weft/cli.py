@@ -33,7 +33,7 @@ from weft.config.urls import is_url, uses_stores
 from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.launch.entrypoint import Body, env_rank, guarded, joined, program
-from weft.launch.launch import ResumeCommand, run, run_with_restarts
+from weft.launch.launch import RUN_NOTE, Attempt, ResumeCommand, attempt, attempt_alone, run, run_with_restarts
 from weft.launch.launchers import join_launcher
 from weft.launch.machine import accelerator, accelerator_count, check_ranks_fit, cpu_cores
 from weft.launch.options import (
@@ -88,7 +88,8 @@ weft COMMAND --help lists the options; docs/reference/config.md lists the keys. 
 class Job:
     """A checked command. body: what each rank runs. world: number of ranks. words: the command line of a rank.
 
-    restarts: how often a failed attempt may be followed by another. again: RUN -> the command line of that attempt.
+    restarts: how often a failed attempt may be followed by another. resume_command: RUN -> the command line of that
+    attempt. attempt: runs a command line as one attempt.
     account: lines about the memory of its ranks, after they ran out of it.
     """
 
@@ -97,6 +98,7 @@ class Job:
     words: Sequence[str]
     restarts: int = 0
     resume_command: ResumeCommand | None = None
+    attempt: Attempt = attempt
     account: Callable[[], Sequence[str]] | None = None
 
 
@@ -144,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     resume_command = job.resume_command
     if job.restarts and resume_command is not None:
         command = [*weft, *job.words]
-        status = run_with_restarts(command, lambda run: [*weft, *resume_command(run)], job.world, job.restarts, debug)
+        status = run_with_restarts(
+            command, lambda run: [*weft, *resume_command(run)], job.world, job.restarts, debug, job.attempt
+        )
     else:
         status = run(job.body, [*weft, *job.words], job.world, debug)
     if status == STATUS["memory"] and job.account is not None and not joined():
@@ -178,7 +182,7 @@ def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
         return Job(body, 1, words)  # one process describes all ranks
     return Job(
         body, world, words, _restarts(options), lambda run: _resume_command(command, options, words, run),
-        partial(_account, config, world, options.device),
+        account=partial(_account, config, world, options.device),
     )  # fmt: skip
 
 
@@ -199,8 +203,13 @@ def _rl(options: RlOptions, words: Sequence[str]) -> Job:
 
         (rl_preview.dry_run if options.dry_run else rl.run)(config, options)
 
-    account = partial(_account, config, options.world, options.device)
-    return Job(body, 1, words, account=None if options.dry_run else account)
+    if options.dry_run:
+        return Job(body, 1, words)
+    return Job(
+        body, 1, words, 0 if RUN_NOTE in os.environ else options.restarts,
+        lambda run: _resume_command("rl", options, words, run), attempt_alone,
+        partial(_account, config, options.world, options.device),
+    )  # fmt: skip
 
 
 def _restarts(options: TrainOptions) -> int:
@@ -210,12 +219,14 @@ def _restarts(options: TrainOptions) -> int:
     return 0 if joined() else options.restarts
 
 
-def _resume_command(command: str, options: TrainOptions, words: Sequence[str], run: Path) -> Sequence[str]:
+def _resume_command(command: str, options: TrainOptions | RlOptions, words: Sequence[str], run: Path) -> Sequence[str]:
     """The command line of an attempt that resumes RUN, whose config.yaml has the config files and overrides."""
     if options.resume is not None:
         return words
     more = ["--device", options.device] + (["--nproc", str(options.nproc)] if options.nproc else [])
     more += [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(options, name)]
+    if isinstance(options, RlOptions):
+        more += ["--rollout-only"] if options.rollout_only else ["--replay", options.replay] if options.replay else []
     return [command, "--resume", display_name(str(run)), *more]
 
 

@@ -115,7 +115,7 @@ def test_under_torchrun_it_joins(recorder: Recorder, monkeypatch: pytest.MonkeyP
 def test_restarts_run_in_ranks_even_on_one(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def supervise(command: Sequence[str], resume: Any, nproc: int, restarts: int, debug: bool) -> int:
+    def supervise(command: Sequence[str], resume: Any, nproc: int, restarts: int, debug: bool, attempt: Any) -> int:
         calls.append((command[3:], resume(Path("r"))[3:], nproc, restarts))
         return 0
 

@@ -26,7 +26,7 @@ from weft.launch.consistency import differences
 from weft.launch.entrypoint import set_up_actor
 from weft.launch.failures import Failure, diagnose
 from weft.launch.flight import FlightRecord, FlightRecorder
-from weft.launch.launch import LaunchOutcome, run_with_restarts
+from weft.launch.launch import LaunchOutcome, attempt_alone, run_with_restarts
 from weft.launch.monitor import ActorWatchdog, Evidence, RankMonitor
 from weft.launch.reports import RankReport
 from weft.launch.status import STATUS, Kind, failure_kind
@@ -587,3 +587,45 @@ def test_a_controller_that_does_not_come_back_is_shown_where_it_is(tmp_path: Pat
     assert "from one call for 12 seconds (train.timeout)" in text and text.endswith("Go on with: weft rl --resume RUN")
     assert "in test_a_controller_that_does_not_come_back_is_shown_where_it_is" in text
     assert "longer than that:\n\n" in failure.hang_message(12.0, None, tmp_path, "weft rl --resume RUN")
+
+
+CONTROLLER = """
+import json, os, sys
+from pathlib import Path
+from weft.launch.launch import note_run
+run, ends = Path(sys.argv[1]), sys.argv[2:]
+run.mkdir(exist_ok=True)
+note_run(run)
+attempt = len(list(run.glob("attempt-*")))
+(run / f"attempt-{attempt}").touch()
+with (run / "metrics.jsonl").open("a") as file:
+    print(json.dumps({"step": attempt + 1}), file=file)
+os.kill(os.getpid(), 9) if ends[attempt] == "kill" else sys.exit(int(ends[attempt]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "attempts", "status", "says"),
+    [
+        (["kill", "11", "0"], 3, 0, "restart 2 of 3: the attempt failed at step 3 (hang)"),
+        (["0"], 1, 0, ""),
+        (["2", "0"], 1, 2, "not restarted: the error has to be fixed first"),
+        (["143", "0"], 1, 143, ""),
+        (["10", "1", "12", "13", "0"], 4, 13, "not restarted: 3 restarts are used up"),
+    ],
+)
+def test_a_controller_is_restarted(
+    ends: list[str], attempts: int, status: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = [sys.executable, "-c", CONTROLLER, str(run), *ends]
+    resumed: list[Path] = []
+
+    def resume(folder: Path) -> list[str]:
+        resumed.append(folder)
+        return words
+
+    assert run_with_restarts(words, resume, 1, 3, attempt=attempt_alone) == status
+    assert len(list(run.glob("attempt-*"))) == attempts and resumed == [run] * (attempts - 1)
+    said = capfd.readouterr().err
+    assert says in said and ("the controller was killed by SIGKILL" in said) == ("kill" in ends)

@@ -4,6 +4,7 @@ Engines are objects of this process; tests/faults has real processes."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +26,13 @@ from tests.support.local_rl import (
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError
-from weft.inference.base import Completion, Request, SamplingParams
-from weft.inference.weight_sync.protocol import SyncError
+from weft.inference.base import Completion, Request, SamplingParams, Synced
+from weft.inference.weight_sync.protocol import SyncError, Ticket
+from weft.inference.weight_sync.sender import SyncFailure
 from weft.launch.options import RlOptions
 from weft.recipes import rl
 from weft.rl.batch_pool import StandalonePool, require_completions
+from weft.rl.engine_supervisor import EngineRestarts
 
 EXACT = ["rollout.engine=hf", "rl.on_policy=exact", "train.steps=3", "rollout.timeout=20"]
 RESTARTS = "rollout/engine_restarts"
@@ -267,3 +270,117 @@ def test_what_is_no_completion_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             require_completions(request, wrong, 10)  # type: ignore[arg-type]
+
+
+class Sides:
+    """Trainers and two engines, in place of actors; notes who gets which version."""
+
+    name, can_restart = "rollout engine", True
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, tuple[str, ...]]] = []
+        self.died = set[int]()
+
+    def __len__(self) -> int:
+        return 2
+
+    async def restart(self, number: int) -> None:
+        self.died.discard(number)
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        if method == "send":
+            self.sent.append((args[0], args[1]))
+            return [Synced(args[0], 1, 1, 0.1)]
+        return [{f"hf-{number}": [Ticket("nowhere", 1, "key", f"hf-{number}")] for number in range(2)}]
+
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
+        if number in self.died:
+            raise ActorError(f"rollout engine {number} died", "killed")
+        if method == "advance":
+            completion = Completion((5,), (-0.5,), "end", ((1, 1),))
+            return {key: [completion] * len(request.seeds) for key, request in args[0].items()}, 1
+        return {"host": "here", "devices": [], "torch_version": "2.13.0"}.get(method)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_while_trainers_train_a_new_engine_waits_for_the_next_sync(trains: bool) -> None:
+    """Their weights are between two versions then; otherwise it gets those of the last sync, alone."""
+
+    async def play() -> tuple[list[tuple[int, tuple[str, ...]]], int]:
+        sides: Any = Sides()
+        restarts = EngineRestarts(3, 60.0, show=lambda text: None)
+        pool = StandalonePool(sides, sides, restarts, vocab_size=9, timeout=1.0)
+        await pool.open()
+        await pool.sync(1)
+        if trains:
+            await pool.hold()
+        sides.died.add(1)
+        requests = [Request(f"{n}", (1,), (n,), SamplingParams(1)) for n in range(6)]
+        answers = await asyncio.gather(*map(pool.generate, requests))
+        await asyncio.sleep(0.2)
+        await pool.sync(2)
+        await pool.close()
+        return sides.sent, len(answers)
+
+    sent, answered = asyncio.run(play())
+    alone = [] if trains else [(1, ("hf-1",))]
+    assert sent == [(1, ("hf-0", "hf-1")), *alone, (2, ("hf-0", "hf-1"))] and answered == 6
+
+
+class Forgetful(Sides):
+    """Engines that keep what they were asked until they may answer. A sync in which one dies makes both forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[dict[int, Request]] = [{}, {}]
+        self.answers, self.fails = False, False
+
+    async def restart(self, number: int) -> None:
+        await super().restart(number)
+        self.jobs[number] = {}
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        if method == "send" and self.fails:
+            self.fails, self.jobs[0] = False, {}
+            self.died.add(1)
+            return [SyncFailure("hf-1 has died", "hf-1", late=False)]
+        return await super().call_all(method, *args)
+
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
+        if method == "receive" and self.fails:
+            await asyncio.sleep(0.05)
+        if method == "end":
+            self.jobs[number] = {}
+        if method != "advance" or number in self.died:
+            return await super().call_one(number, method, *args)
+        assert not self.jobs[number].keys() & args[0].keys(), "asked twice"
+        self.jobs[number] |= args[0]
+        await asyncio.sleep(0.01)
+        if not self.answers:
+            return {}, 0
+        jobs, self.jobs[number] = self.jobs[number], {}
+        return await super().call_one(number, method, jobs)
+
+
+def test_requests_under_way_begin_again_after_a_sync_that_failed() -> None:
+    """With cluster.max_staleness, engines work when weights change; each request is answered, and once."""
+
+    async def play() -> tuple[int, list[tuple[int, tuple[str, ...]]]]:
+        sides: Any = Forgetful()
+        pool = StandalonePool(sides, sides, EngineRestarts(3, 60.0, show=lambda text: None), vocab_size=9, timeout=1.0)
+        await pool.open()
+        await pool.sync(1)
+        requests = [Request(f"{n}", (1,), (n,), SamplingParams(1)) for n in range(6)]
+        answers = [asyncio.ensure_future(pool.generate(request)) for request in requests]
+        await asyncio.sleep(0.1)
+        assert [len(jobs) for jobs in sides.jobs] == [3, 3]
+        sides.fails = True
+        await pool.sync(2)
+        await asyncio.sleep(0.1)
+        sides.answers = True
+        done = await asyncio.wait_for(asyncio.gather(*answers), 5.0)
+        await pool.close()
+        return len(done), sides.sent
+
+    answered, sent = asyncio.run(play())
+    assert answered == 6 and sent == [(1, ("hf-0", "hf-1")), (2, ("hf-0", "hf-1"))]

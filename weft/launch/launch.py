@@ -7,9 +7,11 @@ observes the ranks that still run.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import uuid
@@ -18,13 +20,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from weft.launch import flight, reports
 from weft.launch.entrypoint import Body, guarded, joined
 from weft.launch.failures import Failure, diagnose, save_evidence
-from weft.launch.machine import cpu_cores, variables_set
+from weft.launch.machine import cpu_cores, end_with_parent, variables_set
 from weft.launch.monitor import STOP_SECONDS, watching
 from weft.launch.scratch import scratch_folder
-from weft.launch.status import SUCCESS
+from weft.launch.status import STATUS, SUCCESS
 from weft.launch.stopping import SignalForwarder
 from weft.terminal import say
 from weft.versions import launch_config
@@ -130,8 +134,44 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 # ---------------------------------------------------------------- restarts
 
+RUN_NOTE = "WEFT_RUN_NOTE"  # names the file to which a process that is restarted writes the path of RUN
 ResumeCommand = Callable[[Path], Sequence[str]]  # RUN -> the command line that goes on from its newest checkpoint
 Attempt = Callable[[Sequence[str], int, bool], LaunchOutcome]
+
+
+def attempt_alone(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOutcome:
+    """Like `attempt`, for a command that is one process, such as the controller of `weft rl`, and prints its failures
+    itself. How far it came is read from RUN/metrics.jsonl."""
+    with scratch_folder() as scratch:
+        note, processes = scratch / "run", list[psutil.Process]()
+        with SignalForwarder(lambda: processes) as forwarder:
+            process = subprocess.Popen(command, env={**os.environ, RUN_NOTE: str(note)})
+            processes.append(psutil.Process(process.pid))
+            status = process.wait()
+        run = note.read_text(encoding="utf-8") if note.exists() else ""
+    if status < 0:
+        say(f"the controller was killed by {signal.Signals(-status).name}", error=True)
+        status = STATUS["killed"]
+    kind = next((kind for kind, of_kind in STATUS.items() if of_kind == status), None)
+    if status == SUCCESS or kind is None or forwarder.number:
+        return LaunchOutcome(status)
+    return LaunchOutcome(status, Failure(kind, "", step=_steps_done(run) + 1 if run else 0, run=run))
+
+
+def note_run(folder: Path) -> None:
+    """Tell the process that restarts this one, if there is one, the path of RUN. This process ends with that one."""
+    if RUN_NOTE in os.environ:
+        Path(os.environ[RUN_NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
+        end_with_parent()
+
+
+def _steps_done(run: str) -> int:
+    """The last optimizer step in RUN/metrics.jsonl."""
+    try:
+        lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError:
+        return 0
+    return max((json.loads(line)["step"] for line in lines[-2:] if line.endswith("\n")), default=0)
 
 
 def run_with_restarts(

@@ -140,6 +140,11 @@ class RunOptions(RankOptions):
         exclusive="lines at the start",
     )
 
+    restarts: int = option(
+        "after a crash, restart from the last checkpoint, up to N times; not after a configuration mistake",
+        "N", default=0, type=_number,
+    )  # fmt: skip
+
     @property
     def detail(self) -> Detail:
         """How much of the opening is printed."""
@@ -149,11 +154,6 @@ class RunOptions(RankOptions):
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
     """`weft sft`, and commands that share its loop (weft/recipes/training.py)."""
-
-    restarts: int = option(
-        "after a crash, restart from the last checkpoint, up to N times; not after a configuration mistake",
-        "N", default=0, type=_number,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from weft.inference.base import SamplingParams
 from weft.inference.records import import_arrow, read_rollouts, recorded_files
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.launch import flight
+from weft.launch.launch import note_run
 from weft.launch.options import RlOptions
 from weft.launch.process import check_cpu_backend
 from weft.launch.ray_actors import exposure, import_ray
@@ -87,6 +88,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     if replayed:
         plan = replace(plan, rollouts=min(plan.rollouts, len(replayed)))
     with reaping(), lock_folder(config, resume=resume) as run_lock:
+        note_run(run_lock.folder)
         start = FRESH
         if resume and options.rollout_only:
             start = find_collected(run_lock.folder)
