@@ -122,7 +122,9 @@ def same(run: Path, other: Path) -> None:
 def test_engines_that_are_killed_at_random_change_nothing(task: Path) -> None:
     run, unbroken = task / "soak", task / "soak-unbroken"
     weft([*command(task, unbroken, *EXACT, "rollout.num_engines=2")])
-    out = run_struck(command(task, run, *EXACT, "rollout.num_engines=2"), run, _is_engine, 8)
+    started = run / "opening.txt"
+    words = command(task, run, *EXACT, "rollout.num_engines=2")
+    out = run_struck(words, run, lambda p: started.exists() and _is_engine(p), 8)
     assert out.count("is replaced, restart") >= 8
     same(run, unbroken)
 

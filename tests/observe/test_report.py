@@ -151,6 +151,14 @@ def test_where_when_and_by_which_command_it_ran(tmp_path: Path) -> None:
     assert "device 8 x H200 8 x H100" in compared and "ended 2026-01-02 03:04:05 UTC -" in compared
 
 
+def test_engines_that_were_replaced_are_counted(tmp_path: Path) -> None:
+    run = with_starts(make_run(tmp_path / "one"), {**START, "engines": "2 hf"}, END)
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, count in ((121, 1.0), (122, 2.0), (123, "<b>")):
+            file.write("\n" + json.dumps({"step": step, "rollout/engine_restarts": count}) + "\n")
+    assert "rollout engines 2 hf; 3 replaced" in Text(page([read_run(run)])).text
+
+
 @pytest.mark.parametrize(
     ("lines", "status"),
     [

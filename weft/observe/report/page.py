@@ -29,7 +29,7 @@ from weft.observe.progress import duration
 from weft.observe.report.charts import charts, system_charts, without_zeros
 from weft.observe.report.read import ReportedRun, read_run
 from weft.observe.report.samples import answers_by_prompt
-from weft.observe.report.svg import COLOURS, Chart, draw, logarithmic
+from weft.observe.report.svg import COLOURS, Chart, draw, logarithmic, numeric
 from weft.terminal import clean, count
 from weft.version import __version__
 
@@ -160,10 +160,12 @@ def _facts(run: ReportedRun) -> dict[str, str]:
     start = run.starts[-1]
     versions = {**start["versions"], **run.summary.get("versions", {})}
     restarts = f"; {len(run.starts)} starts, the last after step {start['step']:,}" if len(run.starts) > 1 else ""
+    replaced = sum(numeric(line.get("rollout/engine_restarts")) or 0.0 for line in run.lines)
+    engines = start.get("engines", "") + (f"; {replaced:,.0f} replaced" if replaced else "")
     facts = {
         "device": f"{start['ranks']} x {start.get('device', '')}",
         "mesh": ", ".join(f"{axis} {size}" for axis, size in start["mesh"].items()),
-        "rollout engines": start.get("engines", ""),
+        "rollout engines": engines,
         "host": start.get("host", ""),
         "started": _day(run.starts[0]["started"]) + restarts,
         "ended": _day(start.get("ended", "")),
