@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,11 +106,12 @@ def _like(trainer: Trainer) -> str:
 def page(trainer: Trainer) -> str:
     """The page of one trainer, as Markdown."""
     introduction = TABLES.introduction(trainer)
+    file = re.search(r"file=(theirs\.\w+)", introduction)
     parts = [
         f"# Coming from {trainer.title}\n",
         _WRITTEN.format(name=trainer.name) + "\n",
         introduction,
-        _MOVE.format(file="theirs.sh" if "file=theirs.sh" in introduction else "theirs.yaml", drafts=TABLES.drafts),
+        _MOVE.format(file=file[1] if file else "theirs.yaml", drafts=TABLES.drafts),
     ]
     defaults = {key: value for key, value in trainer.table.defaults.items() if key in schema_keys(SftConfig)}
     if defaults:
