@@ -50,7 +50,7 @@ from weft.verify.harness import compare_gradients
 from weft.verify.rl_rollouts import recorded_rollouts
 
 SAMPLING = SamplingParams(max_new_tokens=8, ends=(END,))
-GROUP = 3
+GROUP = 2
 Played = tuple[list[Request], list[SampleGroup]]
 
 
@@ -71,12 +71,15 @@ class Local:
 
 
 def prompts(plays: Sequence[str]) -> list[Prompt]:
-    rows = [{"messages": [{"role": "user", "content": f"{n}+{n}?"}], "play": play} for n, play in enumerate(plays)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+{n}?"}], "play": name, "answer": "7"}
+        for n, name in enumerate(plays)
+    ]
     return list(read_prompts(rows, TOKENIZER, Encoding(), PromptRules(999)))
 
 
 def agents(function: str = "solve", **keys: Any) -> Agents:
-    agent = function if "/" in function else f"tests.support.agents:{function}"
+    agent = function if {"/", ":"} & {*function} else f"tests.support.agents:{function}"
     config = rl_config(algorithm(reward=(), agent=agent, **keys), max_prompt_tokens=2000, max_new_tokens=8)
     loaded = load_agents(config, TOKENIZER)
     assert loaded is not None
@@ -276,6 +279,12 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
     good, bad = (group.samples[0] for group in groups)
     assert (good.reward, good.notes["text"]) == (2.0, "four")
     assert bad.notes["error"].endswith("ended with status 1: no luck") and not bad.counts
+
+
+def test_the_example_is_an_agent() -> None:
+    example = "examples.calculator_agent:solve"
+    groups = [play(Scripted(text), agents(example), prompts(["-"]))[0] for text in ("so 7", "8")]
+    assert [(group.samples[0].reward, group.samples[0].notes["tool_calls"]) for group in groups] == [(1.0, 0), (0.0, 0)]
 
 
 def test_an_engine_that_fails_ends_the_run() -> None:
