@@ -29,7 +29,9 @@ from tests.support.local_rl import LocalGroup, local_actors
 from tests.support.machine import business
 from tests.support.ray_forks import start_server
 from weft.errors import ActorError
+from weft.launch import monitor, ray_actors
 from weft.launch.failures import explain
+from weft.launch.flight import FlightRecord
 from weft.launch.ray_actors import _SerialActor
 from weft.launch.reports import RankReport
 from weft.launch.scratch import scratch_folder
@@ -108,6 +110,7 @@ def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | Non
     enter(group)
     if on_ray:
         start_server(str(folder))
+        monitor.process_of = ray_actors.process_of = _process_of_fork
     else:
         rl.open_actors = partial(local_actors, kind=ReportingGroup)
     if fault is None or fault.who == "user":
@@ -121,6 +124,11 @@ def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | Non
     else:
         make = f"_make_{fault.who}"
         setattr(actors, make, partial(made_struck, fault, str(folder), make))
+
+
+def _process_of_fork(record: FlightRecord, scratch: Path) -> psutil.Process | None:
+    """As process_of, by the id alone: other processes cannot read the environment that a fork has set."""
+    return psutil.Process(record.pid) if psutil.pid_exists(record.pid) else None
 
 
 def made_struck(fault: RlFault, folder: str, make: str, *arguments: Any) -> Any:
