@@ -83,7 +83,8 @@ def following(engine: Engine, routes: Routes) -> Iterator[Replay | None]:
         yield None
         return
     replay = Replay(routes, engine.built.flops.experts, engine.built.flops.experts_per_token)
-    with replay.replaying(engine.module, [layer for _, layer in engine.module.layers]):
+    adapters = None if engine.lora is None else engine.lora.switch
+    with replay.replaying(engine.module, [layer for _, layer in engine.module.layers], adapters):
         yield replay
 
 

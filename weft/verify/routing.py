@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.launch.process import world_group
+from weft.models.low_rank import AdapterSwitch
 from weft.models.routing import differ, replace_choices, replaced
 
 TIE = 1e-6  # largest gap of a tie, relative to the k-th score
@@ -147,15 +148,18 @@ class Replay:
         self._documents = sorted({tokens for _, tokens in routes}, key=len, reverse=True)
 
     @contextmanager
-    def replaying(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, every forward follows the routes, recomputed ones too."""
+    def replaying(
+        self, module: nn.Module, layers: Sequence[nn.Module], adapters: AdapterSwitch | None = None
+    ) -> Iterator[None]:
+        """Inside, every forward follows the routes, recomputed ones too, unless it reads a model without its adapters,
+        which has routes of its own."""
         state = _RowDocuments()
 
         def begin(module: nn.Module, args: Any) -> None:
             self._locate(state, args[0], args[2])
 
         def choose(layer: int, scores: Tensor, out: Any) -> Any:
-            return self._steer(state, layer, scores, out)
+            return self._steer(state, layer, scores, out) if adapters is None or adapters.on else out
 
         handle = module.register_forward_pre_hook(begin)
         try:

@@ -38,7 +38,6 @@ from weft.verify.harness import (
     compare_weights,
     gradient_noise,
     may_be_rounding,
-    rounds,
     widened,
     worst_five,
     worst_of,
@@ -120,7 +119,7 @@ def verify_training(
     open_plain: a fresh plain model, given the folder of the engine's adapter or None. It receives the engine's weights.
     lr: the learning rate of every step.
     """
-    start, experts = full_tensors(engine), engine.built.flops.expert and engine.lora is None
+    start = full_tensors(engine)
     facts, optimizer = engine.built.flops, engine.config.optimizer
     state = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     with saved_adapter(engine) as adapter:
@@ -143,7 +142,7 @@ def verify_training(
                 with hf.in_double():
                     return _train(plain, loss, lr, reverse, recorder)
 
-        plain, recorder = None, Recorder(facts.experts, facts.experts_per_token) if experts else None
+        plain, recorder = None, Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
         if engine.ranks.is_first:
             plain = plain_run(recorder=recorder)
         routes: list[Any] = [recorder.routes if recorder is not None else {}]
@@ -161,7 +160,7 @@ def verify_training(
         if not verdict.passed:
             noise_runs.append(plain_run(reverse=True))
             verdict = judge()
-        if may_be_rounding(verdict) and (rounds(engine) or not facts.expert or experts):
+        if may_be_rounding(verdict):
             noise_runs.append(plain_run(double=True, recorder=recorder))
             verdict = judge()
     return verdict.figures, verdict.worst
