@@ -90,9 +90,9 @@ class PlainPairs:
 
 
 def _slope(u: Tensor, config: Any) -> Tensor:
-    """f'(u) of the f-divergence sum q f(p / q), u = policy / reference."""
-    if config.f_divergence == "forward_kl":  # f = -log u
-        return -1 / u
+    """f'(u) of the f-divergence sum q f(p / q), u = policy / reference, with f'(1) = 0."""
+    if config.f_divergence == "forward_kl":  # f = u - 1 - log u
+        return 1 - 1 / u
     if config.f_divergence == "js_divergence":  # f = u log u - (u + 1) log((u + 1) / 2)
         return (2 * u / (1 + u)).log()
     if config.f_divergence == "alpha_divergence" and abs(config.f_alpha - 1) > 1e-6:

@@ -100,7 +100,8 @@ class Singles:
 
 
 def divergence_score(ratio: Tensor, config: PreferenceConfig) -> Tensor:
-    """f'(policy / reference) of the log ratio, up to a constant (f-DPO, arXiv:2309.16240, table 1)."""
+    """f'(policy / reference) of the log ratio (f-DPO, arXiv:2309.16240, table 1), 0 where both are equal. A constant
+    cancels between the answers of a pair, but not in losses that divide by their lengths."""
     name, alpha = config.f_divergence, config.f_alpha
     if name == "forward_kl":
         return 1 - (-ratio).clamp(max=_LARGEST).exp()
