@@ -63,7 +63,7 @@ def write_job(folder: Path, *, width: int, layers: int, longest: float, pairs: i
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def ours(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+def of_weft(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Losses, gradient norms and processor seconds of each step of `weft dpo`."""
     import torch
 
@@ -92,7 +92,7 @@ def ours(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def theirs(python: str, folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+def of_trl(python: str, folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """The same of TRL."""
     file = folder / "spec.json"
     file.write_text(json.dumps(spec))
@@ -114,7 +114,7 @@ def check(python: str) -> None:
                 "model": str(folder / "model"), "data": str(folder / "pairs.jsonl"), "steps": 5, "pairs": 8, "batch": 8,
                 "row": 512, "lr": 1e-3, "arguments": {"loss_type": name, "beta": 0.1, **options},
             }  # fmt: skip
-            weft_result, trl_result = ours(folder, spec), theirs(python, folder, spec)
+            weft_result, trl_result = of_weft(folder, spec), of_trl(python, folder, spec)
             figures = [
                 max(abs(a - b) / max(abs(b), 1e-8) for a, b in zip(weft_result[key], trl_result[key], strict=True))
                 for key in ("losses", "norms")
@@ -135,7 +135,7 @@ def measure(python: str, repeats: int) -> None:
         for _ in range(repeats):
             times = [
                 statistics.median(run["seconds"][1:]) / 16 * 1000
-                for run in (ours(folder, spec), theirs(python, folder, spec))
+                for run in (of_weft(folder, spec), of_trl(python, folder, spec))
             ]
             ratios.append(times[1] / times[0])
             print(f"weft {times[0]:.1f} ms, TRL {times[1]:.1f} ms per pair: {ratios[-1]:.2f} x", flush=True)

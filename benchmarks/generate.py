@@ -43,7 +43,7 @@ def tiny() -> transformers.PreTrainedModel:
     ).eval()  # fmt: skip
 
 
-def asked(vocabulary: int, shortest: int, longest: int) -> list[Request]:
+def draw_requests(vocabulary: int, shortest: int, longest: int) -> list[Request]:
     """Prompts of 6 to 8 tokens, and how far each is to be continued."""
     generator = torch.Generator().manual_seed(1)
     requests = []
@@ -55,7 +55,7 @@ def asked(vocabulary: int, shortest: int, longest: int) -> list[Request]:
     return requests
 
 
-def theirs(model: transformers.PreTrainedModel, requests: Sequence[Request]) -> None:
+def generate_by_transformers(model: transformers.PreTrainedModel, requests: Sequence[Request]) -> None:
     longest = max(len(request.tokens) for request in requests)
     ids = torch.zeros(PROMPTS * COPIES, longest, dtype=torch.int64)
     attention_mask = torch.zeros_like(ids)
@@ -106,12 +106,12 @@ def main() -> None:
         f"{'shape':8s} {'tokens':>7s} {'weft s':>8s} {'theirs s':>8s} {'ratio':>6s} {'weft tok/s':>11s} {'theirs':>8s}"
     )
     for shape in [options.shape] if options.shape else SHAPES:
-        requests = asked(vocabulary, *SHAPES[shape])
+        requests = draw_requests(vocabulary, *SHAPES[shape])
         tokens = sum(COPIES * request.sampling.max_new_tokens for request in requests)
         measured = measure(
             options.runs,
             weft=lambda requests=requests: generator.generate(requests),
-            theirs=lambda requests=requests: theirs(plain, requests),
+            theirs=lambda requests=requests: generate_by_transformers(plain, requests),
         )
         weft, reference = measured["weft"], measured["theirs"]
         print(

@@ -38,7 +38,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL = 0.2  # seconds between looks at a part's rows
-_LEAST = 8.0  # seconds below which no part is begun
+_MIN_SECONDS = 8.0  # seconds below which no part is begun
 _GRACE = 10.0  # seconds that a part may take beyond its time to end by itself
 START = 15  # seconds planned for importing and the device's context, once
 _CLOCKS = "driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
@@ -209,7 +209,7 @@ def run_parts(report: Report, options: argparse.Namespace, end: float, worker: W
     """Each in its turn, until `end`: in its planned seconds, and those that nobody else is planned to take."""
     report.write()
     for number, result in enumerate(report.results):
-        seconds_left, minimum = end - time.monotonic(), 1.0 if options.tiny else _LEAST
+        seconds_left, minimum = end - time.monotonic(), 1.0 if options.tiny else _MIN_SECONDS
         reserved = sum(following.part.seconds for following in report.results[number:])
         limit = min(seconds_left, result.part.seconds + max(0.0, seconds_left - reserved))
         if limit < min(minimum, result.part.seconds):

@@ -41,7 +41,7 @@ from weft.recipes.plan.simulate import Step, make_state, plan_of, rows_of
 RATE, BYTES = 700e12, 3.0e12  # of one H100, as matmuls and passes over memory reach them
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
 _COPIES = ("copy_", "_to_copy", "clone", "cat", "stack", "chunk_cat", "_foreach_copy_", "constant_pad_nd")
-_NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_", "device")
+_FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_", "device")
 _FILLS = ("zeros", "ones", "full", "zeros_like", "full_like", "new_zeros", "new_full", "zero_", "fill_", "arange")
 
 
@@ -74,7 +74,7 @@ class Counts(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if name in _NOTHING or view or func.namespace in ("prim", "c10d"):
+        if name in _FREE or view or func.namespace in ("prim", "c10d"):
             return out
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_iter(out) if isinstance(t, Tensor)]

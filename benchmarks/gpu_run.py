@@ -230,7 +230,7 @@ def _launch(run: Run, folder: Path) -> None:
         ranks = [
             Popen(
                 [sys.executable, str(Path(__file__).resolve()), str(folder), run.device.kind, str(int(run.tiny))],
-                stdout=log, stderr=STDOUT, env={**os.environ, **_place(rank, port), "PYTHONPATH": str(ROOT)},
+                stdout=log, stderr=STDOUT, env={**os.environ, **_rank_variables(rank, port), "PYTHONPATH": str(ROOT)},
             )
             for rank in range(2)
         ]  # fmt: skip
@@ -244,7 +244,7 @@ def _launch(run: Run, folder: Path) -> None:
                     rank.wait()
 
 
-def _place(rank: int, port: int) -> dict[str, str]:
+def _rank_variables(rank: int, port: int) -> dict[str, str]:
     """torchrun's variables."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",

@@ -29,9 +29,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
+SCRIPT = Path(__file__).resolve()
 TREE = "WEFT_BENCH_TREE"  # the checkout whose weft a rank imports
-sys.path.insert(0, os.environ.get(TREE, str(HERE.parent.parent)))
+sys.path.insert(0, os.environ.get(TREE, str(SCRIPT.parent.parent)))
 
 Spec = dict[str, Any]
 Answer = dict[str, Any]
@@ -104,7 +104,7 @@ def start(spec: Spec, ranks: int, tree: Path) -> Answer:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         environment = os.environ | {TREE: str(tree), "PYTHONPATH": str(tree), "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "OMP_WAIT_POLICY": "passive"}
-        words = [sys.executable, *launch, str(HERE), "--rank", file.name]
+        words = [sys.executable, *launch, str(SCRIPT), "--rank", file.name]
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if done.returncode or not lines:
@@ -132,7 +132,7 @@ def write_model(folder: Path, layers: int, width: int, vocabulary: int, position
 
 def tree_of(commit: str, folder: Path) -> Path:
     """The files of a commit."""
-    packed = subprocess.run(["git", "archive", commit], cwd=HERE.parent.parent, capture_output=True, check=True)
+    packed = subprocess.run(["git", "archive", commit], cwd=SCRIPT.parent.parent, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return folder
@@ -140,7 +140,7 @@ def tree_of(commit: str, folder: Path) -> Path:
 
 def axes(folder: Path, before: str, runs: int) -> list[str]:
     """Rows of a table: the same step with axes of size 1, and without them."""
-    old, new = tree_of(before, folder / "before"), HERE.parent.parent
+    old, new = tree_of(before, folder / "before"), SCRIPT.parent.parent
     model = write_model(folder / "model", layers=4, width=256, vocabulary=4096, positions=512)
     rows = []
     for ranks in (1, 2):
@@ -249,7 +249,7 @@ def log(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-TOP = HERE.parent.parent
+TOP = SCRIPT.parent.parent
 PARTS = ["axes", "rates", "memory", "experts", "stages"]
 
 

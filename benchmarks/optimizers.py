@@ -49,7 +49,7 @@ def model(hidden: int, intermediate: int, layers: int, vocabulary: int, dtype: t
     return named
 
 
-def ours(dtype: torch.dtype, **keys: Any) -> Callable[[Model], list[torch.optim.Optimizer]]:
+def of_weft(dtype: torch.dtype, **keys: Any) -> Callable[[Model], list[torch.optim.Optimizer]]:
     def build(named: Model) -> list[torch.optim.Optimizer]:
         boxes = {name: [Box.from_shape(tuple(p.shape))] for name, p in named if _is_matrix(name, p)}
         optimizer = build_optimizer(named, OptimizerConfig(**keys), matrices=boxes)
@@ -94,15 +94,15 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
 FP32, BF16 = torch.float32, torch.bfloat16
 RIVALS: dict[str, tuple[torch.dtype, Callable[[Model], list[Any]]]] = {
     "torch AdamW, fused": (FP32, torch_adamw),
-    "adamw": (FP32, ours(FP32)),
+    "adamw": (FP32, of_weft(FP32)),
     "adamw, clipped": (FP32, lambda named: [Clipped(named, at_once=False)]),
     "adamw, clipped, on the host": (FP32, lambda named: [Clipped(named, at_once=True)]),
-    "adamw, state bf16": (FP32, ours(FP32, state_dtype="bf16")),
-    "adamw, state int8": (FP32, ours(FP32, state_dtype="int8")),
-    "adamw, state int8, masters bf16 stochastic": (BF16, ours(BF16, state_dtype="int8", rounding="stochastic")),
+    "adamw, state bf16": (FP32, of_weft(FP32, state_dtype="bf16")),
+    "adamw, state int8": (FP32, of_weft(FP32, state_dtype="int8")),
+    "adamw, state int8, masters bf16 stochastic": (BF16, of_weft(BF16, state_dtype="int8", rounding="stochastic")),
     "torch Muon + AdamW": (FP32, torch_muon),
-    "muon, bf16": (FP32, ours(FP32, name="muon", muon_dtype="bf16")),
-    "muon, fp32": (FP32, ours(FP32, name="muon", muon_dtype="fp32")),
+    "muon, bf16": (FP32, of_weft(FP32, name="muon", muon_dtype="bf16")),
+    "muon, fp32": (FP32, of_weft(FP32, name="muon", muon_dtype="fp32")),
 }
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-PAIRS, ACCUMULATED, ALIKE = 32, 4, 5  # pairs of a step; forwards of TRL's step; steps that are compared
+PAIRS, ACCUMULATED, COMPARED = 32, 4, 5  # pairs of a step; forwards of TRL's step; steps that are compared
 RULE = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "clip": 1.0, "center": 0.01}
 Answer = dict[str, Any]
 
@@ -154,9 +154,9 @@ def main() -> None:
             }
             if not number:
                 for quantity in ("losses", "norms"):
-                    rows = zip(answers["weft"][quantity][:ALIKE], answers["trl"][quantity][:ALIKE], strict=True)
+                    rows = zip(answers["weft"][quantity][:COMPARED], answers["trl"][quantity][:COMPARED], strict=True)
                     worst = max(abs(a - b) / abs(b) for a, b in rows)
-                    print(f"{quantity} of {ALIKE} steps differ by {worst:.1e} at most")
+                    print(f"{quantity} of {COMPARED} steps differ by {worst:.1e} at most")
             for name, answer in answers.items():
                 pairs[name].append(1000 * statistics.mean(answer["times"][1:]) / PAIRS)
             ratios.append(pairs["trl"][-1] / pairs["weft"][-1])

@@ -183,12 +183,12 @@ def _train_and_save(path: str, mesh: str, folder: str, sections: dict[str, dict[
 # ---------------------------------------------------------------- weights
 
 
-BOTH = [("fp32", "1"), ("bf16", "2")]
+DTYPES_AND_MESHES = [("fp32", "1"), ("bf16", "2")]
 
 
 @pytest.mark.parametrize(("family", "dtype", "mesh"), pairs(
-    [(family, *BOTH[number % 2]) for number, family in enumerate(FAMILIES)],
-    [(family, *BOTH[number % 2 - 1]) for number, family in enumerate(FAMILIES)],
+    [(family, *DTYPES_AND_MESHES[number % 2]) for number, family in enumerate(FAMILIES)],
+    [(family, *DTYPES_AND_MESHES[number % 2 - 1]) for number, family in enumerate(FAMILIES)],
 ))  # fmt: skip
 def test_weights_are_the_masters(family: str, dtype: str, mesh: str, tmp_path: Path) -> None:
     path = source(family, dtype)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked, local_rl, object_stores
-from tests.support.object_stores import FailsFor, Killed, KillsItself, Place, counted, gone, place
+from tests.support.object_stores import FailsFor, Killed, KillsItself, OpenedStore, counted, die, open_store
 from tests.support.resuming import equal, inputs, state_of
 from weft import cli, terminal
 from weft.checkpoint.remote import mirror
@@ -46,14 +46,14 @@ def names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["file", S3])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    with place(request.param, tmp_path) as store:
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenedStore]:
+    with open_store(request.param, tmp_path) as store:
         yield store
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[Place]:
-    with place("file", tmp_path) as store:
+def files(tmp_path: Path) -> Iterator[OpenedStore]:
+    with open_store("file", tmp_path) as store:
         yield store
 
 
@@ -74,7 +74,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_what_is_downloaded_is_what_was_uploaded(bucket: Place, tmp_path: Path) -> None:
+def test_what_is_downloaded_is_what_was_uploaded(bucket: OpenedStore, tmp_path: Path) -> None:
     remote = RemoteRun(bucket.store("run"))
     remote.claim("mine", {})
     remote.upload(5, checkpoint(tmp_path / "a", 5, critic=True))
@@ -85,7 +85,7 @@ def test_what_is_downloaded_is_what_was_uploaded(bucket: Place, tmp_path: Path) 
     assert (tmp_path / "b/checkpoints/latest").readlink() == Path("step-000005")
 
 
-def test_a_kill_at_any_moment_leaves_the_checkpoint_before_whole_and_named(files: Place, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_the_checkpoint_before_whole_and_named(files: OpenedStore, tmp_path: Path) -> None:
     """Before each change of the store, of an upload with retention: what `latest` names is whole, and downloads."""
     number = 1
     while True:
@@ -94,7 +94,7 @@ def test_a_kill_at_any_moment_leaves_the_checkpoint_before_whole_and_named(files
         remote.claim("mine", {})
         remote.upload(5, checkpoint(tmp_path / f"{number}/a", 5))
         killed = False
-        with counted(number, gone):
+        with counted(number, die):
             try:
                 remote.upload(10, checkpoint(tmp_path / f"{number}/b", 10))
                 remote.prune(config.keep, None, None, last_state=True)
@@ -120,7 +120,7 @@ def test_a_kill_at_any_moment_leaves_the_checkpoint_before_whole_and_named(files
     assert number > 10 and remote_run.steps() == [10]
 
 
-def test_the_same_step_again_is_whole_as_one_or_the_other(files: Place, tmp_path: Path) -> None:
+def test_the_same_step_again_is_whole_as_one_or_the_other(files: OpenedStore, tmp_path: Path) -> None:
     """A run that has gone back uploads a step that is there: never a mixture of both."""
     for number in range(1, 16):
         store = files.store(f"run-{number}")
@@ -128,7 +128,7 @@ def test_the_same_step_again_is_whole_as_one_or_the_other(files: Place, tmp_path
         remote.claim("mine", {})
         remote.upload(3, checkpoint(tmp_path / f"{number}/z", 3))
         remote.upload(5, checkpoint(tmp_path / f"{number}/a", 5, text="before"))
-        with counted(number, gone), suppress(Killed):
+        with counted(number, die), suppress(Killed):
             remote.upload(5, checkpoint(tmp_path / f"{number}/b", 5, text="after"))
         remote_run = RemoteRun(store)
         assert remote_run.named(LATEST) in remote_run.steps() and 3 in remote_run.steps()
@@ -139,7 +139,7 @@ def test_the_same_step_again_is_whole_as_one_or_the_other(files: Place, tmp_path
             assert len({text.split(b" ")[-1] for text in content(tmp_path / f"{number}/c").values()}) == 1
 
 
-def test_retention_there(bucket: Place, tmp_path: Path) -> None:
+def test_retention_there(bucket: OpenedStore, tmp_path: Path) -> None:
     remote = RemoteRun(bucket.store("run"))
     remote.claim("mine", {})
     for step in (10, 20, 30, 40):
@@ -160,7 +160,7 @@ def test_retention_there(bucket: Place, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "short", "changed", "marker"])
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(
-    damage: str, files: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, files: OpenedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     remote = RemoteRun(files.store("run"))
     remote.claim("mine", {})
@@ -190,7 +190,7 @@ def mirrored(url: str, tmp_path: Path, **config: Any) -> Mirror:
 
 
 def test_checkpoints_that_are_removed_here_are_uploaded_whole(
-    files: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: OpenedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that came while an earlier one was uploaded, what `keep` keeps is there in the end."""
     mirror = mirrored(f"{files.url}/run", tmp_path, keep=2)
@@ -215,7 +215,7 @@ def test_checkpoints_that_are_removed_here_are_uploaded_whole(
     assert not (mirror.run / "uploading/step-000001").exists()
 
 
-def test_the_best_checkpoint_is_uploaded_though_newer_ones_wait(files: Place, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_uploaded_though_newer_ones_wait(files: OpenedStore, tmp_path: Path) -> None:
     """Of four that wait, the last is kept, and the second, which `best` names."""
     mirror = mirrored(f"{files.url}/run", tmp_path, keep=1)
     for step in (1, 2, 3, 4):
@@ -228,7 +228,7 @@ def test_the_best_checkpoint_is_uploaded_though_newer_ones_wait(files: Place, tm
     assert (mirror.remote.named(BEST), mirror.remote.named(LATEST)) == (2, 4)
 
 
-def test_a_file_that_changes_within_its_size_is_uploaded_again(files: Place, tmp_path: Path) -> None:
+def test_a_file_that_changes_within_its_size_is_uploaded_again(files: OpenedStore, tmp_path: Path) -> None:
     mirror = mirrored(f"{files.url}/run", tmp_path)
     metrics = mirror.run / "metrics.jsonl"
     for text, nanoseconds in (("one", 10**18), ("two", 10**18 + 1)):
@@ -239,7 +239,7 @@ def test_a_file_that_changes_within_its_size_is_uploaded_again(files: Place, tmp
 
 
 def test_a_store_that_fails_is_tried_again_and_training_is_told(
-    files: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: OpenedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploader = mirrored(f"{files.url}/run", tmp_path)
     put, calls = Store.put, [0]
@@ -260,7 +260,7 @@ def test_a_store_that_fails_is_tried_again_and_training_is_told(
 
 
 def test_a_store_that_stays_down_is_an_error_at_the_end_that_says_where_all_is(
-    files: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: OpenedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = mirrored(f"{files.url}/run", tmp_path)
     checkpoint(mirror.run, 1)
@@ -275,7 +275,7 @@ def down() -> None:
     raise StoreError("the store is down")
 
 
-def test_a_run_that_another_process_has_taken_over_is_not_written(files: Place, tmp_path: Path) -> None:
+def test_a_run_that_another_process_has_taken_over_is_not_written(files: OpenedStore, tmp_path: Path) -> None:
     mirror = mirrored(f"{files.url}/run", tmp_path)
     checkpoint(mirror.run, 1)
     RemoteRun(files.store("run")).claim("another", {})
@@ -309,7 +309,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def downloaded(bucket: Place, into: Path, name: str = "run") -> Path:
+def downloaded(bucket: OpenedStore, into: Path, name: str = "run") -> Path:
     remote = RemoteRun(bucket.store(name))
     fetch_run(remote, into, resumable=True)
     return into
@@ -326,7 +326,7 @@ def trained_alike(run: Path, unbroken: Path) -> bool:
 @pytest.mark.covers("run.staging")
 @pytest.mark.slow
 def test_a_run_on_a_store_that_is_killed_in_an_upload_goes_on_elsewhere_bit_for_bit(
-    bucket: Place, unbroken: Path, tmp_path: Path
+    bucket: OpenedStore, unbroken: Path, tmp_path: Path
 ) -> None:
     url = f"{bucket.url}/run"
     killed = forked.run(words(url, tmp_path / "one"), tmp_path, KillsItself("step-000004", 3), **bucket.variables)
@@ -350,7 +350,7 @@ def test_a_run_on_a_store_that_is_killed_in_an_upload_goes_on_elsewhere_bit_for_
 
 @pytest.mark.slow
 def test_what_this_machine_has_is_not_fetched_and_a_finished_run_uploads_what_is_missing(
-    files: Place, unbroken: Path, tmp_path: Path
+    files: OpenedStore, unbroken: Path, tmp_path: Path
 ) -> None:
     url, staging = f"{files.url}/run", tmp_path / "staging"
     down = FailsFor("step-000004/config.json")  # not that of step 2, which may be superseded before its turn
@@ -368,7 +368,7 @@ def test_what_this_machine_has_is_not_fetched_and_a_finished_run_uploads_what_is
 
 @pytest.mark.slow
 def test_a_store_that_dies_before_a_run_can_be_found_there_ends_it_before_it_trains(
-    files: Place, tmp_path: Path
+    files: OpenedStore, tmp_path: Path
 ) -> None:
     url, staging = f"{files.url}/early", tmp_path / "staging"
     failed = forked.run(words(url, staging), tmp_path, FailsFor("writer.json"), **files.variables)
@@ -380,7 +380,7 @@ def test_a_store_that_dies_before_a_run_can_be_found_there_ends_it_before_it_tra
 
 
 @pytest.mark.slow
-def test_data_and_model_on_a_store(bucket: Place, unbroken: Path, tmp_path: Path) -> None:
+def test_data_and_model_on_a_store(bucket: OpenedStore, unbroken: Path, tmp_path: Path) -> None:
     for path in sorted((inputs() / "model").iterdir()):
         bucket.store().put(path, f"base/{path.name}")
     rows = (inputs() / "chats.jsonl").read_text().splitlines(keepends=True)
@@ -403,7 +403,7 @@ def test_data_and_model_on_a_store(bucket: Place, unbroken: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_reinforcement_learning_on_a_store(files: Place, tmp_path: Path) -> None:
+def test_reinforcement_learning_on_a_store(files: OpenedStore, tmp_path: Path) -> None:
     task, url = local_rl.make_task(tmp_path), f"{files.url}/rl"
 
     def start(run: str, staging: str, *overrides: str, resume: bool = False) -> None:
@@ -459,7 +459,7 @@ def test_no_such_protocol(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_run_that_is_there_is_not_overwritten_unless_asked_to(
-    files: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: OpenedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"{files.url}/run"
     remote = RemoteRun(files.store("run"))
@@ -477,7 +477,7 @@ def test_a_run_that_is_there_is_not_overwritten_unless_asked_to(
     assert remote.steps() == [] and not [name for name in files.names("run") if "step" in name]
 
 
-def test_what_is_not_there(files: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there(files: OpenedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = answer(capsys, *on(f"{files.url}/run", tmp_path, f"data.path={files.url}/no.jsonl"))
     assert f"data.path {files.url}/no.jsonl does not exist" in message
     message = answer(capsys, *on(f"{files.url}/run", tmp_path, f"model.path={files.url}/no"))
@@ -486,7 +486,7 @@ def test_what_is_not_there(files: Place, tmp_path: Path, capsys: pytest.CaptureF
     assert f"--resume {files.url}/no: it holds no config.yaml" in message
 
 
-def test_a_bad_row_is_called_by_its_url(files: Place, tmp_path: Path) -> None:
+def test_a_bad_row_is_called_by_its_url(files: OpenedStore, tmp_path: Path) -> None:
     files.store().write("x.jsonl", b'{"messages": []}\n')
     command = on(str(tmp_path / "run"), tmp_path, f"data.path={files.url}/x.jsonl")
     done = forked.run(command, tmp_path)
@@ -494,7 +494,7 @@ def test_a_bad_row_is_called_by_its_url(files: Place, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_no_model_is_called_by_its_url(
-    files: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: OpenedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files.store().write("base/x.txt", b"x")
     message = answer(capsys, *on(str(tmp_path / "run"), tmp_path, f"model.path={files.url}/base"))
@@ -509,7 +509,7 @@ def test_run_staging_without_a_url_is_refused(tmp_path: Path, capsys: pytest.Cap
 def test_a_bucket_that_is_not_there_and_one_that_may_not_be_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with place("s3", tmp_path) as store:
+    with open_store("s3", tmp_path) as store:
         message = answer(capsys, *on("s3://nobody-has-this/run", tmp_path))
         assert "run.dir: s3://nobody-has-this/run cannot be used" in message and "there is no such bucket" in message
         message = answer(capsys, *on(f"{store.url}/run", tmp_path, "data.path=s3://nobody-has-this/x.jsonl"))
@@ -533,7 +533,7 @@ def test_a_bucket_that_is_not_there_and_one_that_may_not_be_used(
 
 
 def test_a_copy_is_made_once_and_anew_where_the_store_has_something_else(
-    bucket: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bucket: OpenedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, url = bucket.store(), f"{bucket.url}/data/x.jsonl"
     store.write("data/x.jsonl", b"one")
@@ -546,7 +546,7 @@ def test_a_copy_is_made_once_and_anew_where_the_store_has_something_else(
     assert Path(second).read_text() == "another" and second != first
 
 
-def test_a_pattern_keeps_names_and_order(bucket: Place, tmp_path: Path) -> None:
+def test_a_pattern_keeps_names_and_order(bucket: OpenedStore, tmp_path: Path) -> None:
     for name in ("a/2.jsonl", "a/10.jsonl", "b/1.jsonl", "b/1.txt"):
         bucket.store().write(f"data/{name}", name.encode())
     local = fetch("data.path", f"{bucket.url}/data/*/*.jsonl", tmp_path / "staging")
@@ -555,7 +555,7 @@ def test_a_pattern_keeps_names_and_order(bucket: Place, tmp_path: Path) -> None:
     assert [Path(path).read_text() for path in matching_files(local)] == ["a/10.jsonl", "a/2.jsonl", "b/1.jsonl"]
 
 
-def test_latest_leads_to_a_checkpoint_without_its_trainer_state(bucket: Place, tmp_path: Path) -> None:
+def test_latest_leads_to_a_checkpoint_without_its_trainer_state(bucket: OpenedStore, tmp_path: Path) -> None:
     remote = RemoteRun(bucket.store("run"))
     remote.claim("mine", {})
     remote.upload(5, checkpoint(tmp_path / "a", 5))
@@ -569,7 +569,11 @@ def test_latest_leads_to_a_checkpoint_without_its_trainer_state(bucket: Place, t
 
 @pytest.mark.slow
 def test_commands_take_a_run_on_a_store(
-    files: Place, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    files: OpenedStore,
+    unbroken: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     url, remote = f"{files.url}/run", RemoteRun(files.store("run"))
@@ -600,7 +604,7 @@ def test_a_copy_is_itself_wherever_it_is_sent() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_uploads_what_it_has_saved(files: Place, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_uploads_what_it_has_saved(files: OpenedStore, tmp_path: Path) -> None:
     url = f"{files.url}/run"
     overrides = ["train.steps=2000", "checkpoint.every=0", "schedule.name=constant", "train.log_every=1"]
     run = forked.Run(words(url, tmp_path / "one", *overrides), tmp_path)
@@ -614,7 +618,7 @@ def test_a_run_that_is_stopped_uploads_what_it_has_saved(files: Place, tmp_path:
     assert summary["stopped"] == "SIGTERM" and summary["saved"] == f"{url}/checkpoints/step-{step:06d}"
 
 
-def test_going_on_fetches_again_what_was_removed_here(files: Place, tmp_path: Path) -> None:
+def test_going_on_fetches_again_what_was_removed_here(files: OpenedStore, tmp_path: Path) -> None:
     url, staging = f"{files.url}/run", tmp_path / "staging"
     folder = Path(begin_run(url, staging, overwrite=False, command="sft"))
     remote = RemoteRun(files.store("run"), own_token(folder))

@@ -20,7 +20,7 @@ import yaml
 
 from tests.support import forked, hub_server, local_rl
 from tests.support.cases import world_of
-from tests.support.hub_server import Hub, asked, hub
+from tests.support.hub_server import Hub, hub, hub_in_use
 from tests.support.pool import run
 from tests.support.resuming import Sections, attempt, inputs, lines, process
 from weft import cli
@@ -46,7 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served() -> Iterator[Hub]:
-    with hub() as fake_hub, asked(fake_hub.url):
+    with hub() as fake_hub, hub_in_use(fake_hub.url):
         yield fake_hub
 
 
@@ -164,20 +164,20 @@ def test_somebody_elses_name(finished: Path, served: Hub, capsys: pytest.Capture
 
 
 def test_another_token(finished: Path, served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    with asked(served.url, "hf_wrong"):
+    with hub_in_use(served.url, "hf_wrong"):
         assert main(str(finished), "me/model") == 2
     assert "it does not know the token" in capsys.readouterr().err
 
 
 def test_no_token_no_network_offline(finished: Path, served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    with asked(served.url, None):
+    with hub_in_use(served.url, None):
         os.environ.pop("HF_TOKEN", None)
         assert main(str(finished), "me/model") == 2
     assert "run `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
-    with asked(served.url, offline=True):
+    with hub_in_use(served.url, offline=True):
         assert main(str(finished), "me/model") == 2
     assert "HF_HUB_OFFLINE is set; unset it" in capsys.readouterr().err
-    with asked("http://127.0.0.1:9"):
+    with hub_in_use("http://127.0.0.1:9"):
         assert main(str(finished), "me/model") == 2
     assert "http://127.0.0.1:9 (HF_ENDPOINT) cannot be reached" in capsys.readouterr().err
     assert served.requests == []
@@ -255,7 +255,7 @@ def test_steps_that_are_not_there(finished: Path, served: Hub, capsys: pytest.Ca
 
 def attempt_with_hub(url: str, token: str | None, *arguments: Any) -> None:
     """A run of one rank, which asks the hub at this address."""
-    with asked(url, token):
+    with hub_in_use(url, token):
         attempt(*arguments)
 
 
@@ -344,7 +344,7 @@ def test_an_upload_that_fails_is_said_and_the_run_goes_on(finished: Path, tmp_pa
     command = f"weft push {tmp_path}/run/checkpoints/step-000002 me/model --revision tried"
     (notice,) = [line for line in done.stdout.splitlines() if line.startswith("push  ")]
     assert "the hub answers 503 (we are down)" in notice and notice.endswith(command)
-    with hub() as fake_hub, asked(fake_hub.url):  # and the command does it
+    with hub() as fake_hub, hub_in_use(fake_hub.url):  # and the command does it
         assert cli.main(command.split()[1:]) == 0
         assert "model.safetensors" in fake_hub.files("me/model", "tried")
 
@@ -356,7 +356,7 @@ class Asked:
         self.url, self.offline = url, offline
 
     def __call__(self) -> None:
-        self.kept = asked(self.url, hub_server.TOKEN, offline=self.offline)
+        self.kept = hub_in_use(self.url, hub_server.TOKEN, offline=self.offline)
         self.kept.__enter__()
 
 
@@ -387,7 +387,7 @@ def test_an_adapter(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_reinforcement_learning(tmp_path: Path) -> None:
     task = local_rl.make_task(tmp_path)
-    with hub() as fake_hub, asked(fake_hub.url):
+    with hub() as fake_hub, hub_in_use(fake_hub.url):
         local_rl.start(task, tmp_path / "run", "train.steps=2", "checkpoint.push=me/policy")
         arrived = dict(fake_hub.files("me/policy"))
     assert front_matter(text := arrived.pop("README.md"))["tags"] == ["weft", "grpo"]
@@ -483,7 +483,7 @@ def test_a_card_needs_no_hub_and_no_run(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "model").mkdir()
     assert front_matter(model_card(tmp_path / "model", "me/model"))["tags"] == ["weft"]
     monkeypatch.setattr(card, "_SECONDS", 0.2)
-    with asked("http://127.0.0.1:9"):
+    with hub_in_use("http://127.0.0.1:9"):
         text = model_card(checkpoint_of(tmp_path, {"model": {"path": "Qwen/Qwen3-0.6B"}}), "me/model")
     assert "license" not in front_matter(text)
 

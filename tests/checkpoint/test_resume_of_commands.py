@@ -135,7 +135,7 @@ def load_and_save(config: Any, source: str, target: str) -> None:
         saver.save(2, {"epoch": 1, "updates": 2, "summary": {}})
 
 
-OTHERS = [("dpo, a reference of the whole step", "1")]
+DEFAULT_PAIRS = [("dpo, a reference of the whole step", "1")]
 OTHERS_TABLE = [
     ("reward, pairs", "tp2"),
     ("dpo, adapters", "tp2"), ("dpo, kto", "2"), ("dpo, cached on disk", "1"), ("dpo, stages", "2"),
@@ -144,7 +144,7 @@ OTHERS_TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "after"), pairs(OTHERS, OTHERS_TABLE))
+@pytest.mark.parametrize(("name", "after"), pairs(DEFAULT_PAIRS, OTHERS_TABLE))
 def test_another_mesh_goes_on(name: str, after: str, tmp_path: Path) -> None:
     """The state is loaded bit for bit. SGD does not divide rounding by small moments, as AdamW does: its curve on the
     other mesh is that of the unbroken run to 1e-5."""

@@ -32,7 +32,7 @@ RL = ["model.path=m", "data.path=d.jsonl", "rl.reward=[length]"]
 SFT = RL[:2]
 
 # Former name -> (a value other than the default, keys without which it would have no effect)
-GIVEN: dict[str, tuple[Any, list[str]]] = {
+VALUES: dict[str, tuple[Any, list[str]]] = {
     "rl.kl": (0.5, []),
     "rl.entropy": (0.5, []),
     "rl.scale": ("none", []),
@@ -66,13 +66,13 @@ def plain(value: Any) -> Any:
 
 
 def test_every_renamed_key_is_tried_here() -> None:
-    assert set(NAMES) == set(GIVEN)
+    assert set(NAMES) == set(VALUES)
 
 
-@pytest.mark.parametrize("former", GIVEN)
+@pytest.mark.parametrize("former", VALUES)
 def test_former_names_work_in_files_and_on_the_command_line(former: str) -> None:
     """The resolved config, which the run keeps, has the new name alone, and reads as the same config again."""
-    value, extra = GIVEN[former]
+    value, extra = VALUES[former]
     schema, required = schema_of(former)
     section, _, leaf = former.partition(".")
     Path("nested.yaml").write_text(f"{section}:\n  {leaf}: {written(value)}\n")
@@ -91,10 +91,10 @@ def test_former_names_work_in_files_and_on_the_command_line(former: str) -> None
         assert load_config(["resolved.yaml"], [], schema, of_run=True) == config
 
 
-@pytest.mark.parametrize("former", GIVEN)
+@pytest.mark.parametrize("former", VALUES)
 def test_former_names_work_in_python(former: str) -> None:
     """In the sections of a call, in the constructor of a section, and as attributes, which functions of users read."""
-    value, extra = GIVEN[former]
+    value, extra = VALUES[former]
     schema, _ = schema_of(former)
     section, _, leaf = former.partition(".")
     values: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
@@ -121,9 +121,9 @@ def test_attributes_that_there_are_not() -> None:
     assert dataclasses.replace(RolloutConfig(memory=0.5), tp=2).gpu_memory_utilization == 0.5  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("former", GIVEN)
+@pytest.mark.parametrize("former", VALUES)
 def test_a_key_by_both_names_is_an_error(former: str) -> None:
-    value, extra = GIVEN[former]
+    value, extra = VALUES[former]
     schema, required = schema_of(former)
     name, (section, _, leaf) = NAMES[former], former.partition(".")
     both_names = [f"{former}={written(value)}", f"{name}={written(value)}"]

@@ -25,7 +25,7 @@ from weft.config.yaml12 import Node, read_file, read_value
 from weft.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-HERE = {"PYTHONPATH": str(ROOT)}
+SOURCE_PATH = {"PYTHONPATH": str(ROOT)}
 FOREIGN = Path(__file__).parents[1] / "foreign"
 BY_NAME = {trainer.name: trainer for trainer in TABLES.trainers}
 
@@ -109,7 +109,9 @@ def test_a_good_config_reads_no_table() -> None:
         "from weft.config import load_config; from weft.config.migrate.trainer import TABLES\n"
         "load_config([], ['model.path=m', 'data.path=d.jsonl']); print(sorted(vars(TABLES)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **HERE})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **SOURCE_PATH}
+    )
     assert done.stdout.strip() == "['folder']", done.stderr
 
 

@@ -30,7 +30,7 @@ SECTIONS = {name.partition(".")[0] for name in KEYS}
 _FILLED = "\0"  # what a message fills in
 _PROPOSED = re.compile(r"(?<![\w./\0-])([a-z_]+\.[a-z_]+)=(\[[^\]]*\]|\{[^}]*\}|[^\s,;)\]`]+)")
 # Names of other trainers, which a page explains.
-_THEIRS = {("config/migrate/tables/verl.md", "data.train_batch_size")}
+_FOREIGN = {("config/migrate/tables/verl.md", "data.train_batch_size")}
 
 
 def proposals(source: str) -> Iterator[tuple[str, str]]:
@@ -104,7 +104,7 @@ def problem(key: str, value: str) -> str:
 
 
 def test_a_proposed_key_takes_the_proposed_value() -> None:
-    proposed = [proposal for proposal in all_proposals() if proposal[:2] not in _THEIRS]
+    proposed = [proposal for proposal in all_proposals() if proposal[:2] not in _FOREIGN]
     problems = {proposal: problem(*proposal[1:]) for proposal in proposed}
     assert {proposal: text for proposal, text in problems.items() if text} == {}
 

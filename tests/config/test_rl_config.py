@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "weft"
 
 TRUNCATED = ("rollout.engine=vllm", "rollout.top_p=0.99", "rollout.top_k=100", "rollout.allow_truncated=true")
-OWN = [name for name in schema_keys(RlConfig) if name not in schema_keys(SftConfig)]
+RL_KEYS = [name for name in schema_keys(RlConfig) if name not in schema_keys(SftConfig)]
 
 
 def load(*overrides: str) -> RlConfig:
@@ -33,7 +33,7 @@ def test_every_key_is_read_outside_the_config_package() -> None:
         if path.parent.name not in ("config", "trainers"):
             tree = ast.parse(path.read_text())
             read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert {name.partition(".")[2] for name in OWN} - read == set()
+    assert {name.partition(".")[2] for name in RL_KEYS} - read == set()
 
 
 OUT_OF_RANGE: dict[str, Any] = {

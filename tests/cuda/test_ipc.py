@@ -87,7 +87,7 @@ def options(device: torch.device, dtype: torch.dtype, bucket_bytes: int, timeout
     return SyncOptions(transport, bucket_bytes, 1, timeout, dtype=dtype)
 
 
-def taken(pool: ProcessPoolExecutor, sender: Sender, version: int, device: torch.device) -> Any:
+def received_state(pool: ProcessPoolExecutor, sender: Sender, version: int, device: torch.device) -> Any:
     """A sync while the device has other work; what the engine says then. Values are compared by both ends, too."""
     (ticket,) = sender.tickets["it"]
     received: Future[Any] = pool.submit(receive, ticket, version)
@@ -135,7 +135,7 @@ def test_an_engine_of_another_process_has_every_version(
     for version in (1, 2, 3):
         before = {name: tensor.clone().cpu() for name, tensor in engine.tensors()}
         expected = answers(engine, version)
-        state, answered = taken(process, sender, version, device)
+        state, answered = received_state(process, sender, version, device)
         if not lora:
             assert all(torch.equal(state[name], before[name].to(state[name].dtype)) for name in state)
         assert [[completion.tokens for completion in group] for group in answered] == [
@@ -164,13 +164,13 @@ def test_an_engine_that_is_killed_and_one_in_its_place(device: torch.device, ran
     sync_options = options(device, torch.float32, 30_000, timeout=30.0)
     sender = Sender(engine, [EngineTarget("it", devices=devices)], sync_options, port=port, key=KEY)
     first.submit(begin, path, torch.float32, device.type, None).result(60)
-    taken(first, sender, 1, device)
+    received_state(first, sender, 1, device)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(BrokenProcessPool):
         first.submit(os.getpid).result(60)
     second.submit(begin, path, torch.float32, device.type, None).result(100)
     before = {name: tensor.clone().cpu() for name, tensor in engine.tensors()}
-    state, _ = taken(second, sender, 2, device)
+    state, _ = received_state(second, sender, 2, device)
     assert all(torch.equal(state[name], before[name]) for name in state)
     sender.close()
     for pool in (first, second):
@@ -212,8 +212,8 @@ def test_asleep_the_engine_keeps_no_weights_of_the_device(
     process.submit(begin, path, torch.bfloat16, device.type, None).result(60)
     devices = process.submit(devices_of, device.type).result(60)
     sender = Sender(engine, [EngineTarget("it", devices=devices)], options(device, torch.bfloat16, 64 << 20))
-    taken(process, sender, 1, device)
+    received_state(process, sender, 1, device)
     size = sum(parameter.numel() * 2 for parameter in engine.module.parameters())
     assert process.submit(sleep_and_report).result(60) < 0.2 * size
-    taken(process, sender, 2, device)  # awake again
+    received_state(process, sender, 2, device)  # awake again
     sender.close()

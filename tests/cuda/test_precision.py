@@ -30,7 +30,7 @@ BOUNDS = {"bf16": (2e-3, 5e-2, 1e-2), "fp16": (5e-4, 1e-2, 2e-3)}
 
 
 @dataclass(frozen=True)
-class Seen:
+class Outputs:
     """Of the first of STEPS. logprobs: of all documents, one after the other."""
 
     loss: float
@@ -38,7 +38,7 @@ class Seen:
     logprobs: Tensor
 
 
-def seen_by(engine: Engine, routes: Routes) -> Seen:
+def seen_by(engine: Engine, routes: Routes) -> Outputs:
     facts = engine.built.flops
     replay = Replay(routes, facts.experts, facts.experts_per_token) if routes else None
     layers = [layer for _, layer in engine.module.layers]
@@ -46,11 +46,11 @@ def seen_by(engine: Engine, routes: Routes) -> Seen:
         return _seen_by(engine)
 
 
-def _seen_by(engine: Engine) -> Seen:
+def _seen_by(engine: Engine) -> Outputs:
     loss, gradients, _ = one_gradient(engine, STEPS[0], None)
     documents, metas = to_documents(engine, STEPS[0])
     read = engine.readout(engine.plan(metas), documents)
-    return Seen(loss, gradients, torch.cat([values["logprob"] for values in read.values()]))
+    return Outputs(loss, gradients, torch.cat([values["logprob"] for values in read.values()]))
 
 
 def routes_of(engine: Engine, path: str) -> Routes:

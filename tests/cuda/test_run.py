@@ -43,11 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Pa
     byte_tokenizer().save_pretrained(path / "model")
     source = random.Random(0)
     sums = [[source.randrange(1000) for _ in range(source.randrange(2, 60 if large else 6))] for _ in range(640)]
-    write_jsonl(path / "chats.jsonl", *(chat(("user", "Add up."), ("assistant", _told(terms))) for terms in sums))
+    write_jsonl(
+        path / "chats.jsonl", *(chat(("user", "Add up."), ("assistant", _sum_in_words(terms))) for terms in sums)
+    )
     return path
 
 
-def _told(terms: list[int]) -> str:
+def _sum_in_words(terms: list[int]) -> str:
     totals = [sum(terms[: n + 1]) for n in range(len(terms))]
     return " ".join(f"plus {term} is {total};" for term, total in zip(terms, totals, strict=True))
 

@@ -31,7 +31,7 @@ BAD: dict[str, Any] = {
     "tools that the template does not render": json.dumps({**GOOD, "tools": [{"name": "f"}]}),
     "nothing trained": json.dumps(chat(("user", "hi"))),
 }
-FEW: dict[str, Any] = {"max_length": 100, "encoding": None}
+OPTIONS: dict[str, Any] = {"max_length": 100, "encoding": None}
 
 
 def write_rows(path: Path, *lines: str | bytes) -> str:
@@ -55,15 +55,15 @@ def test_a_bad_row_is_an_error_that_names_the_key_or_is_left_out(kind: str, tmp_
     good = json.dumps(GOOD)
     path = write_rows(tmp_path / "d.jsonl", good, BAD[kind], good)
     with pytest.raises(UserError, match=r"d\.jsonl:2: ") as caught:
-        load_documents(config_of(path), byte_tokenizer(CHATML), **FEW)
+        load_documents(config_of(path), byte_tokenizer(CHATML), **OPTIONS)
     assert str(caught.value).endswith("Or skip such rows with data.bad_rows=drop.")
-    documents, report = load_documents(config_of(path), byte_tokenizer(CHATML), bad_rows="drop", **FEW)
+    documents, report = load_documents(config_of(path), byte_tokenizer(CHATML), bad_rows="drop", **OPTIONS)
     assert texts(documents) == ["1", "3"] and report.documents == 2 and report.dropped == 0
     ((source, error),) = report.bad
     assert source == path and error.startswith(f"{path}:2: ") and "\n" not in error
     assert str(report).endswith("; 1 bad rows left out")
     clean = write_rows(tmp_path / "clean.jsonl", good, good)
-    assert report.digest == load_documents(clean, byte_tokenizer(CHATML), **FEW)[1].digest
+    assert report.digest == load_documents(clean, byte_tokenizer(CHATML), **OPTIONS)[1].digest
 
 
 @pytest.mark.parametrize("ending", ["csv", "json", "parquet"])
@@ -77,8 +77,8 @@ def test_rows_of_other_files(ending: str, tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.table({"text": ["aa", "a" * 3000, *["aa"] * 9]}), path)
     config = config_of(str(path))
     with pytest.raises(UserError, match=r"data.bad_rows=drop"):
-        load_documents(config, byte_tokenizer(), **FEW)
-    documents, report = load_documents(config, byte_tokenizer(), bad_rows="drop", **FEW)
+        load_documents(config, byte_tokenizer(), **OPTIONS)
+    documents, report = load_documents(config, byte_tokenizer(), bad_rows="drop", **OPTIONS)
     assert len(documents) == (10 if ending == "parquet" else 2) and len(report.bad) == 1
 
 
@@ -86,7 +86,7 @@ def test_a_line_over_several_blocks_is_one_bad_row(tmp_path: Path) -> None:
     good = json.dumps({"text": "aa"})
     long = json.dumps({"text": "b" * (3 * BLOCK_BYTES)})
     path = write_rows(tmp_path / "d.jsonl", good, long, good)
-    documents, report = load_documents(config_of(path), byte_tokenizer(), bad_rows="drop", **FEW)
+    documents, report = load_documents(config_of(path), byte_tokenizer(), bad_rows="drop", **OPTIONS)
     assert texts(documents) == ["1", "3"] and len(report.bad) == 1 and f"{path}:2: is larger than" in report.bad[0][1]
 
 

@@ -239,7 +239,7 @@ def test_bad_data(
 
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-OTHERS = [
+ROWS_OF_SOURCES = [
     {"content": "a"},
     {"question": "a", "answer": "b"}, {"question": "a", "response": "b"}, {"query": "a", "response": "b"},
     {"problem": "a", "solution": "b"}, {"input": "a", "output": "b"},
@@ -268,13 +268,13 @@ def followed(row: dict[str, Any], chat: bool) -> Record:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("row", OTHERS, ids=lambda row: "-".join(row))
+@pytest.mark.parametrize("row", ROWS_OF_SOURCES, ids=lambda row: "-".join(row))
 def test_the_columns_that_are_proposed_are_read(row: dict[str, Any], chat: bool) -> None:
     """A question and an answer become a chat wherever there is a chat template."""
     record = followed(row, chat)
-    assert "b" in str(record) or row == {"content": "a"} or row == OTHERS[7]
+    assert "b" in str(record) or row == {"content": "a"} or row == ROWS_OF_SOURCES[7]
     assert "a\\na" not in str(record)
-    if chat and len(row) == 2 and row != OTHERS[7]:
+    if chat and len(row) == 2 and row != ROWS_OF_SOURCES[7]:
         assert record.kind in ("messages", "prompt of messages")
 
 

@@ -346,12 +346,12 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
-WHOLE = encoded(CAT, "JPEG")
+JPEG = encoded(CAT, "JPEG")
 BAD_IMAGES = {
     "missing.png": (None, "there is no such file. Paths are relative to the file of the row"),
     "empty.png": (b"", "is empty"),
     "text.png": (b"not an image", "is no image that can be read (formats: PNG, JPEG"),
-    "truncated.jpg": (WHOLE[: len(WHOLE) // 2], "is damaged: "),
+    "truncated.jpg": (JPEG[: len(JPEG) // 2], "is damaged: "),
     "truncated.png": (encoded(CAT)[:200], "is damaged: "),
     "large.png": (bomb(12_000, 12_000), "12,000 x 12,000 pixels, more than data.max_image_pixels = 89,478,485"),
     "bomb.png": (bomb(100_000, 100_000), "pixels"),
@@ -538,7 +538,7 @@ def test_checkpoints_have_the_limits_of_the_run(layout: str, tmp_path: Path, mod
 
 @pytest.mark.covers("data.check_images")
 def test_check_images_decodes_before_training(tmp_path: Path, models: Callable[[str], str]) -> None:
-    (tmp_path / "a.jpg").write_bytes(WHOLE[: len(WHOLE) // 2])
+    (tmp_path / "a.jpg").write_bytes(JPEG[: len(JPEG) // 2])
     path = write_jsonl(tmp_path / "rows.jsonl", question("What?", "a cat", ["a.jpg"]))
     with pytest.raises(UserError, match="rows.jsonl:1: image .* is damaged"):
         read(path, loaded(models("qwen2_5_vl")))

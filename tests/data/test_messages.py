@@ -21,7 +21,7 @@ from weft.data.records import ParseOptions, parse_row
 from weft.errors import UserError, first_line
 
 # A template with everything: thoughts, text beside calls, several calls, results, tools.
-WHOLE = (
+TEMPLATE = (
     "{% if tools %}{{ '<|start|>tools\n' + (tools | tojson) + '<|end|>\n' }}{% endif %}{% for m in messages %}"
     "{{ '<|start|>' + m.role + '\n' }}{% if m.reasoning_content %}{{ '[' + m.reasoning_content + ']' }}{% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -31,7 +31,7 @@ WHOLE = (
 
 
 def rows_trained(
-    row: dict[str, Any], rules: MessageRules | None = None, template: str = WHOLE, **columns: str
+    row: dict[str, Any], rules: MessageRules | None = None, template: str = TEMPLATE, **columns: str
 ) -> list[str]:
     """What is trained of a row of a file."""
     tokenizer = byte_tokenizer(template)
@@ -155,7 +155,7 @@ def test_parts_that_say_nothing_more() -> None:
 def test_thoughts_under_every_name_are_rendered(name: str) -> None:
     assert rows_trained({"messages": [user("1?"), answer("One.", **{name: "Hm."})]}) == ["[Hm.]One.<|end|>"]
     # a template that has that name alone
-    template = WHOLE.replace("reasoning_content", name)
+    template = TEMPLATE.replace("reasoning_content", name)
     assert rows_trained({"messages": [user("1?"), answer("One.", thinking="Hm.")]}, template=template) == [
         "[Hm.]One.<|end|>"
     ]
@@ -288,7 +288,7 @@ def test_arguments_that_are_empty(arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
     for form in ({"tool_calls": [call]}, {"function_call": call["function"]}):
         assert rows_trained({"messages": [user("Time?"), answer("", **form)]}) == ["<call>now{}</call><|end|>"]
-    text = WHOLE.replace("(c.function.arguments | tojson)", "c.function.arguments")  # it adds texts
+    text = TEMPLATE.replace("(c.function.arguments | tojson)", "c.function.arguments")  # it adds texts
     assert rows_trained({"messages": [user("Time?"), answer("", tool_calls=[call])]}, template=text) == [
         "<call>now{}</call><|end|>"
     ]
@@ -303,7 +303,7 @@ def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
 
 def test_arguments_are_written_as_json_and_not_as_python() -> None:
     """A template that writes the arguments as they come wants their text."""
-    template = WHOLE.replace("+ (c.function.arguments | tojson) +", "}}{{ c.function.arguments }}{{")
+    template = TEMPLATE.replace("+ (c.function.arguments | tojson) +", "}}{{ c.function.arguments }}{{")
     row = {"messages": [user("Time?"), CALL, RESULT, answer("Noon.")]}
     assert rows_trained(row, template=template)[0] == '<call>get_time{"city": "Rome"}</call><|end|>'
 
@@ -385,8 +385,8 @@ def test_a_column_that_switches_thoughts() -> None:
 @pytest.mark.covers("data.system")
 def test_a_system_message_by_column_and_by_default() -> None:
     def text(row: dict[str, Any], rules: MessageRules) -> str:
-        [encoded] = Encoder(byte_tokenizer(WHOLE)).encode([parse_row("d:1", row, ParseOptions({}, rules))])
-        return byte_tokenizer(WHOLE).decode(encoded.ids)
+        [encoded] = Encoder(byte_tokenizer(TEMPLATE)).encode([parse_row("d:1", row, ParseOptions({}, rules))])
+        return byte_tokenizer(TEMPLATE).decode(encoded.ids)
 
     turns, default = [user("Hi"), answer("Ho")], MessageRules(system="Be kind.")
     begins = "<|start|>system\nBe kind.<|end|>\n<|start|>user"
@@ -473,7 +473,7 @@ def test_bad_mappings_of_keys(keys: str, words: str) -> None:
 
 def test_prompts_of_evaluation_are_read_by_the_same_rules(tmp_path: Path) -> None:
     """Their tools, system messages and calls are in what the model is given; what would be lost is refused."""
-    tokenizer = byte_tokenizer(WHOLE)
+    tokenizer = byte_tokenizer(TEMPLATE)
     question = [user("Time?"), CALL, RESULT]
     rows = [
         {"messages": [*question, answer("Noon.")], "tools": [TOOL], "system": "S."},
@@ -490,7 +490,10 @@ def test_prompts_of_evaluation_are_read_by_the_same_rules(tmp_path: Path) -> Non
         load_prompts(path, tokenizer, rules=rules)
     (third,) = load_prompts(write_jsonl(tmp_path / "b.jsonl", rows[2]), tokenizer, rules=rules)
     assert third == second
-    for template, words in ((PLAIN + ASKING, "has `tools`"), (WHOLE.replace("{{ m.content }}", ""), "text of message")):
+    for template, words in (
+        (PLAIN + ASKING, "has `tools`"),
+        (TEMPLATE.replace("{{ m.content }}", ""), "text of message"),
+    ):
         with pytest.raises(UserError, match=rf"a\.jsonl:1: .*{words}"):
             load_prompts(path, byte_tokenizer(template))
 
@@ -568,8 +571,8 @@ def test_headers_that_the_loop_writes_are_not_trained(name: str) -> None:
 
 
 def leaves_out(piece: str, replacement: str = "") -> str:
-    assert piece in WHOLE
-    return WHOLE.replace(piece, replacement)
+    assert piece in TEMPLATE
+    return TEMPLATE.replace(piece, replacement)
 
 
 _CALLS_ALONE = leaves_out("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
@@ -686,7 +689,7 @@ def test_thoughts_of_earlier_turns_may_be_left_out() -> None:
 
 
 def test_calls_outside_of_the_generation_markers_are_refused() -> None:
-    marked = WHOLE.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    marked = TEMPLATE.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     with pytest.raises(UserError, match="call 1 of message 2 is not in the part that the template marks as the answer"):
         rows_trained({"messages": [user("Q"), answer("LOOK.", tool_calls=CALL["tool_calls"])]}, template=marked)
 

@@ -66,7 +66,7 @@ def read(data: Any, model: Model, **options: Any) -> Documents:
     return load_documents(data, model[0], images=model[1], **{"max_length": 10_000, **options})[0]
 
 
-def asked(*parts: Any, **columns: Any) -> dict[str, Any]:
+def question_row(*parts: Any, **columns: Any) -> dict[str, Any]:
     """A row: videos, images and texts, then the answer."""
     shown = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return {"messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": "a cat"}], **columns}
@@ -131,7 +131,7 @@ def test_patches_are_those_of_the_familys_video_processor(
     max_pixels = 64 * 64 * (count if family == "qwen3_vl" else 1)
     tokenizer, _ = model = loaded(folders(family), video={"min_pixels": 256, "max_pixels": max_pixels})
     frames = film(count)  # 40 x 56 pixels: resized to 48 x 64 in all three
-    (document,) = read([asked(video(frames), "What happens?")], model)
+    (document,) = read([question_row(video(frames), "What happens?")], model)
     inputs, time = media_of(document), -(-count // 2)
     assert inputs["video_grid_thw"].tolist() == [[time, 4, 8]] or inputs["video_grid_thw"].tolist() == [[time, 6, 8]]
     height, width = (8 * side for side in inputs["video_grid_thw"][0, 1:].tolist())
@@ -165,7 +165,7 @@ def test_frames_of_a_video_are_attended_to_apart() -> None:
 
 
 def documents_measures(model: Model, frames: Any) -> tuple[int, int, bool]:
-    measures = read([asked(video(frames))], model).measures()
+    measures = read([question_row(video(frames))], model).measures()
     return int(measures.patches[0]), int(measures.pairs[0]), bool(measures.videos[0])
 
 
@@ -235,9 +235,9 @@ def test_forms_of_a_video_give_the_same(
     """Two frames in a second, as data.video takes them."""
     monkeypatch.chdir(tmp_path)
     frames = film(12)  # names from 0 to 11: 10 comes last but one
-    (expected,) = read([asked(video(frames), "What?")], qwen)
+    (expected,) = read([question_row(video(frames), "What?")], qwen)
     source = FORMS[form](tmp_path, frames)
-    row = asked(video(source), "What?")
+    row = question_row(video(source), "What?")
     if form in ("folder", "paths", "base64", "APNG", "WebP", "data URI"):
         (document,) = read(str(write_jsonl(tmp_path / "d.jsonl", row)), qwen)
     else:
@@ -298,7 +298,7 @@ def test_data_video_says_which_frames_and_how_large(tmp_path: Path, folders: Cal
     path.write_bytes(animation(film(20), "WEBP"))  # 5 seconds of 4 frames
 
     def grid(**options: float) -> list[int]:
-        (document,) = read([asked(video(str(path)))], loaded(folders("qwen2_5_vl"), video={**SMALL, **options}))
+        (document,) = read([question_row(video(str(path)))], loaded(folders("qwen2_5_vl"), video={**SMALL, **options}))
         sizes: list[int] = media_of(document)["video_grid_thw"][0].tolist()
         return sizes
 
@@ -324,7 +324,7 @@ def test_checkpoints_have_the_limits_of_the_run(file: str, tmp_path: Path, folde
             "video_processor": {"patch_size": 8, "min_pixels": 256, "max_pixels": 8192},
         }
         (path / file).write_text(json.dumps(nested))
-    row = [asked(video(film(4, 120, 120)))]
+    row = [question_row(video(film(4, 120, 120)))]
     saved = changed_files(str(path), DataConfig(path="unused", video={"min_pixels": 512, "max_pixels": 1024}))
     length = len(read(row, loaded(str(path), video={"min_pixels": 512, "max_pixels": 1024}))[0])
     assert length < len(read(row, loaded(str(path)))[0])
@@ -343,7 +343,7 @@ def test_limits_of_images_are_no_limits_of_videos(tmp_path: Path, folders: Calla
     """Where a model has no file for videos, transformers takes the limits that the checkpoint has for images."""
     path = tmp_path / "model"
     shutil.copytree(folders("qwen2_5_vl"), path)
-    row = [asked(video(film(4, 120, 120)))]
+    row = [question_row(video(film(4, 120, 120)))]
     before = len(read(row, loaded(str(path)))[0])
     for name, text in changed_files(str(path), DataConfig(path="unused", image_pixels={"max": 1024})).items():
         (path / name).write_text(text)
@@ -358,32 +358,44 @@ def small_film(count: int = 2) -> list[str]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no file": (asked(video("gone.gif")), "video (/"),
-    "missing": (asked(video("gone.gif")), "No such file or directory. Paths are relative to the file of the row"),
-    "still": (asked(video(small_film()[0])), "is a still image. A video is a folder of frames"),
-    "one frame": (asked(video(small_film(1))), "a video has one frame: write it as an image"),
-    "no frames": (asked(video([])), "a video has no frames"),
-    "sizes": (asked(video([*small_film(), base64.b64encode(encoded(picture(8, 8))).decode()])), "have one size"),
-    "container": (asked(video("data:video/mp4;base64,AAAAIGZ0eXBpc29t")), "which is not installed: pip install av"),
+    "no file": (question_row(video("gone.gif")), "video (/"),
+    "missing": (
+        question_row(video("gone.gif")),
+        "No such file or directory. Paths are relative to the file of the row",
+    ),
+    "still": (question_row(video(small_film()[0])), "is a still image. A video is a folder of frames"),
+    "one frame": (question_row(video(small_film(1))), "a video has one frame: write it as an image"),
+    "no frames": (question_row(video([])), "a video has no frames"),
+    "sizes": (question_row(video([*small_film(), base64.b64encode(encoded(picture(8, 8))).decode()])), "have one size"),
+    "container": (
+        question_row(video("data:video/mp4;base64,AAAAIGZ0eXBpc29t")),
+        "which is not installed: pip install av",
+    ),
     "rate of a file": (
-        asked(video(base64.b64encode(animation(film(2))).decode(), sample_fps=2)),
+        question_row(video(base64.b64encode(animation(film(2))).decode(), sample_fps=2)),
         "`sample_fps` is of a list or folder",
     ),
     "number": (
-        asked(video(3)),
+        question_row(video(3)),
         "a video is a path, a data: URI, base64, or {bytes, path} as datasets writes it, a",
     ),
-    "rate": (asked(video(small_film(), sample_fps=0)), "`sample_fps` must be the frames of a second, above 0, not 0"),
-    "fps": (asked(video(small_film(), fps=1)), "`fps` of a video is not read: set data.video"),
-    "many": (asked(video(small_film(9))), "has 9 frames, all of which would be taken, and data.video allows 8"),
-    "URL": (asked(video("https://example.com/a.gif")), "is fetched only with data.fetch_images=true"),
-    "URL of a frame": (asked(video([small_film()[0], "https://example.com/a.png"])), "only whole videos are fetched"),
+    "rate": (
+        question_row(video(small_film(), sample_fps=0)),
+        "`sample_fps` must be the frames of a second, above 0, not 0",
+    ),
+    "fps": (question_row(video(small_film(), fps=1)), "`fps` of a video is not read: set data.video"),
+    "many": (question_row(video(small_film(9))), "has 9 frames, all of which would be taken, and data.video allows 8"),
+    "URL": (question_row(video("https://example.com/a.gif")), "is fetched only with data.fetch_images=true"),
+    "URL of a frame": (
+        question_row(video([small_film()[0], "https://example.com/a.png"])),
+        "only whole videos are fetched",
+    ),
     "places": (
-        asked("<video><video>", videos=[small_film()]),
+        question_row("<video><video>", videos=[small_film()]),
         "has 1 video in `videos` and 2 places for them (<video>",
     ),
-    "no place": (asked(video(None)), "has 0 videos in `videos` and 1 place"),
-    "mark": (asked("What is <|video_pad|>?"), "a text holds <|video_pad|>"),
+    "no place": (question_row(video(None)), "has 0 videos in `videos` and 1 place"),
+    "mark": (question_row("What is <|video_pad|>?"), "a text holds <|video_pad|>"),
     "text": ({"text": "a", "videos": ["a"]}, "`text` has no messages, to which videos belong"),
     "message": ({"messages": [{"role": "user", "content": "a", "videos": ["a"]}]}, "`videos` of a message is not read"),
 }
@@ -394,7 +406,7 @@ def test_videos_that_are_refused(name: str, folders: Callable[[str], str], monke
     monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed
     row, words = REFUSED[name]
     with pytest.raises(UserError) as caught:
-        read([asked("a"), row], loaded(folders("qwen2_5_vl"), video={**SMALL, "max_frames": 8}))
+        read([question_row("a"), row], loaded(folders("qwen2_5_vl"), video={**SMALL, "max_frames": 8}))
     assert str(caught.value).startswith("data[1]: ") and words in str(caught.value)
 
 
@@ -406,7 +418,7 @@ def test_an_animation_that_takes_hours_to_draw(qwen: Model) -> None:
     source = base64.b64encode(head + frame * 10_000 + b";").decode()
     began = time.process_time()
     with pytest.raises(UserError, match="has 10,000 frames of 9,000 x 9,000 pixels, together more than 20 x"):
-        read([asked(video(source))], qwen)
+        read([question_row(video(source))], qwen)
     assert time.process_time() - began < 10.0
 
 
@@ -418,12 +430,12 @@ def test_a_video_that_is_no_file(kind: str, tmp_path: Path, qwen: Model, monkeyp
     make(Path("a.mp4"))
     message = "Too many levels" if kind == "loop" else message
     with pytest.raises(UserError, match=f"a.mp4.*{message}"):
-        read([asked(video(str(tmp_path / "a.mp4")))], qwen)
+        read([question_row(video(str(tmp_path / "a.mp4")))], qwen)
 
 
 def test_families_whose_videos_are_not_read_are_named(folders: Callable[[str], str]) -> None:
     with pytest.raises(UserError, match=r"data\[0\]: video: weft does not know how InternVLProcessor of mod"):
-        read([asked(video(film(4)))], loaded(folders("internvl")))
+        read([question_row(video(film(4)))], loaded(folders("internvl")))
     with pytest.raises(UserError, match=r"data.video: weft does not know how InternVLProcessor"):
         loaded(folders("internvl"), video={"fps": 1})
 
@@ -431,7 +443,7 @@ def test_families_whose_videos_are_not_read_are_named(folders: Callable[[str], s
 def test_a_template_that_renders_no_videos_is_named(qwen: Model) -> None:
     template = qwen[0].chat_template.replace("c['type'] == 'video'", "false")
     with pytest.raises(UserError, match=r"data\[0\]"):
-        read([asked(video(film(4)), "a")], qwen, encoding=Encoding(chat_template=template))
+        read([question_row(video(film(4)), "a")], qwen, encoding=Encoding(chat_template=template))
 
 
 # ---------------------------------------------------------------- caches, changes
@@ -441,7 +453,9 @@ def test_cached_tokens_are_of_the_videos_as_they_are(
     tmp_path: Path, qwen: Model, folders: Callable[[str], str]
 ) -> None:
     _folder(tmp_path / "clip", film(4))
-    path = write_jsonl(tmp_path / "d.jsonl", asked(video("clip"), "What?"), asked(video(small_film()), "And?"))
+    path = write_jsonl(
+        tmp_path / "d.jsonl", question_row(video("clip"), "What?"), question_row(video(small_film()), "And?")
+    )
     how = TokeniseOptions(cache=str(tmp_path / "cache"))
     first, cached = read(str(path), qwen, how=how), read(str(path), qwen, how=how)
     for document, cached_document in zip(first, cached, strict=True):
@@ -472,13 +486,15 @@ def test_containers_are_decoded_where_pyav_is_installed(tmp_path: Path, qwen: Mo
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
-    path = write_jsonl(tmp_path / "d.jsonl", asked(video("clip.mp4"), "What?"), asked(video("bad.mp4"), "What?"))
+    path = write_jsonl(
+        tmp_path / "d.jsonl", question_row(video("clip.mp4"), "What?"), question_row(video("bad.mp4"), "What?")
+    )
     (tmp_path / "bad.mp4").write_bytes(b"\0\0\0 ftypisom" + bytes(99))
     with pytest.raises(UserError, match=r"d.jsonl:2: video \(.*bad.mp4\): cannot be decoded"):
         read(str(path), qwen)
     documents, report = load_documents(str(path), qwen[0], images=qwen[1], max_length=10_000, bad_rows="drop")
     assert len(report.bad) == 1
-    (expected,) = read([asked(video([frames[n] for n in Clip(30, 10.0, 6).indices]), "What?")], qwen)
+    (expected,) = read([question_row(video([frames[n] for n in Clip(30, 10.0, 6).indices]), "What?")], qwen)
     actual, reference = media_of(documents[0]), media_of(expected)
     assert actual["video_grid_thw"].tolist() == reference["video_grid_thw"].tolist() == [[3, 6, 8]]
     assert (actual["pixel_values_videos"] - reference["pixel_values_videos"]).abs().mean() < 0.1  # it loses a little
@@ -493,7 +509,7 @@ def test_the_preview_says_what_is_seen_of_a_video(
 ) -> None:
     (tmp_path / "clip.webp").write_bytes(animation(film(20), "WEBP"))
     parts = [{"type": "image", "image": small_film()[0]}, video("clip.webp")]
-    path = write_jsonl(tmp_path / "d.jsonl", asked(*parts, "What?"))
+    path = write_jsonl(tmp_path / "d.jsonl", question_row(*parts, "What?"))
     words = [
         f"model.path={folders('qwen2_5_vl')}",
         f"data.path={path}",

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.engine.test_optimizer import whole
+from tests.engine.test_optimizer import full_value
 from tests.support.cases import open_engine, saved_model, world_of
 from tests.support.pool import run
 from tests.support.resuming import Sections, equal, inputs, lines, process, state_of, whole_state
@@ -62,7 +62,7 @@ def averages(path: str, mesh: str) -> dict[str, Any]:
     assert engine.ema is not None
     expected: dict[str, Tensor] = {}
     for number, step in enumerate(awkward_steps(128)):
-        weights = {name: whole(p.detach()).clone() for name, p in engine.module.named_parameters()}
+        weights = {name: full_value(p.detach()).clone() for name, p in engine.module.named_parameters()}
         if not number:
             expected = {name: weight.double() for name, weight in weights.items()}
         documents, metas = to_documents(engine, step)
@@ -75,20 +75,22 @@ def averages(path: str, mesh: str) -> dict[str, Any]:
         assert skipped == (number == 1)
         if not skipped:
             for name, parameter in engine.module.named_parameters():
-                expected[name] = 0.5 * expected[name] + 0.5 * whole(parameter.detach()).double()
+                expected[name] = 0.5 * expected[name] + 0.5 * full_value(parameter.detach()).double()
     averaged = {}
     for name, parameter in engine.module.named_parameters():
         shard = engine.ema.shards[parameter]
         assert shard.shape == parameter.to_local().shape  # type: ignore[attr-defined]
         like = parameter.detach().clone()
         like.to_local().copy_(shard)  # type: ignore[attr-defined]
-        averaged[name] = whole(like)
+        averaged[name] = full_value(like)
     worst = max(float((averaged[name] - expected[name]).abs().max()) for name in expected)
-    moved = max(float((averaged[name] - whole(p.detach())).abs().max()) for name, p in engine.module.named_parameters())
-    return {"worst": worst, "moved": moved, "bytes": engine.memory.average, "held": _held(engine)}
+    moved = max(
+        float((averaged[name] - full_value(p.detach())).abs().max()) for name, p in engine.module.named_parameters()
+    )
+    return {"worst": worst, "moved": moved, "bytes": engine.memory.average, "held": average_bytes(engine)}
 
 
-def _held(engine: Engine) -> int:
+def average_bytes(engine: Engine) -> int:
     assert engine.ema is not None
     return sum(shard.nbytes for shard in engine.ema.shards.values())
 

@@ -29,7 +29,7 @@ from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
 
 LAYERS = ("model.layers.0", "model.layers.1")
-EVERYTHING = [document for step in awkward_steps(128) for document in step]
+DOCUMENTS = [document for step in awkward_steps(128) for document in step]
 BUDGET = 61  # several micro-batches on every mesh here
 
 
@@ -43,7 +43,7 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
 def rows_of(path: str, balance: str) -> tuple[int, int, int]:
     """(tokens of all rows, those of all documents, documents) of a step."""
     engine = open_engine(path, "1", model={"router_aux_loss": balance}, step={"max_tokens_per_device": 512})
-    documents, metas = to_documents(engine, [(ids, mask) for ids, mask in EVERYTHING if len(ids) > 1])
+    documents, metas = to_documents(engine, [(ids, mask) for ids, mask in DOCUMENTS if len(ids) > 1])
     plan, row_sizes = engine.plan(metas), list[int]()
     engine.module.register_forward_pre_hook(lambda module, args: row_sizes.append(args[0].numel()))
     engine.accumulate(plan, documents, CrossEntropy())
@@ -120,7 +120,7 @@ def backward_collectives(
 ) -> tuple[list[Counter[Any]], dict[str, Tensor]]:
     """The collectives from the end of each micro-batch's forward to the next one's, and the gradients."""
     engine = open_engine(path, mesh, step={"max_tokens_per_device": BUDGET}, **sections)
-    documents, metas = to_documents(engine, EVERYTHING)
+    documents, metas = to_documents(engine, DOCUMENTS)
     plan, log = engine.plan(metas), []
     with logged(log):
         engine.accumulate(plan, documents, Logging(log))
@@ -191,7 +191,7 @@ class Gathered(CrossEntropy):
 
 def gathered_after_forward(path: str, reshard: bool | int) -> dict[str, int]:
     engine = open_engine(path, "4", fsdp={"reshard_after_forward": reshard})
-    documents, metas = to_documents(engine, EVERYTHING)
+    documents, metas = to_documents(engine, DOCUMENTS)
     looking = Gathered(engine)
     engine.accumulate(engine.plan(metas), documents, looking)
     return looking.seen
@@ -220,7 +220,7 @@ def attention_calls(path: str, recompute: str) -> tuple[int, int, dict[str, Tens
     engine, calls = open_engine(path, "2", model={"recompute": recompute}, step={"max_tokens_per_device": BUDGET}), []
     for _, layer in engine.module.layers:
         layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
-    documents, metas = to_documents(engine, EVERYTHING)
+    documents, metas = to_documents(engine, DOCUMENTS)
     plan = engine.plan(metas)
     engine.accumulate(plan, documents, CrossEntropy())
     return len(calls), plan.micro_batches, gradients_of(engine)
@@ -319,7 +319,7 @@ RATE = 1e-2
 def readouts(path: str, mesh: str, steps: int) -> list[tuple[list[int], dict[int, dict[str, Tensor]]]]:
     """(documents this rank was dealt, their readouts) before training and after `steps` steps."""
     engine = open_engine(path, mesh, step={"max_tokens_per_device": BUDGET}, optimizer={"name": "sgd"})
-    documents, metas = to_documents(engine, EVERYTHING)
+    documents, metas = to_documents(engine, DOCUMENTS)
     plan, out = engine.plan(metas), []
     local = {index: documents[index] for index in engine.planner.local_documents(plan)}
     for training in (False, True):
@@ -338,21 +338,21 @@ def test_readouts_are_the_references_in_document_order(mesh: str) -> None:
     plain.start(reference_optimizer.Optimizer("sgd").over(plain.named()))
     for stage in (0, 1):
         dealt = [part for rank in ranks for part in rank[stage][0]]
-        assert sorted(dealt) == list(range(len(EVERYTHING)))
+        assert sorted(dealt) == list(range(len(DOCUMENTS)))
         for needs, values in (rank[stage] for rank in ranks):
             assert list(values) == needs
             for index, readout in values.items():
-                logprob, entropy = plain.logprobs(EVERYTHING[index][0])
+                logprob, entropy = plain.logprobs(DOCUMENTS[index][0])
                 torch.testing.assert_close(readout["logprob"], logprob, rtol=2e-5, atol=2e-5)
                 torch.testing.assert_close(readout["entropy"], entropy, rtol=2e-5, atol=2e-5)
         for _ in range(steps):
-            plain.step(EVERYTHING, RATE)
+            plain.step(DOCUMENTS, RATE)
 
 
 def read_in_between(path: str, mesh: str, reshard: bool) -> bool:
     """Whether two engines agree of which one reads out between backward and the update, and after it."""
     engines = [open_engine(path, mesh, fsdp={"reshard_after_forward": reshard}) for _ in range(2)]
-    documents, metas = to_documents(engines[0], EVERYTHING)
+    documents, metas = to_documents(engines[0], DOCUMENTS)
     plan = engines[0].plan(metas)
     for _ in range(2):
         for index, engine in enumerate(engines):
@@ -377,7 +377,7 @@ def inference(path: str, mesh: str) -> dict[str, Any]:
     engine = open_engine(
         path, mesh, purpose="inference", fsdp={"param_dtype": "bf16"}, step={"max_tokens_per_device": 96}
     )
-    documents, metas = to_documents(engine, EVERYTHING)
+    documents, metas = to_documents(engine, DOCUMENTS)
     refusals = {}
     for name, call in {
         "accumulate": lambda: engine.accumulate(engine.plan(metas), documents, CrossEntropy()),
@@ -409,7 +409,7 @@ def test_an_engine_for_inference_reads_out_and_has_nothing_to_train_with(mesh: s
         assert all("inference" in text for text in rank["refusals"].values()), rank["refusals"]
     values = {index: v["logprob"] for rank in results for index, v in rank["values"].items()}
     exact = {index: v["logprob"] for rank in results for index, v in rank["exact"].items()}
-    assert sorted(values) == sorted(exact) == list(range(len(EVERYTHING)))
+    assert sorted(values) == sorted(exact) == list(range(len(DOCUMENTS)))
     actual, reference = (torch.cat([logprobs[i] for i in sorted(logprobs)]) for logprobs in (values, exact))
     assert float((actual - reference).norm()) < 0.02 * float(reference.norm())
 
@@ -441,7 +441,7 @@ def one_step(engine: Engine, documents: dict[int, Document], objective: CrossEnt
 def poisoned(path: str, mesh: str, bad: int, weight: float) -> dict[str, Any]:
     """A good step, one with a document of this weight, a good step; beside it a run of the two good ones."""
     engines = [open_engine(path, mesh, step={"max_tokens_per_device": BUDGET}) for _ in range(2)]
-    documents, metas = to_documents(engines[0], EVERYTHING)
+    documents, metas = to_documents(engines[0], DOCUMENTS)
     for engine in engines:
         assert not one_step(engine, documents).skipped
     before = state_of(engines[0])
@@ -491,7 +491,7 @@ class BadGradient(CrossEntropy):
 
 def bad_gradient(path: str) -> tuple[StepResult, bool]:
     engine = open_engine(path, "2")
-    documents, _ = to_documents(engine, EVERYTHING)
+    documents, _ = to_documents(engine, DOCUMENTS)
     one_step(engine, documents)
     before = state_of(engine)
     return one_step(engine, documents, BadGradient()), same(before, state_of(engine))
@@ -533,7 +533,7 @@ def deterministic(path: str) -> list[Any]:
     out = []
     for setting in (True, False):
         engine = open_engine(path, "2", deterministic=setting)
-        documents, metas = to_documents(engine, EVERYTHING)
+        documents, metas = to_documents(engine, DOCUMENTS)
         engine.accumulate(engine.plan(metas), documents, CrossEntropy())
         out.append((torch.are_deterministic_algorithms_enabled(), gradients_of(engine)))
     return out

@@ -22,7 +22,7 @@ from weft.recipes.verify import EPSILON
 MUON: dict[str, Any] = {"optimizer": {"name": "muon", "lr": 1e-3, "muon_lr": 2e-3}}
 HEADS: dict[str, Any] = {"optimizer": {**MUON["optimizer"], "muon_heads": True}}
 BF16: dict[str, Any] = {"optimizer": {**MUON["optimizer"], "muon_dtype": "bf16"}}
-Whole = slice(None)
+FULL = slice(None)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def matrices_of(name: str, x: torch.Tensor, config: Any, *, heads: bool) -> list
     if x.ndim < 2 or "embed" in name or "wte" in name or "wpe" in name or "head" in name:
         return []
     if x.ndim == 3:
-        rows = [Whole] if "gate_up" not in name else [slice(0, x.shape[1] // 2), slice(x.shape[1] // 2, None)]
+        rows = [FULL] if "gate_up" not in name else [slice(0, x.shape[1] // 2), slice(x.shape[1] // 2, None)]
         return [(expert, part) for expert in range(len(x)) for part in rows]
     projected = [part for part in ("q_proj", "k_proj", "v_proj", "c_attn") if part in name]
     if not projected or (projected != ["c_attn"] and not heads):
-        return [(Whole,)]
+        return [(FULL,)]
     width = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     size = width if heads else config.hidden_size
     if projected == ["c_attn"]:  # queries, keys and values are columns
-        return [(Whole, slice(start, start + size)) for start in range(0, x.shape[1], size)]
+        return [(FULL, slice(start, start + size)) for start in range(0, x.shape[1], size)]
     return [(slice(start, start + size),) for start in range(0, len(x), size)]
 
 

@@ -265,7 +265,7 @@ def small_model(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[Small, 
     return sharded, plain
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_value(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -296,8 +296,8 @@ def clip_and_step(names: tuple[str, ...], shape: tuple[int, ...], optimizer: str
             assert p.grad is None and p not in weft_optimizer.state, name
         else:
             assert p.grad is not None
-            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(full_value(p.grad), q.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(full_value(p.detach()), q.detach(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -341,7 +341,7 @@ def clip_on_several_meshes(max_norm: float) -> float:
     assert norm == pytest.approx(expected, rel=1e-6)
     for (name, p), gradient in zip(parameters, full, strict=True):
         assert p.grad is not None
-        torch.testing.assert_close(whole(p.grad), gradient * min(1.0, max_norm / (expected + 1e-6)), msg=name)
+        torch.testing.assert_close(full_value(p.grad), gradient * min(1.0, max_norm / (expected + 1e-6)), msg=name)
     for name in ("adamw", "sgd"):
         build_optimizer(parameters, OptimizerConfig(name=name)).step()  # type: ignore[arg-type]
     return norm

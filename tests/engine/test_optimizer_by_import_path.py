@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.engine.test_optimizer import small_model, whole
+from tests.engine.test_optimizer import full_value, small_model
 from tests.support.cases import describe, open_engine, parity, saved_model
 from tests.support.pool import run
 from weft.checkpoint import state as trainer_state
@@ -66,7 +66,7 @@ def steps_are_those_of_the_whole() -> None:
             optimizer.step()
             reference.step()
         for (key, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
+            torch.testing.assert_close(full_value(p.detach()), q.detach(), rtol=1e-6, atol=1e-7, msg=f"{name}: {key}")
         optimizer.zero_grad()
         assert all(p.grad is None for p in sharded.parameters())
 
@@ -136,12 +136,12 @@ def take_steps(engine: Engine, count: int, first: int = 0) -> None:
         assert not engine.apply(1e-3).skipped
 
 
-def everything(engine: Engine) -> dict[str, Any]:
+def state_tensors(engine: Engine) -> dict[str, Any]:
     """Weights, state and numbers, whole."""
     assert engine.optimizer is not None
     state: dict[str, Any] = dict(find_scalars(engine))
     for name, parameter in engine.module.named_parameters():
-        state[name] = whole(parameter.detach()).clone()
+        state[name] = full_value(parameter.detach()).clone()
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.ndim:
                 state[f"{key} of {name}"] = value.clone()
@@ -169,10 +169,10 @@ def broken(path: str, folder: str, mesh: str, name: str) -> list[str]:
         checkpoint = saver.finish()
     reloaded = open_engine(path, mesh, seed=1, **sections_of(name))
     load_state(reloaded, read_state(checkpoint))
-    loaded = [f"loaded: {text}" for text in differing(everything(engine), everything(reloaded))]
+    loaded = [f"loaded: {text}" for text in differing(state_tensors(engine), state_tensors(reloaded))]
     for resumed in (engine, reloaded):
         take_steps(resumed, 2, 2)
-    return loaded + [f"stepped: {text}" for text in differing(everything(engine), everything(reloaded))]
+    return loaded + [f"stepped: {text}" for text in differing(state_tensors(engine), state_tensors(reloaded))]
 
 
 def all_broken(path: str, folder: str, mesh: str, names: tuple[str, ...]) -> dict[str, list[str]]:
@@ -188,7 +188,7 @@ def on_one_rank(path: str, folder: str, name: str) -> tuple[list[str], dict[str,
     engine = open_engine(path, "1", seed=1, **sections_of(name))
     state = read_state(Path(folder) / name / "checkpoints" / "step-000002")
     load_state(engine, state)
-    values = everything(engine)
+    values = state_tensors(engine)
     take_steps(engine, 1, 2)
     return [key for key in values if " of " in key], state.content["scalars"]
 
@@ -242,7 +242,7 @@ def test_where_nothing_is_sharded_any_optimizer_works_and_is_resumed(tmp_path: P
         ("torch.optim.Adafactor", {}, r"keeps row_var of \[192, 1\] for a parameter of \[192, 64\].*mesh.dp_shard=1"),
         ("tests.support.optimizers.Normed", {}, "steps a tensor otherwise than its rows, .*mesh.dp_shard=1"),
         ("tests.support.optimizers.Rows", {}, r"keeps rows of \[192\]"),
-        ("tests.support.optimizers.Together", {}, "keeps largest in its groups, which depends on all rows"),
+        ("tests.support.optimizers.JointRule", {}, "keeps largest in its groups, which depends on all rows"),
         ("tests.support.optimizers.Counts", {}, "does not go on from the state of its parameters"),
         ("tests.support.optimizers.Remembers", {}, "keeps state that a checkpoint cannot hold: norms"),
         ("tests.support.optimizers.OwnRate", {}, "does not read the learning rate of its groups"),

@@ -54,7 +54,7 @@ def documents_of(engine: Engine, routes: list[Tensor] | None) -> tuple[dict[int,
     return documents, engine.plan(engine.planner.metadata(documents.values()))
 
 
-def ours(path: str, mesh: str, recompute: str) -> tuple[dict[str, Any], Tensors, dict[int, Tensor]]:
+def replayed_step(path: str, mesh: str, recompute: str) -> tuple[dict[str, Any], Tensors, dict[int, Tensor]]:
     """(metrics, gradients, logprobs)."""
     engine = open_engine(path, mesh, model={"recompute": recompute}, step={"max_tokens_per_device": 61})
     documents, plan = documents_of(engine, drawn_routes())
@@ -99,7 +99,7 @@ def plain(path: str) -> tuple[float, float, Tensors, list[Tensor]]:
 @pytest.mark.parametrize(("mesh", "recompute"), [("2", "full"), ("1", "none")])
 def test_routes_are_followed_in_forward_and_recompute_and_routers_learn(mesh: str, recompute: str) -> None:
     path = saved_model("qwen3_moe")
-    by_rank = run(world_of(mesh), ours, path, mesh, recompute)
+    by_rank = run(world_of(mesh), replayed_step, path, mesh, recompute)
     loss, differing, expected, values = plain(path)
     metrics, gradients, _ = by_rank[0]
     assert metrics["loss"] == pytest.approx(loss, rel=SCALAR)
@@ -237,7 +237,7 @@ def copied_routes(path: str) -> list[int]:
     with mock.patch("weft.rl.documents.align_routes", wraps=align_routes) as counting:
         read = trainer.read("policy", samples)
         counts.append(counting.call_count)
-        for old in everything(read):
+        for old in gather_objects(read):
             for index, values in old.items():
                 samples[index].old_logprobs = samples[index].correction = values
         trainer.update(samples, 1, 1, 1, 0.05)
@@ -245,7 +245,7 @@ def copied_routes(path: str) -> list[int]:
     return [*counts, len(read)]
 
 
-def everything(local: Any) -> list[Any]:
+def gather_objects(local: Any) -> list[Any]:
     """Of all ranks."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, local)

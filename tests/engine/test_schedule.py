@@ -110,7 +110,7 @@ def test_one_step(name: str) -> None:
     assert rates(1, name=name, min_lr_ratio=0.25) == [1.0]  # warmup_ratio 0.03 makes it a warm-up step
 
 
-def theirs(name: str, warmup: int, total: int, **options: Any) -> list[float]:
+def transformers_rates(name: str, warmup: int, total: int, **options: Any) -> list[float]:
     """transformers' rates at its current_step 1 to `total`, for a peak of 1."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedule = transformers.get_scheduler(name, optimizer, warmup, total, options)
@@ -123,18 +123,20 @@ def theirs(name: str, warmup: int, total: int, **options: Any) -> list[float]:
 def test_rates_are_those_of_transformers(warmup: int, total: int) -> None:
     shape: dict[str, Any] = {"warmup_steps": warmup}
     falls = {**shape, "min_lr_ratio": 0.0}
-    assert rates(total, name="constant", **shape) == pytest.approx(theirs("constant_with_warmup", warmup, total))
-    assert rates(total, name="linear", **falls) == pytest.approx(theirs("linear", warmup, total), abs=1e-12)
-    assert rates(total, name="cosine", **falls) == pytest.approx(theirs("cosine", warmup, total), abs=1e-12)
+    assert rates(total, name="constant", **shape) == pytest.approx(
+        transformers_rates("constant_with_warmup", warmup, total)
+    )
+    assert rates(total, name="linear", **falls) == pytest.approx(transformers_rates("linear", warmup, total), abs=1e-12)
+    assert rates(total, name="cosine", **falls) == pytest.approx(transformers_rates("cosine", warmup, total), abs=1e-12)
     for power in (0.5, 1.0, 2.0, 3.5):
         for lowest in (0.0, 1e-7, 0.25):
             actual = rates(total, name="polynomial", power=power, warmup_steps=warmup, min_lr_ratio=lowest)
-            expected = theirs("polynomial", warmup, total, power=power, lr_end=lowest)
+            expected = transformers_rates("polynomial", warmup, total, power=power, lr_end=lowest)
             assert actual == pytest.approx(expected, abs=1e-12)
     for timescale in (None, 1, 7, 1000):
         options = {} if timescale is None else {"timescale": timescale}
         actual = rates(total, name="inverse_sqrt", timescale=timescale, **shape)
-        assert actual == pytest.approx(theirs("inverse_sqrt", warmup, total, **options))
+        assert actual == pytest.approx(transformers_rates("inverse_sqrt", warmup, total, **options))
 
 
 @pytest.mark.covers("schedule.cycles")
@@ -143,7 +145,7 @@ def test_rates_are_those_of_transformers(warmup: int, total: int) -> None:
 @pytest.mark.parametrize("total", [11, 20, 31, 97])
 def test_restarts_are_those_of_transformers(cycles: int, warmup: int, total: int) -> None:
     actual = rates(total, name="cosine_with_restarts", cycles=cycles, warmup_steps=warmup, min_lr_ratio=0.0)
-    expected = theirs("cosine_with_restarts", warmup, total, num_cycles=cycles)
+    expected = transformers_rates("cosine_with_restarts", warmup, total, num_cycles=cycles)
     for step in range(max(1, warmup), total):
         # Where a cycle begins at a step, transformers' fraction of a float may round to the end of the one before.
         if (step - warmup) * cycles % (total - warmup) == 0:

@@ -215,11 +215,11 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
     checks["nothing is added later"] = pool.bytes <= largest + rounding
     checks["bit for bit"] = all(equal(b, local(e)) for b, e in zip(before, (engine, critic), strict=True))
     for step in (1, 2):
-        for name, model in (("", 0), ("critic", 1)):
-            state = whole_state(Path(folder), step, name)
-            shards = find_state_shards((engine, critic)[model])
+        for prefix, index in (("", 0), ("critic", 1)):
+            state = whole_state(Path(folder), step, prefix)
+            shards = find_state_shards((engine, critic)[index])
             same = [torch.equal(state[n][p.box.within(Box.from_shape(p.shape))], p.local) for n, p in shards.items()]
-            checks[f"step {step}, {name or 'policy'} as it was"] = all(same) and len(same) > 50
+            checks[f"step {step}, {prefix or 'policy'} as it was"] = all(same) and len(same) > 50
     return checks
 
 

@@ -37,7 +37,7 @@ class WithEntropy(CrossEntropy):
         return LossOutput(terms.loss_sum - BONUS * (batch.weights_N * batch.readouts["entropy"]).sum(), terms.metrics)
 
 
-def ours(path: str, mesh: str, exact: bool) -> tuple[list[Tensors], dict[int, Tensors]]:
+def weft_gradients(path: str, mesh: str, exact: bool) -> tuple[list[Tensors], dict[int, Tensors]]:
     """Gradients of both objectives, and readouts of all documents."""
     engine = open_engine(path, mesh, temperature=TEMPERATURE, exact=exact, step={"max_tokens_per_device": 61})
     documents, metas = to_documents(engine, DOCUMENTS)
@@ -80,7 +80,7 @@ def plain(path: str) -> tuple[list[Tensors], list[Tensors]]:
 def test_readouts_and_gradients_are_those_of_divided_logits(family: str, mesh: str, exact: bool) -> None:
     """exact: as rl.on_policy=exact computes them."""
     path = saved_model(family)
-    gradients, readouts = run(world_of(mesh), ours, path, mesh, exact)[0]
+    gradients, readouts = run(world_of(mesh), weft_gradients, path, mesh, exact)[0]
     expected, values = plain(path)
     for index, document in enumerate(values):
         for name, value in document.items():

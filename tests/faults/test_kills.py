@@ -108,7 +108,9 @@ def check_whole(folder: Path, at_least: int) -> int:
 def one_process(folder: Path, kill_at: int | None = None, kill_after: float | None = None) -> None:
     """Start the saving process, and see it killed."""
     receiver, sender = _context.Pipe()
-    child = _context.Process(target=_alone, args=(str(folder), saved_model("llama"), kill_at, sender), daemon=True)
+    child = _context.Process(
+        target=_save_in_child, args=(str(folder), saved_model("llama"), kill_at, sender), daemon=True
+    )
     child.start()
     sender.close()
     assert receiver.poll(60), "the saving process has not begun"
@@ -120,7 +122,7 @@ def one_process(folder: Path, kill_at: int | None = None, kill_after: float | No
     assert child.exitcode == -signal.SIGKILL, child.exitcode
 
 
-def _alone(folder: str, model: str, kill_at: int | None, pipe: Connection) -> None:
+def _save_in_child(folder: str, model: str, kill_at: int | None, pipe: Connection) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

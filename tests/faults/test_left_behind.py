@@ -332,7 +332,7 @@ def test_import_folders_of_the_controller_come_behind_wefts() -> None:
     ]
 
 
-MANY = """
+FORKING_PROGRAM = """
 import os, time
 from weft.rl.user_process import supervise
 supervise(20)
@@ -347,7 +347,7 @@ time.sleep(600)
 def test_user_code_that_starts_processes_without_end_is_ended() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", MANY], env=env, start_new_session=True, **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", FORKING_PROGRAM], env=env, start_new_session=True, **pipes) as process:
         errors = process.stderr.read()  # it ends with the last of them
         assert process.wait(20) == 128 + signal.SIGKILL
     assert errors == "user code has started more than 20 processes, and is ended\n"

@@ -13,7 +13,7 @@ from ray._private.utils import check_version_info
 
 from tests.support import fault_matrix
 from tests.support.control_group import can_limit_memory
-from tests.support.fault_cases import CASES, MORE
+from tests.support.fault_cases import CASES, FURTHER_CASES
 from tests.support.local_rl import make_task
 from tests.support.rl_fault_cases import RL_CASES, RlCase, check_resume, check_rl, run_rl_case
 from tests.support.rl_faults import RlRun
@@ -113,7 +113,7 @@ def test_an_actor_that_the_kernel_has_killed_for_want_of_memory_is_not_just_dead
 
 def test_the_fault_matrix_has_every_case() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reference" / "failures.md").read_text()
-    sft = {fault_matrix.row_begins(name, case) for name, case in (CASES | MORE).items()}
+    sft = {fault_matrix.row_begins(name, case) for name, case in (CASES | FURTHER_CASES).items()}
     rl = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items()}
     quick = {fault_matrix.rl_row_begins(name, case) for name, case in RL_CASES.items() if not case.on_ray}
     assert sft | quick <= fault_matrix.shown(text) <= sft | rl and not sft & rl

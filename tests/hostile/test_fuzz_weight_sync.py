@@ -27,7 +27,7 @@ HELLO = {
 }  # fmt: skip
 
 
-class Said:
+class RecordedSocket:
     """A socket at whose other end this was said, and then the connection closed."""
 
     def __init__(self, data: bytes) -> None:
@@ -47,12 +47,12 @@ def framed(*messages: bytes) -> bytes:
 
 
 def channel(*messages: bytes) -> SyncChannel:
-    sent: Any = Said(framed(*messages))
+    sent: Any = RecordedSocket(framed(*messages))
     return SyncChannel(sent, "the other end", 5.0)
 
 
 def as_stranger(content: bytes) -> None:
-    connection: Any = Said(content)
+    connection: Any = RecordedSocket(content)
     pending = _Pending(connection)
     while not pending.hear() and not pending.is_closed:
         pass

@@ -126,7 +126,7 @@ def entry(begin: Any, end: Any, shape: Any = (2, 2), dtype: Any = "F32") -> dict
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-TWICE = b'{"a":%b,"a":%b}'
+REPEATED_KEY = b'{"a":%b,"a":%b}'
 HEADERS: dict[str, bytes] = {
     "a range before the first tensor": safetensors({"a": entry(-16, 0)}),
     "a range before the file": safetensors({"a": entry(-(2**40), -(2**40) + 16)}),
@@ -136,7 +136,7 @@ HEADERS: dict[str, bytes] = {
     "a gap": safetensors({"a": entry(0, 16), "b": entry(20, 36)}, bytes(36)),
     "a gap before the first tensor": safetensors({"a": entry(16, 32)}, bytes(32)),
     "bytes behind the last tensor": safetensors({"a": entry(0, 16)}, bytes(20)),
-    "a tensor twice": safetensors(TWICE % ((json.dumps(entry(0, 16)).encode(),) * 2)),
+    "a tensor twice": safetensors(REPEATED_KEY % ((json.dumps(entry(0, 16)).encode(),) * 2)),
     "a field twice": safetensors(b'{"a":{"dtype":"F32","shape":[4],"shape":[2,2],"data_offsets":[0,16]}}'),
     "a negative size": safetensors({"a": entry(0, 16, (-2, -2))}),
     "a size that is no number": safetensors({"a": entry(0, 16, ("2", 2))}),

@@ -228,7 +228,7 @@ def test_draws_follow_the_distribution(vocabulary: int) -> None:
 
 
 SHARES = [0.05, 0.4, 0.2, 0.3, 0.05]
-KEPT: dict[str, tuple[SamplingParams, list[int]]] = {
+TRUNCATIONS: dict[str, tuple[SamplingParams, list[int]]] = {
     "top_k": (SamplingParams(1, top_k=2), [1, 3]),
     "top_p": (SamplingParams(1, top_p=0.75), [1, 2, 3]),
     "top_p within the first": (SamplingParams(1, top_p=0.3), [1]),
@@ -240,9 +240,9 @@ KEPT: dict[str, tuple[SamplingParams, list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", TRUNCATIONS)
 def test_what_is_kept_and_its_mass(name: str) -> None:
-    sampling, expected = KEPT[name]
+    sampling, expected = TRUNCATIONS[name]
     shares = np.array(SHARES) ** (1 / sampling.temperature)
     shares /= shares.sum()
     logits = torch.tensor([SHARES]).log() + 3.0

@@ -47,12 +47,16 @@ def folder(family: str) -> str:
     return str(path)
 
 
-def asked(text: str, *names: str) -> dict[str, Any]:
+def question_row(text: str, *names: str) -> dict[str, Any]:
     parts = [{"type": "image", "image": encoded(PICTURES[name])} for name in names]
     return {"prompt": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
 
 
-ROWS = [asked("who is it?", "a"), asked("and these?", "b", "c"), asked("a longer text without any picture in it")]
+ROWS = [
+    question_row("who is it?", "a"),
+    question_row("and these?", "b", "c"),
+    question_row("a longer text without any picture in it"),
+]
 NAMES = [("a",), ("b", "c"), ()]
 
 
@@ -102,8 +106,8 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
 def test_images_are_seen(family: str) -> None:
     """The same tokens with another image of the same size get other logprobs."""
-    prompts, images = read(family, [asked("what?", "a"), asked("what?", "a")])
-    other_prompts, _ = read(family, [asked("what?", "c")])
+    prompts, images = read(family, [question_row("what?", "a"), question_row("what?", "a")])
+    other_prompts, _ = read(family, [question_row("what?", "c")])
     first, second = (completed(family, [prompt], images)[0].logprobs for prompt in prompts)
     assert first == second
     assert (

@@ -26,7 +26,7 @@ from weft.rl.engine_supervisor import EngineRestarts
 from weft.rl.served_pool import ServedPool, check_hosts, open_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ENGINES, OTHER = 2, "127.0.0.3"
+ENGINES, OTHER_HOST = 2, "127.0.0.3"
 
 
 class Trainers:
@@ -64,7 +64,7 @@ def cluster() -> Iterator[None]:
 
     ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        ray_cluster.add_node(num_cpus=1, node_ip_address=OTHER)
+        ray_cluster.add_node(num_cpus=1, node_ip_address=OTHER_HOST)
         with ray_session(ray_cluster.address, [Bundle(cpus=1.0)] * ENGINES):
             yield
     finally:
@@ -95,7 +95,7 @@ def server_of(run: Path, number: int) -> psutil.Process:
     return psutil.Process(int(pids[-1]))
 
 
-def gone(processes: Sequence[psutil.Process]) -> bool:
+def all_ended(processes: Sequence[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=20)[1]
 
 
@@ -109,7 +109,7 @@ def test_engines_on_hosts(cluster: None, tmp_path: Path, monkeypatch: pytest.Mon
         await a_host_that_cannot(group, config, tmp_path)
         pool: Any = await open_engines(config, trainers, group, run, "fp32", EngineRestarts(0, 1.0))  # type: ignore[arg-type]
         assert list(trainers.hosts) == ["vllm-0", "vllm-1"]
-        assert len(set(trainers.hosts.values())) == 2 and OTHER in trainers.hosts.values()
+        assert len(set(trainers.hosts.values())) == 2 and OTHER_HOST in trainers.hosts.values()
         assert all("VLLM_TRIED=yes" in log_of(run, number) for number in range(ENGINES))
         await many_requests_and_orders(pool)
         await a_server_that_dies(pool, run)
@@ -185,4 +185,4 @@ async def an_actor_that_dies(pool: ServedPool, run: Path) -> None:
     with pytest.raises(ActorError, match="^rollout engine 1 died\nserving completions") as error:
         await pending
     assert error.value.kind == "killed"
-    assert gone([started, guard, server]) and not folder.exists()
+    assert all_ended([started, guard, server]) and not folder.exists()

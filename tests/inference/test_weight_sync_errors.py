@@ -282,7 +282,7 @@ def test_shared_memory_that_another_run_takes_for_stale_is_made_again(
 # ---------------------------------------------------------------- what a standalone engine has of it
 
 
-class Given:
+class WeightsByName:
     """A part whose tensors are at hand; its sender compares as ever."""
 
     verify, version = True, 1
@@ -302,7 +302,7 @@ class Given:
 
 def _filled(family: str, lora: LoraConfig | None = None) -> tuple[LoadedWeights, Any]:
     path = saved_model(family)
-    part = Given(safetensors.torch.load_file(f"{path}/model.safetensors"))
+    part = WeightsByName(safetensors.torch.load_file(f"{path}/model.safetensors"))
     filled = LoadedWeights(path, lora, part.manifest, torch.float32, torch.device("cpu"))
     filled.take_weights(part)  # type: ignore[arg-type]
     return filled, part
@@ -310,7 +310,7 @@ def _filled(family: str, lora: LoraConfig | None = None) -> tuple[LoadedWeights,
 
 def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     filled, part = _filled("qwen3_moe")
-    stale = Given({**part.given, "model.norm.weight": part.given["model.norm.weight"] + 1})
+    stale = WeightsByName({**part.given, "model.norm.weight": part.given["model.norm.weight"] + 1})
     local_view, by_name = LoadedWeights._local_view, {mapping.disk: mapping for mapping in filled.mappings}
     first, second = (by_name[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (1, 3))
     writing = [True]
@@ -318,7 +318,7 @@ def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> N
     def swapped(self: LoadedWeights, piece: Any) -> Tensor:
         return local_view(self, {first: second, second: first}.get(piece, piece) if writing[0] else piece)
 
-    class Swapping(Given):
+    class Swapping(WeightsByName):
         def tensors(self) -> Iterator[tuple[TensorHeader, Any]]:
             yield from super().tensors()
             writing[0] = False
@@ -335,9 +335,9 @@ def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> N
         filled.take_weights(stale)  # type: ignore[arg-type]
 
 
-def _adapter(plan: LoraPlan) -> Given:
+def _adapter(plan: LoraPlan) -> WeightsByName:
     shapes = {name: shape for t in plan.targets for name, shape in zip(t.names, t.shapes(plan.rank), strict=True)}
-    return Given({file: torch.randn(shapes[name]) for name, file in file_names(shapes).items()})
+    return WeightsByName({file: torch.randn(shapes[name]) for name, file in file_names(shapes).items()})
 
 
 def test_an_adapter_that_is_not_applied_is_found() -> None:

@@ -226,11 +226,11 @@ COLLECTIVE = [
     'File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce',
     'File "a.py", line 1 in <module>',
 ]
-ELSEWHERE = ['File "/x/data.py", line 7 in read', 'File "a.py", line 1 in <module>']
+USER_STACK = ['File "/x/data.py", line 7 in read', 'File "a.py", line 1 in <module>']
 
 
 def test_the_rank_that_is_in_no_collective_is_named() -> None:
-    evidence = Evidence(records((2, "forward", 9), (2, "forward", 9)), {0: COLLECTIVE, 1: ELSEWHERE})
+    evidence = Evidence(records((2, "forward", 9), (2, "forward", 9)), {0: COLLECTIVE, 1: USER_STACK})
     failure = diagnose(waiting(0), {0: 11, 1: -15}, evidence, 2)
     assert (failure.kind, failure.rank, failure.step) == ("hang", 1, 2)
     assert 'File "/x/data.py", line 7 in read' in failure.message
@@ -273,7 +273,7 @@ def test_a_rank_whose_connection_a_waiting_one_closed_is_not_the_cause(waited: b
 def test_a_rank_that_waited_in_vain_says_more_than_one_that_lost_a_connection() -> None:
     """Nobody is stopped: rank 1 is elsewhere."""
     lost = RankReport(0, 1.0, "RuntimeError: gloo: Connection closed by peer", kind="peer")
-    evidence = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE})
+    evidence = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE, 1: USER_STACK, 2: COLLECTIVE})
     failure = diagnose([lost, *waiting(2)], {0: 10, 2: 11, 1: -15}, evidence, 3)
     assert (failure.kind, failure.rank) == ("hang", 1)
 

@@ -32,7 +32,7 @@ FROZEN = {
 }
 
 
-CASES = [(family, patterns, "none") for family, several in FROZEN.items() for patterns in several]
+CASES = [(family, patterns, "none") for family, choices in FROZEN.items() for patterns in choices]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_groups_of_norms_have_to_divide_too() -> None:
     assert not MixerSpec(specs, "out_proj", norms={"norm": DimSegment(3, 8, heads=True, repeat=True)}).divides(2)
 
 
-HELD = (((0, 0, 3), (1, 0, 2)), ((0, 3, 5),), ((0, 5, 9), (1, 2, 6)), ())  # of two documents, on four ranks
+SPANS = (((0, 0, 3), (1, 0, 2)), ((0, 3, 5),), ((0, 5, 9), (1, 2, 6)), ())  # of two documents, on four ranks
 
 
 def test_tokens_come_together_and_go_back() -> None:
@@ -99,8 +99,8 @@ def test_tokens_come_together_and_go_back() -> None:
 
     def on_rank(rank: int, groups: Groups) -> tuple[list[float], list[float], tuple[int, ...]]:
         ranks = groups((0, 1, 2, 3), rank)
-        context = ContextRow(CPAxis(rank, 1, 4, ranks, None, ranks), HELD, ())
-        local = torch.tensor([10.0 * d + t for d, start, stop in HELD[rank] for t in range(start, stop)])
+        context = ContextRow(CPAxis(rank, 1, 4, ranks, None, ranks), SPANS, ())
+        local = torch.tensor([10.0 * d + t for d, start, stop in SPANS[rank] for t in range(start, stop)])
         gathered = gather_documents(local[None, :, None], context)
         back = sum_to_tokens(gathered + rank, context)
         return (
@@ -111,7 +111,7 @@ def test_tokens_come_together_and_go_back() -> None:
 
     for rank, (gathered, added, lengths) in enumerate(in_threads(4, on_rank)):
         assert gathered == [*map(float, range(9)), *map(float, range(10, 16))]
-        assert added == [6.0] * sum(stop - start for _, start, stop in HELD[rank])
+        assert added == [6.0] * sum(stop - start for _, start, stop in SPANS[rank])
         assert lengths == (9, 6)
 
 

@@ -23,8 +23,8 @@ from weft.models import hf
 from weft.recipes import export
 from weft.recipes.chat import open_chat
 
-OWN = "tests.support.own_architecture"
-IMPORTS = {"model": {"imports": (OWN,)}}
+MODULE = "tests.support.own_architecture"
+IMPORTS = {"model": {"imports": (MODULE,)}}
 
 
 @pytest.fixture(scope="module")

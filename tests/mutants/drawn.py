@@ -38,7 +38,7 @@ MOST_SECONDS, MOST_FILES = 60.0, 5  # of the tests of one mutant, as recorded
 # is a script of the generated documentation.
 LEFT_OUT = ("verification/bugs/", "rollout/vllm/", "config/reference.py", "config/migrate/pages.py")
 # Tests of the repository itself, and those that try everything at once.
-APART = (
+EXCLUDED = (
     "project/test_containers.py",
     "project/test_house.py",
     "project/test_mutants.py",
@@ -333,7 +333,7 @@ def _test_files() -> list[str]:
 @cache
 def _readings() -> tuple[dict[str, _Read], dict[str, _Read], dict[str, float]]:
     """(Test files, files of weft, seconds of test files)."""
-    tests = {file: _read(ROOT / "tests" / file) for file in _test_files() if file not in APART}
+    tests = {file: _read(ROOT / "tests" / file) for file in _test_files() if file not in EXCLUDED}
     weft = {p.relative_to(ROOT / "weft").as_posix(): _read(p) for p in sorted((ROOT / "weft").rglob("*.py"))}
     return tests, weft, json.loads((ROOT / "tests" / "seconds.json").read_text())
 

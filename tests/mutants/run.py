@@ -21,7 +21,7 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.warm import Warm
 
 MUTANTS = BY_HAND
-LEAST = 0.95
+MIN_SHARE = 0.95
 SECONDS = 900
 BROKEN = "BROKEN"
 
@@ -70,28 +70,28 @@ def summed(kind: str, verdicts: Sequence[Verdict]) -> bool:
     caught = sum(verdict.words == "seen" for verdict in changing)
     if verdicts:
         print(f"{caught} of {len(changing)} {kind} were seen ({len(verdicts) - len(changing)} more change nothing)")
-    return caught >= LEAST * len(changing)
+    return caught >= MIN_SHARE * len(changing)
 
 
 def look(mutant: Mutant | Drawn, warm: SimpleQueue[Warm], without: Sequence[str] = ()) -> Verdict:
     """What becomes of it; a line about it. without: tests that fail anyway."""
     why = why_equivalent(mutant) if isinstance(mutant, Drawn) else None
     if why is not None:
-        return _said(Verdict(mutant, "equivalent", why))
+        return _print(Verdict(mutant, "equivalent", why))
     with tempfile.TemporaryDirectory(prefix="weft-mutant-") as folder:
         root = copy(Path(folder) / "weft")
         try:
             mutant.plant(root / "weft")
         except (ValueError, SyntaxError) as error:
-            return _said(Verdict(mutant, f"{BROKEN}: {error}"))
+            return _print(Verdict(mutant, f"{BROKEN}: {error}"))
         status, failed = run(root, mutant.tests.split(), warm, without, drawn=isinstance(mutant, Drawn))
     words = {0: "SURVIVED", 1: "seen", None: "HANGS"}.get(status)
     if words is None:  # a drawn one may end what imports it, or the process
         words = "seen" if isinstance(mutant, Drawn) and status != 5 else f"{BROKEN}: pytest ends with {status}"
-    return _said(Verdict(mutant, words, failed))
+    return _print(Verdict(mutant, words, failed))
 
 
-def _said(verdict: Verdict) -> Verdict:
+def _print(verdict: Verdict) -> Verdict:
     mutant = verdict.mutant
     why = verdict.by or (f"{mutant.shown()}  [{mutant.tests}]" if isinstance(mutant, Drawn) else f"[{mutant.tests}]")
     print(f"{verdict.words:9} {mutant.name}  {why}", flush=True)

@@ -62,7 +62,7 @@ class Nvml:
         return 3 if handle.value == 3 else 0  # NVML_ERROR_NOT_SUPPORTED
 
 
-def seen(monkeypatch: pytest.MonkeyPatch, visible: str | None, limit: int | None = None) -> list[float]:
+def sampled_handles(monkeypatch: pytest.MonkeyPatch, visible: str | None, limit: int | None = None) -> list[float]:
     """The handles of the GPUs that are sampled, by their memory."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -92,7 +92,7 @@ def test_what_is_sampled_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_gpus_are_sampled(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, limit: int | None, handles: list[int]
 ) -> None:
-    assert seen(monkeypatch, visible, limit) == handles
+    assert sampled_handles(monkeypatch, visible, limit) == handles
 
 
 def test_an_old_driver_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_all_logits_are_never_there() -> None:
 # ---------------------------------------------------------------- an objective, beside plain transformers
 
 
-class Everything:
+class EveryReadout:
     """Distillation from a distribution over chosen tokens, entropy of the largest logits, and a penalty of states."""
 
     readouts = frozenset({"logprob", "entropy", "logsumexp", "chosen_logits", f"top_logits/{K}", "top_logits/2"})
@@ -179,7 +179,7 @@ DOCUMENTS = [(list(range(3, 3 + n)), [0, *[1] * (n - 2), 0]) for n in (9, 4, 17,
 def of_weft(
     path: str, family: str, mesh: str, layout: str, sections: dict[str, Any]
 ) -> tuple[float, dict[str, Tensor]]:
-    objective = Everything(family)
+    objective = EveryReadout(family)
     readouts_asked = sorted(objective.readouts)
     engine = open_engine(path, mesh, step={"max_tokens_per_device": 32}, readouts=readouts_asked, **sections)
     assert engine.built.layout == layout
@@ -245,7 +245,7 @@ def test_parity_with_plain_transformers(family: str, mesh: str, layout: str, sec
 # ---------------------------------------------------------------- what is refused
 
 
-class Asking(Everything):
+class Asking(EveryReadout):
     def __init__(self, *readouts: str) -> None:
         self.readouts = frozenset(readouts)
 

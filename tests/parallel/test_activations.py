@@ -47,7 +47,7 @@ def build(path: str, dtype: torch.dtype) -> TrainModule:
     return TrainModule(hf.build_random(copy.deepcopy(config), dtype=dtype, attention=attention, seed=0).train())
 
 
-def kept(path: str, dtype: torch.dtype, mode: Activations) -> tuple[int, int]:
+def kept_bytes(path: str, dtype: torch.dtype, mode: Activations) -> tuple[int, int]:
     """(Bytes of the device, bytes that went to the host), of one document of so many tokens, with weft's own
     attention."""
     module = build(path, dtype)
@@ -107,12 +107,12 @@ def test_what_is_foreseen_is_kept(family: str, dtype: torch.dtype) -> None:
     config = hf.without_noise(hf.read_config(path))
     saved = saved_bytes(config, dtype)
     foreseen = saved.bytes(TOKENS, STORE_ALL)
-    assert foreseen == pytest.approx(kept(path, dtype, STORE_ALL)[0], rel=0.1)
+    assert foreseen == pytest.approx(kept_bytes(path, dtype, STORE_ALL)[0], rel=0.1)
     assert saved.bytes(2 * TOKENS, STORE_ALL) == pytest.approx(2 * foreseen, rel=1e-3)
     tiled = saved_bytes(config, dtype, tiled=True)
     for mode in MODES:
         figures = saved if mode.tile is None else tiled
-        on_device, sent = kept(path, dtype, mode)
+        on_device, sent = kept_bytes(path, dtype, mode)
         close = 0.1 * foreseen if mode.recompute is None else saved.passed * TOKENS + 300  # one tensor
         assert abs(figures.after_forward(TOKENS, mode) - on_device) <= close, mode
         assert sent == figures.moved(TOKENS, mode), mode

@@ -271,14 +271,14 @@ def test_a_run_goes_on_with_other_schedules_bit_for_bit(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- what is refused
 
-APART = [
+REFUSED = [
     ("fsdp.reduce", "scatter", "every"),
     ("model.compile", "true", "false"),
 ]
 
 
 @pytest.mark.parametrize("schedule", DELAYED)
-@pytest.mark.parametrize(("key", "value", "instead"), APART)
+@pytest.mark.parametrize(("key", "value", "instead"), REFUSED)
 def test_what_does_not_go_together_is_refused_by_key(schedule: str, key: str, value: str, instead: str) -> None:
     words = [*given(), f"mesh.pp_schedule={schedule}", "mesh.dp_replicate=2", "fsdp.reduce=every"]
     message = rf"{key} does not go together with mesh\.pp_schedule = {schedule}: .*Set {key}={instead}, or mesh\.pp_sch"

@@ -21,7 +21,7 @@ from weft.parallel.fsdp import WorkingCopies, fsdp_modules
 from weft.parallel.mesh import local_shard
 from weft.verify.documents import awkward_steps
 
-MANY = {"step": {"max_tokens_per_device": 64}}
+SEVERAL_MICRO_BATCHES = {"step": {"max_tokens_per_device": 64}}
 
 
 class Copies(TorchDispatchMode):
@@ -45,7 +45,7 @@ def documents() -> list[Document]:
 
 def a_step(path: str, sections: dict[str, Any], steps: int) -> tuple[Counter[str], list[Tensor], int, int]:
     """(Elements by operation in the last step's micro-batches; weights afterwards; trained elements; micro-batches)."""
-    engine = open_engine(path, "1", **{**MANY, **sections})
+    engine = open_engine(path, "1", **{**SEVERAL_MICRO_BATCHES, **sections})
     for _ in range(steps):
         plan, local = engine.plan_step(documents())
         rows = engine.rows(plan, local, CrossEntropy()).ahead()

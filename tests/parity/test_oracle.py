@@ -30,16 +30,16 @@ from weft.verify.observed import one_gradient
 from weft.verify.plants import planted
 
 VERSION = "5.23."
-BESIDE = os.environ.get("WEFT_ORACLE")
+ORACLE_PATH = os.environ.get("WEFT_ORACLE")
 DOCUMENTS = awkward_steps(VOCABULARY)[2]  # three, so that the first data rank has two
 pytestmark = [
     pytest.mark.oracle,
-    pytest.mark.skipif(BESIDE is None, reason="make test-oracle sets WEFT_ORACLE"),
+    pytest.mark.skipif(ORACLE_PATH is None, reason="make test-oracle sets WEFT_ORACLE"),
 ]
 
 
 @cache
-def theirs(path: str, mesh: str) -> dict[str, Tensor]:
+def oracle_gradients(path: str, mesh: str) -> dict[str, Tensor]:
     """Whole gradients by transformers' own division."""
     with TemporaryDirectory(prefix="weft-oracle-") as folder:
         job, out = Path(folder, "job.json"), Path(folder, "gradients")
@@ -48,7 +48,7 @@ def theirs(path: str, mesh: str) -> dict[str, Tensor]:
         done = subprocess.run(
             [sys.executable, "-m", "tests.support.oracle", job],
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONPATH": str(BESIDE), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ORACLE_PATH), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=240,
@@ -61,7 +61,7 @@ def theirs(path: str, mesh: str) -> dict[str, Tensor]:
         return load_file(out)
 
 
-def ours(path: str, mesh: str, plant: str | None) -> dict[str, Tensor]:
+def weft_gradients(path: str, mesh: str, plant: str | None) -> dict[str, Tensor]:
     """Whole gradients by weft; on every rank."""
     with planted(plant):
         return one_gradient(open_engine(path, mesh), DOCUMENTS, None)[1]
@@ -69,7 +69,9 @@ def ours(path: str, mesh: str, plant: str | None) -> dict[str, Tensor]:
 
 def compared(path: str, mesh: str, plant: str | None = None) -> list[Figure]:
     """A figure for each parameter."""
-    return compare_gradients(run(world_of(mesh), ours, path, mesh, plant)[0], theirs(path, mesh), {})
+    return compare_gradients(
+        run(world_of(mesh), weft_gradients, path, mesh, plant)[0], oracle_gradients(path, mesh), {}
+    )
 
 
 CASES = [

@@ -178,7 +178,9 @@ def ours_fresh(path: str, mesh: str, rows: list[Row]) -> tuple[dict[str, tuple[f
     return updates, read
 
 
-def ours(path: str, mesh: str, rows: list[Row], budget: int) -> tuple[dict[str, tuple[float, Tensors]], Tensors]:
+def weft_updates(
+    path: str, mesh: str, rows: list[Row], budget: int
+) -> tuple[dict[str, tuple[float, Tensors]], Tensors]:
     """(loss, gradients) of each algorithm, and the weights after one step of each in turn."""
     engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": budget})
     updates = {}
@@ -238,7 +240,7 @@ def update_is_the_plain_one(plant: str | None) -> bool:
 def test_every_algorithm(family: str, mesh: str, budget: int) -> None:
     path = saved_model(family)
     expected, after, start = plain(path)
-    updates, weights = run(world_of(mesh), ours, path, mesh, rollouts(path), budget)[0]
+    updates, weights = run(world_of(mesh), weft_updates, path, mesh, rollouts(path), budget)[0]
     precise = plain_model(path).double() if family == "llama" else None  # transformers' experts have no fp64
     for name, (loss, gradients) in expected.items():
         assert updates[name][0] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), name

@@ -94,7 +94,7 @@ def train(engine: Engine, objective: Loss, all_steps: list[list[Document]]) -> l
     return results
 
 
-def ours(path: str, mesh: str, sections: dict[str, Any]) -> tuple[Tensors, Any]:
+def weft_steps(path: str, mesh: str, sections: dict[str, Any]) -> tuple[Tensors, Any]:
     """(Weights at first, results of the steps)."""
     engine = reward_engine(path, mesh, **sections)
     weights = {name: tensor.clone() for name, tensor in engine.tensors()}
@@ -103,7 +103,7 @@ def ours(path: str, mesh: str, sections: dict[str, Any]) -> tuple[Tensors, Any]:
 
 def ours_planted(plant: str | None, path: str, mesh: str) -> tuple[Tensors, Any]:
     with planted(plant):
-        return ours(path, mesh, {})
+        return weft_steps(path, mesh, {})
 
 
 def holds_with(plant: str | None) -> bool:
@@ -188,7 +188,7 @@ TABLE = [
 def test_pairs(family: str, mesh: str) -> None:
     """Rows of 64 tokens: a step has several micro-batches, and its pairs are on several rows and ranks."""
     path = saved_model(family)
-    weights, actual = run(world_of(mesh), ours, path, mesh, {})[0]
+    weights, actual = run(world_of(mesh), weft_steps, path, mesh, {})[0]
     assert actual[0][0]["parted"] and actual[0][0]["rows"] * world_of(mesh) > 1
     check(actual, plain(path, weights))
 
@@ -196,7 +196,7 @@ def test_pairs(family: str, mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["1"])
 def test_pairs_that_are_not_parted(mesh: str) -> None:
     path = saved_model("qwen3")
-    weights, actual = run(1, ours, path, mesh, {"step": {"max_tokens_per_device": 512}})[0]
+    weights, actual = run(1, weft_steps, path, mesh, {"step": {"max_tokens_per_device": 512}})[0]
     assert not any(metrics["parted"] for metrics, _ in actual)
     check(actual, plain(path, weights))
 
@@ -344,14 +344,14 @@ def adapter_scores(path: str, adapter: str) -> list[float]:
 
 
 FAMILIES = ("llama", "gpt2", "qwen3_5_text")
-REST = tuple(
+OTHER_FAMILIES = tuple(
     (family,)
     for family in LAYOUT_FAMILIES
     if family not in FAMILIES and tiny_config(family).model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 )
 
 
-@pytest.mark.parametrize("family", pairs([(family,) for family in FAMILIES], REST))
+@pytest.mark.parametrize("family", pairs([(family,) for family in FAMILIES], OTHER_FAMILIES))
 def test_classifiers_of_a_family_are_tried(family: str) -> None:
     for task in hf.ScoreTask.__args__[:2]:
         config = hf.without_noise(tiny_config(family))

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.cases import describe, open_engine, pairs, references_once, world_of
 from tests.support.pool import run
-from tests.support.vision_zoo import FAMILIES, OTHERS, saved_vision_model
+from tests.support.vision_zoo import FAMILIES, OTHER_FAMILIES, saved_vision_model
 from weft.engine.batch import rows
 from weft.engine.batch.assigned_images import assign_images
 from weft.errors import UserError
@@ -47,7 +47,7 @@ def check(
     assert verdict.passed, describe(verdict)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_families(family: str) -> None:
     check(family, "2")
 

@@ -35,7 +35,7 @@ ROOT = SCRIPT.parent.parent
 FAKED = [gpu.Part(name, 1, name, "") for name in ("one", "two", "three")]
 
 
-def whole(words: list[str]) -> int:
+def run_in_forks(words: list[str]) -> int:
     """The command, whose process and runs of weft are forks instead of programs."""
     gpu.Popen = gpu_run.Popen = gpu_parts.Popen = forked._Fork  # type: ignore[misc]
     sys.argv = words
@@ -45,7 +45,7 @@ def whole(words: list[str]) -> int:
 @pytest.mark.slow
 def test_every_part_has_its_rows(tmp_path: Path) -> None:
     words = [str(SCRIPT), "--tiny", "--device", "cpu", "--minutes", "10", "--out", str(tmp_path / "out")]
-    done = forked.run(partial(whole, words), tmp_path)
+    done = forked.run(partial(run_in_forks, words), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out/gpu.json").read_text())
     parts = report["parts"]

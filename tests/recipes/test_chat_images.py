@@ -48,7 +48,7 @@ def opened(path: str, *images: Path) -> Chat:
     return open_chat(ChatOptions(path=path, images=paths, max_new_tokens=NEW, temperature=0.0, device="cpu"))
 
 
-def asked(text: str, images: int = 0) -> dict[str, Any]:
+def message(text: str, images: int = 0) -> dict[str, Any]:
     parts = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
     return {"role": "user", "content": parts if images else text}
 
@@ -91,7 +91,7 @@ def test_answers_are_those_of_transformers(family: str, files: Path) -> None:
     for text, new, names in (("who is it?", "", "a"), ("why?", "", "a"), ("what else?", "bc", "abc")):
         for name in new:
             chat.show(str(files / f"{name}.png"))
-        conversation.append(asked(text, len(new) + (not conversation)))
+        conversation.append(message(text, len(new) + (not conversation)))
         answer = chat.say(text)
         assert answer == oracle.answer(conversation, names) != ""
         for name, value in oracle.inputs(conversation, names).items():
@@ -109,7 +109,7 @@ def test_every_line_of_standard_input_has_the_images(
     words = ["--max-new-tokens", str(NEW), "--temperature", "0", "--device", "cpu"]
     assert cli.main(["chat", folder("qwen2_5_vl"), *pictures, *words]) == 0
     oracle = Oracle.of("qwen2_5_vl")
-    answers = [oracle.answer([asked(text, 2)], "ac") for text in ("who?", "where?")]
+    answers = [oracle.answer([message(text, 2)], "ac") for text in ("who?", "where?")]
     assert capsys.readouterr().out == "".join(clean(answer) + "\n" for answer in answers)
 
 
@@ -191,5 +191,5 @@ def test_an_adapter_of_a_vision_model_sees_images(files: Path, tmp_path: Path) -
     oracle.model = peft.get_peft_model(oracle.model, adapter).eval()
     oracle.model.save_pretrained(tmp_path)
     vision_tokenizer("qwen2_5_vl").save_pretrained(tmp_path)
-    plain = Oracle.of("qwen2_5_vl").answer([asked("who?", 1)], "a")
-    assert opened(str(tmp_path), files / "a.png").say("who?") == oracle.answer([asked("who?", 1)], "a") != plain
+    plain = Oracle.of("qwen2_5_vl").answer([message("who?", 1)], "a")
+    assert opened(str(tmp_path), files / "a.png").say("who?") == oracle.answer([message("who?", 1)], "a") != plain

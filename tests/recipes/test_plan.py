@@ -594,14 +594,14 @@ def test_a_model_that_fits_by_offloading_is_said_to_fit(checkout: Path, capsys: 
     words = ["plan", "examples/sft_qwen3_4b.yaml", "--ranks", "1", "mesh.dp_shard=1", "--length", "4096"]
     words += ["--assume", "rtx4090-24gb"]
     assert cli.main(words) == 0
-    assert "warning it does not fit" in said(capsys)
+    assert "warning it does not fit" in printed(capsys)
     assert cli.main([*words, "fsdp.cpu_offload=true"]) == 0
-    out = said(capsys)
+    out = printed(capsys)
     assert "does not fit" not in out
     assert "by fsdp.cpu_offload: weights 14.98 GiB, gradients 14.98 GiB, optimizer 29.97 GiB" in out
     assert "average 0" not in out
     assert cli.main([*words, "fsdp.cpu_offload=true", "--search"]) == 0
-    assert "take mesh." in said(capsys)
+    assert "take mesh." in printed(capsys)
 
 
 def test_a_reference_on_the_host_takes_no_memory_of_the_accelerator(
@@ -712,14 +712,14 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
 def test_a_mesh_of_thousands_of_ranks_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "examples/sft_qwen3_235b_a22b.yaml", "--length", "32768", "step.documents=4096"]
     assert cli.main([*words, "--ranks", "4096", "mesh.dp_replicate=64"]) == 0
-    out = said(capsys)
+    out = printed(capsys)
     assert "235,093,634,560 parameters; 4,096 ranks" in out and "Nothing of this was measured" in out
     assert "mesh.pp=8 mesh.dp_replicate=64 mesh.dp_shard=2 mesh.cp=4 mesh.ep=8 mesh.ulysses=1" in out
     assert "weights 14.19 GiB" in out and "optimizer 14.19 GiB" in out  # as the dry run has it
@@ -730,7 +730,7 @@ def test_a_mesh_of_thousands_of_ranks_is_described(checkout: Path, capsys: pytes
 def test_the_best_meshes_are_proposed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "examples/sft_qwen3_4b.yaml", "--search", "--ranks", "16", "--length", "8192"]
     assert cli.main([*words, "--assume", "a100-40gb"]) == 0
-    out = said(capsys)
+    out = printed(capsys)
     proposal = re.search(r"take (mesh\.\S+(?: (?:'[^']*'|\S+=\S+))*)", out)
     assert proposal is not None and "39.4 GiB" not in out
     assert cli.main([*words[:2], "--ranks", "16", "--length", "8192", *shlex.split(proposal[1])]) == 0
@@ -751,7 +751,7 @@ def test_what_is_proposed_for_a_length_lets_a_run_have_it(tmp_path: Path, monkey
 
 def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml"]) == 0
-    assert "prompts and answers as long as rollout allows" in said(capsys)
+    assert "prompts and answers as long as rollout allows" in printed(capsys)
 
 
 def test_answers_to_one_prompt_are_planned_as_the_engine_lays_them_out() -> None:

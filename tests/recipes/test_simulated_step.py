@@ -32,7 +32,7 @@ from weft.recipes.plan.traffic import Transfer, transfers
 
 ROOT = Path(__file__).parents[2]
 _STEPS = 3  # real ones, at most
-Seen = tuple[dict[str, int], Peak, dict[Kind, Total]]
+Measurement = tuple[dict[str, int], Peak, dict[Kind, Total]]
 
 
 def step_on(mesh: str, micro_batches: int) -> Step:
@@ -42,7 +42,7 @@ def step_on(mesh: str, micro_batches: int) -> Step:
     return Step([33, 33, 33, 33] * data * axes.get("cp", 1) * micro_batches, CrossEntropy())
 
 
-def really(path: str, mesh: str, sections: dict[str, Any], step: Step) -> Seen:
+def really(path: str, mesh: str, sections: dict[str, Any], step: Step) -> Measurement:
     """The second step of a real rank, whose optimizer has its state from the first."""
     engine = open_engine(path, mesh, **sections)
     for _ in range(2):
@@ -51,7 +51,7 @@ def really(path: str, mesh: str, sections: dict[str, Any], step: Step) -> Seen:
     return persistent, watch.peak(), watch.collectives.totals
 
 
-def simulated(path: str, mesh: str, sections: dict[str, Any], step: Step, rank: int) -> Seen:
+def simulated(path: str, mesh: str, sections: dict[str, Any], step: Step, rank: int) -> Measurement:
     simulation = simulate(engine_config(path, mesh, **sections), world_of(mesh), None, step, rank=rank)
     return simulation.persistent, simulation.peak, simulation.collectives.totals
 
@@ -180,7 +180,9 @@ def shape_of(model: str, layers: int, folder: Path) -> str:
     return str(folder)
 
 
-def both(config: EngineConfig, world: int, step: Step) -> Iterator[tuple[Memory, list[Transfer], Simulated]]:
+def arithmetic_and_simulation(
+    config: EngineConfig, world: int, step: Step
+) -> Iterator[tuple[Memory, list[Transfer], Simulated]]:
     """(memory and collectives by arithmetic, simulated) of the fullest rank of the first and of the last stage."""
     assumed = accelerator("h100-80gb")
     model, mesh = Blueprint(config, "cpu", assumed), resolve_mesh(config.mesh, world)
@@ -240,7 +242,7 @@ def test_arithmetic_and_simulation_agree(
     data = world // (mesh.get("pp", 1) * mesh.get("tp", 1))
     count = data * 8192 * 2 // length if group == 1 else data * 2 * group
     step = Step([length] * count, CrossEntropy(), (), group, PROMPT if group > 1 else 0)
-    for memory, transferred, simulation in both(config, world, step):
+    for memory, transferred, simulation in arithmetic_and_simulation(config, world, step):
         peak, share = simulation.peak, memory.share
         assert (share.gradients, share.weights) == (
             simulation.persistent["gradients"],

@@ -72,7 +72,7 @@ def values_of(engine: Engine) -> dict[int, Tensor]:
 # ---------------------------------------------------------------- parity
 
 
-def ours(path: str, mesh: str, clip: float | None) -> tuple[Tensors, dict[int, Tensor], dict[str, Any], Tensors]:
+def weft_step(path: str, mesh: str, clip: float | None) -> tuple[Tensors, dict[int, Tensor], dict[str, Any], Tensors]:
     """(weights, values, metrics, gradients)."""
     engine = critic(path, mesh)
     documents, plan = documents_of(engine)
@@ -114,7 +114,7 @@ def plain(path: str, weights: Tensors, clip: float | None) -> tuple[list[Tensor]
 def test_values_loss_and_gradients(family: str, mesh: str, clip: float | None) -> None:
     """qwen3's policy is tied: a critic's head has nothing to be tied to. On 4 ranks the head's one row is on one."""
     path = saved_model(family)
-    weights, values, metrics, actual = run(world_of(mesh), ours, path, mesh, clip)[0]
+    weights, values, metrics, actual = run(world_of(mesh), weft_step, path, mesh, clip)[0]
     expected, loss, clipped, gradients = plain(path, weights, clip)
     for index, value in enumerate(expected):
         torch.testing.assert_close(values[index][1:], value, rtol=SCALAR, atol=SCALAR)
@@ -191,12 +191,12 @@ def beside_each_other(path: str, mesh: str, shared: bool) -> tuple[Tensors, Tens
     policy = open_engine(path, mesh)
     opened: list[Engine] = [policy]
     if shared:
-        opened += _others(path, mesh, policy)
+        opened += _reference_and_critic(path, mesh, policy)
         assert opened[1].mesh is policy.mesh is not opened[2].mesh
     documents, metas = to_documents(policy, STEP)
     policy.accumulate(policy.plan(metas), documents, CrossEntropy())
     policy.apply(1e-3)
-    _, reference, value = opened if shared else (policy, *_others(path, mesh, None))
+    _, reference, value = opened if shared else (policy, *_reference_and_critic(path, mesh, None))
     train(value)
     readout = reference.readout(reference.plan(metas), documents)
     parts: list[dict[int, Tensors]] = [{} for _ in range(policy.ranks.world)]
@@ -205,7 +205,7 @@ def beside_each_other(path: str, mesh: str, shared: bool) -> tuple[Tensors, Tens
     return dict(policy.tensors()), dict(value.tensors()), logprobs
 
 
-def _others(path: str, mesh: str, policy: Engine | None) -> list[Engine]:
+def _reference_and_critic(path: str, mesh: str, policy: Engine | None) -> list[Engine]:
     reference = open_engine(path, mesh, purpose="inference", shares_with=policy, step={"max_tokens_per_device": 64})
     return [reference, critic(path, "4", shares_with=policy, model={"recompute": "full"})]
 

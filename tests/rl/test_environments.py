@@ -274,7 +274,7 @@ def test_a_fork_server_that_is_killed_is_replaced() -> None:
     assert [sample.notes.get("error") for sample in asyncio.run(run())] == [None, None]
 
 
-HELD = """
+CONTROLLER = """
 import asyncio, os, sys
 from tests.support.environments import Faulty
 from weft.rl.environments.pool import EnvironmentPool
@@ -294,7 +294,7 @@ def test_they_end_with_the_controller(tmp_path: Path) -> None:
     """kill -9 of it, while an environment hangs that has started something."""
     folder = Path(__file__).parents[2]
     env = {**os.environ, "STARTED": str(tmp_path), "PYTHONPATH": str(folder)}
-    controller = subprocess.Popen([sys.executable, "-c", HELD], env=env, cwd=folder)
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER], env=env, cwd=folder)
     try:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.iterdir())) < 2:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.inference.test_generate_images import PICTURES, asked, read
+from tests.inference.test_generate_images import PICTURES, question_row, read
 from tests.rl.test_rl_images import FAMILY, config_of, lines_of
 from tests.support.environments import Gallery
 from tests.support.local_rl import run_config
@@ -114,7 +114,7 @@ def play(prompt: Prompt, env: Episodes, folder: Path, ask: str = "so?") -> tuple
 
 def test_a_transcript_with_images_is_what_the_processor_makes_of_the_chat(data: Path) -> None:
     """At every turn: tokens and pixels of transformers' own processor."""
-    (prompt,), images = read(FAMILY, [asked("who?", "b")])
+    (prompt,), images = read(FAMILY, [question_row("who?", "b")])
     sample, requests = play(prompt, episodes(images), data)
     assert sample.turns == 4 and sample.images is not None and len(sample.images.images) == 4
     assert prompt.messages is not None
@@ -134,7 +134,7 @@ def test_a_transcript_with_images_is_what_the_processor_makes_of_the_chat(data: 
 
 def test_a_conversation_ends_where_its_images_leave_no_room(data: Path) -> None:
     """Images take room in a row beside the tokens that stand for them."""
-    (prompt,), images = read(FAMILY, [asked("who?", "b")])
+    (prompt,), images = read(FAMILY, [question_row("who?", "b")])
     complete, _ = play(prompt, episodes(images), data)
     assert complete.finish == "end" and complete.images is not None
     tower = ImageRoom(len(complete) + 100, 0.5)
@@ -148,7 +148,7 @@ def test_a_conversation_ends_where_its_images_leave_no_room(data: Path) -> None:
 
 
 def test_a_reply_that_cannot_be_taken_costs_its_sample(data: Path, tmp_path: Path) -> None:
-    (prompt,), images = read(FAMILY, [asked("who?", "b")])
+    (prompt,), images = read(FAMILY, [question_row("who?", "b")])
     sample, _ = play(prompt, episodes(images), tmp_path)
     assert not sample.trained and "a.png): there is no such file" in sample.notes["error"]
     sample, _ = play(prompt, episodes(images), data, ask="<|image_pad|>")
@@ -163,7 +163,7 @@ def test_a_reply_that_cannot_be_taken_costs_its_sample(data: Path, tmp_path: Pat
 
 
 def test_models_that_take_no_images_are_named(data: Path) -> None:
-    (prompt,), images = read(FAMILY, [asked("who?", "b")])
+    (prompt,), images = read(FAMILY, [question_row("who?", "b")])
     with pytest.raises(UserError, match="Gallery replied with an image, and this model cannot be trained on images: x"):
         play(prompt, episodes(images, room=ImageRoom(900, 0.5, "x")), data)
     with pytest.raises(UserError, match=r"a reply to .* has images, and model.path is a text-only model"):

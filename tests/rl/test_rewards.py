@@ -25,7 +25,7 @@ from weft.rl.rewards.builtin import BUILT_IN
 from weft.rl.rewards.calls import RewardBatch, RewardFunction, RewardSpec
 from weft.rl.rewards.given import name_rewards
 
-OURS = "tests.support.reward_functions:"
+MODULE = "tests.support.reward_functions:"
 
 
 def sample_of(prompt: Prompt, number: int, text: str) -> Sample:
@@ -69,7 +69,7 @@ def given(samples: Sequence[Sample]) -> list[float | None]:
 def test_what_fails_costs_its_sample() -> None:
     """One call with all: the function raises, ends, crashes or hangs, or gives what is no number; others are scored."""
     texts = ["1", "raise", "2.5", "exit", "crash", "none", "nan", "hang", "inf", "print"]
-    samples, failures = scored(texts, OURS + "as_number", reward_timeout=1.5)
+    samples, failures = scored(texts, MODULE + "as_number", reward_timeout=1.5)
     assert given(samples) == [1.0, None, 2.5, None, None, None, None, None, None, 1.0]
     errors = [sample.notes.get("reward_errors", {}).get("as_number", "") for sample in samples]
     for i, text in {
@@ -92,7 +92,7 @@ def test_what_fails_costs_its_sample() -> None:
 
 
 def test_a_function_that_fails_for_all_ends_the_run() -> None:
-    samples, failures = scored(["raise", "raise"], OURS + "as_number", "length")
+    samples, failures = scored(["raise", "raise"], MODULE + "as_number", "length")
     assert given(samples) == [None, None] and samples[0].rewards == {"as_number": None, "length": -0.95}
     with pytest.raises(UserError, match=r"as_number failed for every one of the 2 samples .* no such thing"):
         failures.metrics()
@@ -167,14 +167,14 @@ def test_stand_in_answers_are_scored_as_a_run_would(tmp_path: Path, monkeypatch:
 def test_another_number_of_values_is_an_error_at_the_first_call(name: str) -> None:
     """Though each completion alone may have as many."""
     with pytest.raises(UserError, match=rf"rl.reward: {name} returned \d values for \d completions: a reward function"):
-        scored(["1", "2", "3"], OURS + name)
+        scored(["1", "2", "3"], MODULE + name)
 
 
 @pytest.mark.covers("rl.reward", "rl.reward_weights", "rl.reward_options")
 @pytest.mark.parametrize("chat", [False, True])
 def test_trls_signature_with_columns_and_weights(chat: bool) -> None:
     samples, _ = scored(
-        ["7", "8"], OURS + "seen", "length", columns={"answer": "7", "more": 1}, chat=chat,
+        ["7", "8"], MODULE + "seen", "length", columns={"answer": "7", "more": 1}, chat=chat,
         reward_weights=(2.0, 0.5), reward_options={"length.target": 2},
     )  # fmt: skip
     assert [list(sample.rewards.items()) for sample in samples] == [
@@ -199,7 +199,7 @@ def test_a_row_without_a_column_of_other_rows_has_none_there() -> None:
     rows = [{"answer": "7", "more": 1, "hint": "h"}, {"answer": "7"}]
     prompts = [Prompt(i, 0, (1, 2), "?", None, row, f"data.jsonl:{i}") for i, row in enumerate(rows)]
     samples = [sample_of(prompt, i, "7") for i, prompt in enumerate(prompts)]
-    rewards = Rewards(RlAlgorithm(reward=(OURS + "told",), reward_workers=1, reward_timeout=20.0))
+    rewards = Rewards(RlAlgorithm(reward=(MODULE + "told",), reward_workers=1, reward_timeout=20.0))
 
     async def run() -> None:
         async with rewards:
@@ -213,16 +213,16 @@ def test_a_row_without_a_column_of_other_rows_has_none_there() -> None:
 
 def test_verls_signature() -> None:
     columns = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
-    samples, _ = scored(["7", "8", "raise"], OURS + "compute_score", columns=columns)
+    samples, _ = scored(["7", "8", "raise"], MODULE + "compute_score", columns=columns)
     assert given(samples) == [1.0, 0.0, None]
-    assert given(scored(["7", "8"], OURS + "async_score", columns=columns)[0]) == [1.0, 0.0]
+    assert given(scored(["7", "8"], MODULE + "async_score", columns=columns)[0]) == [1.0, 0.0]
     assert samples[1].notes["compute_score"] == {"score": 0.0, "prediction": "8"}
     assert "RuntimeError: scorer" in samples[2].notes["reward_errors"]["compute_score"]
 
 
 def test_async_functions_wait_side_by_side_and_a_failure_is_one_samples() -> None:
     began = time.perf_counter()
-    samples, _ = scored(["1"] * 20 + ["raise"], OURS + "slow_number")
+    samples, _ = scored(["1"] * 20 + ["raise"], MODULE + "slow_number")
     assert given(samples) == [1.0] * 20 + [None]
     assert time.perf_counter() - began < 0.3 * 21
 
@@ -232,7 +232,7 @@ def test_async_functions_wait_side_by_side_and_a_failure_is_one_samples() -> Non
 def test_so_many_processes_work_side_by_side(workers: int) -> None:
     """A call for each prompt; three prompts."""
     samples = [sample_of(Prompt(i, 0, (1,), "?"), 0, "a") for i in range(3)]
-    rewards = Rewards(RlAlgorithm(reward=(OURS + "process_slowly",), reward_workers=workers))
+    rewards = Rewards(RlAlgorithm(reward=(MODULE + "process_slowly",), reward_workers=workers))
 
     async def run() -> None:
         async with rewards:
@@ -249,7 +249,7 @@ def test_a_column_says_which_functions_are_asked() -> None:
     ]
     rewards = Rewards(
         RlAlgorithm(
-            reward=(OURS + "as_number", "length"),
+            reward=(MODULE + "as_number", "length"),
             reward_column="by",
             reward_workers=1,
             reward_options={"length.target": 1},
@@ -294,7 +294,7 @@ def test_samples_whose_environment_failed_are_not_scored() -> None:
 )
 def test_what_is_no_reward_function_is_said_before_anything_runs(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        scored([], OURS + name)
+        scored([], MODULE + name)
 
 
 def test_a_missing_answer_is_said_before_anything_runs() -> None:
@@ -396,7 +396,7 @@ def test_every_built_in_one_is_explained(name: str) -> None:
 
 
 def test_processes_import_no_torch_and_end_with_the_run() -> None:
-    (sample,), _ = scored(["1"], OURS + "process", OURS + "has_torch")
+    (sample,), _ = scored(["1"], MODULE + "process", MODULE + "has_torch")
     assert sample.rewards["has_torch"] == 0.0
     assert sample.rewards["process"] not in (None, os.getpid())
     assert not os.path.exists(f"/proc/{int(sample.rewards['process'] or 0)}")
@@ -430,7 +430,7 @@ def test_functions_of_a_program_are_sent_and_others_named() -> None:
     own_reward = lambda completions, **_: [BONUS * float(text) for text in completions]  # noqa: E731
     functions = [program["less"], reward_functions.as_number, own_reward, Judge(2.0), "length"]
     names, code = name_rewards(functions)
-    assert names == ["__main__:less", OURS + "as_number", "__main__:reward_3", "__main__:Judge", "length"]
+    assert names == ["__main__:less", MODULE + "as_number", "__main__:reward_3", "__main__:Judge", "length"]
     assert list(code) == ["__main__:less", "__main__:reward_3", "__main__:Judge"]
     (sample,), _ = scored(["3"], *names, code=code, reward_options={"length.target": 1})
     assert sample.rewards == {"less": 2.0, "as_number": 3.0, "reward_3": 1.5, "Judge": 5.0, "length": 0.0}

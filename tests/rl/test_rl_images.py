@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.inference.test_generate_images import PICTURES, asked, folder, read
+from tests.inference.test_generate_images import PICTURES, folder, question_row, read
 from tests.support.local_rl import run_config
 from tests.support.vision_zoo import encoded, picture, vision_tokenizer
 from weft.config.load import load_config
@@ -127,14 +127,14 @@ def test_an_image_that_is_alone_in_its_row_is_trained(data: Path, tmp_path: Path
 
 
 def test_pictures_have_the_limit_that_the_data_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    (prompt,), _ = read(FAMILY, [asked("which?", "a", "b")])
+    (prompt,), _ = read(FAMILY, [question_row("which?", "a", "b")])
     monkeypatch.setattr(image_files, "ImageChecks", partial(ImageChecks, max_pixels=100))  # less than either has
     assert prompt.images is not None
     assert [image.size for image in prompt.images.pictures()] == [PICTURES["a"].size, PICTURES["b"].size]
 
 
 def test_who_sees_no_image_loads_no_tokenizer(tmp_path: Path) -> None:
-    (prompt,), images = read(FAMILY, [asked("who?", "a")])
+    (prompt,), images = read(FAMILY, [question_row("who?", "a")])
     assert prompt.images is not None
     calls: list[Images] = []
     opener = ImageOpener(lambda: calls.append(images) or images)
@@ -147,7 +147,7 @@ def test_who_sees_no_image_loads_no_tokenizer(tmp_path: Path) -> None:
 
 def test_an_answer_that_draws_an_image_is_not_trained() -> None:
     """No model reads a placeholder without an image: it ends the answer, which goes without it."""
-    (prompt,), _ = read(FAMILY, [asked("who?", "a")])
+    (prompt,), _ = read(FAMILY, [question_row("who?", "a")])
     placeholder = vision_tokenizer(FAMILY).convert_tokens_to_ids("<|image_pad|>")
     assert placeholder in prompt.placeholders and placeholder in prompt.tokens
 
@@ -165,7 +165,7 @@ def test_an_answer_that_draws_an_image_is_not_trained() -> None:
 
 
 def test_a_bad_image_is_named_or_left_out(tmp_path: Path) -> None:
-    rows = [asked("a", "a"), asked("b")]
+    rows = [question_row("a", "a"), question_row("b")]
     rows[1]["prompt"][0]["content"].insert(0, {"type": "image", "image": str(tmp_path / "none.png")})
     with pytest.raises(UserError, match=r"data\[1\]: image \(.*none.png\): there is no such file"):
         read(FAMILY, rows)
@@ -175,22 +175,22 @@ def test_a_bad_image_is_named_or_left_out(tmp_path: Path) -> None:
 
 def test_prompts_with_other_images_are_other_prompts() -> None:
     """A run is not resumed with them. Images count as tokens of a prompt."""
-    digests = {Prompts("", read(FAMILY, [asked("a", name)])[0], ()).digest for name in PICTURES}
+    digests = {Prompts("", read(FAMILY, [question_row("a", name)])[0], ()).digest for name in PICTURES}
     assert len(digests) == 3
     with pytest.raises(UserError, match="rollout.max_prompt_tokens = 30"):
-        read(FAMILY, [asked("a", "a", "b", "c")], longest=30)
+        read(FAMILY, [question_row("a", "a", "b", "c")], longest=30)
 
 
 def test_what_marks_an_image_is_no_text() -> None:
     with pytest.raises(UserError, match=r"data\[0\]: a text holds <\|image_pad\|>"):
-        read(FAMILY, [asked("what is <|image_pad|>?")])
+        read(FAMILY, [question_row("what is <|image_pad|>?")])
     with pytest.raises(UserError, match=r"has 1 image in `images` and 2 places"):
         read(FAMILY, [{"prompt": [{"role": "user", "content": "<image> or <image>?"}], "images": ["x"]}])
 
 
 def test_a_conversation_goes_on_behind_an_image() -> None:
     """What an environment replies follows the answer, and the image is not asked for again."""
-    (prompt,), images = read(FAMILY, [asked("who?", "a")])
+    (prompt,), images = read(FAMILY, [question_row("who?", "a")])
     tokenizer = vision_tokenizer(FAMILY)
     continuation = ChatRenderer(tokenizer, None, images).continuation(prompt, [{"role": "user", "content": "sure?"}])
     assert tokenizer.decode(continuation.tokens) == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"

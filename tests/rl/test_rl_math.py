@@ -194,7 +194,7 @@ def test_metrics_of_rewards() -> None:
     })  # fmt: skip
 
 
-OWN = """
+SOURCE = """
 import numpy as np
 
 def ranks(groups, config):
@@ -209,7 +209,7 @@ number = 3
 
 @pytest.fixture
 def own_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_rl.py").write_text(OWN)
+    (tmp_path / "own_rl.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 

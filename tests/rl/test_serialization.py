@@ -51,13 +51,11 @@ def test_what_arrives_is_what_trainers_read() -> None:
         for name in (*_BY_TOKEN, "routes"):
             np.testing.assert_equal(getattr(received_item, name), getattr(sent_item, name))
     config = rl_config(algorithm("grpo"))
-    sent_item, received_item = build_documents(sent, config), build_documents(received, config)
-    assert len(sent_item) == len(received_item) == 1 and sent_item[0].source == received_item[0].source
-    assert torch.equal(sent_item[0].tokens, received_item[0].tokens) and torch.equal(
-        sent_item[0].weights, received_item[0].weights
-    )
-    assert sent_item[0].arrays.keys() == received_item[0].arrays.keys()
-    assert sent_item[0].routes is not None and torch.equal(sent_item[0].routes, received_item[0].routes)
+    expected, actual = build_documents(sent, config), build_documents(received, config)
+    assert len(expected) == len(actual) == 1 and expected[0].source == actual[0].source
+    assert torch.equal(expected[0].tokens, actual[0].tokens) and torch.equal(expected[0].weights, actual[0].weights)
+    assert expected[0].arrays.keys() == actual[0].arrays.keys()
+    assert expected[0].routes is not None and torch.equal(expected[0].routes, actual[0].routes)
     assert len(pickle.dumps(SampleBatch(sent))) < len(pickle.dumps(sent))
 
 

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 LAST_FAILED = Path(__file__).parents[2] / ".pytest_cache/v/cache/lastfailed"  # pytest's own record
-MOST = 3
+MAX_FAILURES = 3
 
 
 def main() -> int:
     """The status of the suite after the second run."""
     failed = sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
-    if not 0 < len(failed) <= MOST:
+    if not 0 < len(failed) <= MAX_FAILURES:
         return 1
     print(f"\nOnce more, alone: {', '.join(failed)}\n", flush=True)
     status = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:xdist", *failed]).returncode

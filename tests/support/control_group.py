@@ -15,7 +15,7 @@ def memory_group(megabytes: int) -> Iterator[Path | None]:
     if not megabytes:
         yield None
         return
-    folder = _own() / f"weft-test-{os.getpid()}-{time.monotonic_ns()}"
+    folder = _process_group() / f"weft-test-{os.getpid()}-{time.monotonic_ns()}"
     folder.mkdir()
     try:
         name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
@@ -44,7 +44,7 @@ def can_limit_memory() -> bool:
         return False
 
 
-def _own() -> Path:
+def _process_group() -> Path:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

@@ -396,7 +396,7 @@ def of_read_models() -> dict[str, Case]:
     return cases_by_name
 
 
-MORE = every_phase() | of_read_models()
+FURTHER_CASES = every_phase() | of_read_models()
 
 
 def saved_before(case: Case) -> int:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.support.fault_cases import CASES, MORE, PHASES, Case, check, last_whole, run_case, write_shared
+from tests.support.fault_cases import CASES, FURTHER_CASES, PHASES, Case, check, last_whole, run_case, write_shared
 from tests.support.local_rl import make_task
 from tests.support.rl_fault_cases import RL_CASES, RlCase, check_resume, check_rl, run_rl_case
 
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(4) as rl_pool:
         (task := Path(folder) / "rl").mkdir()
         shared, task = write_shared(Path(folder)), make_task(task)
-        begun = pool.map(lambda item: measure(*item, shared), chosen(CASES | MORE, row_begins))
+        begun = pool.map(lambda item: measure(*item, shared), chosen(CASES | FURTHER_CASES, row_begins))
         rl = sorted(chosen(RL_CASES, rl_row_begins), key=lambda item: item[1].on_ray)  # which take longest
         rows = [*rl_pool.map(lambda item: measure_rl(*item, task), rl), *begun]
     failed = [(name, problem) for name, _, problem in rows if problem]
@@ -71,7 +71,7 @@ def measure_rl(name: str, case: RlCase, task: Path) -> Row:
     except AssertionError as error:
         return name, "", str(error)[:2000] or "it did not end as the case says"
     seconds = f"{run.seconds():.1f}" if run.struck.exists() and case.status else "-"
-    return name, kept(f"{rl_row_begins(name, case)} {seconds} | {lost} |"), ""
+    return name, written(f"{rl_row_begins(name, case)} {seconds} | {lost} |"), ""
 
 
 def rl_row_begins(name: str, case: RlCase) -> str:
@@ -95,7 +95,7 @@ def measure(name: str, case: Case, shared: Path) -> Row:
     except AssertionError as error:
         return name, "", str(error)[:2000] or "it did not end as the case says"
     seconds = f"{run.seconds():.1f}" if run.struck.exists() else "-"  # not struck: refused before that
-    return name, kept(f"{row_begins(name, case)} {seconds} | {lost(case, folder / 'run')} |"), ""
+    return name, written(f"{row_begins(name, case)} {seconds} | {lost(case, folder / 'run')} |"), ""
 
 
 def row_begins(name: str, case: Case) -> str:
@@ -121,7 +121,7 @@ def lost(case: Case, run: Path) -> str:
     return f"step {failed_step}" if done == failed_step - 1 else f"steps {done + 1} to {failed_step}"
 
 
-def kept(row: str) -> str:
+def written(row: str) -> str:
     """The same, written into the page at once: all take half an hour."""
     with _writing:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), [row]), encoding="utf-8")
@@ -135,7 +135,7 @@ def page(text: str, rows: Sequence[str]) -> str:
     machine = f"{datetime.date.today()} ({os.cpu_count()} cores, no accelerator)"
     out = before.rstrip() + "\n"
     for head, introduction, column, begins in (
-        (HEAD, INTRODUCTION, "ranks", [row_begins(n, c) for n, c in (CASES | MORE).items()]),
+        (HEAD, INTRODUCTION, "ranks", [row_begins(n, c) for n, c in (CASES | FURTHER_CASES).items()]),
         (RL_HEAD, RL_INTRODUCTION, "on", [rl_row_begins(n, c) for n, c in RL_CASES.items()]),
     ):
         table = [rows_by_begin.get(begin, "") for begin in begins]

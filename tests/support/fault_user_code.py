@@ -65,7 +65,7 @@ def _note(fault: dict[str, Any]) -> None:
 def acts(do: str | None) -> None:
     """Anything of tests.support.faults.DO, or of OWN."""
     if do is not None:
-        (OWN.get(do) or DO[do])(None)
+        (USER_FAULTS.get(do) or DO[do])(None)
 
 
 def _print_much(_: Any) -> None:
@@ -74,7 +74,7 @@ def _print_much(_: Any) -> None:
         print("y" * (1 << 16), file=sys.stderr)
 
 
-OWN: dict[str, Callable[[Any], Any]] = {
+USER_FAULTS: dict[str, Callable[[Any], Any]] = {
     "print megabytes": _print_much,
     "kill the parent": lambda _: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(600)),
     "stop the parent": lambda _: os.kill(os.getppid(), signal.SIGSTOP),

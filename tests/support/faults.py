@@ -80,10 +80,10 @@ def prepare(fault: Fault, folder: Path = Path()) -> None:
     def act_at(phase: str, micro_batch: int = 0, *about: Any, **options: Any) -> None:
         original(phase, micro_batch, *about, **options)
         record = flight.recorder.record()
-        due = (phase, record.step) == (fault.phase, fault.step) and fault.rank in (-1, record.rank)
-        due = due and record.role.startswith(fault.role)
-        due = due and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once))
-        if due and (not fault.after or os.path.exists(fault.after)) and next(times) == fault.nth:
+        matches = (phase, record.step) == (fault.phase, fault.step) and fault.rank in (-1, record.rank)
+        matches = matches and record.role.startswith(fault.role)
+        matches = matches and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once))
+        if matches and (not fault.after or os.path.exists(fault.after)) and next(times) == fault.nth:
             if fault.once:
                 Path(fault.once).touch()
             _wait_for_records(record)

@@ -22,14 +22,14 @@ from typing import Any, Self
 from tests.support.machine import business
 
 _context = multiprocessing.get_context("forkserver")
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # the suite itself may run under a launcher
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # the suite itself may run under a launcher
 Prepare = Callable[[], None]
-What = Sequence[str] | Callable[[], int]
+Target = Sequence[str] | Callable[[], int]
 
 
 def environment(**variables: str) -> dict[str, str]:
     """Ours without a launcher's variables, each process on one thread."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _PLACE}
+    inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     return {**inherited, "OMP_NUM_THREADS": "1", **variables}
 
 
@@ -40,7 +40,7 @@ class Run:
     begins. variables: of the environment, beside the suite's.
     """
 
-    def __init__(self, target: What, folder: Path, prepare: Prepare | None = None, **variables: str) -> None:
+    def __init__(self, target: Target, folder: Path, prepare: Prepare | None = None, **variables: str) -> None:
         self.out, self.err = (folder / f"{os.urandom(4).hex()}.{name}" for name in ("out", "err"))
         _context.set_forkserver_preload(["tests.support.preload"])
         self.process = _context.Process(
@@ -83,7 +83,7 @@ class Run:
 
 
 def run(
-    target: What, folder: Path, prepare: Prepare | None = None, **variables: str
+    target: Target, folder: Path, prepare: Prepare | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """One to its end, as subprocess.run gives it."""
     run = Run(target, folder, prepare, **variables).wait(240.0 * business())
@@ -95,7 +95,7 @@ def run(
 
 
 def _main(
-    target: What, folder: str, environment: Mapping[str, str], out: str, err: str, prepare: Prepare | None
+    target: Target, folder: str, environment: Mapping[str, str], out: str, err: str, prepare: Prepare | None
 ) -> None:
     import torch
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler

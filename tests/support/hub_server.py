@@ -78,7 +78,7 @@ def hub(**fields: Any) -> Iterator[Hub]:
 
 
 @contextmanager
-def asked(url: str, token: str | None = TOKEN, *, offline: bool = False) -> Iterator[None]:
+def hub_in_use(url: str, token: str | None = TOKEN, *, offline: bool = False) -> Iterator[None]:
     """The client of this process asks the hub at this address. Its constants are read where it is imported."""
     constants = huggingface_hub.constants
     with (

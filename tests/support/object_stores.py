@@ -24,7 +24,7 @@ HAS_S3 = find_spec("moto") is not None and find_spec("s3fs") is not None
 
 
 @dataclass
-class Place:
+class OpenedStore:
     """url: where runs and data go. variables: of the environment of whoever asks the store."""
 
     url: str
@@ -38,11 +38,11 @@ class Place:
 
 
 @contextmanager
-def place(kind: str, folder: Path) -> Iterator[Place]:
+def open_store(kind: str, folder: Path) -> Iterator[OpenedStore]:
     """A store of this kind, empty."""
     if kind == "file":
         (folder / "bucket").mkdir(exist_ok=True)
-        yield Place(f"file://{folder}/bucket")
+        yield OpenedStore(f"file://{folder}/bucket")
         return
     import boto3
     from moto.server import ThreadedMotoServer
@@ -59,7 +59,7 @@ def place(kind: str, folder: Path) -> Iterator[Place]:
         bucket = f"bucket-{os.urandom(4).hex()}"
         boto3.client("s3").create_bucket(Bucket=bucket)
         try:
-            yield Place(f"s3://{bucket}", variables)
+            yield OpenedStore(f"s3://{bucket}", variables)
         finally:
             forget()
             server.stop()
@@ -103,7 +103,7 @@ class Killed(BaseException):
     """Where a process would be gone."""
 
 
-def gone() -> None:
+def die() -> None:
     raise Killed
 
 

@@ -109,7 +109,7 @@ class Summed(_Plain):
         weight.add_(gradient / (1 + group["rates"]), alpha=-group["lr"])
 
 
-class Together(Ramp):
+class JointRule(Ramp):
     """Keeps the largest gradient that it has seen in its groups."""
 
     def one(self, weight: nn.Parameter, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def rank_of(rank: int, job: dict[str, Any]) -> None:
     total = sum(sum(weights[1:]) for _, weights in job["documents"])
     local = job["documents"][rank // job["tp"] :: job["fsdp"]] or [([0, 0], [0.0, 0.0])]
     (ce_sum(model, local) * job["fsdp"] / total).backward()  # FSDP averages over its ranks
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: full_gradient(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     if rank == 0:
         notes = {"transformers": transformers.__version__, "parts": str(parts(model))}
         save_file(gradients, job["out"], notes)
@@ -70,7 +70,7 @@ def ce_sum(model: Any, documents: list[tuple[list[int], list[float]]]) -> Tensor
     return (ce * weights[:, 1:]).sum()
 
 
-def whole(gradient: Tensor) -> Tensor:
+def full_gradient(gradient: Tensor) -> Tensor:
     """All of it, on every rank."""
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).contiguous()
 

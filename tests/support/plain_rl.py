@@ -183,7 +183,7 @@ def plain(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
     return -a * logp * weigh(row, (0.0, 1.5), "sequence", "drop")
 
 
-def whole(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
+def sequence_loss(row: Row, logp: Tensor, entropy: Tensor, a: Tensor) -> Tensor:
     """Of the probabilities of whole samples, as TRL's RLOO has it."""
     assert bool((a == a[0]).all())
     return clipped((logp - row.old).sum().exp(), a[0], 0.2, 0.2).expand(len(a))
@@ -233,7 +233,7 @@ ALGORITHMS: dict[str, tuple[Loss, Callable[[list[Row]], list[Tensor]], Aggregate
     "cispo": (cispo, lambda rows: by_group(rows, reward, mean_std), token_mean),
     "ppo": (ppo, lambda rows: whiten([generalised(row, 0.95, 0.9, 0.1) for row in rows]), token_mean),
     "reinforce": (plain, lambda rows: by_group(rows, reward, mean), sequence_mean),
-    "whole samples": (whole, lambda rows: by_group(rows, reward, leave_one_out), sequence_mean),
+    "whole samples": (sequence_loss, lambda rows: by_group(rows, reward, leave_one_out), sequence_mean),
     "kl clamp": (with_clamp, lambda rows: by_group(rows, reward, mean_std), token_mean),
     "entropy by tokens": (beside_entropy, lambda rows: by_group(rows, reward, mean_std),
                           with_entropy(sequence_mean, token_mean)),

@@ -11,10 +11,10 @@ from typing import Any
 
 def as_number(completions: list[str], **_: Any) -> list[float | None]:
     """What a completion says: a number, `none`, or one of the ways to fail."""
-    return [_said(text) for text in completions]
+    return [_answered(text) for text in completions]
 
 
-def _said(text: str) -> float | None:
+def _answered(text: str) -> float | None:
     if text == "raise":
         raise ValueError("no such thing")
     if text == "exit":
@@ -32,7 +32,7 @@ def _said(text: str) -> float | None:
 async def slow_number(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
     """Takes a while, as a call over the network does."""
     await asyncio.sleep(0.3)
-    return [_said(text) or 0.0 for text in completions]
+    return [_answered(text) or 0.0 for text in completions]
 
 
 def seen(prompts: Any, completions: Any, completion_ids: Any, answer: list[str], missing: Any = None) -> list[float]:

@@ -196,7 +196,7 @@ FAMILIES: dict[str, Vision] = {
     ),
 }  # fmt: skip
 # Chosen once all of the above passed, and tried as they are: weft has nothing that is theirs. Without processors.
-OTHERS: dict[str, Vision] = {
+OTHER_FAMILIES: dict[str, Vision] = {
     "qwen3_5_moe": Vision(
         "Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", **_QWEN,
         text=_TEXT | _STATES | {
@@ -223,13 +223,13 @@ OTHERS: dict[str, Vision] = {
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def _of(family: str) -> Vision:
-    return FAMILIES.get(family) or OTHERS[family]
+def _traits_of(family: str) -> Vision:
+    return FAMILIES.get(family) or OTHER_FAMILIES[family]
 
 
 def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family, with a chat template that writes the placeholder of an image."""
-    traits = _of(family)
+    traits = _traits_of(family)
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -246,7 +246,7 @@ def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def vision_config(family: str, tokenizer: PreTrainedTokenizerFast, **text: Any) -> PretrainedConfig:
     """The config of a tiny model of a family. text: changes of its text config."""
-    traits = _of(family)
+    traits = _traits_of(family)
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in traits.ids.items()}
     text = {**traits.text, "vocab_size": len(tokenizer), **text}
     config = getattr(transformers, traits.config)(

@@ -113,7 +113,7 @@ _HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 # Families that are loaded and saved in tests, because of how their checkpoints are laid out; some are trained.
-_MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+_FURTHER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16)),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", dict(tie_word_embeddings=True)),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", dict(sliding_window=16)),
@@ -165,7 +165,7 @@ _OWN_ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
         layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0])),
 }  # fmt: skip
 
-LAYOUT_FAMILIES = (*_ZOO, *_HYBRIDS, *_MORE)
+LAYOUT_FAMILIES = (*_ZOO, *_HYBRIDS, *_FURTHER)
 
 PARITY_FAMILIES = (
     "llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm", "cohere2",
@@ -182,7 +182,7 @@ def names() -> list[str]:
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
     """The tiny config of a family, with its `architectures` set as in a real checkpoint."""
-    config_class, model_class, family_keys = (_ZOO | _HYBRIDS | _MORE | _OWN_ATTENTION)[name]
+    config_class, model_class, family_keys = (_ZOO | _HYBRIDS | _FURTHER | _OWN_ATTENTION)[name]
     config: PretrainedConfig = getattr(transformers, config_class)(**{**_COMMON, **family_keys, **changes})
     config.architectures = [model_class]
     return config

@@ -52,7 +52,7 @@ def of_readouts(name: str, in_both: bool) -> Callable[[Observed], None]:
     return change
 
 
-def at(name: str, index: int | None, values: Any) -> Callable[[Observed], None]:
+def changed_at(name: str, index: int | None, values: Any) -> Callable[[Observed], None]:
     def change(observed: Observed) -> None:
         if index is None:
             setattr(observed, name, values(getattr(observed, name)))
@@ -71,23 +71,27 @@ CHANGES: dict[str, Callable[[Observed], None]] = {
     "readout: logprob": of_readouts("logprob", in_both=True),
     "readout: entropy": of_readouts("entropy", in_both=True),
     "packed against alone": of_readouts("logprob", in_both=False),
-    "neighbours do not move": at("neighbours", None, lambda value: value + 1e-4),
-    "evaluation: accuracy": at("evaluated", None, lambda pair: (pair[0] + 0.1, pair[1])),
-    "evaluation: exact": at("evaluated", None, lambda pair: (pair[0], 0.0)),
-    "loss, documents 1": at("losses", 0, lambda value: value * 1.001),
-    "loss, documents 2": at("losses", 1, lambda value: value * 1.001),
-    "loss, documents 3": at("losses", 2, lambda value: value * 1.001),
-    "gradient norm, documents 1": at("norms", 0, lambda value: value * 1.001),
-    "gradient norm, documents 2": at("norms", 1, lambda value: value * 1.001),
-    "gradient norm, documents 3": at("norms", 2, lambda value: value * 1.001),
-    "loss, many micro-batches": at("micro_loss", None, lambda value: value * 1.001),
-    "gradients, every parameter": at("gradients", 2, first_parameter),
-    "gradients, many micro-batches": at("micro_gradients", None, first_parameter),
-    "loss along 3 steps": at("trained", 2, lambda pair: (pair[0] * 1.01, pair[1])),
-    "gradient norm along 3 steps": at("trained", 2, lambda pair: (pair[0], pair[1] * 1.01)),
-    "weights after 3 steps": at("weights", None, first_parameter),
-    "ranks that hold the same agree": at("disagreement", None, lambda _: "model.norm.weight: 1 on rank 0; 2 on rank 1"),
-    "routes that differ without a tie": at("routing", None, lambda _: Differences(choices=10, differing=1, wrong=1)),
+    "neighbours do not move": changed_at("neighbours", None, lambda value: value + 1e-4),
+    "evaluation: accuracy": changed_at("evaluated", None, lambda pair: (pair[0] + 0.1, pair[1])),
+    "evaluation: exact": changed_at("evaluated", None, lambda pair: (pair[0], 0.0)),
+    "loss, documents 1": changed_at("losses", 0, lambda value: value * 1.001),
+    "loss, documents 2": changed_at("losses", 1, lambda value: value * 1.001),
+    "loss, documents 3": changed_at("losses", 2, lambda value: value * 1.001),
+    "gradient norm, documents 1": changed_at("norms", 0, lambda value: value * 1.001),
+    "gradient norm, documents 2": changed_at("norms", 1, lambda value: value * 1.001),
+    "gradient norm, documents 3": changed_at("norms", 2, lambda value: value * 1.001),
+    "loss, many micro-batches": changed_at("micro_loss", None, lambda value: value * 1.001),
+    "gradients, every parameter": changed_at("gradients", 2, first_parameter),
+    "gradients, many micro-batches": changed_at("micro_gradients", None, first_parameter),
+    "loss along 3 steps": changed_at("trained", 2, lambda pair: (pair[0] * 1.01, pair[1])),
+    "gradient norm along 3 steps": changed_at("trained", 2, lambda pair: (pair[0], pair[1] * 1.01)),
+    "weights after 3 steps": changed_at("weights", None, first_parameter),
+    "ranks that hold the same agree": changed_at(
+        "disagreement", None, lambda _: "model.norm.weight: 1 on rank 0; 2 on rank 1"
+    ),
+    "routes that differ without a tie": changed_at(
+        "routing", None, lambda _: Differences(choices=10, differing=1, wrong=1)
+    ),
 }
 
 

@@ -24,7 +24,7 @@ from weft.inference.vllm.interpreter import find
 from weft.inference.vllm.server import Settings
 from weft.inference.weight_sync.protocol import SyncError
 
-MEAN, MOST = 1e-5, 1e-4  # of |logprob - transformers'|
+MEAN, LARGEST = 1e-5, 1e-4  # of |logprob - transformers'|
 PROMPTS = [(5, 6, 7, 8), (9,), tuple(range(40, 80)), (11, 200, 3, 90, 41, 17, 5)]
 SHAPE = dict(
     vocab_size=288, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -87,7 +87,7 @@ def difference(logprobs: Tensor, completion: Completion) -> Tensor:
 
 def is_of(model: PreTrainedModel, prompt: tuple[int, ...], completion: Completion, temperature: float = 1.0) -> bool:
     off = difference((logits_of(model, prompt, completion) / temperature).log_softmax(-1), completion)
-    return float(off.mean()) < MEAN and float(off.max()) < MOST
+    return float(off.mean()) < MEAN and float(off.max()) < LARGEST
 
 
 def ask(
@@ -130,7 +130,7 @@ def test_with_some_tokens_left_out_logprobs_are_among_the_kept(
         logits = logits_of(model, prompt, completion)
         threshold = logits.topk(5).values[:, -1:]
         logprobs = logits.masked_fill(logits < threshold, -torch.inf).log_softmax(-1)
-        assert float(difference(logprobs, completion).max()) < MOST
+        assert float(difference(logprobs, completion).max()) < LARGEST
         assert completion.kept_logmass is None  # vLLM does not tell it
 
 
@@ -166,7 +166,7 @@ def test_requests_under_way_go_on_under_the_new_weights(
         assert (first, second) == (1, 2) and before + after == 600 and before > 0
         for model, span in ((old, slice(0, before)), (new, slice(before, None))):
             off = difference(logits_of(model, prompt, completion).log_softmax(-1), completion)[span]
-            assert float(off.mean()) < MEAN and float(off.max()) < MOST  # caches were computed anew
+            assert float(off.mean()) < MEAN and float(off.max()) < LARGEST  # caches were computed anew
     loop.run(engine.reload(models[0], 3))
     for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, SamplingParams(16)), strict=True):
         assert is_of(old, prompt, completion) and completion.versions == ((3, 16),)

@@ -40,12 +40,12 @@ MODELS: dict[str, tuple[str, dict[str, object], torch.dtype]] = {
     ),
 }
 TEXTS = [
-    f"{n}. The {adjective} {animal} {verb} over {n + 3} {things} and then {verb} back again, {end}\n"
-    for n, (adjective, animal, verb, things, end) in enumerate(
-        (adjective, animal, verb, things, end)
+    f"{n}. The {adjective} {animal} {verb} over {n + 3} {objects} and then {verb} back again, {end}\n"
+    for n, (adjective, animal, verb, objects, end) in enumerate(
+        (adjective, animal, verb, objects, end)
         for adjective, end in (("quick", "at once."), ("lazy", "much later!"), ("brown", "or so it seems?"))
         for animal in ("fox", "owl", "hedgehog", "newt")
-        for verb, things in (("jumps", "fences"), ("flies", "rivers of ink"))
+        for verb, objects in (("jumps", "fences"), ("flies", "rivers of ink"))
     )
 ]
 
