@@ -33,7 +33,7 @@ from weft.inference.embedded import EmbeddedEngine
 from weft.launch.process import join
 
 
-class Case:
+class ExactCase:
     """An engine and its copy, and the samples of a rollout step."""
 
     def __init__(self, path: str, options: argparse.Namespace, exact: bool) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Qwen3ForCausalLM(config).save_pretrained(folder)
-        cases = {exact: Case(folder, options, exact) for exact in (False, True)}
+        cases = {exact: ExactCase(folder, options, exact) for exact in (False, True)}
         seconds_by_phase: dict[str, dict[bool, list[float]]] = {}
         for number in range(options.runs + 1):
             for phase in ("generate", "read", "train"):

@@ -305,7 +305,7 @@ def work(options: argparse.Namespace) -> None:
 
     from benchmarks.device import Device
     from benchmarks.gpu_parts import FUNCTIONS
-    from benchmarks.gpu_rows import Run, failure, keep_warnings
+    from benchmarks.gpu_rows import PartRun, failure, keep_warnings
     from weft.launch.process import leave
 
     torch._dynamo.config.disable = options.tiny  # compiling takes a minute, whatever the size
@@ -319,7 +319,7 @@ def work(options: argparse.Namespace) -> None:
             continue
         order_of_part = json.loads(order.read_text())
         print(f"==== {order_of_part['part']}", flush=True)
-        run = Run(
+        run = PartRun(
             device,
             options.tiny,
             time.monotonic() + order_of_part["seconds"],

@@ -55,7 +55,7 @@ class Work:
     seconds: float = 0.0
 
 
-class Counts(TorchDispatchMode):
+class OperationCounts(TorchDispatchMode):
     """Counts operations that are kernels on an accelerator, and reads by the host."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Norm(torch.autograd.Function):
     """torch's fused kernel of RMSNorm, as its CUDA library runs it: one pass forward; backward one, and one for the
     weight."""
 
-    counts: Counts
+    counts: OperationCounts
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ class _Norm(torch.autograd.Function):
 
 
 @contextmanager
-def counting() -> Iterator[Counts]:
+def counting() -> Iterator[OperationCounts]:
     """Inside, operations and the host's reads are counted."""
-    counts, original = Counts(), simulated.read
+    counts, original = OperationCounts(), simulated.read
 
     def read(values: Tensor, planned: Any) -> Any:
         counts.reads += 1
@@ -147,7 +147,7 @@ def simulation_of(card: Any) -> Any:
 
 def count(
     shape: str, tokens: int, recompute: str, keep_weights: bool, micro_batches: int, tiny: bool = False
-) -> Counts:
+) -> OperationCounts:
     """Count one step, after the optimizer has its state. kept: fsdp.reshard_after_forward=false, which is what a run
     does from its second step on where memory allows."""
     card = next(card for name, card in ACCELERATORS.items() if name.lower().startswith("h100"))
@@ -176,7 +176,7 @@ def count(
     return counts
 
 
-def report(counts: Counts) -> str:
+def report(counts: OperationCounts) -> str:
     """A table in Markdown."""
     lines = ["| kind | kernels | GB | TFLOP | ms at the roofline |", "|---|---|---|---|---|"]
     total = Work()

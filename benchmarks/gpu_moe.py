@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_rows import Row, Run
+from benchmarks.gpu_rows import PartRun, Row
 from benchmarks.gpu_sft import config_of
 from weft.models import hf
 from weft.models.experts import find_experts, use_experts_forward
@@ -23,7 +23,7 @@ from weft.ops.dispatch import sort_by_expert
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def moe(run: Run) -> None:
+def moe(run: PartRun) -> None:
     """Rows for each way to compute it, with all experts in use and with a third of them empty."""
     experts = _experts(run)
     count, chosen = experts.num_experts, experts.config.num_experts_per_tok
@@ -52,7 +52,7 @@ def moe(run: Run) -> None:
             run.attempt(row, lambda: _against(_layer(run, experts, hidden, routes, without, flops), dense))  # noqa: B023
 
 
-def _experts(run: Run) -> Any:
+def _experts(run: PartRun) -> Any:
     """The experts of one layer of 30B-A3B, with random weights in bf16."""
     with TemporaryDirectory() as folder:
         config = config_of("30b-a3b", run.tiny, 1) | {"vocab_size": 512, "bos_token_id": None, "eos_token_id": 1}
@@ -66,7 +66,7 @@ def _experts(run: Run) -> Any:
     return experts
 
 
-def _routes(run: Run, tokens: int, count: int, chosen: int, empty: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _routes(run: PartRun, tokens: int, count: int, chosen: int, empty: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(Chosen experts [T, K], none of them in `empty`, and their weights [T, K])."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(tokens, count, generator=generator)
@@ -76,7 +76,7 @@ def _routes(run: Run, tokens: int, count: int, chosen: int, empty: Sequence[int]
 
 
 def _layer(
-    run: Run, experts: Any, hidden: Tensor, routes: tuple[Tensor, Tensor], empty: Sequence[int], flops: float
+    run: PartRun, experts: Any, hidden: Tensor, routes: tuple[Tensor, Tensor], empty: Sequence[int], flops: float
 ) -> Row:
     chosen, weights = routes
 
@@ -98,7 +98,7 @@ def _layer(
     return row
 
 
-def _waits(run: Run, step: Callable[[], None]) -> int | None:
+def _waits(run: PartRun, step: Callable[[], None]) -> int | None:
     """How often the host waits for the device in a step; None on a CPU."""
     if not run.device.cuda:
         return None
@@ -113,7 +113,7 @@ def _waits(run: Run, step: Callable[[], None]) -> int | None:
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
-def _grouped(run: Run, experts: Any, routes: tuple[Tensor, Tensor], width: int, inner: int) -> Callable[[], None]:
+def _grouped(run: PartRun, experts: Any, routes: tuple[Tensor, Tensor], width: int, inner: int) -> Callable[[], None]:
     """Both projections over rows that are sorted already, forward and backward."""
     order, ends = sort_by_expert(routes[0], experts.num_experts)
     rows = torch.randn(len(order), width, device=run.device.kind, dtype=torch.bfloat16).requires_grad_()
@@ -128,7 +128,7 @@ def _grouped(run: Run, experts: Any, routes: tuple[Tensor, Tensor], width: int, 
     return step
 
 
-def _dense(run: Run, rows: int, width: int, inner: int) -> Callable[[], None]:
+def _dense(run: PartRun, rows: int, width: int, inner: int) -> Callable[[], None]:
     shapes = ((rows, width, 2 * inner), (rows, inner, width))
     factory: dict[str, Any] = {"device": run.device.kind, "dtype": torch.bfloat16}
     pairs = [(torch.randn(m, k, **factory), torch.randn(k, n, **factory)) for m, k, n in shapes]
@@ -142,7 +142,7 @@ def _dense(run: Run, rows: int, width: int, inner: int) -> Callable[[], None]:
     return step
 
 
-def _rates(run: Run, step: Callable[[], None], flops: float) -> Row:
+def _rates(run: PartRun, step: Callable[[], None], flops: float) -> Row:
     seconds = run.device.seconds(step, runs=5, warm=2)
     return {"ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12}
 

@@ -31,7 +31,7 @@ from benchmarks import gpu_run, gpu_tests
 from benchmarks.device import Device, copy_rate, matmul_rate, matmul_seconds
 from benchmarks.gpu_moe import moe
 from benchmarks.gpu_rl import rl
-from benchmarks.gpu_rows import Row, Run
+from benchmarks.gpu_rows import PartRun, Row
 from benchmarks.gpu_sft import (
     config_of,
     document_lengths,
@@ -41,7 +41,7 @@ from benchmarks.gpu_sft import (
     weft_step,
     write_model,
 )
-from benchmarks.head import LOSSES, Problem
+from benchmarks.head import LOSSES, HeadInputs
 from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.save import Saver
 from weft.config.schema import CheckpointConfig, ModelConfig
@@ -63,7 +63,7 @@ MIB = 2**20
 # ---------------------------------------------------------------- rates
 
 
-def rates(run: Run) -> None:
+def rates(run: PartRun) -> None:
     """Matrix products and copies: the floor of everything else."""
     device = run.device
     size = run.pick(8192, 256)
@@ -89,7 +89,7 @@ def rates(run: Run) -> None:
     )
 
 
-def _copy_rates(run: Run, elements: int) -> None:
+def _copy_rates(run: PartRun, elements: int) -> None:
     device = run.device
     target = torch.empty(elements, dtype=torch.uint8, device=device.kind)
     pairs: dict[str, Callable[[], float]] = {
@@ -156,13 +156,13 @@ def _layer_rate(device: Device, config: dict[str, Any], tokens: int) -> Row:
 # ---------------------------------------------------------------- tests
 
 
-def tests(run: Run) -> None:
+def tests(run: PartRun) -> None:
     """tests/cuda by pytest, in a process of its own; its output is in tests.txt. Warnings end no test."""
     rows = [run.add(what="tests/cuda"), run.add(what="of these, flex attention")]
     run.attempt(rows[0], partial(_pytest, run, rows))
 
 
-def _pytest(run: Run, rows: Sequence[Row]) -> Row:
+def _pytest(run: PartRun, rows: Sequence[Row]) -> Row:
     log, limit, note = run.out / "tests.txt", max(1.0, run.left - 3), ""
     report = run.out / "tests.jsonl"
     report.unlink(missing_ok=True)
@@ -207,7 +207,7 @@ def _pytest(run: Run, rows: Sequence[Row]) -> Row:
 # ---------------------------------------------------------------- the head
 
 
-def head(run: Run) -> None:
+def head(run: PartRun) -> None:
     """The chunked head beside naive logits: time and memory beyond the gradients."""
     tokens = run.pick(8192, 64)
     options = argparse.Namespace(
@@ -236,7 +236,7 @@ def _time_loss(device: Device, name: str, options: argparse.Namespace, tokens: i
 
 
 def _timed_loss(device: Device, name: str, options: argparse.Namespace, tokens: int) -> Row:
-    problem = Problem(options, tokens)
+    problem = HeadInputs(options, tokens)
     matmul_rate(device)
     problem.run(LOSSES[name])
     problem.hidden.grad = problem.weight.grad = None
@@ -252,7 +252,7 @@ def _timed_loss(device: Device, name: str, options: argparse.Namespace, tokens: 
 # ---------------------------------------------------------------- attention
 
 
-def kernels(run: Run) -> None:
+def kernels(run: PartRun) -> None:
     """Each kernel of ops/attention.py at the shape of a 4B layer, forward and backward."""
     tokens = run.pick(16_384, 64)
     for name in ("varlen", "per_document", "flex"):  # the last is compiled, which takes long
@@ -261,7 +261,7 @@ def kernels(run: Run) -> None:
             run.attempt(row, partial(_time_kernel, run, name, tuple(lengths)), like=name)
 
 
-def _time_kernel(run: Run, name: str, lengths: tuple[int, ...]) -> Row:
+def _time_kernel(run: PartRun, name: str, lengths: tuple[int, ...]) -> Row:
     heads, keys, width = run.pick((32, 8, 128), (4, 2, 16))
     dtype = torch.bfloat16 if run.device.cuda else torch.float32
 
@@ -299,7 +299,7 @@ def _time_kernel(run: Run, name: str, lengths: tuple[int, ...]) -> Row:
 # ---------------------------------------------------------------- files
 
 
-def files(run: Run) -> None:
+def files(run: PartRun) -> None:
     """A 4B model written and read, and the state of a 0.6B one saved beside training."""
     elements = run.pick(2**30, 2**16)
     target = torch.empty(elements, dtype=torch.uint8, device=run.device.kind)
@@ -318,7 +318,7 @@ def files(run: Run) -> None:
         _save_state(run, model, folder / "run", floor)
 
 
-def _rated(run: Run, kind: str, make: Callable[[], tuple[float, float]], floor: float) -> None:
+def _rated(run: PartRun, kind: str, make: Callable[[], tuple[float, float]], floor: float) -> None:
     """make: does it; (bytes, seconds)."""
 
     def fill() -> Row:
@@ -338,14 +338,14 @@ def _plain_write(folder: Path, size: int) -> tuple[float, float]:
     return size, Device("cpu").now() - began
 
 
-def _export(run: Run, model: str, target: Path) -> tuple[float, float]:
+def _export(run: PartRun, model: str, target: Path) -> tuple[float, float]:
     engine = open_engine(model, run.device, 64)
     began = run.device.now()
     save_huggingface(engine, target)
     return _bytes(target), run.device.now() - began
 
 
-def _load(run: Run, model: Path) -> tuple[float, float]:
+def _load(run: PartRun, model: Path) -> tuple[float, float]:
     ranks = join(run.device.kind)  # type: ignore[arg-type]
     engine = Engine(EngineConfig(model=ModelConfig(path=str(model))), ranks)
     run.device.now()
@@ -353,7 +353,7 @@ def _load(run: Run, model: Path) -> tuple[float, float]:
     return engine.loaded.bytes_read, engine.loaded.seconds
 
 
-def _load_file(run: Run, model: Path) -> tuple[float, float]:
+def _load_file(run: PartRun, model: Path) -> tuple[float, float]:
     began = run.device.now()
     for file in sorted(model.glob("*.safetensors")):
         load_file(file, device=run.device.kind)
@@ -364,7 +364,7 @@ def _bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
-def _save_state(run: Run, model: str, folder: Path, floor: float) -> None:
+def _save_state(run: PartRun, model: str, folder: Path, floor: float) -> None:
     """Two rows: until training goes on, and until the checkpoint is whole."""
     tokens = run.pick(2048, 64)
     engine = open_engine(model, run.device, tokens)
@@ -402,7 +402,7 @@ _GAP = 200.0  # microseconds
 _GAPS = 12  # frames that are listed
 
 
-def profiled(run: Run) -> None:
+def profiled(run: PartRun) -> None:
     """0.6B without recomputation, 4B with it: tables by kind of work here, by kernel in profile-*.txt."""
     host = run.add(model="0.6b, 256 tokens", recompute="none", tokens=run.pick(256, 48))
     run.attempt(host, partial(_host_step, run, run.pick(256, 48)))
@@ -413,7 +413,7 @@ def profiled(run: Run) -> None:
         )
 
 
-def _host_step(run: Run, tokens: int) -> Row:
+def _host_step(run: PartRun, tokens: int) -> Row:
     """A step with so little to compute that it takes what the host needs: for an operation of the planner's count."""
     with TemporaryDirectory() as folder:
         engine = open_engine(write_model(Path(folder) / "0.6b", config_of("0.6b", run.tiny)), run.device, tokens)
@@ -432,7 +432,7 @@ def _host_step(run: Run, tokens: int) -> Row:
     return rates | {"operations": operations, "us of an operation": seconds / operations * 1e6}
 
 
-def _profile(run: Run, shape: str, recompute: str, tokens: int) -> Row:
+def _profile(run: PartRun, shape: str, recompute: str, tokens: int) -> Row:
     """Two steps by kind of work, and a third with the host's frames, whose recording makes the host slower."""
     with TemporaryDirectory() as folder:
         model = write_model(Path(folder) / shape, config_of(shape, run.tiny))
@@ -468,7 +468,7 @@ def _profile(run: Run, shape: str, recompute: str, tokens: int) -> Row:
     return {"ms a step": wall / 2 * 1e3, "tokens/s": 2 * tokens / wall, "idle": 1.0 - _busy(profiled, run) / wall}
 
 
-def _busy(profiled: Any, run: Run) -> float:
+def _busy(profiled: Any, run: PartRun) -> float:
     return busy_seconds(work_of(profiled.events(), run.device.cuda))
 
 
@@ -525,7 +525,7 @@ def busy_seconds(events: Sequence[FunctionEvent]) -> float:
     return total / 1e6
 
 
-def summarise(run: Run, shape: str, events: Sequence[FunctionEvent], wall: float) -> None:
+def summarise(run: PartRun, shape: str, events: Sequence[FunctionEvent], wall: float) -> None:
     """Rows by kind of work, and a file of the kernels that take longest."""
     seconds, calls = Counter[str](), Counter[str]()
     for event in events:
@@ -549,7 +549,7 @@ def summarise(run: Run, shape: str, events: Sequence[FunctionEvent], wall: float
 # ---------------------------------------------------------------- the machine
 
 
-def machine(run: Run) -> None:
+def machine(run: PartRun) -> None:
     """A row of what this runs on, its versions and its allocator's settings."""
     device = run.device
     if device.cuda and not torch.cuda.is_available():
@@ -591,7 +591,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-FUNCTIONS: dict[str, Callable[[Run], None]] = {
+FUNCTIONS: dict[str, Callable[[PartRun], None]] = {
     "machine": machine,
     "run": gpu_run.run,
     "two": gpu_run.two,

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.gpu_rows import Row, Run
+from benchmarks.gpu_rows import PartRun, Row
 from benchmarks.gpu_sft import config_of, draw_weights, write_model
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
@@ -25,7 +25,7 @@ from weft.rl.trainer import TrainerRank
 LR = 1e-6
 
 
-def rl(run: Run) -> None:
+def rl(run: PartRun) -> None:
     """Two steps of Qwen3-0.6B, the first with fewer tokens: it warms up. Every completion has the full length."""
     prompts, group, prompt_tokens, new_tokens = run.pick((32, 8, 256, 256), (2, 2, 6, 4))
     with TemporaryDirectory() as folder:
@@ -38,7 +38,7 @@ def rl(run: Run) -> None:
             _step(run, trainer, step_prompts, number, length)
 
 
-def _config(run: Run, folder: Path, prompts: int, group: int, prompt_tokens: int, new_tokens: int) -> RlConfig:
+def _config(run: PartRun, folder: Path, prompts: int, group: int, prompt_tokens: int, new_tokens: int) -> RlConfig:
     model = write_model(folder / "model", config_of("0.6b", run.tiny))
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(model)
@@ -52,7 +52,7 @@ def _config(run: Run, folder: Path, prompts: int, group: int, prompt_tokens: int
     return load_config([], words, RlConfig)
 
 
-def _step(run: Run, trainer: TrainerRank, prompts: Sequence[Prompt], number: int, new_tokens: int) -> None:
+def _step(run: PartRun, trainer: TrainerRank, prompts: Sequence[Prompt], number: int, new_tokens: int) -> None:
     groups: list[SampleGroup] = []
 
     def sync() -> Row:
@@ -95,7 +95,7 @@ def _step(run: Run, trainer: TrainerRank, prompts: Sequence[Prompt], number: int
         run.attempt(run.add(step=number, phase=phase.__name__), _timed(run, phase))
 
 
-def _timed(run: Run, phase: Callable[[], Row]) -> Callable[[], Row]:
+def _timed(run: PartRun, phase: Callable[[], Row]) -> Callable[[], Row]:
     def fill() -> Row:
         began = run.device.now()
         figures = phase()

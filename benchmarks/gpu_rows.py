@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 @dataclass
-class Run:
+class PartRun:
     """tiny: sizes for a test, with the same code. end: by time.monotonic(). out: where files go. path: of the rows."""
 
     device: Device

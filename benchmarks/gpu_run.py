@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.gpu_rows import Row, Run
+from benchmarks.gpu_rows import PartRun, Row
 from benchmarks.gpu_sft import config_of, rows_of, step_with_norm
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
@@ -35,7 +35,7 @@ SAVED, STEPS = 20, 25  # the step after which the run is saved, and the last one
 # ---------------------------------------------------------------- weft sft
 
 
-def run(run: Run) -> None:
+def run(run: PartRun) -> None:
     """`weft sft` from a config, and its last steps again from a checkpoint."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -47,7 +47,7 @@ def run(run: Run) -> None:
         run.attempt(resumed, lambda: _resumed(run, folder, done))
 
 
-def _write_config(run: Run, folder: Path) -> Path:
+def _write_config(run: PartRun, folder: Path) -> Path:
     """A config of a run on sums that are written out, which can be learned; with a model and a tokenizer."""
     words = [*"0123456789", "plus", "is", ";", "<end>"]
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=";"))
@@ -77,7 +77,7 @@ def _write_config(run: Run, folder: Path) -> Path:
     return folder / "config.yaml"
 
 
-def _first(run: Run, folder: Path, config: Path, done: list[dict[str, Any]]) -> Row:
+def _first(run: PartRun, folder: Path, config: Path, done: list[dict[str, Any]]) -> Row:
     seconds = _weft(run, ["sft", str(config), "--device", run.device.kind, "--nproc", "1"])
     done += _lines(folder)
     steps = [line["step"] for line in done]
@@ -88,7 +88,7 @@ def _first(run: Run, folder: Path, config: Path, done: list[dict[str, Any]]) -> 
     return {"seconds": seconds, **_figures(done), "checkpoints GB": size / 1e9}
 
 
-def _resumed(run: Run, folder: Path, done: Sequence[dict[str, Any]]) -> Row:
+def _resumed(run: PartRun, folder: Path, done: Sequence[dict[str, Any]]) -> Row:
     (folder / f"run/checkpoints/step-{STEPS:06}").rename(folder / "aside")
     seconds = _weft(run, ["sft", "--resume", str(folder / "run"), "--device", run.device.kind, "--nproc", "1"])
     lines = _lines(folder)
@@ -113,7 +113,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
 
 
-def _weft(run: Run, words: Sequence[str]) -> float:
+def _weft(run: PartRun, words: Sequence[str]) -> float:
     """Seconds of the command, whose output goes into run.txt."""
     began = run.device.now()
     with (run.out / "run.txt").open("a") as log:
@@ -164,7 +164,7 @@ PAIRS = (
 _LIMIT = 0.01  # relative difference that is a failure, in fp32
 
 
-def two(run: Run) -> None:
+def two(run: PartRun) -> None:
     """Each mesh of PAIRS: first one rank, here, then two in processes of their own."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -183,7 +183,7 @@ def two(run: Run) -> None:
             run.attempt(rows[pair.name], lambda: _compared(folder, pair, single[pair.shape], failed))  # noqa: B023
 
 
-def _write_weights(folder: Path, run: Run, shape: str) -> None:
+def _write_weights(folder: Path, run: PartRun, shape: str) -> None:
     """A checkpoint with values, of few layers and words: it is read by every rank."""
     changes: dict[str, Any] = {"vocab_size": run.pick(8192, 512), "num_hidden_layers": 4}
     folder.mkdir()
@@ -224,7 +224,7 @@ def _clock(device: torch.device) -> float:
     return Device(device.type).now()
 
 
-def _launch(run: Run, folder: Path) -> None:
+def _launch(run: PartRun, folder: Path) -> None:
     port = free_port()
     with (run.out / "two.txt").open("w") as log:
         ranks = [

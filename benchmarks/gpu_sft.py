@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.device import Device, matmul_rate
-from benchmarks.gpu_rows import Row, Run
+from benchmarks.gpu_rows import PartRun, Row
 from weft.config.schema import ModelConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
@@ -291,7 +291,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Case:
+class SftCase:
     """tokens: of the row."""
 
     tokens: int
@@ -301,13 +301,13 @@ class Case:
 
 # Those that tell most first. Of 4B, 80 GB have no room for a long row without recomputation.
 CASES = {
-    "4b": (Case(16_384, "full", False), Case(16_384, "full", True), Case(8192, "none", False)),
-    "0.6b": (Case(8192, "none", False), Case(8192, "none", True), Case(16_384, "none", False)),
+    "4b": (SftCase(16_384, "full", False), SftCase(16_384, "full", True), SftCase(8192, "none", False)),
+    "0.6b": (SftCase(8192, "none", False), SftCase(8192, "none", True), SftCase(16_384, "none", False)),
 }
-TINY_CASES = (Case(96, "full", False), Case(48, "none", True))
+TINY_CASES = (SftCase(96, "full", False), SftCase(48, "none", True))
 
 
-def sft(run: Run, shape: str) -> None:
+def sft(run: PartRun, shape: str) -> None:
     """A row for each case, weft first, the bare loop then."""
     with TemporaryDirectory() as folder:
         path = write_model(Path(folder) / "whole", config_of(shape, run.tiny))
@@ -325,14 +325,14 @@ def sft(run: Run, shape: str) -> None:
 class Contest:
     """weft and the bare loop on one model, of the config in `path`. whole: with all layers. room: bytes of memory."""
 
-    run: Run
+    run: PartRun
     path: str
     whole: Sizes
     flops: FlopFacts
     layers: int
     room: float
 
-    def add_row(self, case: Case) -> None:
+    def add_row(self, case: SftCase) -> None:
         """What both make of a case."""
         tokens = case.tokens
         layer_count = f"{self.layers} of {self.whole.layers}" if self.layers < self.whole.layers else str(self.layers)
@@ -352,7 +352,7 @@ class Contest:
             row["weft / bare"] = row["weft tokens/s"] / row["bare tokens/s"]
             self.run.save()
 
-    def _measured(self, trainer: str, make: Callable[[], Step], case: Case) -> Row:
+    def _measured(self, trainer: str, make: Callable[[], Step], case: SftCase) -> Row:
         tokens = case.tokens
         needed = self.whole.needed(trainer, self.layers, tokens, case.recompute)
         if needed > self.room:
@@ -373,7 +373,7 @@ class Contest:
         return figures | {"bare GiB": peak / GIB}
 
 
-def time_steps(make: Callable[[], Step], run: Run, rows: list[list[Tensor]]) -> tuple[float, int]:
+def time_steps(make: Callable[[], Step], run: PartRun, rows: list[list[Tensor]]) -> tuple[float, int]:
     """(median seconds of a step, the most bytes at once). The first few warm up."""
     matmul_rate(run.device)  # its matrices are no part of the peak
     run.device.reset_peak()

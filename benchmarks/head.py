@@ -67,7 +67,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-class Problem:
+class HeadInputs:
     """Random hidden states, head weight and targets, without temporaries that would raise the peak."""
 
     def __init__(self, options: argparse.Namespace, tokens: int) -> None:
@@ -89,8 +89,8 @@ class Problem:
 
 def measure_one(name: str, options: argparse.Namespace, tokens: int) -> dict[str, float]:
     """Peak memory of the first run, median seconds of all, in this process."""
-    problem = Problem(options, tokens)
-    warm = Problem(argparse.Namespace(**{**vars(options), "vocabulary": 512}), 16)
+    problem = HeadInputs(options, tokens)
+    warm = HeadInputs(argparse.Namespace(**{**vars(options), "vocabulary": 512}), 16)
     warm.run(LOSSES[name])
     base = problem.device.reset_peak()
     cpu = time.process_time()
@@ -119,7 +119,7 @@ def measure_memory(name: str, options: argparse.Namespace, tokens: int) -> float
 
 def measure_times(options: argparse.Namespace, tokens: int, names: list[str]) -> dict[str, tuple[float, float]]:
     """(seconds, seconds of processor time) of each, medians of runs in turn."""
-    problem = Problem(options, tokens)
+    problem = HeadInputs(options, tokens)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for run in range(options.runs + 1):
         for name in names:

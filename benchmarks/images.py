@@ -121,14 +121,14 @@ def be_trl(folder: Path, forward: int) -> None:
     tokens: list[int] = []
     losses: list[float] = []
 
-    class Timer(TrainerCallback):
+    class StepTimer(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.perf_counter())
 
         def on_log(self, arguments: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             losses.extend([logs["loss"]] if "loss" in logs else [])
 
-    class Trainer(SFTTrainer):
+    class TimedSftTrainer(SFTTrainer):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             return SequentialSampler(self.train_dataset)
 
@@ -151,9 +151,9 @@ def be_trl(folder: Path, forward: int) -> None:
         report_to=[], disable_tqdm=True, dataloader_num_workers=0,
     )  # fmt: skip
     model = AutoModelForImageTextToText.from_pretrained(path, dtype="float32")
-    trainer = Trainer(
+    trainer = TimedSftTrainer(
         model=model, args=arguments, train_dataset=Dataset.from_list(list(rows())), processing_class=processor,
-        callbacks=[Timer()],
+        callbacks=[StepTimer()],
     )  # fmt: skip
     began = time.perf_counter()
     trainer.train()

@@ -80,7 +80,7 @@ def save_as_dcp(folder: Path) -> None:
 # ---------------------------------------------------------------- one rank
 
 
-class Peak(threading.Thread):
+class LoadPeak(threading.Thread):
     """The largest anonymous memory of this process while it runs, above what it was at the start."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Peak(threading.Thread):
         while not self.over.wait(0.002):
             self.most = max(self.most, anonymous() - self.base)
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> LoadPeak:
         self.start()
         return self
 
@@ -119,7 +119,7 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
     original, peaks = builder.fill_weights, []
 
     def measured(*arguments: Any, **options: Any) -> Any:
-        with Peak() as peak:
+        with LoadPeak() as peak:
             report = original(*arguments, **options)
         peaks.append(peak.most)
         return report
@@ -143,7 +143,7 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
     for bucket in (1 << 26,):
         dist.barrier()
         began = time.perf_counter()
-        with Peak() as peak:
+        with LoadPeak() as peak:
             for _ in check_stream(
                 walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
             ):
@@ -157,7 +157,7 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
             shutil.rmtree(target, ignore_errors=True)  # replacing an older one would be timed too
         dist.barrier()
         began = time.perf_counter()
-        with Peak() as peak:
+        with LoadPeak() as peak:
             export.save_huggingface(engine, target, shard_bytes=5 * 10**8)
         answer["exports"].append(time.perf_counter() - began)
         answer["export_memory"] = peak.most

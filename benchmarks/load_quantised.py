@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.load import Peak
+from benchmarks.load import LoadPeak
 
 
 def make_source(folder: Path, layers: int) -> None:
@@ -58,7 +58,7 @@ def measure(path: str, base: str) -> None:
         model=ModelConfig(path=path), lora=LoraConfig(rank=16, base=base), fsdp=FsdpConfig(param_dtype="bf16")
     )
     with join("cpu") as ranks:
-        with Peak() as peak:
+        with LoadPeak() as peak:
             engine = Engine(config, ranks)
         sizes = [local_box(tensor)[1].nbytes for tensor in engine.module.state_dict(keep_vars=True).values()]
         print(f"| {base} | {sum(sizes) / 2**30:.2f} | {max(sizes) / 2**30:.2f} | {peak.most / 2**30:.2f} |", flush=True)

@@ -68,7 +68,7 @@ def torch_muon(named: Model) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-5), torch.optim.AdamW(vectors, lr=1e-5, fused=True)]
 
 
-class Clipped:
+class ClippedOptimizer:
     """AdamW with gradients multiplied by a factor near 1 before or, if `at_once`, within the step."""
 
     def __init__(self, named: Model, *, at_once: bool) -> None:
@@ -95,8 +95,8 @@ FP32, BF16 = torch.float32, torch.bfloat16
 RIVALS: dict[str, tuple[torch.dtype, Callable[[Model], list[Any]]]] = {
     "torch AdamW, fused": (FP32, torch_adamw),
     "adamw": (FP32, of_weft(FP32)),
-    "adamw, clipped": (FP32, lambda named: [Clipped(named, at_once=False)]),
-    "adamw, clipped, on the host": (FP32, lambda named: [Clipped(named, at_once=True)]),
+    "adamw, clipped": (FP32, lambda named: [ClippedOptimizer(named, at_once=False)]),
+    "adamw, clipped, on the host": (FP32, lambda named: [ClippedOptimizer(named, at_once=True)]),
     "adamw, state bf16": (FP32, of_weft(FP32, state_dtype="bf16")),
     "adamw, state int8": (FP32, of_weft(FP32, state_dtype="int8")),
     "adamw, state int8, masters bf16 stochastic": (BF16, of_weft(BF16, state_dtype="int8", rounding="stochastic")),

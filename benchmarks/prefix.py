@@ -102,7 +102,7 @@ def ideal(case: Case) -> float:
     return group * (prefix + suffix) / (prefix + group * suffix)
 
 
-class Side:
+class PrefixSide:
     """An engine that shares prefixes, or does not. seconds: (processor, wall) of each round, by phase."""
 
     def __init__(self, path: str, case: Case, prompts: int, budget: int, sharing: Sharing) -> None:
@@ -128,7 +128,7 @@ class Side:
             self.seconds[name].append((time.process_time() - began[0], time.perf_counter() - began[1]))
 
 
-def ratios(trees: Side, separate: Side, phase: str, clock: int) -> float:
+def ratios(trees: PrefixSide, separate: PrefixSide, phase: str, clock: int) -> float:
     """The median over the rounds, without the first, of the seconds apart / the seconds of trees."""
     pairs = zip(trees.seconds[phase][1:], separate.seconds[phase][1:], strict=True)
     return statistics.median(separate_seconds[clock] / tree_seconds[clock] for tree_seconds, separate_seconds in pairs)
@@ -139,7 +139,7 @@ def compare(family: str, shape: str, case: Case, options: argparse.Namespace) ->
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(family, shape, folder)
         budget = options.budget or case[2] * (case[0] + case[1])
-        trees, separate = (Side(path, case, options.prompts, budget, sharing) for sharing in ("auto", "off"))
+        trees, separate = (PrefixSide(path, case, options.prompts, budget, sharing) for sharing in ("auto", "off"))
         for number in range(options.rounds + 1):
             for side in (trees, separate) if number % 2 else (separate, trees):
                 side.round()
@@ -184,7 +184,7 @@ def peak(path: str, case: Case, options: argparse.Namespace, budget: int, sharin
 
 def print_peak(path: str, sharing: Sharing, numbers: Sequence[int]) -> None:
     *case, prompts, budget = numbers
-    side = Side(path, (case[0], case[1], case[2]), prompts, budget, sharing)
+    side = PrefixSide(path, (case[0], case[1], case[2]), prompts, budget, sharing)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = resident("VmRSS")
     for _ in range(2):
@@ -200,7 +200,7 @@ def resident(name: str) -> int:
 
 def profile(path: str, case: Case, options: argparse.Namespace, sharing: Sharing) -> None:
     """What an update spends its time on."""
-    side = Side(path, case, options.prompts, case[2] * (case[0] + case[1]), sharing)
+    side = PrefixSide(path, case, options.prompts, case[2] * (case[0] + case[1]), sharing)
     side.update()
     run: Callable[[], None] = side.update if options.profile == "update" else side.readout
     with torch.profiler.profile() as profiler:

@@ -116,11 +116,11 @@ def run_trl(spec: Answer) -> Answer:
         )  # fmt: skip
         model = AutoModelForSequenceClassification.from_pretrained(spec["model"], dtype=torch.float32)
 
-        class InOrder(RewardTrainer):
+        class PairsInOrder(RewardTrainer):
             def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
                 return torch.utils.data.SequentialSampler(self.train_dataset)
 
-        trainer = InOrder(
+        trainer = PairsInOrder(
             model=model, args=arguments, train_dataset=Dataset.from_list(spec["pairs"]), processing_class=tokenizer,
             callbacks=[record],
         )  # fmt: skip

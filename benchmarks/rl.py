@@ -46,7 +46,7 @@ PROMPTS, GROUP, LR, TARGET = 32, 8, 1e-6, 100
 
 
 @dataclass(frozen=True)
-class Case:
+class RolloutCase:
     """rows: samples of one forward and backward of those who pad; weft is given about as many tokens."""
 
     title: str
@@ -57,13 +57,13 @@ class Case:
 
 
 CASES = {
-    "short": Case("(i) 4 tokens", 4, rows=256, warmup=3, timed=20),
-    "uneven": Case("(ii) uneven lengths up to 256", 256, rows=32, warmup=1, timed=4),
+    "short": RolloutCase("(i) 4 tokens", 4, rows=256, warmup=3, timed=20),
+    "uneven": RolloutCase("(ii) uneven lengths up to 256", 256, rows=32, warmup=1, timed=4),
 }
 
 
 @dataclass(frozen=True)
-class Contestant:
+class RlContestant:
     """role: what rl_run.py or rl_trl.py is told; `command`: the real one. keys: further ones of the command."""
 
     name: str
@@ -123,24 +123,24 @@ def arrivals(process: subprocess.Popen[bytes], path: Path) -> Iterator[float]:
 
 
 CONTESTANTS = [
-    Contestant("weft, old logprobs from the rollout", "weft-rollout"),
-    Contestant("weft, as it is by default", "weft-recompute"),
-    Contestant("bare loop", "bare"),
-    Contestant("TRL", "trl"),
-    Contestant("`weft rl`", "command"),
+    RlContestant("weft, old logprobs from the rollout", "weft-rollout"),
+    RlContestant("weft, as it is by default", "weft-recompute"),
+    RlContestant("bare loop", "bare"),
+    RlContestant("TRL", "trl"),
+    RlContestant("`weft rl`", "command"),
 ]
 OWN_CORE = ("rollout.engine=hf",)
 ASYNCHRONOUS = [
-    Contestant("in turns, an engine of its own", "command", (*OWN_CORE, "cluster.max_staleness=0")),
-    Contestant("asynchronous, an engine of its own", "command", (*OWN_CORE, "cluster.max_staleness=1")),
-    Contestant("embedded, two ranks", "command", ranks=2),
+    RlContestant("in turns, an engine of its own", "command", (*OWN_CORE, "cluster.max_staleness=0")),
+    RlContestant("asynchronous, an engine of its own", "command", (*OWN_CORE, "cluster.max_staleness=1")),
+    RlContestant("embedded, two ranks", "command", ranks=2),
 ]
 
 
 # ---------------------------------------------------------------- the work
 
 
-def make_spec(case: Case, folder: Path, options: argparse.Namespace, epochs: int = 1) -> Spec:
+def make_spec(case: RolloutCase, folder: Path, options: argparse.Namespace, epochs: int = 1) -> Spec:
     """What every contestant is told."""
     steps = case.warmup + (options.steps or case.timed)
     rows = (folder / "additions.jsonl").read_text().splitlines()
@@ -162,7 +162,7 @@ def make_spec(case: Case, folder: Path, options: argparse.Namespace, epochs: int
 
 
 def run_rounds(
-    contestants: Sequence[Contestant], spec: Spec, scratch: Path, runs: int, quiet: float | None
+    contestants: Sequence[RlContestant], spec: Spec, scratch: Path, runs: int, quiet: float | None
 ) -> list[Round]:
     rounds = []
     for number in range(runs):
@@ -176,7 +176,7 @@ def run_rounds(
     return rounds
 
 
-def undisturbed(contestant: Contestant, spec: Spec, scratch: Path, quiet: float | None) -> Answer:
+def undisturbed(contestant: RlContestant, spec: Spec, scratch: Path, quiet: float | None) -> Answer:
     """Runs it, again and again as long as others take more than `quiet` of the cores meanwhile."""
     while True:
         while quiet is not None and Watch().wait(2.0).others() > quiet:
@@ -206,7 +206,7 @@ def condense(answer: Answer, spec: Spec) -> Answer:
 # ---------------------------------------------------------------- the tables
 
 
-def step_table(contestants: Sequence[Contestant], rounds: list[Round], figure: str) -> Iterator[str]:
+def step_table(contestants: Sequence[RlContestant], rounds: list[Round], figure: str) -> Iterator[str]:
     """by: what ratios are of."""
     yield "| run | s / step | lowest - highest | s / 1000 tokens | x bare loop | x TRL |"
     yield "|---|---|---|---|---|---|"
@@ -218,7 +218,7 @@ def step_table(contestants: Sequence[Contestant], rounds: list[Round], figure: s
         yield f"| {contestant.name} | {statistics.median(steps):.3f} | {span} | {tokens:.3f} | {bare} | {trl} |"
 
 
-def phase_table(contestants: Sequence[Contestant], rounds: list[Round]) -> Iterator[str]:
+def phase_table(contestants: Sequence[RlContestant], rounds: list[Round]) -> Iterator[str]:
     """Seconds of each phase of a step. What is in none of them is `unexplained`."""
     names = ("generate", "reward", "logprobs", "other", "train", "sync")
     yield "| seconds of | " + " | ".join(names) + " | rest |"
@@ -230,7 +230,7 @@ def phase_table(contestants: Sequence[Contestant], rounds: list[Round]) -> Itera
         yield f"| {contestant.name} | " + " | ".join(f"{cell:.3f}" for cell in [*cells, unexplained]) + " |"
 
 
-def length_table(contestants: Sequence[Contestant], rounds: list[Round]) -> Iterator[str]:
+def length_table(contestants: Sequence[RlContestant], rounds: list[Round]) -> Iterator[str]:
     """Of all completions of all rounds; the command says only their means."""
     yield "| sampled tokens | mean | 10% are below | 90% | under 16 | cut |"
     yield "|---|---|---|---|---|---|"
@@ -279,7 +279,7 @@ def middle(values: Iterator[float]) -> float:
 # ---------------------------------------------------------------- the report
 
 
-def report(options: argparse.Namespace, contestants: list[Contestant], scratch: Path) -> Iterator[str]:
+def report(options: argparse.Namespace, contestants: list[RlContestant], scratch: Path) -> Iterator[str]:
     yield f"- `python benchmarks/rl.py {' '.join(sys.argv[1:])}`".rstrip(" `") + "`"
     yield from machine()
     for key in options.case:

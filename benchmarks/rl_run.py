@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 Spec = dict[str, Any]
 
 
-class Answer:
+class DrawnAnswer:
     """What is printed."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class InProcess:
         return getattr(self.actor, method)(*args)
 
 
-async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
+async def weft_steps(spec: Spec, old_logprobs: str, answer: DrawnAnswer) -> None:
     """The functions that the recipe's loop calls, in its order, with a trainer that is no actor."""
     from weft.config import load_config
     from weft.config.rl_schema import RlConfig
@@ -114,7 +114,7 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
 # ---------------------------------------------------------------- the bare loop
 
 
-def bare_steps(spec: Spec, answer: Answer) -> None:
+def bare_steps(spec: Spec, answer: DrawnAnswer) -> None:
     """What one writes without a library. There is one update per rollout, so that the old policy is the current one,
     and no logprobs are read before it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -195,7 +195,7 @@ def grpo_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, sampled: Tensor
 
 def main() -> None:
     name, path = sys.argv[1:]
-    spec, answer = json.loads(Path(path).read_text()), Answer()
+    spec, answer = json.loads(Path(path).read_text()), DrawnAnswer()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if name == "bare":

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 
-class Trainer(GRPOTrainer):
+class TimedGrpoTrainer(GRPOTrainer):
     """Notes the seconds of generation, of rewards, and of the rest that comes before training."""
 
     def note(self) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as out:
         timer = Timer()
-        trainer = Trainer(
+        trainer = TimedGrpoTrainer(
             model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(spec["model"]),
             reward_funcs=length,

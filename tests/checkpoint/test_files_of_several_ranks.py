@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.support.cases import open_engine, saved_model, world_of
 from tests.support.pool import run
-from tests.support.two_caches import Client, meeting
+from tests.support.two_caches import CacheClient, meeting
 from weft.checkpoint import state
 from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.retention import complete_steps
@@ -41,7 +41,7 @@ def through_caches(folder: Path, page: int, block: int) -> Iterator[None]:
     """This rank is one client of a network file system. block: of ranges.py; 1 takes the protection away."""
     meeting_folder = folder / "meet"
     meeting_folder.mkdir(exist_ok=True)
-    client = Client(page, meeting(meeting_folder, dist.get_rank(), dist.get_world_size()))
+    client = CacheClient(page, meeting(meeting_folder, dist.get_rank(), dist.get_world_size()))
     with mock.patch.object(safetensors_files, "os", client), mock.patch.object(ranges, "BLOCK", block):
         yield
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked, local_rl, object_stores
-from tests.support.object_stores import FailsFor, Killed, KillsItself, OpenedStore, counted, die, open_store
+from tests.support.object_stores import FailsFor, KilledUpload, KillsItself, OpenedStore, counted, die, open_store
 from tests.support.resuming import equal, inputs, state_of
 from weft import cli, terminal
 from weft.checkpoint.remote import mirror
@@ -98,7 +98,7 @@ def test_a_kill_at_any_moment_leaves_the_checkpoint_before_whole_and_named(files
             try:
                 remote.upload(10, checkpoint(tmp_path / f"{number}/b", 10))
                 remote.prune(config.keep, None, None, last_state=True)
-            except Killed:
+            except KilledUpload:
                 killed = True
         remote_run = RemoteRun(store)
         named = remote_run.named(LATEST)
@@ -128,7 +128,7 @@ def test_the_same_step_again_is_whole_as_one_or_the_other(files: OpenedStore, tm
         remote.claim("mine", {})
         remote.upload(3, checkpoint(tmp_path / f"{number}/z", 3))
         remote.upload(5, checkpoint(tmp_path / f"{number}/a", 5, text="before"))
-        with counted(number, die), suppress(Killed):
+        with counted(number, die), suppress(KilledUpload):
             remote.upload(5, checkpoint(tmp_path / f"{number}/b", 5, text="after"))
         remote_run = RemoteRun(store)
         assert remote_run.named(LATEST) in remote_run.steps() and 3 in remote_run.steps()

@@ -339,7 +339,7 @@ def test_an_upload_that_fails_is_said_and_the_run_goes_on(finished: Path, tmp_pa
             "sft", f"model.path={inputs()}/model", f"data.path={inputs()}/chats.jsonl", f"run.dir={tmp_path}/run",
             "train.steps=2", "step.documents=6", "checkpoint.push=me/model", "checkpoint.push_revision=tried",
         ]  # fmt: skip
-        done = forked.run(words, tmp_path, Asked(fake_hub.url), HF_TOKEN=hub_server.TOKEN)
+        done = forked.run(words, tmp_path, UseHub(fake_hub.url), HF_TOKEN=hub_server.TOKEN)
     assert done.returncode == 0, done.stderr
     command = f"weft push {tmp_path}/run/checkpoints/step-000002 me/model --revision tried"
     (notice,) = [line for line in done.stdout.splitlines() if line.startswith("push  ")]
@@ -349,7 +349,7 @@ def test_an_upload_that_fails_is_said_and_the_run_goes_on(finished: Path, tmp_pa
         assert "model.safetensors" in fake_hub.files("me/model", "tried")
 
 
-class Asked:
+class UseHub:
     """Done in a process of its own before it begins: the hub at this address is asked."""
 
     def __init__(self, url: str, offline: bool = False) -> None:
@@ -367,7 +367,7 @@ def test_what_cannot_be_uploaded_to_is_an_error_before_the_run(fault: int, messa
     with hub() as fake_hub:
         if fault:
             fake_hub.faults["POST", "/api/repos/create"] = (fault, "no")
-        done = forked.run(words, tmp_path, Asked(fake_hub.url, offline=not fault), HF_TOKEN=hub_server.TOKEN)
+        done = forked.run(words, tmp_path, UseHub(fake_hub.url, offline=not fault), HF_TOKEN=hub_server.TOKEN)
     assert done.returncode == 2
     assert message in done.stderr and "checkpoint.push: me/model cannot be uploaded to" in done.stderr
     assert not (tmp_path / "run").exists()

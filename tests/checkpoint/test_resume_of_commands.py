@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from tests.support.cases import MESHES, pairs, saved_model, world_of
 from tests.support.pool import run
-from tests.support.resuming import Killed, equal, lines, state_of, whole_state
+from tests.support.resuming import KilledRun, equal, lines, state_of, whole_state
 from tests.support.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import load_state, read_state
@@ -101,12 +101,12 @@ def attempt(config: Any, resume: bool, steps: int | None) -> None:
 
     def apply(engine: Engine, lr: float) -> Any:
         if applied[0] == steps:
-            raise Killed
+            raise KilledRun
         applied[0] += 1
         return original(engine, lr)
 
     options = TrainOptions(device="cpu", quiet=True, resume=config.run.dir if resume else None)
-    with mock.patch.object(Engine, "apply", apply), suppress(Killed):
+    with mock.patch.object(Engine, "apply", apply), suppress(KilledRun):
         importlib.import_module(f"weft.recipes.{config.command}").run(config, options)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.control_group import can_limit_memory
 from tests.support.fault_cases import CASES, QUICK, STEPS, check, last_whole, run_case, write_config, write_shared
-from tests.support.faults import Fault, Run
+from tests.support.faults import Fault, FaultRun
 from tests.support.zoo import tiny_config
 from weft.launch import flight
 from weft.launch.machine import free_port
@@ -30,7 +30,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shared(tmp_path_factory.mktemp("faults"))
 
 
-Results = dict[str, Future[tuple[Run, Path]]]
+Results = dict[str, Future[tuple[FaultRun, Path]]]
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,14 @@ def metrics(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def joined(folder: Path, words: Sequence[Sequence[str]], fault: Fault | None = None) -> list[Run]:
+def joined(folder: Path, words: Sequence[Sequence[str]], fault: Fault | None = None) -> list[FaultRun]:
     """Ranks as torchrun starts them, one for each list of words."""
     rendezvous = {
         "WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     return [
-        Run(["sft", "c.yaml", *extra], folder, fault, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous)
+        FaultRun(["sft", "c.yaml", *extra], folder, fault, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous)
         for rank, extra in enumerate(words)
     ]
 
@@ -71,7 +71,7 @@ def joined(folder: Path, words: Sequence[Sequence[str]], fault: Fault | None = N
 def test_a_run_is_restarted_afresh_where_nothing_was_saved(shared: Path) -> None:
     folder = write_config(shared / "restarted")
     fault = Fault(do="kill", step=2, once=str(folder / "struck"))
-    run = Run(["sft", "c.yaml", "--restarts", "2"], folder, fault).wait()
+    run = FaultRun(["sft", "c.yaml", "--restarts", "2"], folder, fault).wait()
     assert run.status == 0, run.errors()
     assert "restart 1 of 2: the attempt failed at step 2 (killed)" in run.errors()
     assert [line["step"] for line in metrics(folder / "run")] == list(range(1, STEPS + 1))
@@ -83,7 +83,7 @@ def test_a_run_is_restarted_afresh_where_nothing_was_saved(shared: Path) -> None
 def unbroken(shared: Path) -> list[object]:
     """The losses of two ranks to which nothing happens."""
     folder = write_config(shared / "unbroken")
-    run = Run(["sft", "c.yaml", "--nproc", "2"], folder).wait()
+    run = FaultRun(["sft", "c.yaml", "--nproc", "2"], folder).wait()
     assert run.status == 0, run.errors()
     return [line["loss"] for line in metrics(folder / "run")]
 
@@ -92,7 +92,7 @@ def unbroken(shared: Path) -> list[object]:
 def test_a_restarted_run_is_bit_for_bit_the_unbroken_one(do: str, unbroken: list[object], shared: Path) -> None:
     folder = write_config(shared / f"restarted {do}")
     fault = Fault(do=do, step=4, rank=1, once=str(folder / "struck"))
-    run = Run(["sft", "c.yaml", "--nproc", "2", "--restarts", "1", *QUICK], folder, fault).wait()
+    run = FaultRun(["sft", "c.yaml", "--nproc", "2", "--restarts", "1", *QUICK], folder, fault).wait()
     assert run.status == 0, run.errors()
     assert "restart 1 of 1: the attempt failed at step 4" in run.errors()
     assert "resumed  step 3 of 6" in run.output()
@@ -102,7 +102,7 @@ def test_a_restarted_run_is_bit_for_bit_the_unbroken_one(do: str, unbroken: list
 
 def test_a_step_that_fails_twice_is_not_tried_again(shared: Path) -> None:
     folder = write_config(shared / "twice at a step")
-    run = Run(["sft", "c.yaml", "--restarts", "5"], folder, Fault(do="exit", step=4)).wait()
+    run = FaultRun(["sft", "c.yaml", "--restarts", "5"], folder, Fault(do="exit", step=4)).wait()
     assert run.status == 10
     assert run.errors().count("rank 0 ended with exit status 7") == 2
     assert run.errors().endswith("not restarted: it has failed twice in a row at step 4\n")
@@ -111,7 +111,7 @@ def test_a_step_that_fails_twice_is_not_tried_again(shared: Path) -> None:
 
 def test_ranks_save_and_end_when_their_launcher_is_killed(shared: Path) -> None:
     folder = write_config(shared / "orphans")
-    run = Run(["sft", "c.yaml", "train.epochs=10000", "checkpoint.every=0", "--nproc", "2"], folder)
+    run = FaultRun(["sft", "c.yaml", "train.epochs=10000", "checkpoint.every=0", "--nproc", "2"], folder)
     run.wait_for("step 3/")
     ranks = psutil.Process(run.process.pid).children()
     assert len(ranks) == 2
@@ -149,18 +149,18 @@ def test_weights_that_cannot_be_loaded(harm: Callable[[Path], object], message: 
     folder = write_config(shared / f"weights {message}")
     shutil.copytree(shared / "model", folder / "model")
     harm(folder / "model")
-    run = Run(["sft", "c.yaml", "model.path=model", "--nproc", "2"], folder).wait()
+    run = FaultRun(["sft", "c.yaml", "model.path=model", "--nproc", "2"], folder).wait()
     assert run.status == 2 and "Traceback" not in run.errors(), run.errors()
     assert message in run.errors()
 
 
 def test_a_run_whose_last_state_was_tampered_with_goes_on_from_the_one_before(shared: Path) -> None:
     folder = write_config(shared / "tampered")
-    assert Run(["sft", "c.yaml"], folder, Fault(do="kill", step=4)).wait().status is not None
+    assert FaultRun(["sft", "c.yaml"], folder, Fault(do="kill", step=4)).wait().status is not None
     assert last_whole(folder / "run") == 3
     state = folder / "run" / "checkpoints" / "step-000003" / "trainer_state" / "state.json"
     state.write_text(state.read_text().replace('"step": 3', '"step": 2'))
-    run = Run(["sft", "--resume", "run"], folder).wait()
+    run = FaultRun(["sft", "--resume", "run"], folder).wait()
     assert run.status == 0, run.errors()
     assert "step-000003: state.json is not what was written" in run.output()
     assert "resumed  step 2 of 6" in run.output()
@@ -202,9 +202,9 @@ def test_a_hang_of_all_ranks_without_a_launcher_of_weft_ends_all(shared: Path) -
 def test_two_runs_in_one_folder(shared: Path) -> None:
     """The second is refused while the first goes on."""
     folder = write_config(shared / "twice")
-    first = Run(["sft", "c.yaml"], folder, Fault(do="sleep briefly", phase="plan"))
+    first = FaultRun(["sft", "c.yaml"], folder, Fault(do="sleep briefly", phase="plan"))
     first.wait_for("step 1/6")
-    second = Run(["sft", "c.yaml"], folder).wait()
+    second = FaultRun(["sft", "c.yaml"], folder).wait()
     assert second.status == 2 and "run.dir: run holds a run already" in second.errors()
     assert "Traceback" not in second.errors()
     assert first.wait().status == 0, first.errors()
@@ -222,7 +222,7 @@ def test_data_that_cannot_be_read(damage: str, message: str, shared: Path) -> No
         data.mkdir()
     elif damage == "broken":
         data.write_text('{"text": "abc"}\n{"text": \n')
-    run = Run(["sft", "c.yaml", "data.path=d.jsonl", "--nproc", "2"], folder).wait()
+    run = FaultRun(["sft", "c.yaml", "data.path=d.jsonl", "--nproc", "2"], folder).wait()
     assert run.status == 2 and "Traceback" not in run.errors()
     assert message in run.errors()
     assert not (folder / "run").exists()

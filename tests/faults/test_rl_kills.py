@@ -37,7 +37,7 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 @dataclass(frozen=True)
-class Case:
+class KillCase:
     """What is done to one of the processes, and what is seen of it."""
 
     keys: tuple[str, ...]
@@ -48,18 +48,18 @@ class Case:
 
 
 CASES = {
-    "an engine is killed": Case(
+    "an engine is killed": KillCase(
         (*AHEAD, "rollout.restarts=0"), _is_engine, signal.SIGKILL, 10, r"rollout engine 0 died"
     ),
-    "an engine is stopped": Case(
+    "an engine is stopped": KillCase(
         (*AHEAD, "rollout.timeout=4", "rollout.restarts=0"), _is_engine, signal.SIGSTOP, 11,
         r"rollout engine 0 (failed: no progress for \d+ seconds \(rollout\.timeout\); it )?is stopped \(SIGSTOP\)",
     ),
-    "the only trainer rank is stopped": Case(
+    "the only trainer rank is stopped": KillCase(
         ("train.timeout=30",), lambda p: _is_rank(p, "0"), signal.SIGSTOP, 11,
         r"trainer rank 0 failed: no progress for \d+ seconds \(train\.timeout\); it is stopped \(SIGSTOP\)",
     ),
-    "one trainer rank of two is stopped": Case(
+    "one trainer rank of two is stopped": KillCase(
         ("train.timeout=30", "--nproc", "2"), lambda p: _is_rank(p, "1"), signal.SIGSTOP, 11,
         r"trainer rank 1 (is stuck: .*|failed: no progress for .*); it is stopped \(SIGSTOP\)",
     ),

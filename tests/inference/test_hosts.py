@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ENGINES, OTHER_HOST = 2, "127.0.0.3"
 
 
-class Trainers:
+class IdleTrainers:
     """Stands for the trainer ranks: nothing is sent."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def test_engines_on_hosts(cluster: None, tmp_path: Path, monkeypatch: pytest.Mon
     """Hundreds of requests wait while orders are obeyed; what cannot run, or dies, is named, and takes what is its own
     with it."""
     monkeypatch.setenv("VLLM_TRIED", "yes")
-    config, trainers, run = config_of(tmp_path, environment(tmp_path / "env")), Trainers(), tmp_path / "run"
+    config, trainers, run = config_of(tmp_path, environment(tmp_path / "env")), IdleTrainers(), tmp_path / "run"
 
     async def body(group: ActorGroup) -> None:
         await a_host_that_cannot(group, config, tmp_path)

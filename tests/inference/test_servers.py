@@ -642,7 +642,7 @@ def test_an_aborted_sglang_returns_what_there_is_and_one_without_weights_does_no
 
 
 def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path) -> None:
-    class Actors:
+    class ServerActors:
         def __init__(self) -> None:
             self.got: list[list[str]] = [[], []]
 
@@ -659,7 +659,7 @@ def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path)
         return Request(name, (1, 2), tuple(range(seeds)), SamplingParams(longest))
 
     async def run() -> list[list[str]]:
-        actors: Any = Actors()
+        actors: Any = ServerActors()
         pool = ServedPool(actors, actors, {}, tmp_path)
         requests = [asked("long", 4, 100), asked("a", 4, 10), asked("b", 4, 10), asked("c", 8, 40), asked("d", 1, 1)]
         await asyncio.gather(*(pool.generate(request) for request in requests))

@@ -117,7 +117,7 @@ def fresh(path: Path, dtype: torch.dtype, version: int) -> list[list[Completion]
 # ---------------------------------------------------------------- trainers
 
 
-class Elsewhere(Sender):
+class SenderOverHosts(Sender):
     """As on several hosts: no memory that all ranks could write to."""
 
     def _on_one_host(self, transport: sending.Transport) -> bool:
@@ -129,7 +129,9 @@ def train_and_send(
 ) -> list[tuple[Synced, int]]:
     """Weights that change before every version, sent and exported: what each sync says, and its collectives."""
     engine = open_engine(path, mesh, lora=lora)
-    sender = (Elsewhere if kind == "gathered" else Sender)(engine, [EngineTarget("it")], options, port=port, key=KEY)
+    sender = (SenderOverHosts if kind == "gathered" else Sender)(
+        engine, [EngineTarget("it")], options, port=port, key=KEY
+    )
     results = []
     for version in VERSIONS:
         _change(engine, version)
@@ -401,7 +403,7 @@ def test_a_device_is_waited_for_once_for_each_bucket() -> None:
 # ---------------------------------------------------------------- a group of NCCL, in place of which something stands
 
 
-class Work:
+class DelayedBroadcast:
     """A broadcast that is done after so many looks; None: never."""
 
     def __init__(self, looks: int | None) -> None:
@@ -418,9 +420,9 @@ class Work:
 
 class Group:
     def __init__(self, looks: int | None) -> None:
-        self.work, self.aborted = Work(looks), threading.Event()
+        self.work, self.aborted = DelayedBroadcast(looks), threading.Event()
 
-    def broadcast(self, tensors: Any, options: Any) -> Work:
+    def broadcast(self, tensors: Any, options: Any) -> DelayedBroadcast:
         return self.work
 
     def abort(self) -> None:

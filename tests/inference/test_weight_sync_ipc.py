@@ -214,7 +214,7 @@ def alone(path: str, folder: str, port: int) -> None:
 # ---------------------------------------------------------------- who sees which device
 
 
-class Actors:
+class AnsweringActors:
     """Stands for a group of actors: answers by method, and what it was asked."""
 
     def __init__(self, **answers: list[Any]) -> None:
@@ -231,7 +231,7 @@ class Actors:
         self.asked[f"{method} {number}"] = args
 
 
-def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
+def opened(tmp_path: Path, *words: str) -> tuple[AnsweringActors, AnsweringActors]:
     """(trainers, engines) after open_engines; four trainer ranks, each with a device."""
     (tmp_path / "data.jsonl").write_text("{}\n")
     required = [
@@ -241,8 +241,8 @@ def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
         "cluster.placement=colocated",
     ]
     config = load_config([], [*required, *words], RlConfig)
-    trainers = Actors(devices=[RankDevices("host", str(n), [f"device-{n}"]) for n in range(4)], open_sync=[{}])
-    engines = Actors(
+    trainers = AnsweringActors(devices=[RankDevices("host", str(n), [f"device-{n}"]) for n in range(4)], open_sync=[{}])
+    engines = AnsweringActors(
         host=["here", "here"],
         devices=[["device-0", "device-1"], ["device-1", "device-0"]],
         torch_version=["2.13.0", "2.12.1"],

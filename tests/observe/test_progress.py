@@ -19,7 +19,7 @@ POLICY = {
 }  # fmt: skip
 
 
-class Clock:
+class SteppedClock:
     """Goes when it is told to."""
 
     now = 0.0
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-def shown(clock: Clock, total: int, interval: int | None = None) -> tuple[Progress, io.StringIO]:
+def shown(clock: SteppedClock, total: int, interval: int | None = None) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
     return Progress(total, interval=interval, console=Console(file=out, width=30), clock=clock), out
 
@@ -39,7 +39,7 @@ def ticking(*times: float) -> Callable[[], float]:
 
 
 def test_lines_without_a_terminal() -> None:
-    clock = Clock()
+    clock = SteppedClock()
     progress, out = shown(clock, 5)
     with progress:
         clock.now = 10
@@ -63,7 +63,7 @@ def steps_of(out: io.StringIO) -> list[int | str]:
 @pytest.mark.parametrize(("ends_at", "expected"), [(20, [1, 6, 11, 16, 20]), (13, [1, 6, 11, 13])])
 def test_a_line_every_few_seconds_at_most(ends_at: int, expected: list[int]) -> None:
     """The first and the last step have one, and the last of a run that ends early."""
-    clock = Clock()
+    clock = SteppedClock()
     progress, out = shown(clock, 20)
     with progress:
         for step in range(1, ends_at + 1):
@@ -74,7 +74,7 @@ def test_a_line_every_few_seconds_at_most(ends_at: int, expected: list[int]) -> 
 
 @pytest.mark.covers("train.log_every")
 def test_every_so_many_steps() -> None:
-    clock = Clock()
+    clock = SteppedClock()
     progress, out = shown(clock, 20, interval=8)
     with progress:
         for step in range(1, 21):
@@ -85,7 +85,7 @@ def test_every_so_many_steps() -> None:
 
 
 def test_what_goes_on_within_a_step() -> None:
-    clock = Clock()
+    clock = SteppedClock()
     progress, out = shown(clock, 3)
     with progress:
         for second in range(1, 31):
@@ -109,7 +109,7 @@ def test_a_policy_is_described_by_its_rewards() -> None:
     assert "loss" not in words and "kl_old" not in words
     assert "kl_old 0.01" in describe({**POLICY, "policy/kl_old": 0.01})
     assert describe({"step": 1, "rollout": 1, "reward": 0.25}) == ["reward 0.25"]  # nothing was trained
-    clock = Clock()
+    clock = SteppedClock()
     progress, out = shown(clock, 8)  # of two optimizer steps to a rollout step the last knows the rewards
     with progress:
         for step in range(1, 9):

@@ -58,7 +58,7 @@ class FailsOnce(Recording):
         raise OSError("disk full")
 
 
-class Stuck(Recording):
+class StuckTracker(Recording):
     free = threading.Event()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -67,11 +67,11 @@ class Stuck(Recording):
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, kind in [("fake", Recording), ("no-start", FailsToStart), ("fails", FailsOnce), ("stuck", Stuck)]:
+    for name, kind in [("fake", Recording), ("no-start", FailsToStart), ("fails", FailsOnce), ("stuck", StuckTracker)]:
         monkeypatch.setitem(TRACKERS, name, kind)
     Recording.told.clear()
     yield
-    Stuck.free.set()
+    StuckTracker.free.set()
 
 
 def tracked(folder: Path, *to: Any, step: int = 0, **keys: Any) -> Trackers:
@@ -114,7 +114,7 @@ def test_one_that_is_stuck_holds_up_nothing(
     failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trackers, "FAILED_PATIENCE" if failed else "PATIENCE", 0.05)
-    Stuck.free.clear()
+    StuckTracker.free.clear()
     began = time.monotonic()
     tracker = tracked(tmp_path, "stuck")
     tracker.log({"step": 1})

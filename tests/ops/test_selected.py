@@ -100,7 +100,7 @@ def test_no_predictions_give_zero_gradients() -> None:
         assert x.grad is not None and x.grad.shape == x.shape and not x.grad.any()
 
 
-class Largest(TorchDispatchMode):
+class LargestResult(TorchDispatchMode):
     """Elements of the largest tensor that any operation gives."""
 
     most = 0
@@ -116,7 +116,7 @@ class Largest(TorchDispatchMode):
 def test_all_logits_are_never_there() -> None:
     """600 x 4096 of them: the largest tensor of forward and backward is the weight's gradient."""
     hidden, weight, _, targets = problem(600, torch.float32, vocabulary=4096, width=8)
-    with Largest() as largest:
+    with LargestResult() as largest:
         got = selected_logits(hidden, weight, None, targets[:, None], LogitTransform(), top=K, tile=(100, 256))
         (got.chosen.sum() + got.top.square().sum() + got.logsumexp.sum()).backward()
     assert largest.most <= weight.numel() < 600 * 4096 / 50

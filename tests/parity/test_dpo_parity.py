@@ -19,7 +19,7 @@ import transformers
 
 from tests.support import plain_dpo
 from tests.support.cases import MESHES, byte_tokenizer, pairs, saved_model, world_of
-from tests.support.plain_dpo import Answer
+from tests.support.plain_dpo import PlainAnswer
 from tests.support.pool import run
 from tests.support.vision_zoo import encoded, picture, question, saved_vision_model, vision_folder
 from weft.checkpoint.export import save_adapter
@@ -118,7 +118,7 @@ def plain_model(path: str) -> Any:
 
 
 @cache
-def answers_of(family: str, data: str, tail: float | None = None) -> tuple[list[Answer], list[Answer]]:
+def answers_of(family: str, data: str, tail: float | None = None) -> tuple[list[PlainAnswer], list[PlainAnswer]]:
     """The answers of a data set with the reference's sums, and those of other prompts for KTO. Tokens are weft's: the
     tests of data compare them with hand-written ones."""
     documents: Any = (
@@ -131,7 +131,7 @@ def answers_of(family: str, data: str, tail: float | None = None) -> tuple[list[
     for index in range(len(documents)):
         document, role = documents[index], ROLES[int(documents.roles[index])]
         trained = (document.weights != 0).int().tolist()
-        out.append(Answer(document.tokens.tolist(), trained, role, float(documents.margins[index])))
+        out.append(PlainAnswer(document.tokens.tolist(), trained, role, float(documents.margins[index])))
     for chosen, rejected in zip(out[::2], out[1::2], strict=False):
         if tail is not None:
             chosen.shorter = rejected.shorter = min(chosen.tokens, rejected.tokens)
@@ -139,7 +139,7 @@ def answers_of(family: str, data: str, tail: float | None = None) -> tuple[list[
     others = []
     for index in range(len(documents)):
         document = mismatched(documents, index, 128)
-        others.append(Answer(document.tokens.tolist(), document.weights.int().tolist(), ""))
+        others.append(PlainAnswer(document.tokens.tolist(), document.weights.int().tolist(), ""))
     with torch.no_grad():
         for answer in (*out, *others):
             answer.reference = float(plain_dpo.logprob_sum(reference, answer))
@@ -282,7 +282,7 @@ def ours_of_steps(config: DpoConfig, adapter: str = "") -> list[tuple[dict[str, 
 
 
 def plain_steps(
-    model: Any, named: Sequence[tuple[str, torch.nn.Parameter]], answers: list[Answer]
+    model: Any, named: Sequence[tuple[str, torch.nn.Parameter]], answers: list[PlainAnswer]
 ) -> list[tuple[float, Tensors]]:
     """(Loss, gradients) of each of STEPS of DPO; SGD with clipping."""
     trained = [parameter for _, parameter in named]
@@ -380,7 +380,7 @@ def picture_models(family: str) -> tuple[str, str]:
     return str(home / "trained"), str(home / "reference")
 
 
-def picture_answers(model: Any, documents: Any) -> list[Answer]:
+def picture_answers(model: Any, documents: Any) -> list[PlainAnswer]:
     """Each with the arguments of its images, as the family's processor gives them."""
     named, out = inspect.signature(model.forward).parameters, []
     for index in range(len(documents)):
@@ -390,7 +390,7 @@ def picture_answers(model: Any, documents: Any) -> list[Answer]:
             types = (document.tokens == model.config.image_token_id).int()[None]
             inputs |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in named}
         trained = (document.weights != 0).int().tolist()
-        out.append(Answer(document.tokens.tolist(), trained, ROLES[int(documents.roles[index])], inputs=inputs))
+        out.append(PlainAnswer(document.tokens.tolist(), trained, ROLES[int(documents.roles[index])], inputs=inputs))
     return out
 
 

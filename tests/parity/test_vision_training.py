@@ -120,7 +120,7 @@ def test_presets_name_parts() -> None:
     assert {name.split(".")[0] for name in run(1, frozen_parts, path, "language")[0]} == {"language_model", "weight"}
 
 
-class Drawn(MeasuredDocuments):
+class ImageDocument(MeasuredDocuments):
     """One document of 30 tokens with an image of 16 patches."""
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ def refusal(path: str, tokens: int) -> str:
     """The error about a document with an image; empty where it can be trained."""
     engine = open_engine(path, "1", step={"max_tokens_per_device": tokens})
     try:
-        engine.planner.check_images(Drawn())
+        engine.planner.check_images(ImageDocument())
     except UserError as error:
         return str(error)
     return ""

@@ -224,7 +224,7 @@ class Server:
         self.model, self.requests = plain_distill.plain_model(path), list[dict[str, Any]]()
         server, outer = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler), self
 
-        class Handler(BaseHTTPRequestHandler):
+        class TeacherHandler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.answer({"data": [{"id": "first"}, {"id": "second"}]} if self.path == "/v1/models" else {})
 
@@ -246,7 +246,7 @@ class Server:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        server.RequestHandlerClass = Handler
+        server.RequestHandlerClass = TeacherHandler
         self.url = f"http://127.0.0.1:{server.server_port}/v1"
         Thread(target=server.serve_forever, daemon=True).start()
 

@@ -44,7 +44,7 @@ PROMPT = (5, 6, 7)
 STEPS = 3
 
 
-class Actors:
+class LocalActor:
     """As ActorGroup has it, of one actor, which is an object of this process."""
 
     def __init__(self, actor: Any) -> None:
@@ -68,10 +68,10 @@ def open_switch(
     config = load_config([], [*words, *(f"{key}={value}" for key, value in keys.items())], RlConfig)
     trainer = TrainerRank(config, "cpu")
     trainer.folder = folder
-    trainers: Any = Actors(trainer)
+    trainers: Any = LocalActor(trainer)
     if engine == "embedded":
         return trainer, DeviceSharing(EmbeddedPool(trainers), trainers, shared=shared, parts=parts)
-    standalone: Any = Actors(Standalone(path, dtype=torch.float32))
+    standalone: Any = LocalActor(Standalone(path, dtype=torch.float32))
     keep = config.rollout.on_weight_update == "continue"
     pool = StandalonePool(standalone, trainers, EngineRestarts(0, 1.0), vocab_size=1000, timeout=60.0, keep=keep)
     asyncio.run(pool.open())

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from examples.calculator_env import result_of
-from tests.support.environments import Blocking, Broken, Echo, Faulty, Patient, Silent
+from tests.support.environments import Blocking, Broken, Echo, Faulty, Patient, SilentEnvironment
 from tests.support.toy_tokenizers import family_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
@@ -183,8 +183,8 @@ def test_an_environment_that_fails_costs_one_sample() -> None:
     (sample,) = play(Scripted("say a"), episodes(Broken)).samples
     assert sample.notes["error"] == "Broken.step: KeyError: 'nothing here'"
     assert not sample.trained and sample.length == 6
-    with pytest.raises(UserError, match="Silent replied nothing"):
-        play(Scripted("say a"), episodes(Silent))
+    with pytest.raises(UserError, match="SilentEnvironment replied nothing"):
+        play(Scripted("say a"), episodes(SilentEnvironment))
 
 
 def test_a_coroutine_that_takes_too_long_is_cancelled_and_closed(

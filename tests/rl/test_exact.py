@@ -186,7 +186,7 @@ def test_completions_that_depend_on_the_batch_alone_are_said_without_logprobs() 
         prove_exact(mock.Mock(), mock.Mock(), 40, 20)
 
 
-class Elsewhere:
+class SeparateEngine:
     """An engine of its own."""
 
     async def generate(self, request: Request) -> list[Completion]:
@@ -202,7 +202,7 @@ async def tried(difference: float) -> str:
 
     config: Any = SimpleNamespace(rollout=SimpleNamespace(engine="vllm"), train=SimpleNamespace(seed=0))
     prompts = [Prompt(number, 0, (3, 4), "") for number in range(9)]
-    engine: Any = Elsewhere()
+    engine: Any = SeparateEngine()
     return await try_engine(config, engine, read, prompts, SamplingParams(100))
 
 

@@ -83,7 +83,7 @@ def test_images_of_replies_are_sampled_from_and_trained(data: Path, tmp_path: Pa
         assert first["grad_norm"] > 0
 
 
-class Told:
+class RepeatingEngine:
     """An engine that says the same at every turn, and keeps what it was asked."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def episodes(images: Images | None, max_tokens: int = 400, room: ImageRoom | Non
 
 
 def play(prompt: Prompt, env: Episodes, folder: Path, ask: str = "so?") -> tuple[Sample, list[Request]]:
-    engine: Any = Told()
+    engine: Any = RepeatingEngine()
 
     async def run() -> Sample:
         try:

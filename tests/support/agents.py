@@ -22,7 +22,7 @@ def post(base_url: str, api_key: str, path: str, body: Any, **headers: str) -> t
     return response.status, response.read().decode()
 
 
-class Client:
+class RecordingClient:
     """Asks, and remembers (ids of the prompt, ids and logprobs of the answer) of each answer."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
@@ -45,14 +45,14 @@ def said(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def follow(client: Client, row: Any) -> None:
+def follow(client: RecordingClient, row: Any) -> None:
     """Three calls, each of which repeats all that was said."""
     messages = list(row["messages"])
     for text in ("more", "again", ""):
         messages += [client.ask(messages, max_tokens=6), said("user", text)]
 
 
-def forget(client: Client, row: Any) -> None:
+def forget(client: RecordingClient, row: Any) -> None:
     """The third call leaves the first exchange out."""
     messages = list(row["messages"])
     messages += [client.ask(messages, max_tokens=5), said("user", "and then?")]
@@ -60,7 +60,7 @@ def forget(client: Client, row: Any) -> None:
     client.ask([messages[0], *messages[2:]], max_tokens=5)
 
 
-def fork(client: Client, row: Any) -> None:
+def fork(client: RecordingClient, row: Any) -> None:
     """Two ways to go on from one answer."""
     messages = list(row["messages"])
     messages.append(client.ask(messages, max_tokens=5))
@@ -68,7 +68,7 @@ def fork(client: Client, row: Any) -> None:
         client.ask([*messages, said("user", text)], max_tokens=4)
 
 
-def team(client: Client, row: Any) -> None:
+def team(client: RecordingClient, row: Any) -> None:
     """Two helpers with instructions of their own, at the same time; then one that reads both."""
 
     def helper(name: str) -> str:
@@ -81,7 +81,7 @@ def team(client: Client, row: Any) -> None:
     client.ask([*row["messages"], said("user", " / ".join(texts))], max_tokens=4)
 
 
-def again(client: Client, row: Any) -> None:
+def again(client: RecordingClient, row: Any) -> None:
     """An answer that the client asks for once more, and two of its own to the same question."""
     first = client.ask(row["messages"], max_tokens=6)
     assert client.ask(row["messages"], 1, max_tokens=6) == first
@@ -89,7 +89,7 @@ def again(client: Client, row: Any) -> None:
     client.ask(row["messages"], max_tokens=6)
 
 
-def leave(client: Client, row: Any) -> None:
+def leave(client: RecordingClient, row: Any) -> None:
     """A connection that closes before the answer; then the same question."""
     url, body = urlsplit(client.base_url), json.dumps({"model": "policy", "messages": row["messages"], "max_tokens": 6})
     with socket.create_connection((url.hostname, url.port)) as connection:
@@ -100,7 +100,7 @@ def leave(client: Client, row: Any) -> None:
     client.ask(row["messages"], max_tokens=6)
 
 
-def stream(client: Client, row: Any) -> None:
+def stream(client: RecordingClient, row: Any) -> None:
     """An answer in events, and the same question continued."""
     body = {"model": "policy", "messages": row["messages"], "max_tokens": 6, "stream": True, "return_token_ids": True}
     body |= {"stream_options": {"include_usage": True}, "logprobs": True}
@@ -121,7 +121,7 @@ PLAYS = {play.__name__: play for play in (follow, forget, fork, team, again, lea
 
 def solve(row: Any, base_url: str, api_key: str) -> dict[str, Any]:
     """Plays what the row says. The reward is a number of an answer."""
-    client = Client(base_url, api_key)
+    client = RecordingClient(base_url, api_key)
     PLAYS[row["play"]](client, row)
     heard = sorted(client.heard)
     return {"reward": float(sum(heard[0][1]) % 7), "heard": heard}
@@ -129,7 +129,7 @@ def solve(row: Any, base_url: str, api_key: str) -> dict[str, Any]:
 
 async def fails(row: Any, base_url: str, api_key: str) -> float | None:
     """Asks once, and then fails as the row says."""
-    client = Client(base_url, api_key)
+    client = RecordingClient(base_url, api_key)
     await asyncio.to_thread(client.ask, row["messages"], max_tokens=3)
     match row["play"]:
         case "raises":

@@ -34,7 +34,7 @@ class Blocking(Environment):
         return Reply(text="\n> ") if text.startswith("say ") else Reply(done=True)
 
 
-class Silent(Environment):
+class SilentEnvironment(Environment):
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
         return Reply()
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.control_group import memory_group
-from tests.support.faults import Fault, Run
+from tests.support.faults import Fault, FaultRun
 from tests.support.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.support.zoo import tiny_config
 from weft.checkpoint.state import check_contents, read_state
@@ -52,7 +52,7 @@ def write_config(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Case:
+class FaultCase:
     """One fault in a run of nproc ranks, and what is seen of it.
 
     says: patterns that standard error matches, in this order. within: seconds, from the fault to the end of all ranks.
@@ -83,54 +83,56 @@ BY_PROCESSES = ["data.workers=2", "data.cache=cache"]
 
 CASES = {
     # ------------------------------------------------------------ a rank that dies, in each phase
-    "killed in forward": Case(
+    "killed in forward": FaultCase(
         Fault(do="kill", rank=1), 2, 10,
         [r"^rank 1 was killed by SIGKILL", rf"in step 2 of 6, forward of micro-batch 1, {DOCUMENTS}", STOPPED, RECORD],
     ),
-    "killed in backward": Case(
+    "killed in backward": FaultCase(
         Fault(do="kill", rank=1, phase="backward"), 2, 10,
         [r"^rank 1 was killed by SIGKILL", rf"in step 2 of 6, backward of micro-batch 1, {DOCUMENTS}"],
     ),
-    "killed, with experts on other ranks": Case(
+    "killed, with experts on other ranks": FaultCase(
         Fault(do="kill", rank=1, micro=1), 2, 10,
         [r"^rank 1 was killed by SIGKILL", rf"in step 2 of 6, forward of micro-batch 1, {DOCUMENTS}", STOPPED, RECORD],
         EXPERTS,
     ),
-    "stopped, with experts on other ranks": Case(
+    "stopped, with experts on other ranks": FaultCase(
         Fault(do="stop", rank=1), 2, 11,
         [r"^rank 1 is stuck: it did not come within 4 seconds \(train\.timeout\); it is stopped \(SIGSTOP\)"],
         [*EXPERTS, *QUICK],
     ),
-    "killed in the reduction": Case(
+    "killed in the reduction": FaultCase(
         Fault(do="kill", rank=0, phase="reduce"), 2, 10,
         [r"^rank 0 was killed by SIGKILL", rf"in step 2 of 6, reducing the metrics, {DOCUMENTS}"],
     ),
-    "killed in the optimizer": Case(
+    "killed in the optimizer": FaultCase(
         Fault(do="kill", rank=1, phase="optimizer"), 2, 10, [r"^rank 1 was killed", r"in step 2 of 6, optimizer$"]
     ),
-    "killed while loading": Case(
+    "killed while loading": FaultCase(
         Fault(do="kill", rank=1, phase="load", step=0), 2, 10, [r"^rank 1 was killed by SIGKILL", "^loading the model$"]
     ),
-    "killed while reading data": Case(
+    "killed while reading data": FaultCase(
         Fault(do="kill", rank=1, phase="data", step=0), 2, 10, [r"^rank 1 was killed by SIGKILL", "^reading the data$"]
     ),
-    "killed while saving": Case(
+    "killed while saving": FaultCase(
         Fault(do="kill", rank=0, phase="save", step=6), 2, 10, [r"^rank 0 was killed", r"in step 6 of 6, saving$"]
     ),
-    "terminated while loading": Case(
+    "terminated while loading": FaultCase(
         Fault(do="terminate", rank=1, phase="load", step=0), 2, 10, [r"^rank 1 was killed by SIGTERM", "^loading"]
     ),
-    "terminated in training": Case(Fault(do="terminate", rank=1), 2, 143, []),  # all save and end, as they should
-    "crash in native code": Case(
+    "terminated in training": FaultCase(Fault(do="terminate", rank=1), 2, 143, []),  # all save and end, as they should
+    "crash in native code": FaultCase(
         Fault(do="crash", rank=1), 2, 10,
         [r"^rank 1 was killed by SIGSEGV \(a crash in native code\)", "in step 2 of 6, forward", r"File .*string_at"],
     ),
-    "os._exit": Case(
+    "os._exit": FaultCase(
         Fault(do="exit", rank=1), 2, 10, [r"^rank 1 ended with exit status 7 and no message", "in step 2 of 6, forward"]
     ),
-    "sys.exit": Case(Fault(do="sys.exit", rank=1), 2, 1, [r"^rank 1 failed: exit status 7", "in step 2 of 6, forward"]),
+    "sys.exit": FaultCase(
+        Fault(do="sys.exit", rank=1), 2, 1, [r"^rank 1 failed: exit status 7", "in step 2 of 6, forward"]
+    ),
     # ------------------------------------------------------------ a rank that raises
-    "raises in forward": Case(
+    "raises in forward": FaultCase(
         Fault(do="raise", rank=1, micro=1), 2, 1,
         [
             r"^rank 1 failed: RuntimeError: boom", f"in step 2 of 6, forward of micro-batch 1, {DOCUMENTS}",
@@ -138,32 +140,32 @@ CASES = {
         ],
         traceback=True,
     ),
-    "raises in backward, one rank": Case(
+    "raises in backward, one rank": FaultCase(
         Fault(do="raise", phase="backward", micro=2), 1, 1,
         [r"^error: RuntimeError: boom", f"in step 2 of 6, backward of micro-batch 2, {DOCUMENTS}", "Traceback", RECORD],
         traceback=True,
     ),
-    "killed while tokenising": Case(
+    "killed while tokenising": FaultCase(
         Fault(do="kill, tokenising", phase="tokenising", step=0), 2, 10,
         [r"^rank \d was killed by SIGKILL", "^reading the data$"], BY_PROCESSES,
     ),
-    "stopped while tokenising": Case(
+    "stopped while tokenising": FaultCase(
         Fault(do="stop, tokenising", phase="tokenising", step=0), 2, 11,
         [r"^rank \d .*is stopped \(SIGSTOP\)", "^reading the data"], [*BY_PROCESSES, *QUICK], within=30.0,
     ),
-    "a process that tokenises is killed": Case(
+    "a process that tokenises is killed": FaultCase(
         Fault(do="kill a worker", phase="tokenising", step=0), 2, 10,
         [r"^rank \d failed: a process that tokenises has died \(killed by SIGKILL\)"], BY_PROCESSES,
     ),
-    "a process that tokenises is stopped": Case(
+    "a process that tokenises is stopped": FaultCase(
         Fault(do="stop a worker", phase="tokenising", step=0), 2, 11,
         [r"^rank \d .*no progress for \d+ seconds \(train\.timeout\)", "reading the data", r"data/workers\.py"],
         [*BY_PROCESSES, *QUICK],
     ),
-    "raises while reading data, one rank": Case(
+    "raises while reading data, one rank": FaultCase(
         Fault(do="raise", phase="data", step=0), 1, 1, [r"^error: RuntimeError: boom\nreading the data"], traceback=True
     ),
-    "all raise while a checkpoint is written": Case(
+    "all raise while a checkpoint is written": FaultCase(
         Fault(do="slow disk, raise", rank=-1, phase="plan", step=3), 2, 1,
         [
             r"^ending   boom: run/checkpoints/step-000002 is being written, and finished first, within 600 s",
@@ -171,22 +173,22 @@ CASES = {
         ],
         ["checkpoint.every=2", "checkpoint.async=true"], traceback=True, saved=2,
     ),
-    "one raises while a checkpoint is written": Case(
+    "one raises while a checkpoint is written": FaultCase(
         Fault(do="slow disk, raise", rank=1, phase="plan", step=3), 2, 1,
         ["^rank 1 failed: RuntimeError: boom", "in step 3 of 6, planning", STOPPED],
         ["checkpoint.every=2", "checkpoint.async=true"], within=5.0, traceback=True, saved=0,
     ),
     # ------------------------------------------------------------ a stage of a pipeline
-    "killed in forward, the last stage": Case(
+    "killed in forward, the last stage": FaultCase(
         Fault(do="kill", rank=1), 2, 10,
         [r"^rank 1 was killed by SIGKILL", rf"in step 2 of 6, forward of micro-batch 1, {DOCUMENTS}", STOPPED, RECORD],
         STAGES,
     ),
-    "killed in backward, the first stage": Case(
+    "killed in backward, the first stage": FaultCase(
         Fault(do="kill", rank=0, phase="backward", micro=2), 2, 10,
         [r"^rank 0 was killed by SIGKILL", rf"in step 2 of 6, backward of micro-batch 2, {DOCUMENTS}"], STAGES,
     ),
-    "raises in forward, the first stage": Case(
+    "raises in forward, the first stage": FaultCase(
         Fault(do="raise", rank=0, micro=2), 2, 1,
         [
             r"^rank 0 failed: RuntimeError: boom", f"in step 2 of 6, forward of micro-batch 2, {DOCUMENTS}",
@@ -194,27 +196,27 @@ CASES = {
         ],
         STAGES, traceback=True,
     ),
-    "raises in backward, the last stage": Case(
+    "raises in backward, the last stage": FaultCase(
         Fault(do="raise", rank=1, phase="backward", micro=1), 2, 1,
         [r"^rank 1 failed: RuntimeError: boom", f"in step 2 of 6, backward of micro-batch 1, {DOCUMENTS}", STOPPED],
         STAGES, traceback=True,
     ),
-    "stopped, a stage": Case(
+    "stopped, a stage": FaultCase(
         Fault(do="stop", rank=1), 2, 11,
         [r"^rank 1 is stuck: it did not come within 4 seconds", "in step 2 of 6, forward of micro-batch 1", "rank 0"],
         [*QUICK, *STAGES],
     ),
-    "not a number, in a pipeline": Case(
+    "not a number, in a pipeline": FaultCase(
         Fault(do="not a number", rank=1, step=3), 2, 14,
         [r"2 steps in a row were not finite \(train\.max_nonfinite\)", "rank 1, micro-batch 1, documents ../chats"],
         ["train.max_nonfinite=2", *STAGES], saved=3,
     ),
-    "a plan with another weight, in a pipeline": Case(
+    "a plan with another weight, in a pipeline": FaultCase(
         Fault(do="other weight", rank=1), 2, 15, [r"disagree", "the plan of the step: .* on rank 1; .* on the other"],
         STAGES,
     ),
     # ------------------------------------------------------------ a rank that hangs
-    "stopped": Case(
+    "stopped": FaultCase(
         Fault(do="stop", rank=1), 2, 11,
         [
             r"^rank 1 is stuck: it did not come within 4 seconds \(train\.timeout\); it is stopped \(SIGSTOP\)",
@@ -223,31 +225,31 @@ CASES = {
         ],
         QUICK,
     ),
-    "sleeps in backward": Case(
+    "sleeps in backward": FaultCase(
         Fault(do="sleep", rank=1, phase="backward"), 2, 11,
         [r"^rank 1 is stuck", "in step 2 of 6, backward of micro-batch 1", r"File .*faults\.py", "waiting: rank 0"],
         QUICK,
     ),
-    "sleeps outside of collectives, first rank": Case(
+    "sleeps outside of collectives, first rank": FaultCase(
         Fault(do="sleep", rank=0, phase="record"), 2, 11,
         [r"^rank 0 is stuck", "in step 2 of 6, writing the metrics", "waiting: rank 1"],
         QUICK,
     ),
-    "sleeps, one rank": Case(
+    "sleeps, one rank": FaultCase(
         Fault(do="sleep", phase="plan"), 1, 11,
         [r"^error: no progress for \d seconds \(train\.timeout\)", "in step 2 of 6, planning", r"faults\.py", RECORD],
         QUICK,
     ),
-    "all ranks sleep": Case(
+    "all ranks sleep": FaultCase(
         Fault(do="sleep", phase="data", step=0, rank=-1), 2, 11, ["no progress for", "reading the data"], QUICK
     ),
-    "all ranks hold Python's lock": Case(
+    "all ranks hold Python's lock": FaultCase(
         Fault(do="hold the lock", rank=-1), 2, 11,
         [r"^rank \d (failed: no progress for 1?\d seconds|is stuck: it did not come)",
          "in step 2 of 6, forward", STOPPED], ["train.timeout=2"], within=40.0,
     ),
     # ------------------------------------------------------------ memory, storage
-    "the kernel kills it, short of memory": Case(
+    "the kernel kills it, short of memory": FaultCase(
         Fault(do="fill memory", rank=1), 2, 12,
         [
             r"^rank 1 was killed by the kernel, which is short of memory", "in step 2 of 6, forward",
@@ -255,60 +257,60 @@ CASES = {
         ],
         megabytes=700,
     ),
-    "MemoryError": Case(
+    "MemoryError": FaultCase(
         Fault(do="memory", rank=1), 2, 12,
         [r"^rank 1 failed: MemoryError", "in step 2 of 6, forward", "set model.recompute=selective or full"],
     ),
-    "accelerator's memory": Case(
+    "accelerator's memory": FaultCase(
         Fault(do="cuda memory"), 1, 12, [r"^error: OutOfMemoryError: CUDA out of memory", "recompute=selective or full"]
     ),
-    "allocator of the CPU": Case(
+    "allocator of the CPU": FaultCase(
         Fault(do="allocate", phase="load", step=0), 1, 12, [r"^error: RuntimeError: .*alloc", "mesh.dp_shard=-1"]
     ),
-    "disk full under metrics": Case(
+    "disk full under metrics": FaultCase(
         Fault(do="full metrics", rank=0, phase="record"), 2, 13,
         [r"^rank 0 failed: OSError: .*No space left on device", "in step 2 of 6, writing the metrics", "df -h"],
     ),
-    "no room for the weights": Case(
+    "no room for the weights": FaultCase(
         Fault(do="small files", phase="save", step=6), 1, 13, ["^error: rank 0 could not save step 6 .*File too large"]
     ),
-    "no room for a checkpoint": Case(
+    "no room for a checkpoint": FaultCase(
         Fault(do="small files", phase="save", step=3, rank=0), 2, 13,
         [r"^rank 0 failed: rank 0 could not save step 3 to run/checkpoints.*File too large", "weft sft --resume run"],
     ),
-    "folder vanishes": Case(
+    "folder vanishes": FaultCase(
         Fault(do="vanish", phase="record", step=2), 1, 13,
         [r"^error: FileNotFoundError: .*removed while the run wrote to it: 'run/metrics.jsonl'", "df -h"],
     ),
-    "folder vanishes before a save": Case(
+    "folder vanishes before a save": FaultCase(
         Fault(do="vanish", phase="save", step=3), 2, 13, ["^error: rank 0 could not save step 3 to run/checkpoints"]
     ),
     # ------------------------------------------------------------ numbers, agreement
-    "not a number": Case(
+    "not a number": FaultCase(
         Fault(do="not a number", rank=1, step=3), 2, 14,
         [r"2 steps in a row were not finite \(train\.max_nonfinite\)", "rank 1, micro-batch 1, documents ../chats"],
         ["train.max_nonfinite=2"], saved=3,
     ),
-    "a plan with another weight": Case(
+    "a plan with another weight": FaultCase(
         Fault(do="other weight", rank=1), 2, 15, [r"disagree", "the plan of the step: .* on rank 1; .* on the other"]
     ),
-    "a plan in another order": Case(
+    "a plan in another order": FaultCase(
         Fault(do="other order", rank=1), 2, 15, ["^ranks disagree about step 2: the plans of rank . and"], QUICK,
         traceback=True,
     ),
-    "a plan with fewer micro-batches": Case(
+    "a plan with fewer micro-batches": FaultCase(
         Fault(do="fewer documents", rank=1), 2, 15, ["^ranks disagree about step 2: the plans of rank . and"], QUICK,
     ),
-    "other data": Case(
+    "other data": FaultCase(
         Fault(do="other data", rank=1), 2, 15,
         [r"^error: ranks disagree:\n  documents of the data: 20 \(\w+\) on rank 1; 20"], saved=0,
     ),
-    "other code": Case(
+    "other code": FaultCase(
         Fault(do="other code", rank=1), 2, 15, [r"^error: ranks disagree:\n  weft's files: 0+ on rank 1"], saved=0
     ),
     # ------------------------------------------------------------ clocks
-    "the clock goes back": Case(Fault(do="clock back", rank=1), 2, 0, []),
-    "the clock goes back, then a rank raises": Case(
+    "the clock goes back": FaultCase(Fault(do="clock back", rank=1), 2, 0, []),
+    "the clock goes back, then a rank raises": FaultCase(
         Fault(do="clock back, raise", rank=1), 2, 1, ["^rank 1 failed: RuntimeError: boom", STOPPED], traceback=True
     ),
 }  # fmt: skip
@@ -320,7 +322,7 @@ PHASES = {
 }  # fmt: skip
 
 
-def every_phase() -> dict[str, Case]:
+def every_phase() -> dict[str, FaultCase]:
     """Kills, exceptions and stops of either rank in every phase: with `make faults`, not in the suite."""
     cases_by_name = {}
     for phase, words in PHASES.items():
@@ -331,11 +333,13 @@ def every_phase() -> dict[str, Case]:
             def fault(do: str, phase: str = phase, step: int = step, rank: int = rank) -> Fault:
                 return Fault(do=do, phase=phase, step=step, rank=rank)
 
-            cases_by_name[f"rank {rank} is killed, {words}"] = Case(
+            cases_by_name[f"rank {rank} is killed, {words}"] = FaultCase(
                 fault("kill"), 2, 10, ["was killed by SIGKILL"], keys
             )
-            cases_by_name[f"rank {rank} raises, {words}"] = Case(fault("raise"), 2, 1, ["boom"], keys, traceback=True)
-            cases_by_name[f"rank {rank} is stopped, {words}"] = Case(
+            cases_by_name[f"rank {rank} raises, {words}"] = FaultCase(
+                fault("raise"), 2, 1, ["boom"], keys, traceback=True
+            )
+            cases_by_name[f"rank {rank} is stopped, {words}"] = FaultCase(
                 fault("stop"), 2, 11, [f"rank {rank} .*SIGSTOP"], [*QUICK, *keys]
             )
     return cases_by_name
@@ -348,7 +352,7 @@ READ_MODELS = {
 }
 
 
-def of_read_models() -> dict[str, Case]:
+def of_read_models() -> dict[str, FaultCase]:
     """The reference of `weft dpo` and the teacher of `weft distill`: killed, stopped, raising in each phase, and
     answers that make no sense."""
     cases_by_name = {}
@@ -362,33 +366,33 @@ def of_read_models() -> dict[str, Case]:
                 phase = "readout"
             fault = Fault(do="kill", phase=phase, step=step, rank=1, role=model)
             common: dict[str, Any] = {"command": command, "when": when}
-            cases_by_name[f"{name} is killed, being {doing}"] = Case(
+            cases_by_name[f"{name} is killed, being {doing}"] = FaultCase(
                 fault, 2, 10, ["^rank 1 was killed by SIGKILL", message], words, **common
             )
-            cases_by_name[f"{name} raises, being {doing}"] = Case(
+            cases_by_name[f"{name} raises, being {doing}"] = FaultCase(
                 replace(fault, do="raise"), 2, 1, ["^rank 1 failed: RuntimeError: boom", message], words,
                 traceback=True,
                 **common,
             )  # fmt: skip
-            cases_by_name[f"{name} is stopped, being {doing}"] = Case(
+            cases_by_name[f"{name} is stopped, being {doing}"] = FaultCase(
                 replace(fault, do="stop"), 2, 11, [r"^rank 1 .*is stopped \(SIGSTOP\)", message],
                 [*words, "train.timeout=4"], within=90.0, **common,
             )  # fmt: skip
     nan = Fault(do="reference gives NaN", phase="evaluate", step=3, rank=-1)
     of_dpo: dict[str, Any] = {"words": READ_MODELS["dpo"][0], "command": "dpo", "when": "reading it, step 3"}
     of_distill: dict[str, Any] = {"words": READ_MODELS["distill"][0], "command": "distill", "when": of_dpo["when"]}
-    cases_by_name["the reference of weft dpo gives NaN"] = Case(
+    cases_by_name["the reference of weft dpo gives NaN"] = FaultCase(
         nan,
         2,
         14,
         [r"the reference \(../model\) gives log probabilities that are not finite.*pairs\.jsonl:\d+"],
         **of_dpo,
     )
-    cases_by_name["the teacher of weft distill gives NaN"] = Case(
+    cases_by_name["the teacher of weft distill gives NaN"] = FaultCase(
         replace(nan, do="teacher gives NaN"), 2, 14,
         [r"the teacher ../model gives hidden states that are not finite, of ../chats\.jsonl:\d+"], **of_distill,
     )  # fmt: skip
-    cases_by_name["the teacher of weft distill gives too few hidden states"] = Case(
+    cases_by_name["the teacher of weft distill gives too few hidden states"] = FaultCase(
         replace(nan, do="teacher gives too few"), 2, 1,
         [r"RuntimeError: the teacher ../model gives hidden states of shape \(\d+, \d+\) for ../chats\.jsonl:\d+ of"],
         traceback=True, **of_distill,
@@ -399,7 +403,7 @@ def of_read_models() -> dict[str, Case]:
 FURTHER_CASES = every_phase() | of_read_models()
 
 
-def saved_before(case: Case) -> int:
+def saved_before(case: FaultCase) -> int:
     """The last step that was saved, each as soon as it was done."""
     if case.saved is not None:
         return case.saved
@@ -421,16 +425,16 @@ def last_whole(run: Path) -> int:
     return state.step
 
 
-def run_case(name: str, case: Case, shared: Path) -> tuple[Run, Path]:
+def run_case(name: str, case: FaultCase, shared: Path) -> tuple[FaultRun, Path]:
     """The run, ended, and its folder, beside the model and the data."""
     folder = write_config(shared / re.sub(r"\W+", "-", name))
     with memory_group(case.megabytes) as group:
-        return Run(
+        return FaultRun(
             [case.command, "c.yaml", "--nproc", str(case.nproc), *case.words], folder, case.fault, group
         ).wait(), folder
 
 
-def check(case: Case, run: Run, folder: Path) -> None:
+def check(case: FaultCase, run: FaultRun, folder: Path) -> None:
     """AssertionError where anything is not as the case has it."""
     err = run.errors()
     assert run.status == case.status, err

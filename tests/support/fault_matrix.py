@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.support.fault_cases import CASES, FURTHER_CASES, PHASES, Case, check, last_whole, run_case, write_shared
+from tests.support.fault_cases import CASES, FURTHER_CASES, PHASES, FaultCase, check, last_whole, run_case, write_shared
 from tests.support.local_rl import make_task
 from tests.support.rl_fault_cases import RL_CASES, RlCase, check_resume, check_rl, run_rl_case
 
@@ -87,7 +87,7 @@ def lost_of_rl(case: RlCase) -> str:
     return case.lost or (f"step {case.saved + 1}" if case.saved else "nothing that was saved: it begins anew")
 
 
-def measure(name: str, case: Case, shared: Path) -> Row:
+def measure(name: str, case: FaultCase, shared: Path) -> Row:
     """(name, its row of the table, what is not as it should be)."""
     run, folder = run_case(name, case, shared)
     try:
@@ -98,14 +98,14 @@ def measure(name: str, case: Case, shared: Path) -> Row:
     return name, written(f"{row_begins(name, case)} {seconds} | {lost(case, folder / 'run')} |"), ""
 
 
-def row_begins(name: str, case: Case) -> str:
+def row_begins(name: str, case: FaultCase) -> str:
     """What is known of the row before the case has run."""
     fault = case.fault
     when = case.when or PHASES.get(fault.phase, fault.phase) + (f", step {fault.step}" if fault.step else "")
     return f"| {name} | {case.nproc} | {when} | {case.status} |"
 
 
-def lost(case: Case, run: Path) -> str:
+def lost(case: FaultCase, run: Path) -> str:
     """What a resumed run does again."""
     if not case.status:
         return "nothing"

@@ -27,7 +27,7 @@ def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> Any:
     return GIVES[do](values) if do in GIVES else acts(do) or values
 
 
-class Asked(Environment):
+class FaultyEnvironment(Environment):
     """Rewards what is said, unless a fault strikes, at the start or in a step."""
 
     gives_reward = True

@@ -42,7 +42,7 @@ class Fault:
     once: str = ""
 
 
-class Run(forked.Run):
+class FaultRun(forked.Run):
     """With a fault in it."""
 
     def __init__(

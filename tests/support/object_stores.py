@@ -99,12 +99,12 @@ def counted(number: int, act: Callable[[], Any]) -> Any:
     return mock.patch.multiple(stores.Store, **{name: watched(name) for name in ("write", "put", "remove")})
 
 
-class Killed(BaseException):
+class KilledUpload(BaseException):
     """Where a process would be gone."""
 
 
 def die() -> None:
-    raise Killed
+    raise KilledUpload
 
 
 class KillsItself:

@@ -16,7 +16,7 @@ BETA, SMOOTHING = 0.05, 0.1  # so small that no sigmoid is saturated
 
 
 @dataclass
-class Answer:
+class PlainAnswer:
     """ids: the document. trained: 1 for each token of the answer. tail: factor on tokens from `shorter` on. inputs:
     further arguments of the model, of images."""
 
@@ -34,7 +34,7 @@ class Answer:
         return sum(self.trained[1:])
 
 
-def logprob_sum(model: Any, answer: Answer) -> Tensor:
+def logprob_sum(model: Any, answer: PlainAnswer) -> Tensor:
     """Sum over the answer's tokens of their logprobs, those beyond `shorter` times `tail`."""
     ids = torch.tensor([answer.ids])
     logits = model(input_ids=ids, use_cache=False, **answer.inputs).logits[0, :-1]
@@ -72,7 +72,7 @@ def pair_loss(name: str, c: Tensor, r: Tensor, rc: float, rr: float, nc: int, nr
 
 
 def step_loss(
-    names: Sequence[str], weights: Sequence[float], sums: Sequence[Tensor], answers: Sequence[Answer]
+    names: Sequence[str], weights: Sequence[float], sums: Sequence[Tensor], answers: Sequence[PlainAnswer]
 ) -> Tensor:
     """The loss of a step of pairs, chosen before rejected. Cross entropy of chosen answers is over all their tokens."""
     chosen, rejected = range(0, len(answers), 2), range(1, len(answers), 2)
@@ -106,7 +106,7 @@ def step_loss(
 
 
 def kto_loss(
-    sums: Sequence[Tensor], answers: Sequence[Answer], kl: float, desirable: float, undesirable: float
+    sums: Sequence[Tensor], answers: Sequence[PlainAnswer], kl: float, desirable: float, undesirable: float
 ) -> Tensor:
     """KTO of answers one by one."""
     losses = []

@@ -82,7 +82,7 @@ def _types() -> Any:
     return sections(schema.SftConfig).values()
 
 
-class Killed(BaseException):
+class KilledRun(BaseException):
     """Where a process would be gone."""
 
 
@@ -117,7 +117,7 @@ def attempt(
 
     def apply(engine: Engine, lr: float) -> Any:
         if applied[0] == steps:
-            raise Killed
+            raise KilledRun
         applied[0] += 1
         return original_apply(engine, lr)
 
@@ -128,7 +128,7 @@ def attempt(
         mock.patch.object(training, "reduce_after_step", meet),
         mock.patch.object(Engine, "apply", apply),
         planted(plant),
-        suppress(Killed),
+        suppress(KilledRun),
     ):
         sft.run(config, options)
     return drawn

@@ -439,7 +439,7 @@ OTHERS = {
 OF_USER = ["rl.reward=[tests.support.fault_user_code:reward]", "rl.reward_workers=2", "rl.reward_timeout=2"]
 ENVIRONMENT = [
     "rl.reward=[tests.support.reward_functions:variety]",
-    "rl.environment=tests.support.fault_user_code:Asked",
+    "rl.environment=tests.support.fault_user_code:FaultyEnvironment",
     "rl.environment_timeout=2",
 ]
 OF_PHASE = {
@@ -474,7 +474,7 @@ def users() -> dict[str, RlCase]:
     for name, do, says in ENVIRONMENT_FAULTS:
         add(name, do, 3, words=ENVIRONMENT, says=f"reward   environment failed for sample .*{says}")
     for name, do, says in REPLIES:  # the one sample that ends by itself is shown to the environment
-        says = f"reward   environment failed for sample .*Asked.step: {says}"
+        says = f"reward   environment failed for sample .*FaultyEnvironment.step: {says}"
         add(name, do, 1, words=ENVIRONMENT, prompt="", says=says)
     return found
 
@@ -495,13 +495,13 @@ USER_FAULTS = (
     ("returns words", "words", "returned 'good', which is no number"),
 )
 ENVIRONMENT_FAULTS = (
-    ("process is killed", "kill", "Asked.start: its process was ended by signal 9"),
-    ("process is stopped", "stop", "Asked.start took more than 2 seconds"),
-    ("hangs", "sleep", "Asked.start took more than 2 seconds"),
-    ("raises", "raise", "Asked.start: RuntimeError: boom"),
-    ("ends by os._exit", "exit", "Asked.start: its process ended with status 7"),
-    ("crashes in native code", "crash", "Asked.start: its process was ended by signal 11"),
-    ("raises MemoryError", "memory", "Asked.start: MemoryError"),
+    ("process is killed", "kill", "FaultyEnvironment.start: its process was ended by signal 9"),
+    ("process is stopped", "stop", "FaultyEnvironment.start took more than 2 seconds"),
+    ("hangs", "sleep", "FaultyEnvironment.start took more than 2 seconds"),
+    ("raises", "raise", "FaultyEnvironment.start: RuntimeError: boom"),
+    ("ends by os._exit", "exit", "FaultyEnvironment.start: its process ended with status 7"),
+    ("crashes in native code", "crash", "FaultyEnvironment.start: its process was ended by signal 11"),
+    ("raises MemoryError", "memory", "FaultyEnvironment.start: MemoryError"),
 )
 REPLIES = (
     ("returns NaN", "nan", "ValueError: `reward` of a Reply is nan"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Server:
+class StandInServer:
     def __init__(self) -> None:
         self.version, self.going = "0", asyncio.Event()
         self.going.set()
@@ -73,7 +73,7 @@ def environment(folder: Path, version: str = "0.32.0") -> Path:
 
 async def main(socket: str) -> None:
     print(f"pid {os.getpid()} VLLM_TRIED={os.environ.get('VLLM_TRIED')}", flush=True)
-    async with await asyncio.start_unix_server(Server().connected, socket, backlog=2048) as server:
+    async with await asyncio.start_unix_server(StandInServer().connected, socket, backlog=2048) as server:
         await server.serve_forever()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Client:
+class CacheClient:
     """One process's. meet: called once, before the first page of all is written back: every client has read by then
     whatever it is going to change, which is the worst that may happen."""
 

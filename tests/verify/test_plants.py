@@ -59,7 +59,7 @@ Check = Callable[[str | None], bool]
 
 
 @dataclass(frozen=True)
-class Case:
+class PlantCase:
     """Where a bug shows. changes: of the family's tiny config. steps: that it takes. special, trees: as in `parity`."""
 
     family: str = "llama"
@@ -71,41 +71,43 @@ class Case:
     trees: bool = False
 
 
-BALANCED = Case("qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1)))
+BALANCED = PlantCase(
+    "qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1))
+)
 BALANCED_STEP = replace(BALANCED, sections=(("model", "router_aux_loss", "step"), BALANCED.sections[1]))
-ADAPTED = Case(sections=(("lora", "rank", 4), ("lora", "rslora", True)))
+ADAPTED = PlantCase(sections=(("lora", "rank", 4), ("lora", "rslora", True)))
 CASES = {
-    "short-step-full-count": Case(steps=2),
-    "replicas-apart": Case(mesh="2x1"),
-    "replicas-counted": Case(mesh="2x1"),
-    "scales-of-shards": Case(mesh="tp2", sections=(("optimizer", "state_dtype", "int8"),)),
-    "bits-by-local-place": Case(mesh="2", sections=(("optimizer", "state_dtype", "int8"),)),
-    "muon-of-shards": Case(mesh="2", sections=(("optimizer", "name", "muon"),)),
-    "codes-by-shard": Case(mesh="2", sections=(("optimizer", "state_dtype", "int8"),)),
+    "short-step-full-count": PlantCase(steps=2),
+    "replicas-apart": PlantCase(mesh="2x1"),
+    "replicas-counted": PlantCase(mesh="2x1"),
+    "scales-of-shards": PlantCase(mesh="tp2", sections=(("optimizer", "state_dtype", "int8"),)),
+    "bits-by-local-place": PlantCase(mesh="2", sections=(("optimizer", "state_dtype", "int8"),)),
+    "muon-of-shards": PlantCase(mesh="2", sections=(("optimizer", "name", "muon"),)),
+    "codes-by-shard": PlantCase(mesh="2", sections=(("optimizer", "state_dtype", "int8"),)),
     "balance-detached": BALANCED,
     "balance-over-the-row": BALANCED,
     "balance-of-the-micro-batch": BALANCED_STEP,
-    "state-runs-on": Case("lfm2"),
-    "recompute-in-low-precision": Case(sections=(("model", "recompute", "full"),)),
-    "results-out-of-order": Case(sections=(("model", "recompute", "selective"),)),
-    "gradient-of-a-tile": Case(sections=(("model", "tiled_mlp", 16),)),
-    "positions-not-reset": Case("gpt2"),
-    "padding-trained": Case("falcon"),
-    "head-untied": Case("llama_tied"),
+    "state-runs-on": PlantCase("lfm2"),
+    "recompute-in-low-precision": PlantCase(sections=(("model", "recompute", "full"),)),
+    "results-out-of-order": PlantCase(sections=(("model", "recompute", "selective"),)),
+    "gradient-of-a-tile": PlantCase(sections=(("model", "tiled_mlp", 16),)),
+    "positions-not-reset": PlantCase("gpt2"),
+    "padding-trained": PlantCase("falcon"),
+    "head-untied": PlantCase("llama_tied"),
     "first-slice-of-the-adapter": ADAPTED,
-    "scales-of-one-shard": Case(sections=(("lora", "rank", 4), ("lora", "base", "nf4"))),
-    "scales-of-the-first-rows": Case(sections=(("lora", "rank", 4), ("lora", "base", "int8"))),
-    "norm-of-the-base": Case(sections=(("lora", "rank", 4), ("lora", "dora", True))),
+    "scales-of-one-shard": PlantCase(sections=(("lora", "rank", 4), ("lora", "base", "nf4"))),
+    "scales-of-the-first-rows": PlantCase(sections=(("lora", "rank", 4), ("lora", "base", "int8"))),
+    "norm-of-the-base": PlantCase(sections=(("lora", "rank", 4), ("lora", "dora", True))),
     "alpha-not-divided": ADAPTED,
     "rslora-ignored": ADAPTED,
     "shared-token-counts-once": replace(BALANCED_STEP, mesh="", trees=True),
-    "window-along-the-row": Case("gemma3_text", trees=True),
+    "window-along-the-row": PlantCase("gemma3_text", trees=True),
     **dict.fromkeys(
         (
             "suffix-after-its-sibling", "suffix-positions-restart", "suffix-positions-run-on",
             "shared-token-trained-once", "gradient-of-one-sibling", "siblings-are-visible",
         ),
-        Case(trees=True),
+        PlantCase(trees=True),
     ),
 }  # fmt: skip
 
@@ -136,7 +138,7 @@ def planted_parity(
 
 
 @cache
-def verdict_of(plant: str | None, case: Case) -> Verdict:
+def verdict_of(plant: str | None, case: PlantCase) -> Verdict:
     sections: Sections = {}
     for section, key, value in case.sections:
         sections.setdefault(section, {})[key] = value
@@ -145,7 +147,7 @@ def verdict_of(plant: str | None, case: Case) -> Verdict:
     return verdict
 
 
-def figure_passes(case: Case, figure: str, plant: str | None) -> bool:
+def figure_passes(case: PlantCase, figure: str, plant: str | None) -> bool:
     verdict = verdict_of(plant, replace(case, steps=3) if figure in AFTER_STEPS else case)
     assert figure in {f.name for f in verdict.figures}, f"no figure named {figure}"
     assert plant is not None or verdict.passed, describe(verdict)
@@ -429,7 +431,7 @@ def test_planted_bug_is_caught(name: str) -> None:
     elif caught_by in TESTS:
         without, with_it = passes_without(caught_by), TESTS[caught_by](name)
     else:
-        case = replace(CASES.get(name, Case()), mesh=CASES.get(name, Case()).mesh or str(PLANTS[name].ranks))
+        case = replace(CASES.get(name, PlantCase()), mesh=CASES.get(name, PlantCase()).mesh or str(PLANTS[name].ranks))
         without, with_it = (figure_passes(case, caught_by, plant) for plant in (None, name))
     assert without, f"{caught_by} fails without the bug"
     assert not with_it, f"{caught_by} does not catch it"

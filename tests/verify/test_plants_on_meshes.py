@@ -16,7 +16,7 @@ from tests.recipes import test_eval
 from tests.support.cases import describe, open_engine, saved_model
 from tests.support.pool import run
 from tests.support.vision_zoo import saved_vision_model
-from tests.verify.test_plants import BALANCED, Case, figure_passes, of_the_mesh, one_step
+from tests.verify.test_plants import BALANCED, PlantCase, figure_passes, of_the_mesh, one_step
 from weft.checkpoint import export
 from weft.errors import RanksDisagreeError
 from weft.parallel.shards.walker import walk
@@ -26,41 +26,41 @@ from weft.verify.harness import Verdict
 from weft.verify.plants import PLANTS, planted
 
 FOUR_LAYERS = (("num_hidden_layers", 4),)
-QWEN3, QWEN3_4 = Case("qwen3", "tp2"), Case("qwen3", "tp4")
+QWEN3, QWEN3_4 = PlantCase("qwen3", "tp2"), PlantCase("qwen3", "tp4")
 CASES = {
     "head-norms-apart": QWEN3,
-    "routers-apart": Case("qwen3_moe", "tp2"),
+    "routers-apart": PlantCase("qwen3_moe", "tp2"),
     "repeated-heads-apart": QWEN3_4,
     "repeated-heads-twice": QWEN3_4,
     "sums-made-again": QWEN3,
     "sums-of-every-micro-batch": QWEN3,
-    "tied-head-twice": Case("llama_tied", "tp2"),
-    "balance-per-tp-rank": Case("qwen3_moe", "tp2", BALANCED.sections),
-    "bias-of-every-rank": Case("gpt2", "tp2"),
-    "expert-bias-of-every-rank": Case("gpt_oss", "tp2"),
-    "sinks-of-another-rank": Case("gpt_oss", "tp2"),
-    "fused-cut-as-one": Case("phi3_longrope", "tp2"),
-    "border-embedded-twice": Case("qwen3", "tp2", special=True),
-    "padding-in-every-part": Case("qwen3", "tp2", special=True),
-    "mixer-norm-of-own-heads": Case("bamba", "tp2"),
-    "state-runs-into-the-next": Case("mamba2", "cp4u4"),
-    "state-begins-at-the-cut": Case("mamba2", "cp2u2"),
-    "windows-end-at-the-cut": Case("gemma3_text", "cp2"),
-    "windows-forgotten": Case("gemma3_text", "cp2"),
-    "sinks-of-the-first-heads": Case("gpt_oss", "cp2u2"),
-    "tied-weight-not-summed": Case("qwen3", "pp2"),
-    "tied-weight-steps-apart": Case("qwen3", "pp2"),
-    "tied-weight-counted-twice": Case("qwen3", "pp2"),
-    "tied-weight-summed-per-stage": Case("qwen3", "pp2i", changes=FOUR_LAYERS),
-    "stages-in-another-order": Case(mesh="pp2i", changes=FOUR_LAYERS),
-    "balance-of-own-layers": Case("qwen3_moe", "pp2", BALANCED.sections),
-    "last-weights-forgotten": Case(mesh="pp2z"),
-    "weights-after-the-sum": Case(mesh="pp2z"),
-    "repeated-keys-multiplied": Case("qwen3", "cp2u2", changes=(("num_key_value_heads", 1),)),
+    "tied-head-twice": PlantCase("llama_tied", "tp2"),
+    "balance-per-tp-rank": PlantCase("qwen3_moe", "tp2", BALANCED.sections),
+    "bias-of-every-rank": PlantCase("gpt2", "tp2"),
+    "expert-bias-of-every-rank": PlantCase("gpt_oss", "tp2"),
+    "sinks-of-another-rank": PlantCase("gpt_oss", "tp2"),
+    "fused-cut-as-one": PlantCase("phi3_longrope", "tp2"),
+    "border-embedded-twice": PlantCase("qwen3", "tp2", special=True),
+    "padding-in-every-part": PlantCase("qwen3", "tp2", special=True),
+    "mixer-norm-of-own-heads": PlantCase("bamba", "tp2"),
+    "state-runs-into-the-next": PlantCase("mamba2", "cp4u4"),
+    "state-begins-at-the-cut": PlantCase("mamba2", "cp2u2"),
+    "windows-end-at-the-cut": PlantCase("gemma3_text", "cp2"),
+    "windows-forgotten": PlantCase("gemma3_text", "cp2"),
+    "sinks-of-the-first-heads": PlantCase("gpt_oss", "cp2u2"),
+    "tied-weight-not-summed": PlantCase("qwen3", "pp2"),
+    "tied-weight-steps-apart": PlantCase("qwen3", "pp2"),
+    "tied-weight-counted-twice": PlantCase("qwen3", "pp2"),
+    "tied-weight-summed-per-stage": PlantCase("qwen3", "pp2i", changes=FOUR_LAYERS),
+    "stages-in-another-order": PlantCase(mesh="pp2i", changes=FOUR_LAYERS),
+    "balance-of-own-layers": PlantCase("qwen3_moe", "pp2", BALANCED.sections),
+    "last-weights-forgotten": PlantCase(mesh="pp2z"),
+    "weights-after-the-sum": PlantCase(mesh="pp2z"),
+    "repeated-keys-multiplied": PlantCase("qwen3", "cp2u2", changes=(("num_key_value_heads", 1),)),
 }
 USUAL = {
-    "tensor_parallel": Case(mesh="tp2"), "context_parallel": Case(mesh="cp2"),
-    "expert_parallel": Case("mixtral", "ep2"), "pipeline_parallel": Case(mesh="pp2"),
+    "tensor_parallel": PlantCase(mesh="tp2"), "context_parallel": PlantCase(mesh="cp2"),
+    "expert_parallel": PlantCase("mixtral", "ep2"), "pipeline_parallel": PlantCase(mesh="pp2"),
 }  # fmt: skip
 WITH_IMAGES = {
     "features-in-the-order-of-the-row": "qwen2_5_vl", "images-see-beyond-themselves": "gemma3",
@@ -69,7 +69,7 @@ WITH_IMAGES = {
 SHORT = {"step": {"max_tokens_per_device": 64}}
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str) -> PlantCase:
     axis = PLANTS[name].replacement.__module__.rpartition(".")[2]
     return CASES.get(name, USUAL[axis])
 
