@@ -221,9 +221,9 @@ def test_runs_are_equal_and_can_be_replayed(tmp_path: Path) -> None:
     ]  # fmt: skip
     branches = list[int]()
 
-    def noted(*given: Any, **keys: Any) -> PolicyLoss:
+    def noted(*arguments: Any, **keys: Any) -> PolicyLoss:
         branches.append(keys["branches"])
-        return PolicyLoss(*given, **keys)
+        return PolicyLoss(*arguments, **keys)
 
     with mock.patch.object(trainer, "PolicyLoss", noted):
         for run_name, options in (("one", {}), ("two", {}), ("again", {"replay": str(tmp_path / "one/rollouts")})):
@@ -367,19 +367,23 @@ def test_what_seeds_depend_on() -> None:
         session = session_of(agents(), engine)
         calls = [parse_request(json.dumps(body).encode(), ["policy"], session_config) for body in bodies]
         engine.stuck = True
-        left = asyncio.ensure_future(session.answer(calls[0]))
+        cancelled = asyncio.ensure_future(session.answer(calls[0]))
         await asyncio.sleep(0.01)
-        left.cancel()
-        await asyncio.gather(left, return_exceptions=True)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
         engine.stuck = False
         answers = [await session.answer(call) for call in calls]
         assert await session.answer(calls[-1], retry=True) is answers[-1] and len(session.calls) == len(calls)
         return [request.seeds[0] for request in engine.requests]
 
     session_config = agents().config.rollout
-    one, other = asyncio.run(seeds(first, second, first)), asyncio.run(seeds(second, first, first))
-    assert one[0] == one[1] == other[2] and other[0] == other[1] == one[2] and one[3] == other[3]
-    assert len({*one, *other}) == 3
+    in_order, swapped = asyncio.run(seeds(first, second, first)), asyncio.run(seeds(second, first, first))
+    assert (
+        in_order[0] == in_order[1] == swapped[2]
+        and swapped[0] == swapped[1] == in_order[2]
+        and in_order[3] == swapped[3]
+    )
+    assert len({*in_order, *swapped}) == 3
 
 
 def asked(
@@ -453,18 +457,18 @@ def test_the_client_of_openai() -> None:
                 async with openai.AsyncOpenAI(base_url=served.endpoint.base_url, api_key="k") as client:
                     create, extra = client.chat.completions.create, {"return_token_ids": True}
                     messages: list[Any] = [{"role": "user", "content": "2?"}]
-                    one = await create(model="policy", messages=messages, extra_body=extra)
-                    messages += [one.choices[0].message, {"role": "user", "content": "3?"}]
+                    first = await create(model="policy", messages=messages, extra_body=extra)
+                    messages += [first.choices[0].message, {"role": "user", "content": "3?"}]
                     two = await create(model="policy", messages=messages, extra_body=extra)
                     events = await create(model="policy", messages=messages, stream=True)
                     streamed = "".join([event.choices[0].delta.content or "" async for event in events])
-            known = [*one.prompt_token_ids, *one.choices[0].token_ids]
-            return one.choices[0].message.content, streamed, known, two.prompt_token_ids
+            token_ids = [*first.prompt_token_ids, *first.choices[0].token_ids]
+            return first.choices[0].message.content, streamed, token_ids, two.prompt_token_ids
         finally:
             await served.close()
 
-    text, streamed, known, longer = asyncio.run(ask())
-    assert text == streamed == "four" and longer[: len(known)] == known
+    text, streamed, token_ids, longer = asyncio.run(ask())
+    assert text == streamed == "four" and longer[: len(token_ids)] == token_ids
 
 
 @pytest.mark.parametrize(
