@@ -43,11 +43,11 @@ def values(*files: str, ranks: int | None = None) -> dict[str, Any]:
     return {f"{section}.{leaf}": value for section, keys in draft.items() for leaf, value in keys.items()}
 
 
-def expect(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def expect(carried: dict[str, Any], expected: dict[str, Any]) -> None:
     """Keys that this version has not are left out of what is expected."""
-    known = {key: value for key, value in expected.items() if key in schema_keys(SftConfig)}
-    got = {key: float(value) if str(value).replace("e-", "").isdigit() else value for key, value in found.items()}
-    assert {key: got.get(key) for key in known} == known
+    expected_keys = {key: value for key, value in expected.items() if key in schema_keys(SftConfig)}
+    got = {key: float(value) if str(value).replace("e-", "").isdigit() else value for key, value in carried.items()}
+    assert {key: got.get(key) for key in expected_keys} == expected_keys
 
 
 HOSTILE_SCRIPTS = {
@@ -77,16 +77,16 @@ def test_a_lowest_rate_that_is_no_share_of_the_rate_is_left(lowest: str, lr: str
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_a_script_that_is_no_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make, says = SPECIAL[kind]
+    make, message = SPECIAL[kind]
     make(Path("a.sh"))
-    with pytest.raises(UserError, match=f"a.sh: is {says}"):
+    with pytest.raises(UserError, match=f"a.sh: is {message}"):
         migrate(["a.sh"])
 
 
 def test_trl() -> None:
-    found = values("trl.yaml", ranks=4)
+    carried = values("trl.yaml", ranks=4)
     expect(
-        found,
+        carried,
         {
             "model.path": "org/base-7b", "model.recompute": "full", "data.max_length": 4096,
             "data.long_documents": "truncate", "data.train_on": "answers", "fsdp.param_dtype": "bf16",
@@ -96,8 +96,8 @@ def test_trl() -> None:
             "checkpoint.keep": 1, "run.dir": "data/base-7b-sft",
         },
     )  # fmt: skip
-    assert found["track.report_to"] == ["wandb"]
-    assert "train.steps" not in found  # max_steps: -1
+    assert carried["track.report_to"] == ["wandb"]
+    assert "train.steps" not in carried  # max_steps: -1
     draft = migrate([str(FOREIGN / "trl.yaml")])
     assert "tokens: 65536  # 8 x 2 x 4096 x the number of GPUs: multiply by it, or set --nproc\n" in draft
     assert "min_lr_ratio: 0.1  # lr_scheduler_kwargs.min_lr_rate\n" in draft
@@ -138,8 +138,8 @@ def test_the_auxiliary_loss_that_trl_adds(
         (tmp_path / "config.json").write_text(config)
     (tmp_path / "a.yaml").write_text(f"model_name_or_path: {tmp_path}\ndataset_name: d\n{extra}\n")
     draft = migrate([str(tmp_path / "a.yaml")])
-    found = {key: value for key, value in yaml.safe_load(draft)["model"].items() if "router" in key}
-    assert found == expected
+    router_keys = {key: value for key, value in yaml.safe_load(draft)["model"].items() if "router" in key}
+    assert router_keys == expected
     assert ("if the model is a mixture of experts" in draft) == (config is None)
 
 
@@ -167,9 +167,9 @@ def test_numbers_of_any_yaml_type_carry_over(tmp_path: Path, written: str, epoch
     """HuggingFace's own files have `num_train_epochs: 3.0`; YAML 1.1 and argument parsers read the other ways."""
     text = "model_name_or_path: m\ndataset_name: d\nlearning_rate: '2e-5'\nper_device_train_batch_size: 2.0\n"
     (tmp_path / "a.yaml").write_text(f"{text}num_train_epochs: {written}\nsave_steps: {steps}\n")
-    found = values(str(tmp_path / "a.yaml"))
-    assert (found["train.epochs"], found["step.documents"]) == (epochs, 2)
-    assert found["checkpoint.every"] == float(str(steps).replace("_", "")) and float(found["optimizer.lr"]) == 2e-5
+    carried = values(str(tmp_path / "a.yaml"))
+    assert (carried["train.epochs"], carried["step.documents"]) == (epochs, 2)
+    assert carried["checkpoint.every"] == float(str(steps).replace("_", "")) and float(carried["optimizer.lr"]) == 2e-5
 
 
 def test_a_number_that_cannot_be_carried_is_named_and_no_default_takes_its_place(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def columns(tmp_path: Path, text: str) -> Any:
 
 def test_columns(tmp_path: Path) -> None:
     """verl and ROLL put question and answer into the chat template, as weft does with instruction and output."""
-    both = "data: {prompt_key: question, response_key: answer, messages_key: messages}\n"
-    assert columns(tmp_path, both) == {"instruction": "question", "output": "answer"}
+    row_columns = "data: {prompt_key: question, response_key: answer, messages_key: messages}\n"
+    assert columns(tmp_path, row_columns) == {"instruction": "question", "output": "answer"}
     assert columns(tmp_path, "prompt_data: d\ninput_key: conversation\n") == {"messages": "conversation"}
     nested = "prompt_key: extra_info\nresponse_key: extra_info\nprompt_dict_keys: [question]\nresponse_dict_keys: [a]\n"
     assert columns(tmp_path, nested) == {"instruction": "extra_info.question", "output": "extra_info.a"}
@@ -237,13 +237,13 @@ ROLL_VISION = {
 
 def test_images_and_rewards_of_roll() -> None:
     """Its example on eight GPUs, Ulysses 2 and a frozen tower: the draft is one for `weft rl`."""
-    found = values("roll_vision.yaml")
+    carried = values("roll_vision.yaml")
     refused = {rule.key for rule in INERT if rule.because == "prompts with images are not in this version"}
     expected = {key: value for key, value in ROLL_VISION.items() if key not in refused}
-    got = {key: float(value) if key == "optimizer.lr" else value for key, value in found.items() if key in expected}
+    got = {key: float(value) if key == "optimizer.lr" else value for key, value in carried.items() if key in expected}
     assert got == expected
-    assert found["rl.algorithm"] is None  # the temperature of training: what differs has to be confirmed
-    assert not {"critic.clip", "train.epochs", "data.max_length", "step.documents"} & set(found)
+    assert carried["rl.algorithm"] is None  # the temperature of training: what differs has to be confirmed
+    assert not {"critic.clip", "train.epochs", "data.max_length", "step.documents"} & set(carried)
     draft = migrate([str(FOREIGN / "roll_vision.yaml")])
     assert "`weft rl THIS --dry-run`" in draft
     assert "minibatches: 2  # 2048 samples / (1 x 256 x 4 data ranks)\n" in draft
@@ -259,7 +259,7 @@ def test_images_and_rewards_of_roll() -> None:
     top = draft.partition("\nmodel:")[0]
     for words in ("temperature of training: 1", "prompts of a step: math 0.7, "):
         assert words in top, words
-    assert (found["rollout.top_k"], found["rollout.top_p"], found["rollout.allow_truncated"]) == (100, 0.99, True)
+    assert (carried["rollout.top_k"], carried["rollout.top_p"], carried["rollout.allow_truncated"]) == (100, 0.99, True)
     assert "clip of rewards                    10, never reached" in draft  # of groups of 8, whose rewards are normal
     assert "reference.device_mapping" not in below and "weft does not know it" not in below
 
@@ -268,10 +268,10 @@ def test_images_and_rewards_of_roll() -> None:
 def test_nothing_of_rollouts_is_lost_without_a_word(file: str) -> None:
     """Every value is taken, or named below the draft, but for those that say what weft does anyway."""
     text = migrate([str(FOREIGN / file)])
-    taken, _, below = text.partition("# Not taken over:")
+    carried, _, below = text.partition("# Not taken over:")
     draft = Draft(next(trainer for trainer in TABLES.trainers if trainer.name == "roll"), RlConfig)
     assert draft.rl is not None
-    together = {
+    joined_keys = {
         *TABLES.shared.per_device, *TABLES.shared.ranks.gpus, *draft.trainer.table.devices, draft.rl.engines,
         *draft.trainer.rl_columns, "reference.device_mapping", *ALGORITHM,
         *(f"reference.{part}" for part in ("model_args.dtype", *(f"strategy_args.strategy_config.{leaf}" for leaf in
@@ -280,12 +280,12 @@ def test_nothing_of_rollouts_is_lost_without_a_word(file: str) -> None:
     for name, value in leaves(read_file(str(FOREIGN / file))):
         entry = draft.entry(name)
         key = draft.key_of(entry) or ""
-        moved = key and f"  {key.rpartition('.')[2]}: " in taken
+        moved = key and f"  {key.rpartition('.')[2]}: " in carried
         meant = (
-            draft.meaning(entry, value) is not None or bool({entry, name} & together) or name.endswith(".worker_cls")
+            draft.meaning(entry, value) is not None or bool({entry, name} & joined_keys) or name.endswith(".worker_cls")
         )
         none = value is None or (value == 0 and key in TABLES.shared.unlimited)
-        assert name in below or moved or meant or none or f"# {entry}\n" in taken, name
+        assert name in below or moved or meant or none or f"# {entry}\n" in carried, name
 
 
 @pytest.mark.parametrize(
@@ -323,8 +323,8 @@ def test_nothing_of_rollouts_is_lost_without_a_word(file: str) -> None:
 )  # fmt: skip
 def test_what_names_of_roll_say_together(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
     (tmp_path / "a.yaml").write_text(f"track_with: stdout\n{text}")
-    found = values(str(tmp_path / "a.yaml"))
-    assert {key: found.get(key) for key in expected} == expected
+    carried = values(str(tmp_path / "a.yaml"))
+    assert {key: carried.get(key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -344,12 +344,12 @@ def test_a_tower_that_is_frozen_by_prefix(tmp_path: Path, prefix: str, frozen: A
 
 
 def test_images_of_llama_factory(tmp_path: Path) -> None:
-    found = values("llama_factory_vision.yaml", ranks=8)
-    assert found["model.freeze"] == ["vision"] and found["data.image_pixels"] == {"max": 262144, "min": 1024}
+    carried = values("llama_factory_vision.yaml", ranks=8)
+    assert carried["model.freeze"] == ["vision"] and carried["data.image_pixels"] == {"max": 262144, "min": 1024}
     text = "model_name_or_path: org/base-VL-7B\ntemplate: qwen2_vl\ncutoff_len: 512\nstage: sft\n"
     (tmp_path / "a.yaml").write_text(f"{text}finetuning_type: full\n")
-    found = values(str(tmp_path / "a.yaml"))  # tower and projector are frozen where nothing is said
-    assert found["model.freeze"] == ["vision", "projector"] and found["data.image_pixels"]["max"] == 589824
+    carried = values(str(tmp_path / "a.yaml"))  # tower and projector are frozen where nothing is said
+    assert carried["model.freeze"] == ["vision", "projector"] and carried["data.image_pixels"]["max"] == 589824
     (tmp_path / "a.yaml").write_text(f"{text}freeze_language_model: true\nfinetuning_type: full\n")
     assert values(str(tmp_path / "a.yaml"))["model.freeze"] == ["language", "vision", "projector"]
     (tmp_path / "a.yaml").write_text(text)  # adapters, in the language model alone
@@ -377,13 +377,13 @@ def test_images_of_axolotl_trl_and_verl(tmp_path: Path) -> None:
     draft = migrate([str(FOREIGN / "axolotl_vision.yaml")], 8)
     assert "freeze:" not in draft and "is no value\n#     of lora.targets: set `lora.targets`:" in draft
     assert "processor_type" not in draft and "image_size: set `data.image_pixels`:" in draft
-    found = values("trl_vision.yaml")  # max_length: null
-    assert not {"data.max_length", "data.long_documents"} & set(found)
+    carried = values("trl_vision.yaml")  # max_length: null
+    assert not {"data.max_length", "data.long_documents"} & set(carried)
     text = "data: {train_files: d, image_key: pictures, prompt_key: q, response_key: a, video_key: videos}\n"
     (tmp_path / "a.yaml").write_text(f"{text}model: {{freeze_vision_tower: true}}\n")
-    found = values(str(tmp_path / "a.yaml"))
-    assert found["data.columns"] == {"instruction": "q", "output": "a", "images": "pictures"}
-    assert found["model.freeze"] == ["vision", "projector"]
+    carried = values(str(tmp_path / "a.yaml"))
+    assert carried["data.columns"] == {"instruction": "q", "output": "a", "images": "pictures"}
+    assert carried["model.freeze"] == ["vision", "projector"]
     assert "video_key" not in migrate([str(tmp_path / "a.yaml")])
 
 
@@ -418,9 +418,9 @@ def test_torchtitan() -> None:
 
 
 def test_axolotl() -> None:
-    found = values("axolotl.yaml", ranks=8)
+    carried = values("axolotl.yaml", ranks=8)
     expect(
-        found,
+        carried,
         {
             "model.path": "org/base-7b", "model.recompute": "full", "data.max_length": 2048,
             "data.long_documents": "drop", "step.tokens": 2 * 4 * 8 * 2048, "optimizer.lr": 2e-4,
@@ -430,30 +430,30 @@ def test_axolotl() -> None:
             "lora.base": "nf4",
         },
     )  # fmt: skip
-    assert (found["eval.share"], found["checkpoint.keep"]) == (0.05, 4)
-    assert found["data.sources"] == [
+    assert (carried["eval.share"], carried["checkpoint.keep"]) == (0.05, 4)
+    assert carried["data.sources"] == [
         {"path": "org/chats", "split": "train[:20%]", "columns": {"messages": "conversations"}},
         {"path": "data/tasks.jsonl"},
     ]
-    assert (found["optimizer.name"], found["optimizer.state_dtype"]) == ("adamw", "int8")
-    assert not {"step.documents", "data.chat_template", "data.train_on"} & set(found)
+    assert (carried["optimizer.name"], carried["optimizer.state_dtype"]) == ("adamw", "int8")
+    assert not {"step.documents", "data.chat_template", "data.train_on"} & set(carried)
     draft = migrate([str(FOREIGN / "axolotl.yaml")])
     assert "# Recognised as a config of axolotl by base_model, datasets, dataset_prepared_path, val_set_size" in draft
-    left = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
+    rest_of_draft = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
     for words in (
         "chat_template: weft uses the tokenizer's chat template",
         "saves_per_epoch:",
         "datasets.drop_system_message: weft has no such key", "datasets.type: conversations,",
     ):  # fmt: skip
-        assert words in left, words
+        assert words in rest_of_draft, words
 
 
 def test_roles_of_axolotl(tmp_path: Path) -> None:
     """It writes {ours: [theirs]}."""
     source = "{path: d.jsonl, type: chat_template, roles: {assistant: [bot, assistant], user: [human]}}"
     (tmp_path / "a.yaml").write_text(f"base_model: m\nsequence_len: 512\ndatasets: [{source}]\n")
-    found = values(str(tmp_path / "a.yaml"))
-    assert (found["data.path"], found["data.roles"]) == ("d.jsonl", {"bot": "assistant", "human": "user"})
+    carried = values(str(tmp_path / "a.yaml"))
+    assert (carried["data.path"], carried["data.roles"]) == ("d.jsonl", {"bot": "assistant", "human": "user"})
 
 
 @pytest.mark.parametrize(
@@ -469,14 +469,14 @@ def test_keys_of_messages_of_axolotl(keys: str, expected: dict[str, str], tmp_pa
     source = f"{{path: d.jsonl, type: chat_template, {keys}}}"
     text = f"base_model: m\nsequence_len: 512\ndatasets: [{source}]\ndefault_system_message: Be kind.\n"
     (tmp_path / "a.yaml").write_text(text)
-    found = values(str(tmp_path / "a.yaml"))
-    assert (found.get("data.message_keys") or {}, found["data.system"]) == (expected, "Be kind.")
+    carried = values(str(tmp_path / "a.yaml"))
+    assert (carried.get("data.message_keys") or {}, carried["data.system"]) == (expected, "Be kind.")
 
 
 def test_llama_factory() -> None:
-    found = values("llama_factory.yaml", ranks=4)
+    carried = values("llama_factory.yaml", ranks=4)
     expect(
-        found,
+        carried,
         {
             "model.path": "org/base-7b", "model.recompute": "full", "data.max_length": 4096, "data.workers": 16,
             "data.long_documents": "truncate", "step.documents": 1 * 8 * 4, "optimizer.lr": 1e-4,
@@ -484,27 +484,30 @@ def test_llama_factory() -> None:
             "train.epochs": 3, "lora.rank": 8, "lora.targets": "all-linear", "checkpoint.every": 500,
         },
     )  # fmt: skip
-    assert found["data.path"] is None  # a name of its dataset_info.json
-    left = migrate([str(FOREIGN / "llama_factory.yaml")]).partition("# Not taken over:")[2]
-    assert "dataset: set `data.path`" in left and "template: weft uses the tokenizer's" in left
-    assert (found["eval.share"], found["data.split"], found["checkpoint.keep"]) == (0.1, "[:1000]", None)
-    assert "train.timeout" not in found and "ddp_timeout: this is also the time until a hang is detected" in left
+    assert carried["data.path"] is None  # a name of its dataset_info.json
+    rest_of_draft = migrate([str(FOREIGN / "llama_factory.yaml")]).partition("# Not taken over:")[2]
+    assert "dataset: set `data.path`" in rest_of_draft and "template: weft uses the tokenizer's" in rest_of_draft
+    assert (carried["eval.share"], carried["data.split"], carried["checkpoint.keep"]) == (0.1, "[:1000]", None)
+    assert (
+        "train.timeout" not in carried
+        and "ddp_timeout: this is also the time until a hang is detected" in rest_of_draft
+    )
 
 
 def test_llama_factory_trains_adapters_unless_told_otherwise(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ntemplate: qwen\ncutoff_len: 512\nlora_target: q_proj,v_proj\nneat_packing: true\n"
     (tmp_path / "a.yaml").write_text(text)
-    found = values(str(tmp_path / "a.yaml"), ranks=2)
-    assert (found["lora.rank"], found["lora.targets"]) == (8, ["q_proj", "v_proj"])
-    assert found["step.tokens"] == 8 * 1 * 512 * 2 and "step.documents" not in found  # its default batch, packed
+    carried = values(str(tmp_path / "a.yaml"), ranks=2)
+    assert (carried["lora.rank"], carried["lora.targets"]) == (8, ["q_proj", "v_proj"])
+    assert carried["step.tokens"] == 8 * 1 * 512 * 2 and "step.documents" not in carried  # its default batch, packed
     (tmp_path / "a.yaml").write_text(f"{text}finetuning_type: full\n")
     assert not [key for key in values(str(tmp_path / "a.yaml")) if key.startswith("lora.")]
 
 
 def test_torchtune() -> None:
-    found = values("torchtune.yaml", ranks=2)
+    carried = values("torchtune.yaml", ranks=2)
     expect(
-        found,
+        carried,
         {
             "model.path": "models/base/", "model.recompute": "full", "data.path": "data/chats.json",
             "data.split": "train", "data.columns": {"messages": "dialogue"}, "data.max_length": 4096,
@@ -515,14 +518,16 @@ def test_torchtune() -> None:
             "run.dir": "/tmp/lora_finetune_output", "data.long_documents": "truncate",
         },
     )  # fmt: skip
-    assert found["lora.targets"] == ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    assert "optimizer.max_grad_norm" in found and found["optimizer.max_grad_norm"] is None  # it clips only when asked
+    assert carried["lora.targets"] == ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert (
+        "optimizer.max_grad_norm" in carried and carried["optimizer.max_grad_norm"] is None
+    )  # it clips only when asked
 
 
 def test_accelerate_alone() -> None:
     """It says nothing of what is trained, so no trainer's defaults stand in it."""
-    found = values("accelerate.yaml")
-    assert {key for key, value in found.items() if value is not None} == {
+    carried = values("accelerate.yaml")
+    assert {key for key, value in carried.items() if value is not None} == {
         "model.recompute", "fsdp.param_dtype", "fsdp.reshard_after_forward", "fsdp.cpu_offload",
     }  # fmt: skip
 
@@ -571,16 +576,16 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
     """Every value is taken, or named below the draft; but for those that say nothing (null, -1, false)."""
     draft = migrate([str(FOREIGN / file)])
     below = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
-    taken = draft.partition("# Not taken over:")[0]
+    carried = draft.partition("# Not taken over:")[0]
     for name, value in leaves(read_file(str(FOREIGN / file))):
         jobs = [trainer.jobs[command(file)] for trainer in TABLES.trainers if command(file) in trainer.jobs]
         moves = [*(job.moves for job in jobs), *(trainer.moves for trainer in TABLES.trainers), TABLES.moves]
         entry = next((entry for job in jobs if (entry := entry_of(name, job.names))), entry_of(name)) or ""
-        key = next((known[entry] for known in moves if entry in known), name)
+        key = next((keys[entry] for keys in moves if entry in keys), name)
         meaning = [table.means.get(entry, {}) for table in (*jobs, *TABLES.trainers)]
-        said = (
+        is_named = (
             any({str(value).lower(), "*", "on" if value else "off"} & {*table} for table in meaning)
-            or f"{key.rpartition('.')[2]}: " in taken
+            or f"{key.rpartition('.')[2]}: " in carried
             or entry
             in (
                 *(name for job in jobs for name in (*job.methods, *job.columns, *job.complements)),
@@ -598,7 +603,7 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
                 "min_lr",
             )
         )
-        assert said or name in below or f" {entry}\n" in taken or value in (None, False, -1), name
+        assert is_named or name in below or f" {entry}\n" in carried or value in (None, False, -1), name
 
 
 PREFERENCES: dict[str, dict[str, Any]] = {
@@ -824,9 +829,9 @@ def test_options_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_overrides_of_a_script(tmp_path: Path) -> None:
     """verl's runs are scripts: overrides, with +, lists, variables and their defaults; nothing else of the script."""
-    found = values("verl_script.sh")
+    carried = values("verl_script.sh")
     expect(
-        found,
+        carried,
         {
             "model.path": "models/org/base-7b", "data.path": "data/gsm8k/train.parquet", "step.documents": 32,
             "optimizer.lr": 1e-4, "optimizer.betas": [0.9, 0.98], "lora.rank": 32, "lora.alpha": 16,
@@ -835,7 +840,7 @@ def test_overrides_of_a_script(tmp_path: Path) -> None:
             "data.columns": {"instruction": "extra_info.question", "output": "extra_info.answer"},
         },
     )  # fmt: skip
-    assert found["track.report_to"] == ["wandb"]
+    assert carried["track.report_to"] == ["wandb"]
     draft = migrate([str(FOREIGN / "verl_script.sh")])
     assert "path: $VAL  # val_files: write it out, weft knows no variables" in draft
     assert "does not know it" not in draft and "40 GPUs" not in draft
@@ -866,14 +871,14 @@ def test_lists_of_files(tmp_path: Path) -> None:
     long = tmp_path / ("a" * 100)  # a draft cuts nothing
     text = f"data: {{train_files: [{long}, b.parquet], val_files: [c.parquet]}}\n"
     (tmp_path / "a.yaml").write_text(text)
-    found = values(str(tmp_path / "a.yaml"))
-    assert found["data.sources"] == [{"path": str(long)}, {"path": "b.parquet"}] and "data.path" not in found
-    assert found["eval.path"] == "c.parquet"
+    carried = values(str(tmp_path / "a.yaml"))
+    assert carried["data.sources"] == [{"path": str(long)}, {"path": "b.parquet"}] and "data.path" not in carried
+    assert carried["eval.path"] == "c.parquet"
     (tmp_path / "a.yaml").write_text(text + "input_key: chat\n")
-    found = values(str(tmp_path / "a.yaml"))
-    assert [source["columns"] for source in found["data.sources"]] == [{"messages": "chat"}] * 2
-    assert found["eval.sources"] == [{"path": "c.parquet", "columns": {"messages": "chat"}}]
-    assert "data.columns" not in found and "eval.path" not in found
+    carried = values(str(tmp_path / "a.yaml"))
+    assert [source["columns"] for source in carried["data.sources"]] == [{"messages": "chat"}] * 2
+    assert carried["eval.sources"] == [{"path": "c.parquet", "columns": {"messages": "chat"}}]
+    assert "data.columns" not in carried and "eval.path" not in carried
 
 
 def test_gpus_that_share_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -930,10 +935,10 @@ def test_gpus_that_share_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_meshes(tmp_path: Path, text: str, gpus: int | None, expected: dict[str, Any]) -> None:
     """verl's and ROLL's shards are counted over the ranks that share documents, weft's mesh.dp_shard is not."""
     (tmp_path / "a.yaml").write_text(text)
-    found = values(str(tmp_path / "a.yaml"), ranks=gpus)
-    told = ("mesh.", "step.documents") if "step.documents" in expected else ("mesh.",)
-    told = (*told, "step.max_tokens_per_device")
-    assert {key: value for key, value in found.items() if key.startswith(told)} == expected
+    carried = values(str(tmp_path / "a.yaml"), ranks=gpus)
+    prefixes = ("mesh.", "step.documents") if "step.documents" in expected else ("mesh.",)
+    prefixes = (*prefixes, "step.max_tokens_per_device")
+    assert {key: value for key, value in carried.items() if key.startswith(prefixes)} == expected
 
 
 def test_shards_that_do_not_divide_are_named(tmp_path: Path) -> None:
@@ -947,20 +952,20 @@ def test_minutes_are_seconds(tmp_path: Path, minutes: str) -> None:
     """In quotes, too, where sixty times a text would be a text."""
     text = f"base_model: m\nsequence_len: 512\ntimeout_minutes: {minutes}\ndp_shard_size: 4\n"
     (tmp_path / "a.yaml").write_text(text)
-    found = values(str(tmp_path / "a.yaml"))
-    assert (found["train.timeout"], found["mesh.dp_shard"]) == (1800, 4)
+    carried = values(str(tmp_path / "a.yaml"))
+    assert (carried["train.timeout"], carried["mesh.dp_shard"]) == (1800, 4)
 
 
 def test_anchors_and_merged_keys_are_read(tmp_path: Path) -> None:
     """`<<: *name` is of YAML 1.1, and in many files; what the mapping itself sets comes before it."""
     text = "common: &common {learning_rate: 1.0e-5, num_train_epochs: 2}\nmodel_name_or_path: m\ndataset_name: d\n"
     (tmp_path / "a.yaml").write_text(f"{text}args:\n  learning_rate: 2.0e-5\n  <<: *common\n")
-    found = values(str(tmp_path / "a.yaml"))
-    assert (float(found["optimizer.lr"]), found["train.epochs"]) == (2e-5, 2)
+    carried = values(str(tmp_path / "a.yaml"))
+    assert (float(carried["optimizer.lr"]), carried["train.epochs"]) == (2e-5, 2)
     source = "datasets:\n  - &one {path: a.jsonl, type: chat_template, split: train}\n  - {<<: *one, path: b.jsonl}\n"
     (tmp_path / "a.yaml").write_text(f"base_model: m\nsequence_len: 512\n{source}")
-    found = values(str(tmp_path / "a.yaml"))
-    assert found["data.sources"] == [{"path": "a.jsonl", "split": "train"}, {"path": "b.jsonl", "split": "train"}]
+    carried = values(str(tmp_path / "a.yaml"))
+    assert carried["data.sources"] == [{"path": "a.jsonl", "split": "train"}, {"path": "b.jsonl", "split": "train"}]
     (tmp_path / "a.yaml").write_text("model: {<<: 3, path: m}\n")
     with pytest.raises(UserError, match="`<<` merges mappings"):
         migrate([str(tmp_path / "a.yaml")])
@@ -990,16 +995,16 @@ def test_no_command_sends_in_a_circle(
     three say the same: of what there are drafts, and what to do."""
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(text)
-    said = {}
+    errors = {}
     for words in (["rl", "theirs.yaml"], ["sft", "theirs.yaml"], ["migrate", "theirs.yaml"]):
         assert cli.main(words) == (0 if drafted and words[0] == "migrate" else 2)
-        said[words[0]] = capsys.readouterr().err
+        errors[words[0]] = capsys.readouterr().err
     if drafted:
-        assert all("weft migrate FILE makes a draft" in said[command] for command in ("rl", "sft"))
+        assert all("weft migrate FILE makes a draft" in errors[command] for command in ("rl", "sft"))
         return
-    assert all(TABLES.drafts in text and "makes a draft" not in text for text in said.values())
-    assert said["sft"].count("\n") == 1 and said["rl"].count("\n") > 5
-    assert TABLES.drafts in said["rl"].splitlines()[0] and "docs/coming-from/" in said["rl"].splitlines()[-1]
+    assert all(TABLES.drafts in text and "makes a draft" not in text for text in errors.values())
+    assert errors["sft"].count("\n") == 1 and errors["rl"].count("\n") > 5
+    assert TABLES.drafts in errors["rl"].splitlines()[0] and "docs/coming-from/" in errors["rl"].splitlines()[-1]
 
 
 def test_a_preference_config_is_one_line(
@@ -1186,13 +1191,13 @@ def test_what_has_a_key_is_carried_over(tmp_path: Path, name: str) -> None:
     text, expected = CARRIED[name]
     (tmp_path / "a.yaml").write_text(text)
     draft = yaml.load(migrate([str(tmp_path / "a.yaml")], 8), Loader)
-    found = {f"{section}.{leaf}": value for section, keys in draft.items() for leaf, value in keys.items()}
+    carried = {f"{section}.{leaf}": value for section, keys in draft.items() for leaf, value in keys.items()}
     none = {key for key, value in expected.items() if value is None and not key.endswith("keep")}
-    assert not none & {*found}
-    got = {key: [*value] if isinstance(value, tuple) else value for key, value in found.items() if key in expected}
+    assert not none & {*carried}
+    got = {key: [*value] if isinstance(value, tuple) else value for key, value in carried.items() if key in expected}
     assert got == {key: value for key, value in expected.items() if key not in none}
     if "checkpoint.keep" in expected:
-        assert "checkpoint.keep" in found
+        assert "checkpoint.keep" in carried
 
 
 @pytest.mark.parametrize(
@@ -1256,9 +1261,9 @@ def test_the_branch_of_a_script_that_is_taken(tmp_path: Path, test: str, name: s
     """Of both branches the last was read, whatever it would run on."""
     (tmp_path / "a.sh").write_text(SCRIPT.format(test=test))
     draft = yaml.load(migrate([str(tmp_path / "a.sh")]), Loader)
-    one = {"cp": 2, "ulysses": 2}
+    first_branch = {"cp": 2, "ulysses": 2}
     assert draft["optimizer"]["lr"] == {"one": 1e-5, "three": 2e-5}[name]
-    assert draft["mesh"] == (one if name == "one" else {"tp": 4})
+    assert draft["mesh"] == (first_branch if name == "one" else {"tp": 4})
 
 
 def test_the_case_of_a_script_that_is_taken(tmp_path: Path) -> None:

@@ -203,13 +203,13 @@ def test_what_the_number_of_gpus_decides_is_left_open(tmp_path: Path) -> None:
 
 def test_nothing_of_verl_is_lost_without_a_word(tmp_path: Path) -> None:
     """Every name of a script, with many of a critic and a reward model, is taken, read or named below the draft."""
-    more = [
+    overrides = [
         "algorithm.adv_estimator=gae", "critic.model.path=org/critic", "critic.ppo_micro_batch_size_per_gpu=8",
         "critic.model.override_config.dropout=0", "critic.whatever=1", "reward_model.model.path=org/rm",
         "actor_rollout_ref.rollout.unheard_of=3", "data.sampler.class_name=Mine", "algorithm.unheard_of=4",
     ]  # fmt: skip
-    _, _, text = verl_draft(tmp_path, *more)
-    taken, _, below = text.partition("# Not taken over:")
+    _, _, text = verl_draft(tmp_path, *overrides)
+    carried, _, below = text.partition("# Not taken over:")
     below = below.replace("\n#    ", "")
     for name in (
         "critic.whatever", "critic.model.override_config.dropout", "reward_model.model.path", "algorithm.unheard_of",
@@ -263,7 +263,7 @@ RLOO_SCRIPT = (
 
 
 @pytest.mark.parametrize(
-    ("more", "expected", "differing"),
+    ("options", "expected", "differing"),
     [
         ("", {}, set()),
         ("--num_generations 4 --beta 0", {"rl.group_size": 4, "rl.kl_coef": 0}, set()),
@@ -274,10 +274,10 @@ RLOO_SCRIPT = (
         ("--rloo_k 4", {"rl.group_size": 4}, {"version"}),
     ],
 )
-def test_rloo_of_trl(tmp_path: Path, more: str, expected: dict[str, Any], differing: set[str]) -> None:
-    (tmp_path / "rloo.sh").write_text(f"{RLOO_SCRIPT} {more}\n")
+def test_rloo_of_trl(tmp_path: Path, options: str, expected: dict[str, Any], differing: set[str]) -> None:
+    (tmp_path / "rloo.sh").write_text(f"{RLOO_SCRIPT} {options}\n")
     values, differs, text = drafted(tmp_path / "rloo.sh")
-    changed = RLOO if not more else {}
+    changed = RLOO if not options else {}
     assert {key: values.get(key) for key in {**changed, **expected}} == {**changed, **expected}
     assert set(differs) == differing and "does not know" not in text
     if not differing:

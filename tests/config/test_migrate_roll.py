@@ -90,14 +90,16 @@ def advantages_of_roll(keys: dict[str, Any]) -> list[list[float]]:
     normal = rewards - means[mean]
     normal = normal if std is None else normal / (deviations[std] + 1e-6)
     gamma = keys.get("gamma", 1.0)
-    found = [
-        [reward * gamma ** (length - 1 - place) for place in range(length)]
+    by_sample = [
+        [reward * gamma ** (length - 1 - position) for position in range(length)]
         for reward, length in zip(normal.flatten(), itertools.chain(*LENGTHS), strict=True)
     ]
     if keys.get("whiten_advantages"):
-        tokens = np.concatenate(found)
-        found = [[(a - tokens.mean()) / math.sqrt(tokens.var(ddof=1) + 1e-8) for a in sample] for sample in found]
-    return found
+        tokens = np.concatenate(by_sample)
+        by_sample = [
+            [(a - tokens.mean()) / math.sqrt(tokens.var(ddof=1) + 1e-8) for a in sample] for sample in by_sample
+        ]
+    return by_sample
 
 
 KINDS = [None, "batch", "group"]
@@ -118,18 +120,18 @@ def test_advantages_are_those_of_roll_or_said_to_differ(
     keys["gamma"] = gamma
     draft, differs = drafted(tmp_path, yaml.safe_dump(keys))
     name = draft["rl"]["advantage"]
-    own = {leaf: draft["rl"][leaf] for leaf in ("advantage", "advantage_norm", "gamma") if leaf in draft["rl"]}
+    of_draft = {leaf: draft["rl"][leaf] for leaf in ("advantage", "advantage_norm", "gamma") if leaf in draft["rl"]}
     groups = [
         group(rewards, lengths, index) for index, (rewards, lengths) in enumerate(zip(REWARDS, LENGTHS, strict=True))
     ]
-    advantages(groups, algorithm(name, **own))
-    got = [sample.advantages[sample.sampled].tolist() for one in groups for sample in one.samples]  # type: ignore[index]
+    advantages(groups, algorithm(name, **of_draft))
+    got = [sample.advantages[sample.sampled].tolist() for sample_group in groups for sample in sample_group.samples]  # type: ignore[index]
     if std == "group" and mean != "group" and estimator == "reinforce":
         assert "advantage" in differs  # ROLL's own code cannot do this: shapes do not fit
         return
     right = advantages_of_roll(keys)
-    alike = all(np.allclose(a, b, rtol=1e-3) for a, b in zip(got, right, strict=True))
-    assert alike == ("advantage" not in differs), (got, right)
+    equal = all(np.allclose(a, b, rtol=1e-3) for a, b in zip(got, right, strict=True))
+    assert equal == ("advantage" not in differs), (got, right)
     assert ("algorithm" in draft["rl"]) and (draft["rl"]["algorithm"] is None) == bool(differs)
 
 
@@ -278,9 +280,9 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_line_that_defines_the_algorithm_is_written(tmp_path: Path, name: str) -> None:
-    text, own, differing = CASES[name]
+    text, changes, differing = CASES[name]
     draft, differs = drafted(tmp_path, text + "\n")
-    right = {leaf: value for leaf, value in {**GRPO, **own}.items() if value is not ...}
+    right = {leaf: value for leaf, value in {**GRPO, **changes}.items() if value is not ...}
     assert draft["rl"] == right
     assert set(differs) == differing
 
@@ -289,8 +291,8 @@ def test_each_line_that_defines_the_algorithm_is_written(tmp_path: Path, name: s
 def test_gae_is_the_default(tmp_path: Path, estimator: str) -> None:
     """Neither lambda, whitening, aggregation nor the critic are weft's."""
     draft, differs = drafted(tmp_path, estimator)
-    own = {"algorithm": None, "advantage": "gae", "advantage_norm": "none", "gamma": 1, "gae_lambda": 0.95}
-    assert draft["rl"] == {**GRPO, **own}
+    of_draft = {"algorithm": None, "advantage": "gae", "advantage_norm": "none", "gamma": 1, "gae_lambda": 0.95}
+    assert draft["rl"] == {**GRPO, **of_draft}
     assert draft["critic"] == {"lr": 5e-5, "clip": None}
     assert set(differs) == {
         "aggregation of the critic's loss", "warmup_steps of the critic",
@@ -302,8 +304,8 @@ def test_gae_is_the_default(tmp_path: Path, estimator: str) -> None:
         "per_device_train_batch_size: 1}}\n"
     )
     draft, differs = drafted(tmp_path, estimator + text)
-    own |= {"advantage_norm": "batch", "gae_lambda": 0.9}
-    assert draft["rl"] == {**GRPO, **own}
+    of_draft |= {"advantage_norm": "batch", "gae_lambda": 0.9}
+    assert draft["rl"] == {**GRPO, **of_draft}
     assert draft["critic"] == {"path": "org/reward", "lr": 1e-5, "clip": 0.5}
     assert set(differs) == {"aggregation of the critic's loss", "warm-up of the critic"}
 
@@ -327,14 +329,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_policy_gradients_of_the_worker_that_reads_them(tmp_path: Path, name: str) -> None:
     """pg_variant has an effect in ActorPGWorker alone, whose default is the plain policy gradient."""
-    more, own, differing = VARIANTS[name]
-    said = f"pg_variant: {name.partition(',')[0]}{more}" if name else "pg_variant: ~"
+    options, changes, differing = VARIANTS[name]
+    variant = f"pg_variant: {name.partition(',')[0]}{options}" if name else "pg_variant: ~"
     worker = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
-    base = BASE.replace("actor_train:\n", "actor_train:\n" + "".join(f"  {one}\n" for one in said.split(", ")))
+    base = BASE.replace("actor_train:\n", "actor_train:\n" + "".join(f"  {line}\n" for line in variant.split(", ")))
     draft, differs = drafted(
         tmp_path, "adv_estimator: grpo\n", base.replace("actor_train:\n", f"actor_train:\n  worker_cls: {worker}\n")
     )
-    assert draft["rl"] == {leaf: value for leaf, value in {**GRPO, **own}.items() if value is not ...}
+    assert draft["rl"] == {leaf: value for leaf, value in {**GRPO, **changes}.items() if value is not ...}
     assert set(differs) == ({"policy loss"} if differing else set())
     assert lines(tmp_path, "adv_estimator: grpo\n", base) == GRPO  # in another worker it has none
 
@@ -393,11 +395,11 @@ def test_a_draft_that_differs_is_refused_until_it_is_confirmed(
     printed = capsys.readouterr()
     assert "1 quantity differs (clip of advantages)" in printed.err
     Path("mine.yaml").write_text(printed.out)
-    here = ["model.path=org/m", "data.path=d.jsonl"]
+    overrides = ["model.path=org/m", "data.path=d.jsonl"]
     with pytest.raises(UserError, match=r"mine.yaml:\d+: rl.algorithm must be one of"):
-        load_config(["mine.yaml"], here, RlConfig)
+        load_config(["mine.yaml"], overrides, RlConfig)
     assert "algorithm: null  # CONFIRM: write reinforce++, the nearest" in printed.out
-    config = load_config(["mine.yaml"], [*here, "rl.algorithm=reinforce++"], RlConfig)
+    config = load_config(["mine.yaml"], [*overrides, "rl.algorithm=reinforce++"], RlConfig)
     assert (config.rl.advantage, config.rl.loss_aggregation, config.rl.dual_clip) == (
         "reinforce++",
         "sequence_mean",
@@ -428,10 +430,10 @@ def test_rewards_that_weft_does_not_have_are_to_be_written(tmp_path: Path, monke
     assert set(differs) == {"mean and deviation of a batch"}  # ROLL whitens each domain by itself
     monkeypatch.chdir(tmp_path)
     Path("d.jsonl").write_text("")
-    here = ["model.path=org/m", "data.path=d.jsonl", "rl.algorithm=reinforce++"]
+    overrides = ["model.path=org/m", "data.path=d.jsonl", "rl.algorithm=reinforce++"]
     Path("mine.yaml").write_text(migrate(["a.yaml"]))
     with pytest.raises(UserError, match="rl.reward: there is no module my_rewards"):
-        load_config(["mine.yaml"], here, RlConfig)
+        load_config(["mine.yaml"], overrides, RlConfig)
 
 
 @pytest.mark.parametrize(
@@ -456,16 +458,16 @@ def test_devices_that_overlap_are_named_with_who_wants_them(tmp_path: Path) -> N
     """Also of engines that are no servers, and of a reference that shares devices with engines alone."""
     first, last = (part.strip() for part in BASE.split("device_mapping: list(range(0,16))", 2)[:2])
     base = f"{first}\n  device_mapping: list(range(4,16))\n{last}\n  device_mapping: list(range(0,12))\n"
-    both = "trainers on 0-11, engines on 4-15: 16 in all, of which both want 4-11 ->"
+    message = "trainers on 0-11, engines on 4-15: 16 in all, of which both want 4-11 ->"
     for engine in ("vllm", "hf_infer"):
         draft, differs = drafted(
             tmp_path, "adv_estimator: grpo\n", base.replace("strategy_name: vllm", f"strategy_name: {engine}")
         )
-        assert differs["devices"].startswith(both) and draft["rollout"]["num_engines"] == 12
+        assert differs["devices"].startswith(message) and draft["rollout"]["num_engines"] == 12
         assert draft["cluster"]["placement"] is None
-    apart = f"{first}\n  device_mapping: list(range(12,16))\n{last}\n  device_mapping: list(range(0,12))\n"
+    separate = f"{first}\n  device_mapping: list(range(12,16))\n{last}\n  device_mapping: list(range(0,12))\n"
     reference = "reference: {device_mapping: 'list(range(14,18))', strategy_args: {strategy_name: fsdp2_infer}}\n"
-    _, differs = drafted(tmp_path, "adv_estimator: grpo\nuse_kl_loss: true\nkl_loss_coef: 0.1\n" + reference, apart)
+    _, differs = drafted(tmp_path, "adv_estimator: grpo\nuse_kl_loss: true\nkl_loss_coef: 0.1\n" + reference, separate)
     assert differs["devices of engines and reference"] == (
         "both on 14-15 -> 4 for engines and 4 others for reference"
     )  # fmt: skip
@@ -557,11 +559,11 @@ NOT_READ = ("kl_horizon", "error_max_len_threshold", "actor_infer.generating_arg
 def test_no_name_of_the_algorithm_is_lost(tmp_path: Path, name: str) -> None:
     """A value that is not ROLL's default changes a line of the draft, or what differs."""
     default = DEFAULTS[name]
-    other = OTHERS.get(name, {bool: not default, float: 0.5, int: 3, str: "else"}.get(type(default), 0.5))
+    changed = OTHERS.get(name, {bool: not default, float: 0.5, int: 3, str: "else"}.get(type(default), 0.5))
 
-    def draft(**more: Any) -> list[str]:
+    def draft(**options: Any) -> list[str]:
         tree: Any = yaml.safe_load(BASE + "adv_estimator: grpo\nvalidation: {data_args: {file_name: v.jsonl}}\n")
-        for key, value in more.items():
+        for key, value in options.items():
             inside = tree
             *sections, leaf = key.split(".")
             for section in sections:
@@ -571,5 +573,5 @@ def test_no_name_of_the_algorithm_is_lost(tmp_path: Path, name: str) -> None:
         text = migrate([str(tmp_path / "a.yaml")]).partition("# Not taken over")[0]
         return [line.partition("  # ")[0] for line in text.splitlines()]
 
-    beside = BESIDE.get(name, {})
-    assert draft(**beside, **{name: other}) != draft(**beside)
+    companions = BESIDE.get(name, {})
+    assert draft(**companions, **{name: changed}) != draft(**companions)

@@ -268,7 +268,7 @@ def test_stages_may_have_what_steps_each_tensor_by_itself(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Together", r"keeps largest in its groups, which depends on all tensors, .*mesh\.pp=1"),
+        ("JointRule", r"keeps largest in its groups, which depends on all tensors, .*mesh\.pp=1"),
         ("Clipped", r"steps a tensor otherwise beside others than alone, .*mesh\.pp=1"),
     ],
 )

@@ -45,9 +45,9 @@ Results = dict[str, Future[tuple[RlRun, Path]]]
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Results]:
     """The chosen cases run two at a time, because those that hang only wait."""
     task = make_task(tmp_path_factory.mktemp("additions"))
-    wanted = [item.callspec.params["name"] for item in request.session.items if item.name.startswith("test_rl_fault[")]
+    names = [item.callspec.params["name"] for item in request.session.items if item.name.startswith("test_rl_fault[")]
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run_rl_case, name, RL_CASES[name], task) for name in wanted if _can_run(name)}
+        yield {name: pool.submit(run_rl_case, name, RL_CASES[name], task) for name in names if _can_run(name)}
 
 
 def _can_run(name: str) -> bool:
@@ -68,7 +68,7 @@ def test_rl_fault(name: str, results: Results) -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "says"),
+    ("versions", "message"),
     [
         (
             ("2.58.0", "3.11.7"),
@@ -77,10 +77,10 @@ def test_rl_fault(name: str, results: Results) -> None:
         ((None, "3.9.1"), r"has Ray {ray} and Python 3\.9\.1, and this process has .*start weft with its Python"),
     ],
 )
-def test_a_cluster_of_other_versions_is_told_apart_from_none(versions: tuple[str | None, str], says: str) -> None:
+def test_a_cluster_of_other_versions_is_told_apart_from_none(versions: tuple[str | None, str], message: str) -> None:
     """Ray's own comparison, with what such a cluster says of itself."""
-    own = import_ray().__version__
-    cluster = {"ray_version": versions[0] or own, "python_version": versions[1]}
+    installed = import_ray().__version__
+    cluster = {"ray_version": versions[0] or installed, "python_version": versions[1]}
 
     def join(**_: object) -> None:
         check_version_info(cluster, "127.0.0.1")
@@ -88,7 +88,7 @@ def test_a_cluster_of_other_versions_is_told_apart_from_none(versions: tuple[str
     with (
         mock.patch.object(import_ray(), "init", join),
         mock.patch.object(ray_actors, "_require_listener"),
-        pytest.raises(UserError, match=says.format(ray=own.replace(".", r"\."))) as error,
+        pytest.raises(UserError, match=message.format(ray=installed.replace(".", r"\."))) as error,
         ray_actors.ray_session("10.0.0.1:6379", []),
     ):
         """Not joined."""

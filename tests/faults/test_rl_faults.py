@@ -60,7 +60,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path) -> Path:
+def complete_run(task: Path) -> Path:
     """Three rollout steps of one optimizer step each, evaluated after each, a checkpoint after each."""
     start(task, task / "whole", *whole_keys(task))
     return task / "whole"
@@ -112,9 +112,9 @@ def test_a_resumed_run_is_the_unbroken_one(case: str, task: Path, tmp_path: Path
 
 
 def test_a_damaged_checkpoint_is_not_resumed_from(
-    whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    complete_run: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    run = shutil.copytree(complete_run, tmp_path / "run", symlinks=True)
     back_to(run, 2)
     file = run / "checkpoints/step-000002/trainer_state/rank-00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_not_resumed_from(
     out = capsys.readouterr().out
     assert "changed  rl.reward_timeout: 30.0 -> 9.0" in out
     assert "step-000002: rank-00000.safetensors is not what was written" in out and "resumed  step 1 of 3" in out
-    same_run(run, whole)
+    same_run(run, complete_run)
 
 
 def test_of_samples_that_run_ahead_none_is_lost_or_counted_twice(task: Path, tmp_path: Path) -> None:
@@ -141,9 +141,11 @@ def test_of_samples_that_run_ahead_none_is_lost_or_counted_twice(task: Path, tmp
         assert versions <= {step - 2, step - 1} - {-1}
     back_to(run, 2)
     start(task, run, resume=True)
-    again = rollouts_of(run)
-    counted(again, config.rl)
-    assert {step: names(rows) for step, rows in again.items()} == {step: names(rows) for step, rows in unbroken.items()}
+    resumed = rollouts_of(run)
+    counted(resumed, config.rl)
+    assert {step: names(rows) for step, rows in resumed.items()} == {
+        step: names(rows) for step, rows in unbroken.items()
+    }
     assert [line["step"] for line in lines_of(run)] == [1, 2, 3, 4]
 
 
@@ -153,13 +155,13 @@ def names(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
 
 def counted(steps: dict[int, list[dict[str, Any]]], config: RlAlgorithm) -> None:
     """Each step has its samples, and no sample is in two of them; each prompt comes once in an epoch of nine."""
-    found = [name for rows in steps.values() for name in names(rows)]
-    assert len(found) == len(set(found)) == len(steps) * config.prompts_per_step * config.group_size
-    assert {visit for _, visit, _ in found} == {0}
+    sample_names = [name for rows in steps.values() for name in names(rows)]
+    assert len(sample_names) == len(set(sample_names)) == len(steps) * config.prompts_per_step * config.group_size
+    assert {visit for _, visit, _ in sample_names} == {0}
 
 
-def test_a_replay_goes_on_as_a_replay(whole: Path, task: Path, tmp_path: Path) -> None:
-    run, files = tmp_path / "run", str(whole / "rollouts")
+def test_a_replay_goes_on_as_a_replay(complete_run: Path, task: Path, tmp_path: Path) -> None:
+    run, files = tmp_path / "run", str(complete_run / "rollouts")
     start(task, run, "train.steps=3", replay=files)
     shutil.copytree(run, tmp_path / "unbroken", symlinks=True)
     back_to(run, 1)
@@ -167,17 +169,17 @@ def test_a_replay_goes_on_as_a_replay(whole: Path, task: Path, tmp_path: Path) -
         start(task, run, resume=True)
     start(task, run, resume=True, replay=files)
     same_run(run, tmp_path / "unbroken")
-    assert all((weights_of(run)[name] == value).all() for name, value in weights_of(whole).items())
-    other = shutil.copytree(whole, tmp_path / "other", symlinks=True)
-    back_to(other, 1)
+    assert all((weights_of(run)[name] == value).all() for name, value in weights_of(complete_run).items())
+    second = shutil.copytree(complete_run, tmp_path / "other", symlinks=True)
+    back_to(second, 1)
     with pytest.raises(UserError, match="it drew its own samples so far: leave --replay out"):
-        start(task, other, resume=True, replay=files)
+        start(task, second, resume=True, replay=files)
     with pytest.raises(UserError, match="--rollout-only makes rollouts, and --replay trains"):
         start(task, tmp_path / "both", "train.steps=3", replay=files, rollout_only=True)
 
 
 def test_rollouts_alone_go_on_behind_the_last(
-    whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    complete_run: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -199,13 +201,13 @@ def test_rollouts_alone_go_on_behind_the_last(
     name = next(name for name in read.Tags()["scalars"] if name.endswith("reward"))
     assert [event.step for event in read.Scalars(name)] == [1, 2, 3, 4]
     with pytest.raises(UserError, match="this run has trained. For rollouts of its weights start another: weft rl"):
-        start(task, whole, resume=True, rollout_only=True)
+        start(task, complete_run, resume=True, rollout_only=True)
 
 
 def test_training_from_rollouts_goes_on_from_the_same_ones(
-    whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    complete_run: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, rollouts_there = tmp_path / "run", str(whole / "rollouts")
+    run, rollouts_there = tmp_path / "run", str(complete_run / "rollouts")
 
     def strike(method: str, before: int) -> None:
         if (method, before) == ("update", 1):
@@ -213,23 +215,23 @@ def test_training_from_rollouts_goes_on_from_the_same_ones(
 
     with pytest.raises(StoppedError):
         start(task, run, *whole_keys(task), replay=rollouts_there, hook=strike)
-    said = capsys.readouterr().out
-    assert f"Go on with: weft rl --resume {run} --replay {rollouts_there}" in said
+    printed = capsys.readouterr().out
+    assert f"Go on with: weft rl --resume {run} --replay {rollouts_there}" in printed
     start(task, run, resume=True, replay=rollouts_there)
     assert "resumed  step 2" in capsys.readouterr().out
 
 
 def test_rollouts_that_are_damaged_are_skipped_by_name(
-    whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    complete_run: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest, by weft rollouts, and by a run of rollouts alone that goes on; a step that is asked for is named."""
-    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    run = shutil.copytree(complete_run, tmp_path / "run", symlinks=True)
     os.truncate(run / "rollouts/step-000003.parquet", 100)
     (run / "rollouts/step-000002.parquet").write_bytes(b"")
     rollouts.run(RolloutsOptions(run=str(run)))
-    said = capsys.readouterr().out
-    assert "skipped" in said and "step-000003.parquet: holds no rollouts of weft: " in " ".join(said.split())
-    assert "step 1: 2 prompts, 6 samples" in said
+    printed = capsys.readouterr().out
+    assert "skipped" in printed and "step-000003.parquet: holds no rollouts of weft: " in " ".join(printed.split())
+    assert "step 1: 2 prompts, 6 samples" in printed
     with pytest.raises(UserError, match=r"step-000002.parquet: holds no rollouts of weft: .*0 bytes"):
         rollouts.run(RolloutsOptions(run=str(run), step=2))
     (run / "rollouts/step-000001.parquet").write_bytes(b"PAR1")
@@ -245,15 +247,15 @@ def test_rollouts_that_are_damaged_are_skipped_by_name(
     os.truncate(only / "rollouts/step-000003.parquet", 100)
     capsys.readouterr()
     start(task, only, "train.steps=3", resume=True, rollout_only=True)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "skipped" in said and "resumed behind rollout step 2" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "skipped" in printed and "resumed behind rollout step 2" in printed
     assert lines_of(only) == lines_of(unbroken) and rollouts_of(only) == rollouts_of(unbroken)
     assert (only / "rollouts/dropped/step-000003.parquet").exists()
 
 
 @pytest.mark.parametrize(("method", "before"), [("generate", 2), ("update", 1), ("save", 0)])
 def test_a_signal_ends_and_saves_the_step(
-    method: str, before: int, whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, before: int, complete_run: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def strike(called: str, times: int) -> None:
         if (called, times) == (method, before):
@@ -266,7 +268,7 @@ def test_a_signal_ends_and_saves_the_step(
     assert "stopped  by SIGTERM after step 2. Go on with: weft rl --resume" in capsys.readouterr().out
     assert json.loads((run / "summary.json").read_text())["stopped"] == "SIGTERM"
     start(task, run, resume=True)
-    same_run(run, whole)
+    same_run(run, complete_run)
 
 
 # ---------------------------------------------------------------- what cannot be written
@@ -278,19 +280,21 @@ def full(path: Path) -> None:
     path.symlink_to("/dev/full")
 
 
-@pytest.mark.parametrize("what", ["rollouts", "evaluations", "metrics", "a checkpoint", "the run's folder"])
-def test_a_full_disk(what: str, whole: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["rollouts", "evaluations", "metrics", "a checkpoint", "the run's folder"])
+def test_a_full_disk(
+    part: str, complete_run: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the second step; the first one's checkpoint stands, and the run goes on from it when there is room."""
     run = tmp_path / "run"
 
     def strike(method: str, before: int) -> None:
         if (method, before) != ("update", 1):
             return
-        if what in ("rollouts", "evaluations"):
-            full(run / what / "step-000002.parquet.partial")
-        elif what == "metrics":
+        if part in ("rollouts", "evaluations"):
+            full(run / part / "step-000002.parquet.partial")
+        elif part == "metrics":
             _fill_metrics_disk(None)
-        elif what == "a checkpoint":
+        elif part == "a checkpoint":
             monkeypatch.setattr(snapshot, "write_rank_file", no_room)
         else:
             run.rename(tmp_path / "gone")
@@ -299,18 +303,18 @@ def test_a_full_disk(what: str, whole: Path, task: Path, tmp_path: Path, monkeyp
         start(task, run, *whole_keys(task), hook=strike)
     assert failure_kind(error.value) == "storage"
     message = str(error.value)
-    if what == "the run's folder":
+    if part == "the run's folder":
         assert f"could not write {run}" in message and "No such file" in message
         (tmp_path / "gone").rename(run)
     else:
         assert "No space left on device" in message
-    where = {"metrics": "metrics.jsonl", "a checkpoint": "checkpoints/step-000002.partial"}.get(what, what)
-    assert where.removeprefix("the run's folder") in message
+    full_path = {"metrics": "metrics.jsonl", "a checkpoint": "checkpoints/step-000002.partial"}.get(part, part)
+    assert full_path.removeprefix("the run's folder") in message
     assert f"weft rl --resume {run}" in message and "weft sft" not in message
     assert complete_steps(run / "checkpoints") == [1]
     monkeypatch.undo()
     start(task, run, resume=True)
-    same_run(run, whole)
+    same_run(run, complete_run)
 
 
 def no_room(*_: Any) -> Any:
@@ -321,7 +325,7 @@ def no_room(*_: Any) -> Any:
 
 
 def test_a_failing_controller_lets_the_trainers_finish_the_checkpoint(
-    whole: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    complete_run: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk takes three seconds for the weights; the controller fails meanwhile, in the second step."""
     run, write = tmp_path / "run", snapshot.write_export
@@ -338,12 +342,12 @@ def test_a_failing_controller_lets_the_trainers_finish_the_checkpoint(
     with pytest.raises(RuntimeError, match="boom"):
         start(task, run, *whole_keys(task), "checkpoint.async=true", hook=strike)
     assert complete_steps(run / "checkpoints") == [1]
-    said = capsys.readouterr().err
-    assert "ending   boom: a checkpoint is being written, and finished first, within 600 s (train.timeout)" in said
-    assert f"saved    {run}/checkpoints/step-000001" in said
+    printed = capsys.readouterr().err
+    assert "ending   boom: a checkpoint is being written, and finished first, within 600 s (train.timeout)" in printed
+    assert f"saved    {run}/checkpoints/step-000001" in printed
     monkeypatch.undo()
     start(task, run, "checkpoint.async=false", resume=True)
-    same_run(run, whole)
+    same_run(run, complete_run)
 
 
 class Fails:
@@ -364,7 +368,7 @@ def test_what_fails_in_an_actor_is_told_before_it_answers(tmp_path: Path) -> Non
     assert "boom" in report.message and fails.told == ["boom"]
 
 
-def rank_that_ends(path: str, folder: str, alone: bool) -> tuple[float, list[int]]:
+def rank_that_ends(path: str, folder: str, fails_alone: bool) -> tuple[float, list[int]]:
     """A trainer's rank whose call fails while a checkpoint is written, of which rank 0 writes for two seconds; the
     seconds that its end takes, and what is whole then."""
     rank, write = dist.get_rank(), snapshot.write_export
@@ -377,7 +381,7 @@ def rank_that_ends(path: str, folder: str, alone: bool) -> tuple[float, list[int
     saver = trainer.saver = Saver(open_engine(path, "2"), Path(folder), CheckpointConfig(), {"config": {}})
     with mock.patch.object(snapshot, "write_export", slow), mock.patch.object(save, "_GRACE_SECONDS", 0.5):
         saver.save(1, {})
-        if not alone or rank == 1:
+        if not fails_alone or rank == 1:
             began = time.monotonic()
             trainer.ending(RuntimeError("boom"))
             return time.monotonic() - began, complete_steps(Path(folder) / "checkpoints")
@@ -388,14 +392,14 @@ def rank_that_ends(path: str, folder: str, alone: bool) -> tuple[float, list[int
 
 def test_ranks_that_fail_alike_finish_the_checkpoint_and_one_that_fails_alone_does_not_wait(tmp_path: Path) -> None:
     path = saved_model("llama")
-    for alone in (False, True):
-        (tmp_path / str(alone)).mkdir()
-        found = run_on_ranks(2, rank_that_ends, path, str(tmp_path / str(alone)), alone)
-        seconds, steps = found[1]
-        if alone:
-            assert seconds < 1.5 and steps == [] and found[0][1] == []
+    for fails_alone in (False, True):
+        (tmp_path / str(fails_alone)).mkdir()
+        results = run_on_ranks(2, rank_that_ends, path, str(tmp_path / str(fails_alone)), fails_alone)
+        seconds, steps = results[1]
+        if fails_alone:
+            assert seconds < 1.5 and steps == [] and results[0][1] == []
         else:
-            assert seconds > 1.5 and [steps for _, steps in found] == [[1], [1]]
+            assert seconds > 1.5 and [steps for _, steps in results] == [[1], [1]]
 
 
 # ---------------------------------------------------------------- actors that fail
@@ -431,8 +435,10 @@ class Engines:
         await self.go.wait()
         if turn == 3:
             raise ActorError(f"rollout engine {number} died", "killed")
-        found = {key: [Completion((s,), (0.0,), "end", ((version, 1),)) for s in r.seeds] for key, r in asked.items()}
-        return found, len(found)
+        completions = {
+            key: [Completion((s,), (0.0,), "end", ((version, 1),)) for s in r.seeds] for key, r in asked.items()
+        }
+        return completions, len(completions)
 
 
 def test_an_update_waits_for_what_has_begun_and_holds_what_has_not() -> None:
@@ -454,9 +460,9 @@ def test_an_update_waits_for_what_has_begun_and_holds_what_has_not() -> None:
         await pool.resume()
         return await asyncio.gather(*first, *later, return_exceptions=True)
 
-    found = asyncio.run(play())
-    died = [result for result in found if isinstance(result, ActorError)]
-    answered = [result[0] for result in found if not isinstance(result, ActorError)]
+    results = asyncio.run(play())
+    died = [result for result in results if isinstance(result, ActorError)]
+    answered = [result[0] for result in results if not isinstance(result, ActorError)]
     assert len(died) == 1  # the fourth one's engine, and nobody waits for ever
     assert [(c.tokens, c.versions) for c in answered] == [((1,), ((0, 1),)), ((2,), ((0, 1),)), ((3,), ((1, 1),))]
 
@@ -471,13 +477,13 @@ def test_of_several_failures_the_cause_is_raised() -> None:
         raise error
 
     waited = ActorError("nothing came", "hang", RankReport(0, 0.0, "", kind="hang", waited=True))
-    said = ActorError("its connection was closed", "failed", RankReport(0, 0.0, ""))
+    closed = ActorError("its connection was closed", "failed", RankReport(0, 0.0, ""))
     died = ActorError("rollout engine 0 died", "killed")
 
     async def play(*errors: ActorError) -> None:
         await gather_calls([fail(0.02 * number, error) for number, error in enumerate(errors)])
 
-    for errors, cause in (((waited, said), said), ((said, died), died), ((waited, said, died), died)):
+    for errors, cause in (((waited, closed), closed), ((closed, died), died), ((waited, closed, died), died)):
         with pytest.raises(ActorError) as raised:
             asyncio.run(play(*errors))
         assert raised.value is cause
@@ -620,9 +626,9 @@ def test_a_run_that_cannot_learn_says_so_and_ends(
     words = r"nothing was learnt: in all 4 rollout steps .*(\nsample .* reward 1 for .*){2}"
     with pytest.raises(UserError, match=words):
         start(task, run, "train.steps=4", *constant)
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("warning 3 rollout steps in a row had nothing to learn from") == 1
-    assert len(re.findall(r"sample \d\.0/\d of \S+additions.jsonl:\d: reward 1 for ", said)) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("warning 3 rollout steps in a row had nothing to learn from") == 1
+    assert len(re.findall(r"sample \d\.0/\d of \S+additions.jsonl:\d: reward 1 for ", printed)) == 2
     assert (run / "checkpoints/latest").exists() and (run / "summary.json").exists()
     start(task, tmp_path / "other", "train.steps=3", *constant, f"rl.advantage={NO_BASELINE}")
     assert "nothing to learn" not in capsys.readouterr().out
@@ -699,9 +705,9 @@ def test_a_step_that_was_skipped_does_not_advance_the_rate() -> None:
     config = rl_config(algorithm(minibatches=4))
     object.__setattr__(config, "schedule", ScheduleConfig(name="linear", warmup_steps=0, min_lr_ratio=0.0))
     trainers: Any = Trainers()
-    nothing: Any = None
-    run = rl.RlRun(config, nothing, nothing, Actors(trainers, {}, None), rl.RlPlan(1, 4), rl.FRESH)
+    unused: Any = None
+    run = rl.RlRun(config, unused, unused, Actors(trainers, {}, None), rl.RlPlan(1, 4), rl.FRESH)
     step = rl.RolloutStep(1, [group((0.0, 1.0), index=index) for index in range(4)])
     lines = asyncio.run(rl.update(run, step))
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and run.updates == 3
-    assert rates == pytest.approx([config.optimizer.lr * left for left in (0.75, 0.5, 0.5, 0.25)])
+    assert rates == pytest.approx([config.optimizer.lr * share for share in (0.75, 0.5, 0.5, 0.25)])

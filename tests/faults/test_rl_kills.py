@@ -89,7 +89,7 @@ LONG = ["train.steps=24", "rl.minibatches=1", "checkpoint.every=4", ALONE]
 EXACT = ["rollout.engine=hf", "rl.on_policy=exact", "rollout.restarts=50", "rollout.timeout=60", *LONG]
 
 
-def run_struck(words: list[str], run: Path, which: Callable[[psutil.Process], bool], kills: int) -> str:
+def run_struck(words: list[str], run: Path, is_target: Callable[[psutil.Process], bool], kills: int) -> str:
     """Run a command line, of whose processes some are killed at random moments; returns what it
     prints."""
     chance, since = random.Random(0), time.monotonic()
@@ -97,7 +97,7 @@ def run_struck(words: list[str], run: Path, which: Callable[[psutil.Process], bo
         while kills and process.poll() is None and time.monotonic() - since < 600 * business():
             time.sleep(chance.uniform(0.5, 6.0))
             children = [] if not run.exists() else psutil.Process(process.pid).children(recursive=True)
-            if struck := [child for child in children if which(child)]:
+            if struck := [child for child in children if is_target(child)]:
                 with suppress(psutil.NoSuchProcess):
                     chance.choice(struck).kill()
                     kills -= 1
@@ -107,16 +107,16 @@ def run_struck(words: list[str], run: Path, which: Callable[[psutil.Process], bo
     return out
 
 
-def same(run: Path, other: Path) -> None:
+def same(run: Path, unbroken: Path) -> None:
     """Both runs have the same metrics, weights and samples; each sample of a step is there once."""
-    kept = [{k: v for k, v in line.items() if k != "rollout/engine_restarts"} for line in lines_of(run)]
-    assert kept == [{k: v for k, v in line.items() if k != "rollout/engine_restarts"} for line in lines_of(other)]
-    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(other).items())
-    for step, path in rollout_files(other / FOLDER).items():
-        mine, theirs = (read_rollouts(p) for p in (rollout_files(run / FOLDER)[step], path))
-        ids = [(group.prompt.id, sample.number) for group in mine for sample in group.samples]
+    lines = [{k: v for k, v in line.items() if k != "rollout/engine_restarts"} for line in lines_of(run)]
+    assert lines == [{k: v for k, v in line.items() if k != "rollout/engine_restarts"} for line in lines_of(unbroken)]
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(unbroken).items())
+    for step, path in rollout_files(unbroken / FOLDER).items():
+        actual, expected = (read_rollouts(p) for p in (rollout_files(run / FOLDER)[step], path))
+        ids = [(group.prompt.id, sample.number) for group in actual for sample in group.samples]
         assert len(set(ids)) == len(ids) == 16
-        assert ids == [(group.prompt.id, sample.number) for group in theirs for sample in group.samples]
+        assert ids == [(group.prompt.id, sample.number) for group in expected for sample in group.samples]
 
 
 def test_engines_that_are_killed_at_random_change_nothing(task: Path) -> None:
@@ -143,10 +143,10 @@ def test_a_run_whose_trainer_is_killed_is_resumed_and_is_the_unbroken_one(task: 
 def test_a_signal_saves_and_ends_and_other_clusters_stay(number: signal.Signals, task: Path) -> None:
     """Ctrl-C reaches every process of the terminal's group; SIGTERM, the controller."""
     run = task / f"signal-{number}"
-    other = "import ray, sys; ray.init(address='local', num_cpus=1, include_dashboard=False)\n"
-    other += "print('there', flush=True); sys.stdin.read(); print(ray.get(ray.remote(lambda: 7).remote()))"
+    program = "import ray, sys; ray.init(address='local', num_cpus=1, include_dashboard=False)\n"
+    program += "print('there', flush=True); sys.stdin.read(); print(ray.get(ray.remote(lambda: 7).remote()))"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", other], text=True, **pipes) as neighbour:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as neighbour:  # type: ignore[call-overload]
         assert "there" in neighbour.stdout.readline()
         with begun(command(task, run, "train.steps=4000", "checkpoint.every=2", ALONE, *AHEAD), run) as process:
             children = psutil.Process(process.pid).children(recursive=True)
@@ -154,8 +154,8 @@ def test_a_signal_saves_and_ends_and_other_clusters_stay(number: signal.Signals,
             out, _ = process.communicate(timeout=120 * business())
             assert process.returncode == 128 + number, out
             assert still_there(children) == []
-        found = re.search(rf"stopped  by {number.name} after step (\d+)", out)
-        assert found is not None and os.readlink(run / "checkpoints/latest") == f"step-{int(found[1]):06d}"
+        match = re.search(rf"stopped  by {number.name} after step (\d+)", out)
+        assert match is not None and os.readlink(run / "checkpoints/latest") == f"step-{int(match[1]):06d}"
         out, _ = neighbour.communicate(timeout=60 * business())
         assert out.strip() == "7"
 

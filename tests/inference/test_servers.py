@@ -120,12 +120,12 @@ def test_a_completion_in_ours() -> None:
     routes = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
     packed = io.BytesIO()
     np.save(packed, routes)
-    found = completion_of(choice(routed_experts=base64.b64encode(packed.getvalue()).decode())).routes
-    assert found.dtype == np.int16 and (found == routes).all()
+    actual = completion_of(choice(routed_experts=base64.b64encode(packed.getvalue()).decode())).routes
+    assert actual.dtype == np.int16 and (actual == routes).all()
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"token_ids": [5, 6]}, "2 tokens came with 3 logprobs"),
         ({"logprobs": {"content": [{"logprob": v} for v in (-0.1, -9999.0, -0.1)]}}, "token 1 is not a number"),
@@ -133,8 +133,8 @@ def test_a_completion_in_ours() -> None:
         ({"finish_reason": "error"}, "ended by error"),
     ],
 )
-def test_an_answer_that_is_not_whole_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_answer_that_is_not_whole_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         completion_of(choice(**changes))
 
 
@@ -202,9 +202,9 @@ def test_a_server_that_listens_no_more_ends_what_it_would_never_answer(tmp_path:
 
     async def body(fake: Fake) -> float:
         began = time.monotonic()
-        with pytest.raises(EngineDiedError, match="fake-0 listens no more while pausing") as found:
+        with pytest.raises(EngineDiedError, match="fake-0 listens no more while pausing") as error:
             await fake.served.order("/deaf", {}, "pausing")
-        assert found.value.kind == "killed"
+        assert error.value.kind == "killed"
         return time.monotonic() - began
 
     assert with_fake(tmp_path, body) < 5 * business()
@@ -218,9 +218,9 @@ def test_a_server_that_hangs_counts_as_dead_unless_it_was_told_to_wait(tmp_path:
         await asyncio.sleep(1.5)
         assert not slow.done()
         fake.served.set_paused(False)
-        with pytest.raises(EngineDiedError, match=r"fake-0 has finished nothing for \d s while generating") as found:
+        with pytest.raises(EngineDiedError, match=r"fake-0 has finished nothing for \d s while generating") as error:
             await slow
-        assert found.value.kind == "hang"
+        assert error.value.kind == "hang"
 
     with_fake(tmp_path, body)
 
@@ -259,23 +259,23 @@ def test_a_guard_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     child = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
     folder, log = tmp_path / "private", tmp_path / "log"
     folder.mkdir()
-    one = EngineProcess("e", [sys.executable, "-c", child], dict(os.environ), log, folder)
+    engine = EngineProcess("e", [sys.executable, "-c", child], dict(os.environ), log, folder)
     while "up" not in log.read_text():
         time.sleep(0.02)
-    family = psutil.Process(one._process.pid).children(recursive=True)
-    (guard,) = psutil.Process(one._process.pid).children()
+    family = psutil.Process(engine._process.pid).children(recursive=True)
+    (guard,) = psutil.Process(engine._process.pid).children()
     guard.kill()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
-    assert one._process.wait(10) == 128 + signal.SIGKILL and not folder.exists()
-    asyncio.run(one.close())
+    assert engine._process.wait(10) == 128 + signal.SIGKILL and not folder.exists()
+    asyncio.run(engine.close())
 
 
 # ---------------------------------------------------------------- its command line and environment
 
 
-def settings(**more: Any) -> Settings:
-    return Settings(interpreter=CPU, model="m", name="e", folder=Path("engines"), max_tokens=96, **more)
+def settings(**options: Any) -> Settings:
+    return Settings(interpreter=CPU, model="m", name="e", folder=Path("engines"), max_tokens=96, **options)
 
 
 def test_options_become_arguments() -> None:
@@ -293,11 +293,11 @@ def test_its_environment_is_ours_but_for_the_python_path(monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONHOME", "/of/weft")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    found = environment(settings(memory=2.5), tmp_path)
-    assert found["PYTHONPATH"] == str(tmp_path) and "PYTHONHOME" not in found
-    assert found["OMP_NUM_THREADS"] == "3"
-    assert found["VLLM_CPU_KVCACHE_SPACE"] == "2.5" and found["VLLM_SERVER_DEV_MODE"] == "1"
-    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"  # the user's comes first
+    variables = environment(settings(memory=2.5), tmp_path)
+    assert variables["PYTHONPATH"] == str(tmp_path) and "PYTHONHOME" not in variables
+    assert variables["OMP_NUM_THREADS"] == "3"
+    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "2.5" and variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"  # the user's comes first
 
 
 def test_its_processes_import_the_wire_and_nothing_else_of_weft(tmp_path: Path) -> None:
@@ -356,19 +356,19 @@ def config_of(folder: Path, *words: str) -> RlConfig:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     data.write_text("{}\n")
-    given = [f"model.path={model}", f"data.path={data}", "rl.reward=[tests.support.reward_functions:seen]", *words]
-    return load_config([], given, RlConfig, weights=False)
+    overrides = [f"model.path={model}", f"data.path={data}", "rl.reward=[tests.support.reward_functions:seen]", *words]
+    return load_config([], overrides, RlConfig, weights=False)
 
 
 def test_a_server_does_not_inherit_what_is_about_ranks_of_weft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the allocator's settings, which its sleep mode cannot live with, nor a loopback for NCCL."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
-    for interface, kept in (("lo", None), ("eth0", "eth0")):
+    for interface, expected in (("lo", None), ("eth0", "eth0")):
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", interface)
-        found = environment(settings(), tmp_path)
-        assert found.get("NCCL_SOCKET_IFNAME") == kept and "PATH" in found
-        assert not [name for name in found if name.endswith("ALLOC_CONF")]
+        variables = environment(settings(), tmp_path)
+        assert variables.get("NCCL_SOCKET_IFNAME") == expected and "PATH" in variables
+        assert not [name for name in variables if name.endswith("ALLOC_CONF")]
 
 
 @pytest.mark.covers(
@@ -381,7 +381,7 @@ def test_a_server_does_not_inherit_what_is_about_ranks_of_weft(tmp_path: Path, m
 )
 def test_keys_reach_the_server(tmp_path: Path) -> None:
     words = ["rollout.engine=vllm", "rollout.max_prompt_tokens=40", "rollout.max_new_tokens=24", "train.seed=7"]
-    own = [
+    further_words = [
         "rollout.tp=2",
         "rollout.gpu_memory_utilization=0.5",
         "rollout.dtype=fp32",
@@ -389,19 +389,23 @@ def test_keys_reach_the_server(tmp_path: Path) -> None:
         "rollout.engine_kwargs={a_b: 3}",
     ]
     cuda = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=False)
-    found = settings_of(config_of(tmp_path, *words, *own), cuda, "e", tmp_path, "bf16")
-    line = command(found, Path("/s"))
-    told = {line[n]: line[n + 1] for n in range(len(line) - 1)}
-    assert told["--model"] == str(tmp_path / "model") and told["--a-b"] == "3" and told["--seed"] == "7"
-    assert told["--dtype"] == "float32" and told["--tensor-parallel-size"] == "2" and told["--max-model-len"] == "64"
-    assert told["--gpu-memory-utilization"] == "0.5" and found.silence == 99
-    assert found.folder == tmp_path / "engines"
+    server_settings = settings_of(config_of(tmp_path, *words, *further_words), cuda, "e", tmp_path, "bf16")
+    line = command(server_settings, Path("/s"))
+    arguments = {line[n]: line[n + 1] for n in range(len(line) - 1)}
+    assert arguments["--model"] == str(tmp_path / "model") and arguments["--a-b"] == "3" and arguments["--seed"] == "7"
+    assert (
+        arguments["--dtype"] == "float32"
+        and arguments["--tensor-parallel-size"] == "2"
+        and arguments["--max-model-len"] == "64"
+    )
+    assert arguments["--gpu-memory-utilization"] == "0.5" and server_settings.silence == 99
+    assert server_settings.folder == tmp_path / "engines"
     assert server_names(config_of(tmp_path, *words, "rollout.num_engines=2")) == ["vllm-0", "vllm-1"]
     exact = settings_of(config_of(tmp_path, *words, "rl.on_policy=exact"), cuda, "e", tmp_path, "fp32")
     assert environment(exact, tmp_path)["VLLM_BATCH_INVARIANT"] == "1"
-    for other in (found, replace(exact, interpreter=CPU)):
-        assert "VLLM_BATCH_INVARIANT" not in environment(other, tmp_path)
-    assert not found.sleeps and not found.drops and "--enable-sleep-mode" not in line
+    for variant in (server_settings, replace(exact, interpreter=CPU)):
+        assert "VLLM_BATCH_INVARIANT" not in environment(variant, tmp_path)
+    assert not server_settings.sleeps and not server_settings.drops and "--enable-sleep-mode" not in line
     sleeping = settings_of(config_of(tmp_path, *words, "cluster.placement=colocated"), cuda, "e", tmp_path, "fp32")
     assert "--enable-sleep-mode" in command(sleeping, Path("/s"))
     dropping = config_of(tmp_path, *words, "cluster.max_staleness=1", "rollout.on_weight_update=drop")
@@ -428,9 +432,11 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         config_of(tmp_path, "rollout.engine=vllm", "rollout.engine_kwargs={max-model-len: 9}")
     with pytest.raises(UserError, match=r"rollout.temperature is 0.001, which vLLM would raise to 0.01"):
         config_of(tmp_path, "rollout.engine=vllm", "rollout.temperature=0.001")
-    for key, value, whole in (("top_p", "0.9", 1), ("top_k", "20", 0), ("min_p", "0.1", 0)):
-        kept = rf"rollout.{key} is {value}, but vllm does not say how much .*: set rollout.{key}={whole} \(evaluation"
-        with pytest.raises(UserError, match=kept):
+    for key, value, disabled in (("top_p", "0.9", 1), ("top_k", "20", 0), ("min_p", "0.1", 0)):
+        message = (
+            rf"rollout.{key} is {value}, but vllm does not say how much .*: set rollout.{key}={disabled} \(evaluation"
+        )
+        with pytest.raises(UserError, match=message):
             config_of(tmp_path, "rollout.engine=vllm", f"rollout.{key}={value}")
         config_of(tmp_path, "rollout.engine=hf", f"rollout.{key}={value}")
     held_out = [f"eval.path={tmp_path}/data.jsonl", "eval.samples=2", "eval.top_p=0.9", "eval.top_k=20"]
@@ -509,9 +515,9 @@ def test_sglang_is_asked_as_documented(tmp_path: Path) -> None:
     async def body(engine: SglangEngine, server: Sglang) -> None:
         (completion,) = await engine.generate(REQUEST)
         assert completion == Completion((1, 2, 3, 4, 5), (-0.1, -0.2, -0.3, -0.4, -0.5), "end", ((1, 5),))
-        asked = dict(server.asked)["/generate"]
-        assert asked["input_ids"] == [8, 9] and asked["return_logprob"] is True
-        assert asked["sampling_params"] == {
+        request = dict(server.asked)["/generate"]
+        assert request["input_ids"] == [8, 9] and request["return_logprob"] is True
+        assert request["sampling_params"] == {
             "max_new_tokens": 6, "temperature": 0.5, "top_p": 1.0, "top_k": 1 << 30, "min_p": 0.0, "sampling_seed": 7,
             "stop_token_ids": [5], "ignore_eos": True, "stop": ["x"], "no_stop_trim": True,
             "skip_special_tokens": False,
@@ -555,8 +561,8 @@ def test_sglang_answers_nobody_without_the_key(tmp_path: Path) -> None:
     python.chmod(0o700)
 
     async def run() -> None:
-        own = replace(settings(silence=60.0), interpreter=replace(CPU, python=python), folder=tmp_path)
-        engine = await SglangEngine.start(own)
+        server_settings = replace(settings(silence=60.0), interpreter=replace(CPU, python=python), folder=tmp_path)
+        engine = await SglangEngine.start(server_settings)
         try:
             await engine.abort()
             address = engine._served._address
@@ -609,14 +615,14 @@ def test_a_sleeping_sglang_takes_its_weights_before_its_cache(tmp_path: Path) ->
         await engine.wake("weights")
         await engine.reload(Path("/new"), 2)
         await engine.wake("cache")
-        asked = [
+        calls = [
             (path, body.get("tags")) for path, body in server.asked if path.endswith(("occupation", "disk", "ration"))
         ]
-        assert asked[:3] == [
+        assert calls[:3] == [
             ("/pause_generation", None), ("/release_memory_occupation", None),
             ("/resume_memory_occupation", ["weights"]),
         ]  # fmt: skip
-        assert asked[-3:] == [
+        assert calls[-3:] == [
             ("/update_weights_from_disk", None), ("/resume_memory_occupation", ["kv_cache"]),
             ("/continue_generation", None),
         ]  # fmt: skip
@@ -655,15 +661,21 @@ def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path)
             await asyncio.sleep(0.01)
             return []
 
-    def asked(name: str, seeds: int, longest: int) -> Request:
+    def request_of(name: str, seeds: int, longest: int) -> Request:
         return Request(name, (1, 2), tuple(range(seeds)), SamplingParams(longest))
 
     async def run() -> list[list[str]]:
         actors: Any = ServerActors()
         pool = ServedPool(actors, actors, {}, tmp_path)
-        requests = [asked("long", 4, 100), asked("a", 4, 10), asked("b", 4, 10), asked("c", 8, 40), asked("d", 1, 1)]
+        requests = [
+            request_of("long", 4, 100),
+            request_of("a", 4, 10),
+            request_of("b", 4, 10),
+            request_of("c", 8, 40),
+            request_of("d", 1, 1),
+        ]
         await asyncio.gather(*(pool.generate(request) for request in requests))
-        await pool.generate(asked("later", 1, 1))
+        await pool.generate(request_of("later", 1, 1))
         return list(actors.got)
 
     assert asyncio.run(run()) == [["long", "d", "later"], ["a", "b", "c"]]
@@ -704,8 +716,8 @@ class Vllm:
 def vllm(tmp_path: Path, **settings: Any) -> tuple[VllmEngine, Vllm]:
     gpu = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=False)
     served = Vllm()
-    made = Settings(interpreter=gpu, model="m", name="vllm-0", folder=tmp_path, max_tokens=9, **settings)
-    return VllmEngine(made, served, tmp_path, 3), served  # type: ignore[arg-type]
+    server_settings = Settings(interpreter=gpu, model="m", name="vllm-0", folder=tmp_path, max_tokens=9, **settings)
+    return VllmEngine(server_settings, served, tmp_path, 3), served  # type: ignore[arg-type]
 
 
 TICKET = Ticket("127.0.0.1", 1, "key", "vllm-0", 0, 5.0)
@@ -743,9 +755,9 @@ def test_what_vllm_drops_begins_again_under_the_new_weights(tmp_path: Path) -> N
         (completion,) = await running
         return completion, served.asked
 
-    completion, asked = asyncio.run(body())
+    completion, calls = asyncio.run(body())
     assert completion == Completion((7,), (-0.5,), "end", ((4, 1),))
-    assert asked[:3] == ["/abort_requests", "/pause?mode=keep&clear_cache=false", "/collective_rpc"]
+    assert calls[:3] == ["/abort_requests", "/pause?mode=keep&clear_cache=false", "/collective_rpc"]
 
 
 def test_a_server_that_nobody_can_connect_to_is_dead_after_a_while() -> None:

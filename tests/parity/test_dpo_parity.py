@@ -49,8 +49,8 @@ def folder() -> Path:
     """pairs.jsonl and kto.jsonl: uneven lengths, with margins."""
     path, source = Path(tempfile.mkdtemp(prefix="weft-dpo-")), random.Random(3)
 
-    def words(most: int) -> str:
-        return "".join(source.choice("abcdefgh ") for _ in range(source.randint(1, most)))
+    def words(longest: int) -> str:
+        return "".join(source.choice("abcdefgh ") for _ in range(source.randint(1, longest)))
 
     rows = []
     for number in range(7):  # of equal length: two models rank the log ratios of such pairs differently
@@ -74,19 +74,19 @@ def models(family: str) -> tuple[str, str]:
 
 def config_of(family: str, mesh: str, budget: int, data: str, **keys: Any) -> DpoConfig:
     path, reference = models(family)
-    given = {
+    overrides = {
         "model.path": path, "data.path": str(folder() / f"{data}.jsonl"), "step.max_tokens_per_device": budget,
         **{f"mesh.{axis}": size for axis, size in MESHES[mesh].items()}, **KEYS, **keys,
     }  # fmt: skip
-    losses = given.get("preference.loss", "sigmoid")
+    losses = overrides.get("preference.loss", "sigmoid")
     names = losses if isinstance(losses, list) else [losses]
     if any(LOSSES[name].reference for name in names):
-        given = {"reference.path": reference, **given}
+        overrides = {"reference.path": reference, **overrides}
     if any(LOSSES[name].smoothing for name in names):
-        given["preference.label_smoothing"] = plain_dpo.SMOOTHING
+        overrides["preference.label_smoothing"] = plain_dpo.SMOOTHING
     if "simpo" not in names:
-        del given["preference.gamma"]
-    return load_config([], [f"{key}={json.dumps(value)}" for key, value in given.items()], DpoConfig)
+        del overrides["preference.gamma"]
+    return load_config([], [f"{key}={json.dumps(value)}" for key, value in overrides.items()], DpoConfig)
 
 
 def ours(configs: Sequence[DpoConfig]) -> list[tuple[dict[str, float | None], Tensors]]:
@@ -136,14 +136,14 @@ def answers_of(family: str, data: str, tail: float | None = None) -> tuple[list[
         if tail is not None:
             chosen.shorter = rejected.shorter = min(chosen.tokens, rejected.tokens)
             chosen.tail = rejected.tail = tail
-    others = []
+    partners = []
     for index in range(len(documents)):
         document = mismatched(documents, index, 128)
-        others.append(PlainAnswer(document.tokens.tolist(), document.weights.int().tolist(), ""))
+        partners.append(PlainAnswer(document.tokens.tolist(), document.weights.int().tolist(), ""))
     with torch.no_grad():
-        for answer in (*out, *others):
+        for answer in (*out, *partners):
             answer.reference = float(plain_dpo.logprob_sum(reference, answer))
-    return out, others
+    return out, partners
 
 
 def plain(
@@ -158,9 +158,9 @@ def plain(
 
 def plain_kto(family: str, desirable: float, undesirable: float) -> tuple[float, float, Tensors]:
     """(loss, z, gradients)."""
-    model, (answers, others) = plain_model(models(family)[0]), answers_of(family, "kto")
+    model, (answers, partners) = plain_model(models(family)[0]), answers_of(family, "kto")
     with torch.no_grad():
-        ratios = [float(plain_dpo.logprob_sum(model, answer)) - answer.reference for answer in others]
+        ratios = [float(plain_dpo.logprob_sum(model, answer)) - answer.reference for answer in partners]
     kl = max(0.0, sum(ratios) / len(ratios))
     sums = [plain_dpo.logprob_sum(model, answer) for answer in answers]
     loss = plain_dpo.kto_loss(sums, answers, kl, desirable, undesirable)
@@ -168,10 +168,10 @@ def plain_kto(family: str, desirable: float, undesirable: float) -> tuple[float,
     return loss.item(), kl, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check(found: tuple[dict[str, float | None], Tensors], loss: float, gradients: Tensors, what: object) -> None:
-    assert found[0]["loss"] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), what
-    worst = max(compare_gradients(found[1], gradients, {}), key=lambda figure: figure.value)
-    assert worst.value <= GRADIENT, (what, worst)
+def check(actual: tuple[dict[str, float | None], Tensors], loss: float, gradients: Tensors, case: object) -> None:
+    assert actual[0]["loss"] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), case
+    worst = max(compare_gradients(actual[1], gradients, {}), key=lambda figure: figure.value)
+    assert worst.value <= GRADIENT, (case, worst)
 
 
 MIXES = [(["sigmoid", "sft"], [1.0, 0.3]), (["aot", "bco_pair", "sft"], [0.5, 0.2, 1.0])]
@@ -193,8 +193,8 @@ def test_every_loss_of_pairs(family: str, mesh: str, budget: int) -> None:
         )
         for names, weights in cases
     ]  # fmt: skip
-    found = run(world_of(mesh), ours, configs)[0]
-    for (names, weights), result in zip(cases, found, strict=True):
+    results = run(world_of(mesh), ours, configs)[0]
+    for (names, weights), result in zip(cases, results, strict=True):
         check(result, *plain(family, names, weights), names)
 
 
@@ -213,9 +213,9 @@ def test_on_meshes(family: str, mesh: str) -> None:
             **{"preference.loss": names, "preference.weights": weights},
         )
     )  # fmt: skip
-    found = run(world_of(mesh), ours, configs)[0]
-    check(found[0], *plain(family, ["sigmoid"], [1.0]), "sigmoid")
-    check(found[1], *plain(family, names, weights), names)
+    results = run(world_of(mesh), ours, configs)[0]
+    check(results[0], *plain(family, ["sigmoid"], [1.0]), "sigmoid")
+    check(results[1], *plain(family, names, weights), names)
 
 
 CUTS = [("1", 512), ("1", 160), ("1", 64), ("2", 64), ("4", 64)]
@@ -226,9 +226,9 @@ def test_kto_is_of_the_whole_step_on_every_cut() -> None:
     loss, kl, gradients = plain_kto("llama", 1.3, 0.7)
     assert kl > 0
     for mesh, budget in CUTS:
-        (found,) = run(world_of(mesh), ours, [config_of("llama", mesh, budget, "kto", **KTO)])[0]
-        check(found, loss, gradients, (mesh, budget))
-        assert found[0]["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-4)  # of sums near 100
+        (result,) = run(world_of(mesh), ours, [config_of("llama", mesh, budget, "kto", **KTO)])[0]
+        check(result, loss, gradients, (mesh, budget))
+        assert result[0]["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-4)  # of sums near 100
 
 
 def test_mixes_are_of_the_whole_step_on_every_cut() -> None:
@@ -236,17 +236,17 @@ def test_mixes_are_of_the_whole_step_on_every_cut() -> None:
     loss, gradients = plain("llama", names, weights)
     for mesh, budget in CUTS:
         keys = {"preference.loss": names, "preference.weights": weights}
-        (found,) = run(world_of(mesh), ours, [config_of("llama", mesh, budget, "pairs", **keys)])[0]
-        check(found, loss, gradients, (mesh, budget))
+        (result,) = run(world_of(mesh), ours, [config_of("llama", mesh, budget, "pairs", **keys)])[0]
+        check(result, loss, gradients, (mesh, budget))
 
 
 @pytest.mark.covers("preference.ld_alpha")
 def test_tokens_beyond_the_shorter_answer_weigh_less_on_both_sides() -> None:
     for name in ("sigmoid", "ipo"):
-        (found,) = run(
+        (result,) = run(
             1, ours, [config_of("llama", "1", 64, "pairs", **{"preference.loss": name, "preference.ld_alpha": 0.4})]
         )[0]
-        check(found, *plain("llama", [name], [1.0], 0.4), name)
+        check(result, *plain("llama", [name], [1.0], 0.4), name)
 
 
 KTO = {"preference.loss": "kto", "preference.desirable_weight": 1.3, "preference.undesirable_weight": 0.7}
@@ -299,13 +299,13 @@ def plain_steps(
 
 
 def check_steps(
-    found: list[tuple[dict[str, Any], Tensors]],
+    results: list[tuple[dict[str, Any], Tensors]],
     expected: list[tuple[float, Tensors]],
     in_fp64: Callable[[], list[tuple[float, Tensors]]],
 ) -> None:
     """in_fp64: `expected` in fp64, from which the noise of fp32 is known; called where fp32 alone fails."""
     exact = list[tuple[float, Tensors]]()
-    for number, ((metrics, actual), (loss, gradients)) in enumerate(zip(found, expected, strict=True)):
+    for number, ((metrics, actual), (loss, gradients)) in enumerate(zip(results, expected, strict=True)):
         assert metrics["loss"] == pytest.approx(loss, rel=SCALAR, abs=SCALAR), number
         if all(figure.passed for figure in compare_gradients(actual, gradients, {})):
             continue
@@ -322,15 +322,15 @@ SGD = {"optimizer.name": "sgd", "optimizer.weight_decay": 0.0}
 def test_several_steps(family: str, mesh: str) -> None:
     """In micro-batches, with updates between; with cp, rows are so short that answers are cut."""
     config = config_of(family, mesh, 24 if "cp" in mesh else 64, "pairs", **SGD)
-    found = run(world_of(mesh), ours_of_steps, config)[0]
-    assert found[0][0]["rows"] * world_of(mesh) > 1 and found[0][0]["cut"] == ("cp" in mesh)
+    results = run(world_of(mesh), ours_of_steps, config)[0]
+    assert results[0][0]["rows"] * world_of(mesh) > 1 and results[0][0]["cut"] == ("cp" in mesh)
     answers, _ = answers_of(family, "pairs")
 
     def expected(dtype: torch.dtype) -> list[tuple[float, Tensors]]:
         model = plain_model(models(family)[0]).to(dtype)
         return plain_steps(model, list(model.named_parameters()), answers)
 
-    check_steps(found, expected(torch.float32), partial(expected, torch.float64))
+    check_steps(results, expected(torch.float32), partial(expected, torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_several_steps(family: str, mesh: str) -> None:
 def test_adapters_whose_base_is_the_reference(family: str, mesh: str, tmp_path: Path) -> None:
     adapter, path = str(tmp_path / "adapter"), models(family)[0]
     config = config_of(family, mesh, 64, "pairs", **SGD, **{"lora.rank": 4, "reference.path": None})
-    found = run(world_of(mesh), ours_of_steps, config, adapter)[0]
+    results = run(world_of(mesh), ours_of_steps, config, adapter)[0]
     answers = deepcopy(answers_of(family, "pairs")[0])
 
     def expected(dtype: torch.dtype) -> list[tuple[float, Tensors]]:
@@ -351,7 +351,7 @@ def test_adapters_whose_base_is_the_reference(family: str, mesh: str, tmp_path: 
         named = [(name, parameter) for name, parameter in plain.named() if parameter.requires_grad]
         return plain_steps(plain.model, named, answers)
 
-    check_steps(found, expected(torch.float32), partial(expected, torch.float64))
+    check_steps(results, expected(torch.float32), partial(expected, torch.float64))
 
 
 # ---------------------------------------------------------------- images
@@ -404,7 +404,7 @@ def test_several_steps_with_images(family: str, mesh: str) -> None:
     config = config_of("llama", mesh, 256, "pairs", **SGD, **{
         "model.path": path, "reference.path": reference, "data.path": data,
     })  # fmt: skip
-    found = run(world_of(mesh), ours_of_steps, config)[0]
+    results = run(world_of(mesh), ours_of_steps, config)[0]
     documents = Dpo(config).read_data().documents
 
     def expected(dtype: torch.dtype) -> list[tuple[float, Tensors]]:
@@ -419,4 +419,4 @@ def test_several_steps_with_images(family: str, mesh: str) -> None:
                 answer.reference = float(plain_dpo.logprob_sum(frozen, answer))
         return plain_steps(model, list(model.named_parameters()), answers)
 
-    check_steps(found, expected(torch.float32), partial(expected, torch.float64))
+    check_steps(results, expected(torch.float32), partial(expected, torch.float64))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "weft").rglob("*.py"))
@@ -117,10 +120,10 @@ EMPTY_NAMES = {
 MOST_EMPTY = 0.005  # of all names that are bound
 
 
-def bound_names() -> list[str]:
-    """Variables, attributes, parameters, functions and classes of the package, once for each time that one is bound."""
+def bound_names(files: Iterable[Path]) -> list[str]:
+    """Variables, attributes, parameters, functions and classes of files, once for each time that one is bound."""
     names: list[str | None] = []
-    for node in (node for path in FILES for node in ast.walk(tree(path))):
+    for node in (node for path in files for node in ast.walk(tree(path))):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
                 names.append(name)
@@ -129,16 +132,18 @@ def bound_names() -> list[str]:
     return [name for name in names if name is not None]
 
 
-def test_names_say_the_thing() -> None:
-    names = bound_names()
+@pytest.mark.parametrize("folder", ["weft", "tests", "benchmarks"])
+def test_names_say_the_thing(folder: str) -> None:
+    names = bound_names((ROOT / folder).rglob("*.py"))
     empty = Counter(name for name in names if name.strip("_").lower() in EMPTY_NAMES)
     assert sum(empty.values()) <= MOST_EMPTY * len(names), empty.most_common(20)
 
 
-def test_a_class_name_stands_once() -> None:
-    """In the whole package, private classes included."""
+@pytest.mark.parametrize("folders", [("weft",), ("tests", "benchmarks")], ids=" ".join)
+def test_a_class_name_stands_once(folders: tuple[str, ...]) -> None:
+    """In the whole package, private classes included, and in its tests and benchmarks."""
     files: dict[str, list[str]] = defaultdict(list)
-    for path in FILES:
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(str(path.relative_to(ROOT)))

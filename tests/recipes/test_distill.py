@@ -135,7 +135,7 @@ def test_each_source_has_its_teacher(tmp_path: Path) -> None:
     names = {tuple(d.tokens.tolist()): d.dataset for d in (data[i] for i in range(len(data)))}
     steps = documents(config)
     chosen = [[("a", "b").index(names[tuple(ids)]) for ids, _ in step] for step in steps]
-    assert {place for step in chosen for place in step} == {0, 1}
+    assert {teacher_index for step in chosen for teacher_index in step} == {0, 1}
     settings = {"loss": "forward_kl", "beta": 0.5, "temperature": 1.0, "squared": False, "alpha": 0.0}
     expected = plain_distill.train(
         f"{home()}/student", [f"{home()}/wide", f"{home()}/other"], steps, chosen, settings, 0.2
@@ -169,21 +169,21 @@ def test_a_base_under_adapters_equals_a_copy_of_it(tmp_path: Path) -> None:
 def test_kept_hidden_states_are_the_teachers_on_any_mesh(tmp_path: Path) -> None:
     """The second run, on another mesh, opens no teacher; the third has one more file, and reads only that anew."""
     words = [f"distill.teacher={home()}/other", "distill.loss=reverse_kl", "eval.share=0.2"]
-    kept = [*words, "distill.cache=disk", f"distill.cache_dir={tmp_path}/cache"]
+    cached_words = [*words, "distill.cache=disk", f"distill.cache_dir={tmp_path}/cache"]
     run(2, attempt, config_of(tmp_path / "live", *words))
-    run(2, attempt, config_of(tmp_path / "first", *kept))
+    run(2, attempt, config_of(tmp_path / "first", *cached_words))
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin")}
     assert sizes
-    run(1, attempt_without_teacher, config_of(tmp_path / "second", *kept))
+    run(1, attempt_without_teacher, config_of(tmp_path / "second", *cached_words))
     assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin")}
     figures = [
         [[line[k] for k in ("loss", "grad_norm")] for line in lines(tmp_path / name)] for name in ("live", "first")
     ]
     assert figures[0] == figures[1]
     second = [[line[k] for k in ("loss", "grad_norm")] for line in lines(tmp_path / "second")]
-    for one, other in zip(figures[0], second, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
-    run(1, attempt, config_of(tmp_path / "third", *kept, f"data.path={home()}/b.jsonl", "eval.share=null"))
+    for expected, actual in zip(figures[0], second, strict=True):
+        assert expected == pytest.approx(actual, rel=1e-5)
+    run(1, attempt, config_of(tmp_path / "third", *cached_words, f"data.path={home()}/b.jsonl", "eval.share=null"))
     assert len(list((tmp_path / "cache").rglob("*.bin"))) == len(sizes) + 1
 
 
@@ -195,15 +195,17 @@ def attempt_without_teacher(config: DistillConfig) -> None:
 def test_damaged_hidden_states_are_an_error(tmp_path: Path) -> None:
     """A byte that changed, and a file that was cut; an entry that was cut while it was written is none."""
     document = Document(torch.tensor([1, 2, 3]), torch.tensor([0.0, 1.0, 1.0]))
-    other = Document(torch.tensor([1, 2, 4]), torch.tensor([0.0, 1.0, 1.0]))
+    second_document = Document(torch.tensor([1, 2, 4]), torch.tensor([0.0, 1.0, 1.0]))
     hidden = torch.arange(12.0).view(3, 4).to(torch.bfloat16)
-    HiddenCache(tmp_path, 4, torch.bfloat16, {"weights": "w"}).put({0: document, 1: other}, {0: hidden, 1: -hidden})
+    HiddenCache(tmp_path, 4, torch.bfloat16, {"weights": "w"}).put(
+        {0: document, 1: second_document}, {0: hidden, 1: -hidden}
+    )
 
     def cache() -> HiddenCache:
         return HiddenCache(tmp_path, 4, torch.bfloat16, {"weights": "w"})
 
-    kept = cache().get(document)
-    assert kept is not None and torch.equal(kept[1:], hidden[1:]) and not kept[0].any()
+    cached = cache().get(document)
+    assert cached is not None and torch.equal(cached[1:], hidden[1:]) and not cached[0].any()
     (path,), (entries,) = tmp_path.glob("*.bin"), tmp_path.glob("*.idx")
     content = path.read_bytes()
     for damaged in (content[:3] + b"\x01" + content[4:], content[:5]):
@@ -212,7 +214,7 @@ def test_damaged_hidden_states_are_an_error(tmp_path: Path) -> None:
             cache().get(document)
     path.write_bytes(content)
     entries.write_bytes(entries.read_bytes()[:-1])
-    assert cache().get(other) is None and cache().get(document) is not None
+    assert cache().get(second_document) is None and cache().get(document) is not None
     with pytest.raises(UserError, match="holds what another teacher read"):
         HiddenCache(tmp_path, 4, torch.float32, {"weights": "w"})
 
@@ -261,10 +263,10 @@ class Server:
         """As vLLM writes them: token id as text -> logprob and rank, with the prompt's token, whatever its rank."""
         tokens, logprobs = self.lists(prompt, prompt_logprobs)
         out: list[dict[str, Any] | None] = [None]
-        for own, of_token, values in zip(prompt[1:], tokens[1:].tolist(), logprobs[1:].tolist(), strict=True):
+        for token_id, of_token, values in zip(prompt[1:], tokens[1:].tolist(), logprobs[1:].tolist(), strict=True):
             listed = enumerate(zip(of_token, values, strict=True), 1)
             entry = {str(token): {"logprob": value, "rank": rank} for rank, (token, value) in listed}
-            out.append({str(own): {"logprob": -9.0, "rank": 99}} | entry)
+            out.append({str(token_id): {"logprob": -9.0, "rank": 99}} | entry)
         return out
 
 
@@ -383,8 +385,8 @@ def test_a_share_of_the_answers_is_the_students(tmp_path: Path, mesh: str) -> No
     broken = config_of(tmp_path / "broken", *words)
     run(world, attempt_recording, broken, None, 1)
     run(world, attempt_recording, broken, str(tmp_path / "broken"))
-    again = [json.loads(line) for line in (tmp_path / "broken.jsonl").read_text().splitlines()]
-    assert [*again[:1], *again[2:]] == steps  # step 2 was begun twice
+    repeated = [json.loads(line) for line in (tmp_path / "broken.jsonl").read_text().splitlines()]
+    assert [*repeated[:1], *repeated[2:]] == steps  # step 2 was begun twice
     for name, weight in weights(tmp_path / "whole").items():
         assert torch.equal(weight, weights(tmp_path / "broken")[name]), name
 
@@ -465,11 +467,11 @@ def test_configs_that_are_refused(words: list[str], message: str) -> None:
 
 
 def test_another_tokenizer_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    other = home() / "tokens"
-    if not other.exists():
-        shutil.copytree(home() / "other", other)
-        metaspace_tokenizer().save_pretrained(other)
-    paths = [f"model.path={home()}/student", f"data.path={home()}/a.jsonl", f"distill.teacher={other}"]
+    other_model = home() / "tokens"
+    if not other_model.exists():
+        shutil.copytree(home() / "other", other_model)
+        metaspace_tokenizer().save_pretrained(other_model)
+    paths = [f"model.path={home()}/student", f"data.path={home()}/a.jsonl", f"distill.teacher={other_model}"]
     assert cli.main(["distill", *paths, "--dry-run"]) != 0
     assert "is another one than that of" in capsys.readouterr().err
 

@@ -34,11 +34,11 @@ QUIET = {"track.timing": False, "track.system": False}
 
 
 def config_of(path: Path, **keys: Any) -> DpoConfig:
-    given = {
+    overrides = {
         "model.path": models("llama")[0], "data.path": str(folder() / "pairs.jsonl"), "run.dir": str(path),
         "step.documents": 3, "step.max_tokens_per_device": 64, "optimizer.lr": 1e-3, "train.epochs": 2, **QUIET, **keys,
     }  # fmt: skip
-    return load_config([], [f"{key}={json.dumps(value)}" for key, value in given.items()], DpoConfig)
+    return load_config([], [f"{key}={json.dumps(value)}" for key, value in overrides.items()], DpoConfig)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -76,22 +76,29 @@ def test_a_cached_reference_is_the_live_one_on_any_mesh(tmp_path: Path) -> None:
     for cache in ("off", "memory", "disk"):
         path = tmp_path / cache
         runs[cache] = sum(start(1, path, {**base, "preference.cache": cache}))
-        for ours, theirs in zip(losses(path), losses(tmp_path / "off"), strict=True):  # in other rows: other rounding
-            assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6), cache
+        for actual, reference in zip(
+            losses(path), losses(tmp_path / "off"), strict=True
+        ):  # in other rows: other rounding
+            assert actual == pytest.approx(reference, rel=1e-6, abs=1e-6), cache
     assert runs["off"] > runs["memory"] == runs["disk"] == 14
-    more = {"preference.cache": "disk", "mesh.dp_shard": 2, "reference.dp_shard": 1, "reference.dp_replicate": 2}
-    assert start(2, tmp_path / "two", {**base, **more, "reference.max_tokens_per_device": 200}) == []
-    for ours, theirs in zip(losses(tmp_path / "two"), losses(tmp_path / "off"), strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-5)
+    on_two_ranks = {
+        "preference.cache": "disk",
+        "mesh.dp_shard": 2,
+        "reference.dp_shard": 1,
+        "reference.dp_replicate": 2,
+    }
+    assert start(2, tmp_path / "two", {**base, **on_two_ranks, "reference.max_tokens_per_device": 200}) == []
+    for actual, reference in zip(losses(tmp_path / "two"), losses(tmp_path / "off"), strict=True):
+        assert actual == pytest.approx(reference, rel=2e-4, abs=1e-5)
     changed = tmp_path / "pairs.jsonl"
     rows = [json.loads(line) for line in (folder() / "pairs.jsonl").read_text().splitlines()]
     rows[0]["chosen"] += "!"
     changed.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    other = {**base, "preference.cache": "disk", "data.path": str(changed)}
-    assert start(1, tmp_path / "other", other) == [1]
+    changed_data = {**base, "preference.cache": "disk", "data.path": str(changed)}
+    assert start(1, tmp_path / "other", changed_data) == [1]
     file = next((tmp_path / "cache").glob("reference/*/sums.npz"))
     file.write_bytes(file.read_bytes()[:-40])  # damage: all is read again
-    assert sum(start(1, tmp_path / "again", other)) == 14
+    assert sum(start(1, tmp_path / "again", changed_data)) == 14
 
 
 def trained_on_own_disks(config: DpoConfig) -> list[int]:
@@ -205,15 +212,21 @@ def test_formats_of_pairs(tmp_path: Path) -> None:
             "rejected": json.dumps([assistant("bad")]),
         },
     ]  # fmt: skip
-    found = said(pair_rows(tmp_path, *chats))
-    assert [role for role, _, _ in found] == ["chosen", "rejected"] * len(chats)
-    assert {context for _, context, _ in found} == {found[0][1]} and "q" in found[0][1]
-    assert {text for role, _, text in found if role == "chosen"} == {found[0][2]} and found[0][2].startswith("good")
-    assert {text for role, _, text in found if role == "rejected"} == {found[1][2]} and found[1][2].startswith("bad")
+    answers = said(pair_rows(tmp_path, *chats))
+    assert [role for role, _, _ in answers] == ["chosen", "rejected"] * len(chats)
+    assert {context for _, context, _ in answers} == {answers[0][1]} and "q" in answers[0][1]
+    assert {text for role, _, text in answers if role == "chosen"} == {answers[0][2]} and answers[0][2].startswith(
+        "good"
+    )
+    assert {text for role, _, text in answers if role == "rejected"} == {answers[1][2]} and answers[1][2].startswith(
+        "bad"
+    )
     plain = said(pair_rows(tmp_path, {"prompt": "q: ", "chosen": "good", "rejected": "bad"}))
     assert [text for _, _, text in plain] == ["good", "bad"] and plain[0][1].endswith("q: ")
-    whole = said(pair_rows(tmp_path, {"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"}))
-    assert [text for _, _, text in whole] == ["good", "bad"] and whole[0][1].endswith("Assistant: ")
+    conversations = said(
+        pair_rows(tmp_path, {"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"})
+    )
+    assert [text for _, _, text in conversations] == ["good", "bad"] and conversations[0][1].endswith("Assistant: ")
 
 
 def test_answers_with_labels(tmp_path: Path) -> None:
@@ -221,9 +234,9 @@ def test_answers_with_labels(tmp_path: Path) -> None:
         {"prompt": [user("q")], "completion": [assistant("good")], "label": True},
         {"messages": [user("q"), assistant("bad")], "kto_tag": False},
     ]
-    found = said(pair_rows(tmp_path, *rows, **{"preference.loss": "kto"}))
-    assert [role for role, _, _ in found] == ["desired", "undesired"]
-    assert [text[:3] for _, _, text in found] == ["goo", "bad"]
+    answers = said(pair_rows(tmp_path, *rows, **{"preference.loss": "kto"}))
+    assert [role for role, _, _ in answers] == ["desired", "undesired"]
+    assert [text[:3] for _, _, text in answers] == ["goo", "bad"]
     with pytest.raises(UserError, match=r"rows.jsonl:1: is one answer with a label.*preference.loss=kto"):
         pair_rows(tmp_path, *rows)
 
@@ -358,11 +371,11 @@ def test_the_example_is_a_config_of_weft_dpo() -> None:
 
 
 def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(models("llama")[1], other)
-    metaspace_tokenizer().save_pretrained(other)
+    other_model = tmp_path / "other"
+    shutil.copytree(models("llama")[1], other_model)
+    metaspace_tokenizer().save_pretrained(other_model)
     with pytest.raises(UserError, match="reference.path: the tokenizer of .* is another one .*the same family"):
-        dpo.Dpo(config_of(tmp_path, **{"reference.path": str(other)}))
+        dpo.Dpo(config_of(tmp_path, **{"reference.path": str(other_model)}))
 
 
 def of_nan(config: DpoConfig) -> None:

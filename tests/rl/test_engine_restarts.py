@@ -149,11 +149,13 @@ def restarts_of(run: Path) -> list[float]:
     return [line[RESTARTS] for line in lines_of(run)]
 
 
-def same_but_for_restarts(run: Path, other: Path) -> None:
-    ours, theirs = ([{k: v for k, v in line.items() if k != RESTARTS} for line in lines_of(r)] for r in (run, other))
-    assert ours == theirs
-    assert rollouts_of(run) == rollouts_of(other)
-    weights, expected = weights_of(run), weights_of(other)
+def same_but_for_restarts(run: Path, unbroken: Path) -> None:
+    lines, expected_lines = (
+        [{k: v for k, v in line.items() if k != RESTARTS} for line in lines_of(r)] for r in (run, unbroken)
+    )
+    assert lines == expected_lines
+    assert rollouts_of(run) == rollouts_of(unbroken)
+    weights, expected = weights_of(run), weights_of(unbroken)
     assert weights.keys() == expected.keys()
     assert all((weights[name] == expected[name]).all() for name in weights)
 
@@ -236,8 +238,8 @@ ENDS: dict[str, tuple[Strike, list[str], str, str]] = {
 @pytest.mark.covers("rollout.restarts")
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_whose_engines_keep_failing_ends_with_the_last_error(name: str, task: Path) -> None:
-    strike, keys, kind, says = ENDS[name]
-    with pytest.raises(ActorError, match=says) as error:
+    strike, keys, kind, message = ENDS[name]
+    with pytest.raises(ActorError, match=message) as error:
         run_struck(task, task / name.replace(" ", "-"), [strike], *keys)
     assert error.value.kind == kind
 
@@ -254,7 +256,7 @@ def test_what_is_no_completion_is_refused() -> None:
     request = Request("17.0", (5, 6), (1, 2), SamplingParams(3))
     good = Completion((4, 9), (-0.5, 0.0), "end", ((3, 1), (4, 1)))
     require_completions(request, [good, good], 10)
-    for wrong, says in (
+    for wrong, message in (
         ([good], "1 completions of 17.0 for 2 seeds"),
         ([good, replace(good, tokens=(4, 10))], "token 10 of 17.0"),
         ([good, replace(good, tokens=(4, -1))], "token -1 of 17.0"),
@@ -268,7 +270,7 @@ def test_what_is_no_completion_is_refused() -> None:
         ([good, replace(good, tokens=(), logprobs=(), versions=())], "0 tokens of 17.0"),
         ([good, replace(good, tokens=(1,) * 4, logprobs=(-1.0,) * 4, versions=((3, 4),))], "room for 3"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             require_completions(request, wrong, 10)  # type: ignore[arg-type]
 
 

@@ -124,10 +124,10 @@ def scores_of(folder: str, words: Sequence[str]) -> tuple[list[RewardOutcome], i
     """(the outcomes, bytes of the weights in a rank)."""
     config = scored_config(folder, words)
     rank = TrainerRank(config, "cpu") if config.reward_model.ranks is None else RewardModelRank(config, folder, "cpu")
-    first, *rest = rank.score("reward_model", [CHAT[:1], CHAT[1:]])
+    first, *second = rank.score("reward_model", [CHAT[:1], CHAT[1:]])
     scorer = rank.scorer if isinstance(rank, RewardModelRank) else rank.reward_models["reward_model"]
     weights = sum(p.to_local().nbytes for p in scorer.engine.module.parameters() if isinstance(p, DTensor))
-    return [*first, *rest[0]], weights
+    return [*first, *second[0]], weights
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +158,8 @@ def test_conversations_go_through_the_models_own_template(chat_model: Path, worl
     results = run(world, scores_of, str(chat_model), words)
     if "reward_model.tp=2" in words and "reward_model.ranks=2" not in words:
         config = scored_config(str(chat_model), words)
-        beside = Beside(config, Blueprint(policy_config(config), "cpu", None), world, "cpu", None)
-        (planned,) = beside.rows(MeshSizes(1, 2, 1, 1, 1, 1))
+        further_models = Beside(config, Blueprint(policy_config(config), "cpu", None), world, "cpu", None)
+        (planned,) = further_models.rows(MeshSizes(1, 2, 1, 1, 1, 1))
         assert planned.weights == max(weights for _, weights in results)
     for (*outcomes, long), _ in results:
         for conversation, outcome in zip(CHAT, outcomes, strict=False):
@@ -279,7 +279,7 @@ def test_a_judge_behind_a_url_grades(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets the question and the answer; a reply without a grade is no reward."""
     calls: list[dict[str, Any]] = []
 
-    class Judge(BaseHTTPRequestHandler):
+    class JudgeHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             calls.append({"path": self.path, "key": self.headers["Authorization"], **body})
@@ -292,7 +292,7 @@ def test_a_judge_behind_a_url_grades(monkeypatch: pytest.MonkeyPatch) -> None:
         def log_message(self, *words: Any) -> None:
             """It says nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), JudgeHandler) as server:
         Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
         monkeypatch.setenv("JUDGE_MODEL", "judge")

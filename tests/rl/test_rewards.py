@@ -408,7 +408,7 @@ def test_processes_import_no_torch_and_end_with_the_run() -> None:
 BONUS = 0.5
 
 
-class CallableJudge:
+class Judge:
     """An object that can be called."""
 
     def __init__(self, bonus: float) -> None:
@@ -428,7 +428,7 @@ def in_a_program(code: str) -> dict[str, Any]:
 def test_functions_of_a_program_are_sent_and_others_named() -> None:
     program = in_a_program("LESS = 1\n\ndef less(completions, **_):\n    return [float(t) - LESS for t in completions]")
     own_reward = lambda completions, **_: [BONUS * float(text) for text in completions]  # noqa: E731
-    functions = [program["less"], reward_functions.as_number, own_reward, CallableJudge(2.0), "length"]
+    functions = [program["less"], reward_functions.as_number, own_reward, Judge(2.0), "length"]
     names, code = name_rewards(functions)
     assert names == ["__main__:less", MODULE + "as_number", "__main__:reward_3", "__main__:Judge", "length"]
     assert list(code) == ["__main__:less", "__main__:reward_3", "__main__:Judge"]

@@ -84,9 +84,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(task: Path, run: Path, *more: str) -> list[str]:
+def command(task: Path, run: Path, *overrides: str) -> list[str]:
     paths = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", f"run.dir={run}"]
-    return [*WEFT, "rl", *paths, *KEYS, *more]
+    return [*WEFT, "rl", *paths, *KEYS, *overrides]
 
 
 def weft(words: Sequence[str], status: int = 0) -> str:
@@ -105,7 +105,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path) -> Path:
+def complete_run(task: Path) -> Path:
     """Three rollout steps of two optimizer steps each, with evaluations, on two ranks."""
     run = task / "whole"
     keys = ["train.steps=6", "checkpoint.every=2", f"eval.path={task}/held-out.jsonl", "eval.at_start=true"]
@@ -114,44 +114,44 @@ def whole(task: Path) -> Path:
 
 
 @pytest.mark.covers("rl.prompts_per_step", "rl.group_size", "rl.minibatches")
-def test_a_run_and_what_it_leaves(whole: Path) -> None:
-    lines = lines_of(whole)
+def test_a_run_and_what_it_leaves(complete_run: Path) -> None:
+    lines = lines_of(complete_run)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 4, 6]
     assert all(line["documents"] == 8 for line in lines[1:])
     last = lines[-1]
     assert last["rollout"] == 3 and last["staleness/max"] == 0
-    for line in map(json.loads, (whole / "metrics.jsonl").read_text().splitlines()[1:]):
+    for line in map(json.loads, (complete_run / "metrics.jsonl").read_text().splitlines()[1:]):
         assert 0 < line["time/forward"] < line["seconds"] and line["time/communication"] > 0  # two ranks
     assert last["sampling/sampling_logp_difference/max"] < 1e-5  # the engine has the trainer's weights
     assert last["rewards/exact_match/mean"] + last["rewards/length/mean"] == pytest.approx(last["reward"])
-    for step, path in rollout_files(whole / FOLDER).items():
+    for step, path in rollout_files(complete_run / FOLDER).items():
         groups = read_rollouts(path)
         assert [len(group.samples) for group in groups] == [4] * 4
         versions = {int(v) for g in groups for s in g.samples for v in s.versions[s.sampled]}
         assert versions == {step - 1}
-    start, end = (json.loads(line) for line in (whole / "starts.jsonl").read_text().splitlines())
+    start, end = (json.loads(line) for line in (complete_run / "starts.jsonl").read_text().splitlines())
     assert start["step"] == 0 and start["device"].endswith("(CPU)") and end["error"] == ""
     assert start["ranks"] == start["mesh"]["dp_shard"] and start["engines"] == ""
-    sample = json.loads((whole / "system.jsonl").read_text().splitlines()[-1])
+    sample = json.loads((complete_run / "system.jsonl").read_text().splitlines()[-1])
     assert sample["step"] == 6 and 0 <= sample["system/cpu"] <= 1
-    summary = json.loads((whole / "summary.json").read_text())
+    summary = json.loads((complete_run / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["stopped"] is None
-    printed = (whole.parent / "whole.out").read_text()
+    printed = (complete_run.parent / "whole.out").read_text()
     assert "rl       grpo: 3 rollout steps of 4 prompts x 4 samples, 2 optimizer steps each" in printed
 
 
-def test_weft_eval_finds_what_the_run_has_found(task: Path, whole: Path) -> None:
-    words = [*WEFT, "eval", str(whole), f"{task}/held-out.jsonl", "--json", f"cluster.address={cluster()}"]
-    said = json.loads(weft(words).strip().split("\n")[-1])
-    last = lines_of(whole)[-1]
-    assert said["prompts"] == 6
-    assert {key: said[key] for key in last if key.startswith("eval/") and key != "eval/seconds"} == {
+def test_weft_eval_finds_what_the_run_has_found(task: Path, complete_run: Path) -> None:
+    words = [*WEFT, "eval", str(complete_run), f"{task}/held-out.jsonl", "--json", f"cluster.address={cluster()}"]
+    printed = json.loads(weft(words).strip().split("\n")[-1])
+    last = lines_of(complete_run)[-1]
+    assert printed["prompts"] == 6
+    assert {key: printed[key] for key in last if key.startswith("eval/") and key != "eval/seconds"} == {
         key: value for key, value in last.items() if key.startswith("eval/") and key != "eval/seconds"
     }
 
 
-def test_a_run_whose_controller_is_killed_goes_on_as_the_unbroken_one(task: Path, whole: Path) -> None:
+def test_a_run_whose_controller_is_killed_goes_on_as_the_unbroken_one(task: Path, complete_run: Path) -> None:
     """All that it has started ends with it; then the same prompts, rollouts, losses and weights, to the bit."""
     run = task / "broken"
     keys = ["checkpoint.every=2", f"eval.path={task}/held-out.jsonl", "eval.at_start=true", "eval.every=2"]
@@ -167,17 +167,17 @@ def test_a_run_whose_controller_is_killed_goes_on_as_the_unbroken_one(task: Path
     words = [*WEFT, "rl", "--resume", str(run), "--nproc", "2"]
     assert "the learning rate of update 1 was 0.001" in weft([*words, "schedule.name=linear"], status=2)
     assert re.search("resumed  step [24] of 6", weft(words))
-    assert lines_of(run) == lines_of(whole)
-    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(whole).items())
+    assert lines_of(run) == lines_of(complete_run)
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(complete_run).items())
 
 
-def test_rollouts_are_trained_from_again_to_the_same_weights(task: Path, whole: Path) -> None:
+def test_rollouts_are_trained_from_again_to_the_same_weights(task: Path, complete_run: Path) -> None:
     """--replay needs no engine; another number of ranks changes rounding alone."""
     run = task / "replayed"
-    weft(command(task, run, "train.steps=6", "--nproc", "2", "--replay", str(whole / FOLDER)))
-    for ours, theirs in zip(lines_of(run), lines_of(whole)[1:], strict=True):
-        assert ours["loss"] == theirs["loss"] and ours["grad_norm"] == theirs["grad_norm"]
-    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(whole).items())
+    weft(command(task, run, "train.steps=6", "--nproc", "2", "--replay", str(complete_run / FOLDER)))
+    for replayed, original in zip(lines_of(run), lines_of(complete_run)[1:], strict=True):
+        assert replayed["loss"] == original["loss"] and replayed["grad_norm"] == original["grad_norm"]
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(complete_run).items())
 
 
 def test_a_run_whose_ranks_divide_each_layer(task: Path) -> None:
@@ -207,9 +207,9 @@ def compare_with_one_rank(task: Path, name: str, mesh: list[str], keys: Sequence
     assert len({tuple(sample.tokens.tolist()) for group in groups for sample in group.samples}) > len(groups)
     one_rank = task / f"{name}-on-one-rank"
     weft(command(task, one_rank, *keys, "--nproc", "1", "--replay", str(run / FOLDER)))
-    one, other = weights(run), weights(one_rank)
-    for parameter, tensor in one.items():
-        torch.testing.assert_close(tensor, other[parameter], rtol=0, atol=2e-5)  # each step moves them by up to 1e-3
+    actual, expected = weights(run), weights(one_rank)
+    for parameter, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[parameter], rtol=0, atol=2e-5)  # each step moves them by up to 1e-3
     return float(max(differences))
 
 
@@ -250,9 +250,9 @@ def test_a_trainer_rank_that_is_killed_is_named(task: Path) -> None:
 @contextmanager
 def begun(words: Sequence[str], run: Path) -> Iterator[subprocess.Popen[str]]:
     """A program, from its first checkpoint on. What is left of it is killed."""
-    both: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     env = forked.environment(**VARIABLES)
-    with subprocess.Popen(words, text=True, env=env, start_new_session=True, **both) as process:
+    with subprocess.Popen(words, text=True, env=env, start_new_session=True, **pipes) as process:
         try:
             until_checkpoint(run, lambda: process.poll() is None)
             yield process
@@ -335,19 +335,19 @@ def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     """The losses, values and weights of the trainer's own; a step of which not all is whole is none."""
     keys = ["rl.algorithm=ppo", "rl.minibatches=1", "rl.epochs=1", "rl.kl_coef=0.1", "critic.lr=1e-3", "train.steps=3"]
     keys += ["checkpoint.every=1", "checkpoint.keep=1"]
-    together, own = task / "together", task / "own"
-    weft(command(task, together, *keys))
-    printed = weft(command(task, own, *keys, "reference.ranks=1", "critic.ranks=1"))
+    shared, separate = task / "together", task / "own"
+    weft(command(task, shared, *keys))
+    printed = weft(command(task, separate, *keys, "reference.ranks=1", "critic.ranks=1"))
     assert printed.count("on 1 rank of its own") == 2
-    for ours, theirs in zip(lines_of(own), lines_of(together), strict=True):
+    for separate_line, shared_line in zip(lines_of(separate), lines_of(shared), strict=True):
         for name in ("loss", "grad_norm", "loss/value_avg", "critic/grad_norm"):
-            assert ours[name] == theirs[name], name
-    critic = load_file(own / "critic/checkpoints/latest/model.safetensors")
-    for name, value in load_file(together / "checkpoints/latest/critic/model.safetensors").items():
+            assert separate_line[name] == shared_line[name], name
+    critic = load_file(separate / "critic/checkpoints/latest/model.safetensors")
+    for name, value in load_file(shared / "checkpoints/latest/critic/model.safetensors").items():
         assert torch.equal(value, critic[name])
-    shutil.rmtree(own / "critic/checkpoints/step-000003")  # as if it had been killed in between
-    assert "resumed  step 2 of 3" in weft([*WEFT, "rl", "--resume", str(own), "critic.ranks=null"])
-    assert all(torch.equal(value, weights(own)[name]) for name, value in weights(together).items())
+    shutil.rmtree(separate / "critic/checkpoints/step-000003")  # as if it had been killed in between
+    assert "resumed  step 2 of 3" in weft([*WEFT, "rl", "--resume", str(separate), "critic.ranks=null"])
+    assert all(torch.equal(value, weights(separate)[name]) for name, value in weights(shared).items())
 
 
 @pytest.mark.covers("cluster.address", "cluster.trainer_ranks")

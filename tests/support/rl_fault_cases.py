@@ -68,19 +68,19 @@ def run_rl_case(name: str, case: RlCase, task: Path) -> tuple[RlRun, Path]:
 
 def check_rl(case: RlCase, run: RlRun, folder: Path) -> None:
     """AssertionError where anything is not as the case has it."""
-    said = run.output() + run.errors()
-    assert run.status == case.status, f"{run.status}: {said}"
-    at = 0
+    output = run.output() + run.errors()
+    assert run.status == case.status, f"{run.status}: {output}"
+    position = 0
     for pattern in case.says:
-        found = re.compile(pattern, re.MULTILINE).search(said, at)
-        assert found is not None, f"{pattern}\nis not in\n{said}"
-        at = found.start()
-    assert ("Traceback" in said) == case.traceback, said
+        match = re.compile(pattern, re.MULTILINE).search(output, position)
+        assert match is not None, f"{pattern}\nis not in\n{output}"
+        position = match.start()
+    assert ("Traceback" in output) == case.traceback, output
     assert run.seconds() < case.within or not case.status, run.seconds()
-    left = run.left_processes()
-    assert left == [], [process.cmdline() for process in left]
+    processes = run.left_processes()
+    assert processes == [], [process.cmdline() for process in processes]
     assert not case.tidy or run.left_folders() == []
-    assert last_whole(folder / "run") == case.saved, said
+    assert last_whole(folder / "run") == case.saved, output
     if not case.status and case.failed is not None:
         assert sum(line["rewards/failed"] for line in lines(folder / "run")) == case.failed
 
@@ -90,11 +90,11 @@ def check_resume(case: RlCase, run: RlRun, folder: Path) -> None:
     try:
         if not case.resumes:
             return
-        again = RlRun(["--resume", "run", *case.resume_with], folder, tmp=run.tmp).wait()
-        said = again.output() + again.errors()
-        assert again.status == 0, said
-        where = f"resumed  step {case.saved} of {STEPS}" if case.saved else "resumed  run has no checkpoint yet"
-        assert where in said, said
+        resumed = RlRun(["--resume", "run", *case.resume_with], folder, tmp=run.tmp).wait()
+        output = resumed.output() + resumed.errors()
+        assert resumed.status == 0, output
+        opening = f"resumed  step {case.saved} of {STEPS}" if case.saved else "resumed  run has no checkpoint yet"
+        assert opening in output, output
         assert [line["step"] for line in lines(folder / "run")] == list(range(1, STEPS + 1))
         assert sorted(rollout_files(folder / "run" / FOLDER)) == list(range(1, STEPS + 1))
         assert last_whole(folder / "run") == STEPS
@@ -104,8 +104,8 @@ def check_resume(case: RlCase, run: RlRun, folder: Path) -> None:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["step"]]
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in entries if line["step"]]
 
 
 # ---------------------------------------------------------------- actors that die or hang, on Ray
@@ -134,26 +134,26 @@ WHERE = {
 
 def trainers() -> dict[str, RlCase]:
     """Either of two trainer ranks is killed, or stopped, in every phase that it has."""
-    found = {}
+    cases = {}
     for name, (when, (phase, step), keys, saved) in TRAINER.items():
         for rank in (0, 1):
             common: dict[str, Any] = {"when": when, "on": "Ray, 2 ranks", "saved": saved}
             fault: dict[str, Any] = {"phase": phase, "step": step, "rank": rank}
-            found[f"trainer rank {rank} is killed {name}"] = RlCase(
+            cases[f"trainer rank {rank} is killed {name}"] = RlCase(
                 fault=RlFault(do="kill", **fault), status=10, words=[*TWO, *keys], **common,
                 says=[rf"trainer rank {rank} died", WHERE[name]],
             )  # fmt: skip
-            found[f"trainer rank {rank} is stopped {name}"] = RlCase(
+            cases[f"trainer rank {rank} is stopped {name}"] = RlCase(
                 fault=RlFault(do="stop", **fault), status=11, words=[*TWO, *SOON, *keys], **common, within=90.0,
                 says=[rf"trainer rank {rank} .*is stopped \(SIGSTOP\)", WHERE[name]],
             )  # fmt: skip
-    return found
+    return cases
 
 
 def engines() -> dict[str, RlCase]:
     """A rollout engine of its own (rollout.engine=hf) is killed, stopped, or answers nonsense, in every phase that it
     has: another takes its place. Without restarts, and after too many, the run ends."""
-    apart, soon = ["rollout.engine=hf"], ["rollout.timeout=3", "train.timeout=20"]
+    hf_engine, soon = ["rollout.engine=hf"], ["rollout.timeout=3", "train.timeout=20"]
     later = "run/checkpoints/step-000001"
     phases: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
         "loading": ("loading the model", {"phase": "load"}, [], 0),
@@ -164,40 +164,41 @@ def engines() -> dict[str, RlCase]:
     goes_on: dict[str, Any] = {"status": 0, "on": "Ray, an engine", "saved": 3, "lost": ALL, "resumes": False}
     ends: dict[str, Any] = {"when": "generating, step 2", "on": "Ray, an engine", "saved": 1}
     back = r"restart  rollout engine 0 runs again after"
-    found = {}
+    cases = {}
     for name, (when, fault, keys, _) in phases.items():
         once: dict[str, Any] = {"who": "engine", "step": 0, "once": "once", **fault}
-        found[f"a rollout engine is killed {name}"] = RlCase(
-            fault=RlFault(do="kill", **once), when=when, words=[*apart, *keys], **goes_on,
+        cases[f"a rollout engine is killed {name}"] = RlCase(
+            fault=RlFault(do="kill", **once), when=when, words=[*hf_engine, *keys], **goes_on,
             says=[r"restart  rollout engine 0 is replaced, restart 1 of 3 .*: .*rollout engine 0 died", back],
         )  # fmt: skip
-        found[f"a rollout engine is stopped {name}"] = RlCase(
-            fault=RlFault(do="stop", **once), when=when, words=[*apart, *soon, *keys], **goes_on,
+        cases[f"a rollout engine is stopped {name}"] = RlCase(
+            fault=RlFault(do="stop", **once), when=when, words=[*hf_engine, *soon, *keys], **goes_on,
             says=[r"restart  rollout engine 0 is replaced, restart 1 of 3", back],
         )  # fmt: skip
     generating: dict[str, Any] = {"who": "engine", "step": 0, "phase": "generate", "after": later}
-    found["a rollout engine raises generating"] = RlCase(
-        fault=RlFault(do="raise", once="once", **generating), when="generating, step 2", words=apart, **goes_on,
+    cases["a rollout engine raises generating"] = RlCase(
+        fault=RlFault(do="raise", once="once", **generating), when="generating, step 2", words=hf_engine, **goes_on,
         says=["rollout engine 0 is replaced, .*RuntimeError: boom", back],
     )  # fmt: skip
-    found["a rollout engine answers nonsense"] = RlCase(
-        fault=RlFault(do="an engine answers nonsense"), when="generating, step 1", words=apart,
+    cases["a rollout engine answers nonsense"] = RlCase(
+        fault=RlFault(do="an engine answers nonsense"), when="generating, step 1", words=hf_engine,
         **goes_on | {"on": "one process"},
         says=["rollout engine 0 is replaced, .*has answered what is no completion: ValueError: logprob nan", back],
     )  # fmt: skip
-    found["a rollout engine is killed each time"] = RlCase(
-        fault=RlFault(do="kill", **generating), status=10, words=[*apart, "rollout.restarts=1"], **ends, within=60.0,
+    cases["a rollout engine is killed each time"] = RlCase(
+        fault=RlFault(do="kill", **generating), status=10, words=[*hf_engine, "rollout.restarts=1"], **ends,
+        within=60.0,
         says=["rollout engine 0 has failed 2 times within 3600 s, and rollout.restarts is 1", "rollout engine 0 died"],
     )  # fmt: skip
-    found["a rollout engine is killed, and none is replaced"] = RlCase(
-        fault=RlFault(do="kill", **generating), status=10, words=[*apart, "rollout.restarts=0"], **ends,
+    cases["a rollout engine is killed, and none is replaced"] = RlCase(
+        fault=RlFault(do="kill", **generating), status=10, words=[*hf_engine, "rollout.restarts=0"], **ends,
         says=["rollout engine 0 died"],
     )  # fmt: skip
-    found["a rollout engine is stopped, and none is replaced"] = RlCase(
-        fault=RlFault(do="stop", **generating), status=11, words=[*apart, *soon, "rollout.restarts=0"], **ends,
+    cases["a rollout engine is stopped, and none is replaced"] = RlCase(
+        fault=RlFault(do="stop", **generating), status=11, words=[*hf_engine, *soon, "rollout.restarts=0"], **ends,
         within=90.0, says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"],
     )  # fmt: skip
-    return found
+    return cases
 
 
 def stages() -> dict[str, RlCase]:
@@ -282,25 +283,25 @@ def read_models() -> dict[str, RlCase]:
         says=["reward model rank 0 failed: RuntimeError: boom", "scoring conversations"], traceback=True, saved=1,
         when="asking for rewards, step 2", on="Ray, a reward model",
     )  # fmt: skip
-    found["a reward model gives too few scores"] = RlCase(
+    cases["a reward model gives too few scores"] = RlCase(
         fault=RlFault(do="few scores"), status=1, words=SCORED, saved=0, when="asking for rewards, step 1",
         says=[r"the reward.model.* has given \d+ scores for \d+ conversations"], traceback=True,
     )  # fmt: skip
     in_advantage = [*TAUGHT, "rl.teacher_in=advantage"]
-    found["the teacher of weft rl is killed reading"] = RlCase(
+    cases["the teacher of weft rl is killed reading"] = RlCase(
         fault=RlFault(do="kill", phase="logprobs", step=1, role="the teacher"), status=10, words=in_advantage, saved=1,
         says=["trainer rank 0 died", "reading the teacher"], when="computing logprobs, step 2", on="Ray, 1 rank",
     )  # fmt: skip
-    found["the teacher of weft rl is stopped reading"] = RlCase(
+    cases["the teacher of weft rl is stopped reading"] = RlCase(
         fault=RlFault(do="stop", phase="logprobs", step=1, role="the teacher"), status=11, saved=1, within=90.0,
         words=[*in_advantage, *SOON], says=[r"trainer rank 0 .*is stopped \(SIGSTOP\)", "reading the teacher"],
         when="computing logprobs, step 2", on="Ray, 1 rank",
     )  # fmt: skip
-    found["the teacher of weft rl gives NaN"] = RlCase(
+    cases["the teacher of weft rl gives NaN"] = RlCase(
         fault=RlFault(do="teacher gives NaN"), status=14, words=in_advantage, saved=0,
         says=["the teacher gives log probabilities that are not finite, of sample"], when="computing logprobs, step 1",
     )  # fmt: skip
-    return found
+    return cases
 
 
 # ---------------------------------------------------------------- the controller
@@ -321,14 +322,14 @@ CONTROLLER: dict[str, tuple[str, int, list[str], int]] = {
 
 def controllers() -> dict[str, RlCase]:
     """The controller is killed, interrupted or terminated in every phase."""
-    found = {}
+    cases = {}
     for phase, (when, nth, keys, saved) in CONTROLLER.items():
         common: dict[str, Any] = {"when": when, "words": keys}
         for do, number, name in (("interrupt", 2, "SIGINT"), ("terminate", 15, "SIGTERM")):
             # A signal that comes while a step is saved ends the run after the next.
             fault = RlFault(who="controller", do=do, phase=phase, nth=nth - (phase == "save"))
             early = phase == "load"
-            found[f"{name}, {when}"] = RlCase(
+            cases[f"{name}, {when}"] = RlCase(
                 fault=fault, status=128 + number, saved=0 if early else 2, lost="" if early else "nothing", **common,
                 tidy=not (early and do == "terminate"),
                 says=[] if early else [rf"stopped  by {name} after step 2\. Go on with: weft rl --resume run"],
@@ -336,12 +337,12 @@ def controllers() -> dict[str, RlCase]:
         for on in ("one process", "Ray, 1 rank") if phase in ("generate", "update", "save") else ("one process",):
             name = f"the controller is killed, {when}" + (", with Ray" if "Ray" in on else "")
             fault = RlFault(who="controller", do="kill", phase=phase, nth=nth)
-            found[name] = RlCase(fault=fault, status=-9, saved=saved, on=on, tidy=False, **common)
-    found["the controller is stopped, and goes on"] = RlCase(
+            cases[name] = RlCase(fault=fault, status=-9, saved=saved, on=on, tidy=False, **common)
+    cases["the controller is stopped, and goes on"] = RlCase(
         fault=RlFault(who="controller", do="stop for a while", phase="update", nth=2), when="updating, step 2",
         status=0, on="Ray, 1 rank", words=["train.timeout=2"], lost=ALL, saved=3, resumes=False,
     )  # fmt: skip
-    return found
+    return cases
 
 
 def parts_of_ray() -> dict[str, RlCase]:
@@ -360,23 +361,23 @@ def parts_of_ray() -> dict[str, RlCase]:
 
 def raising() -> dict[str, RlCase]:
     """A trainer raises in every phase."""
-    found = {}
+    cases = {}
     for name, (when, (phase, step), keys, saved) in TRAINER.items():
-        found[f"a trainer raises {name}"] = RlCase(
+        cases[f"a trainer raises {name}"] = RlCase(
             fault=RlFault(do="raise", phase=phase, step=step), when=when, status=1, words=keys, saved=saved,
             says=["trainer rank 0 failed: RuntimeError: boom", WHERE[name], "Traceback"], traceback=True,
         )  # fmt: skip
-    found["what computes advantages raises"] = RlCase(  # in the controller: no trainer computes them
+    cases["what computes advantages raises"] = RlCase(  # in the controller: no trainer computes them
         fault=RlFault(who="controller", do="raise", phase="advantages", nth=2), status=1, saved=1,
         when="computing advantages, step 2", says=["RuntimeError: boom", "Traceback"], traceback=True,
     )  # fmt: skip
     for on in ("one process", "Ray, 1 rank"):
-        found["what computes advantages hangs" + (", with Ray" if "Ray" in on else "")] = RlCase(
+        cases["what computes advantages hangs" + (", with Ray" if "Ray" in on else "")] = RlCase(
             fault=RlFault(who="controller", do="sleep", phase="advantages", nth=2), status=11, saved=1, on=on,
             when="computing advantages, step 2", words=["train.timeout=10"], tidy=False,
             says=[r"has not come back from one call for 1\d seconds \(train.timeout\)", "compute_advantages", "Go on"],
         )  # fmt: skip
-    return found
+    return cases
 
 
 STORAGE = ["No space left on device|File too large", "weft rl --resume run"]
@@ -451,14 +452,14 @@ SAMPLES = {1: "nothing but 1 sample, which is not trained", 3: "nothing but 3 sa
 
 def users() -> dict[str, RlCase]:
     """Reward functions and environments that fail for the samples of one prompt, or for all."""
-    found: dict[str, RlCase] = {}
+    cases: dict[str, RlCase] = {}
 
     def add(
         name: str, do: str, failed: int = 0, *, words: list[str] = OF_USER, says: str = "", prompt: str = PROMPT,
         once: str = "", megabytes: int = 0,
     ) -> None:  # fmt: skip
         phase = "reward" if words is OF_USER else "start" if prompt else "step"
-        found[f"{'reward' if words is OF_USER else 'environment'} {name}"] = RlCase(
+        cases[f"{'reward' if words is OF_USER else 'environment'} {name}"] = RlCase(
             fault=RlFault(who="user", do=do, phase=phase, prompt=prompt, once=once), status=0, words=words,
             when=f"{OF_PHASE[phase]}, {'step 2' if prompt else 'always'}", failed=failed, says=[says], saved=3,
             lost=SAMPLES[failed] if failed else ALL, megabytes=megabytes, resumes=False,
@@ -469,14 +470,14 @@ def users() -> dict[str, RlCase]:
         add(name, do, 3, says=f"reward   reward failed for sample .*{says}")
     add("uses up memory, and the kernel kills it", "fill memory", 3, says="was ended by signal 9", megabytes=900)
     killed = "reward uses up memory, and the kernel kills it"  # after it has looked for pages to take back, for seconds
-    found[killed] = replace(found[killed], words=[*OF_USER, "rl.reward_timeout=30"])
+    cases[killed] = replace(cases[killed], words=[*OF_USER, "rl.reward_timeout=30"])
     add("prints megabytes", "print megabytes")
     for name, do, says in ENVIRONMENT_FAULTS:
         add(name, do, 3, words=ENVIRONMENT, says=f"reward   environment failed for sample .*{says}")
     for name, do, says in REPLIES:  # the one sample that ends by itself is shown to the environment
         says = f"reward   environment failed for sample .*FaultyEnvironment.step: {says}"
         add(name, do, 1, words=ENVIRONMENT, prompt="", says=says)
-    return found
+    return cases
 
 
 USER_FAULTS = (
