@@ -218,7 +218,7 @@ def test_nothing_of_verl_is_lost_without_a_word(tmp_path: Path) -> None:
         assert name in below, name
     for name, _ in leaves_of(read_script(str(FOREIGN / "verl_grpo.sh"))):
         leaf = name.rpartition(".")[2]
-        read = verl.Verl.handles(name) or leaf in taken or name in below
+        read = verl.Verl.handles(name) or leaf in carried or name in below
         assert read or leaf in ("nnodes", "n_gpus_per_node", "(program)"), name
 
 

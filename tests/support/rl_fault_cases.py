@@ -245,7 +245,7 @@ def read_models() -> dict[str, RlCase]:
     """A reward model, or a reference, with ranks of its own is killed, or stopped, in every phase that it has: others
     take their place. Without restarts, and after too many, the run ends. The teacher is in the trainer's ranks. And
     answers that make no sense."""
-    later, found = "run/checkpoints/step-000001", dict[str, RlCase]()
+    later, cases = "run/checkpoints/step-000001", dict[str, RlCase]()
     goes_on: dict[str, Any] = {"status": 0, "saved": 3, "lost": ALL, "resumes": False}
     measured = ["rl.kl_coef=0.1", "reference.ranks=1"]
     for model, words, name, when, fault in (
@@ -255,30 +255,30 @@ def read_models() -> dict[str, RlCase]:
         ("reference", measured, "reading", "computing logprobs, step 2", {"phase": "logprobs", "after": later}),
     ):
         common: dict[str, Any] = {"when": when, "on": f"Ray, a {model}", **goes_on}
-        for do, done, more in (("kill", "killed", []), ("stop", "stopped", SOON)):
-            found[f"a {model} is {done} {name}"] = RlCase(
-                fault=RlFault(who="reference_critic", do=do, step=0, once="once", **fault), words=[*words, *more],
+        for do, done, options in (("kill", "killed", []), ("stop", "stopped", SOON)):
+            cases[f"a {model} is {done} {name}"] = RlCase(
+                fault=RlFault(who="reference_critic", do=do, step=0, once="once", **fault), words=[*words, *options],
                 says=[rf"restart  {model} ranks are started anew, restart 1 of 3", f"{model} ranks load"], **common,
             )  # fmt: skip
     scoring: dict[str, Any] = {"who": "reference_critic", "step": 0, "phase": "score", "after": later}
     ends: dict[str, Any] = {"when": "asking for rewards, step 2", "on": "Ray, a reward model", "saved": 1}
-    found["a reward model is killed each time"] = RlCase(
+    cases["a reward model is killed each time"] = RlCase(
         fault=RlFault(do="kill", **scoring), status=10, words=[*SCORED, "cluster.frozen_restarts=1"], within=60.0,
         says=["ranks have failed 2 times within 3600 s, and cluster.frozen_restarts is 1", "rank 0 died"], **ends,
     )  # fmt: skip
-    for do, done, status, more, says in (
+    for do, done, status, options, message in (
         ("kill", "killed", 10, [], "reward model rank 0 died"),
         ("stop", "stopped", 11, SOON, r"reward model rank 0 .*is stopped \(SIGSTOP\)"),
     ):
-        found[f"a reward model is {done}, and none is started anew"] = RlCase(
-            fault=RlFault(do=do, **scoring), status=status, words=[*SCORED, *more, "cluster.frozen_restarts=0"],
-            within=90.0, says=[says, "scoring conversations"], **ends,
+        cases[f"a reward model is {done}, and none is started anew"] = RlCase(
+            fault=RlFault(do=do, **scoring), status=status, words=[*SCORED, *options, "cluster.frozen_restarts=0"],
+            within=90.0, says=[message, "scoring conversations"], **ends,
         )  # fmt: skip
-    found["a reward model gives NaN for a sample"] = RlCase(
+    cases["a reward model gives NaN for a sample"] = RlCase(
         fault=RlFault(do="reward model gives NaN"), when="asking for rewards, step 1", words=SCORED, failed=1,
         **goes_on | {"lost": SAMPLES[1]}, says=["reward   reward_model failed for sample .*: the model's score is nan"],
     )  # fmt: skip
-    found["a reward model raises scoring"] = RlCase(
+    cases["a reward model raises scoring"] = RlCase(
         fault=RlFault(who="reference_critic", do="raise", phase="score", step=0, after=later), status=1, words=SCORED,
         says=["reward model rank 0 failed: RuntimeError: boom", "scoring conversations"], traceback=True, saved=1,
         when="asking for rewards, step 2", on="Ray, a reward model",
