@@ -24,11 +24,13 @@ from weft.checkpoint.remote.local import local_path
 from weft.checkpoint.retention import ranks_of
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.commands import SCHEMAS, job_lines, schema_of
+from weft.config.dpo_schema import DpoConfig, reference_ranks
 from weft.config.load import chosen_keys, read_config_file, written_config
 from weft.config.mesh import AXES, fewest_ranks
 from weft.config.migrate.migrate import migrate_and_compare
 from weft.config.reference import find_keys, starter
 from weft.config.rl_schema import RlConfig
+from weft.config.schema import MeshConfig
 from weft.config.urls import is_url, uses_stores
 from weft.config.yaml12 import override
 from weft.errors import UserError
@@ -168,10 +170,13 @@ def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
     """`weft sft`, and the commands that share its loop."""
     loaded, options = _load_run(options, SCHEMAS[command])
     config: Any = loaded
-    world = _world(options, config)
+    frozen = reference_ranks(config)
+    if frozen and options.dry_run:
+        raise _refused_with_ranks("--dry-run")
+    world = _world(options, config, frozen)
     check_installed(config.track)
-    check_profile(config.profile, world=world)
-    options = replace(options, world=world)
+    check_profile(config.profile, world=world - frozen)
+    options = replace(options, world=world - frozen)
 
     def body() -> None:
         recipe = importlib.import_module(f"weft.recipes.{command}")
@@ -182,8 +187,15 @@ def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
         return Job(body, 1, words)  # one process describes all ranks
     return Job(
         body, world, words, _restarts(options), lambda run: _resume_command(command, options, words, run),
-        account=partial(_account, config, world, options.device),
+        account=None if frozen else partial(_account, config, world, options.device),
     )  # fmt: skip
+
+
+def _refused_with_ranks(command: str) -> UserError:
+    return UserError(
+        f"{command} does not count a reference on ranks of its own: add reference.ranks=null, with as many "
+        "ranks as the trained model has."
+    )
 
 
 def _account(config: Any, world: int, device: Device) -> Sequence[str]:
@@ -235,6 +247,8 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
     config: Any = _load(options.config, schema)
     if options.rollouts is not None and not isinstance(config, RlConfig):
         raise UserError("--rollouts needs a weft rl config, and this config has no section rl.")
+    if reference_ranks(config):
+        raise _refused_with_ranks("weft verify")
     if not joined() and options.nproc is None:
         config, nproc, words = _fit_to_machine(config, options.device, words)
         options = replace(options, nproc=nproc)
@@ -255,6 +269,8 @@ def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     _require_one_process("plan")
     schema = _schema(options.config)
     config: Any = _load(options.config, schema, dry_run=True)  # like a dry run, it needs no weights
+    if reference_ranks(config):
+        raise _refused_with_ranks("weft plan")
     accelerator(options.assume)
     ranks = (
         options.ranks or getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
@@ -366,6 +382,8 @@ def _chat(options: ChatOptions, words: Sequence[str]) -> Job:
 def _eval(options: MeasureOptions, words: Sequence[str]) -> Job:
     path = local_path("weft eval", options.path, step=options.step)
     config = measured_config(path, options.config, options.step if path == options.path else None)
+    if reference_ranks(config):
+        raise _refused_with_ranks("weft eval")
     if isinstance(config, RlConfig):
         _require_one_process("eval")
         resolved, world = rl_options(config, options.device, options.nproc), 1
@@ -530,8 +548,9 @@ def _is_override(word: str) -> bool:
     return "=" in word and not Path(word).is_file()
 
 
-def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
-    """The number of ranks of the run, after checking that the mesh fits it, and that this machine has room for it."""
+def _world(options: RankOptions | MeasureOptions, config: AnyConfig, frozen: int = 0) -> int:
+    """The number of ranks of the run, after checking that the mesh fits it, and that this machine has room for it.
+    frozen: those of them that have a frozen model alone."""
     if joined():
         world = int(os.environ["WORLD_SIZE"])
         if options.nproc not in (None, world):
@@ -540,8 +559,26 @@ def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
                 "otherwise unset RANK and WORLD_SIZE."
             )
     else:
-        world = _ranks_wanted(options, config) or accelerator_count(options.device) or 1
-    sizes = resolve_mesh(config.mesh, world)
+        wanted = _ranks_wanted(options, config)
+        if wanted is not None and options.nproc is None:
+            wanted += frozen  # a checkpoint counts the trained model's ranks
+        world = wanted or accelerator_count(options.device) or 1
+    if frozen:
+        if world <= frozen:
+            raise UserError(
+                f"the run has {world} ranks, and reference.ranks={frozen} leaves none to the trained model: start it "
+                f"with --nproc {frozen + 1} or more, or set reference.ranks=null."
+            )
+        section = cast(DpoConfig, config).reference
+        mesh = MeshConfig(
+            dp_replicate=section.dp_replicate or 1, dp_shard=section.dp_shard or -1, tp=section.tp or 1,
+            pp=section.pp or 1,
+        )  # fmt: skip
+        try:
+            resolve_mesh(mesh, frozen, "reference.ranks")
+        except UserError as error:
+            raise UserError(f"the reference (keys reference.* in place of mesh.*): {error}") from error
+    sizes = resolve_mesh(config.mesh, world - frozen)
     check_reshard(config, sizes)
     if not joined() and not getattr(options, "dry_run", False):
         check_ranks_fit(world, options.device)

@@ -7,9 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from weft.config.checks import EXCLUSIVE, IMPORT_PATH, Inert, Rules, adapter_presets, inert_rules, training_combinations
-from weft.config.dpo_schema import DpoConfig, own_reference
+from weft.config.dpo_schema import DpoConfig, DpoReferenceConfig, own_reference
 from weft.config.preference_losses import LOSSES
-from weft.config.schema import FrozenModelConfig
 from weft.config.yaml12 import override
 
 _BASE_IS_READ = "the model without its adapters is the reference"
@@ -17,7 +16,8 @@ _INERT = (
     *inert_rules(DpoConfig),
     *(
         Inert(f"reference.{spec.name}", lambda c: not own_reference(c), _BASE_IS_READ)
-        for spec in fields(FrozenModelConfig)
+        for spec in fields(DpoReferenceConfig)
+        if spec.name != "path"
     ),
     Inert("train.loss", lambda c: True, "preference.loss says what is trained"),
     Inert("eval.target", lambda c: True, "answers of preferences have no eval/exact"),
@@ -76,6 +76,18 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
             "data.train_on",
             f"data.train_on is {config.data.train_on}: preferences compare the answers behind the prompt. Set "
             f"{override('data.train_on', 'answers')}.",
+        )
+    if config.reference.ranks is not None and preference.cache == "disk":
+        yield (
+            "reference.ranks",
+            "reference.ranks with preference.cache=disk: the reference reads all before the first step, and its ranks "
+            "would then wait. Set preference.cache=memory, or reference.ranks=null.",
+        )
+    if config.reference.ranks is not None and "kto" in names:
+        yield (
+            "reference.ranks",
+            "reference.ranks with preference.loss=kto: prompts with answers to other prompts are read on the trained "
+            "model's ranks only. Set reference.ranks=null.",
         )
     yield from training_combinations(config)
 

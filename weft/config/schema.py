@@ -900,8 +900,6 @@ class FrozenModelConfig:
     """A model beside the trained one that is only read (weft/engine/frozen.py): an engine of its own, which takes turns
     with it on the same ranks. What is null is as for the trained model."""
 
-    ranks: ClassVar[None] = None
-
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
         "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
     )
@@ -922,6 +920,8 @@ class FrozenModelConfig:
 class TeacherConfig(FrozenModelConfig):
     """How a teacher (distill.teacher, rl.teacher) is computed: an engine of its own on the student's ranks, which only
     reads."""
+
+    ranks: ClassVar[None] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,9 @@ from weft.versions import set_allocator
 class Ranks:
     """This rank and the number of all ranks. As a context manager it leaves the process group at the end. owner:
     whether join() created the process group; an existing one is kept. assumed: the accelerator of each rank in a dry
-    run; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one."""
+    run; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one. store: shared
+    by the trained model's ranks and those of a frozen model, if there are such. is_frozen: whether this is one of the
+    latter; rank and world count these alone."""
 
     rank: int
     world: int
@@ -38,6 +40,8 @@ class Ranks:
     owner: bool = True
     assumed: Accelerator | None = None
     simulated: Simulation | None = None
+    store: dist.Store | None = None
+    is_frozen: bool = False
 
     @property
     def tensors_on(self) -> torch.device:
@@ -72,15 +76,22 @@ class Ranks:
             leave()
 
 
-def join(device: Device = "auto", timeout: float = 600.0, cpu_backend: str = "gloo") -> Ranks:
+def join(device: Device = "auto", timeout: float = 600.0, cpu_backend: str = "gloo", frozen: int = 0) -> Ranks:
     """Choose this rank's device and join the process group of all ranks.
 
     The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
     alone, without any port. timeout: seconds that a collective waits before it raises. An existing process group is
     used as it is. Raises UserError if it does not support both the CPU and this rank's device. cpu_backend: what
-    carries tensors on the CPU (cluster.cpu_backend); raises UserError if this torch does not have it.
+    carries tensors on the CPU (cluster.cpu_backend); raises UserError if this torch does not have it. frozen: how many
+    ranks, the last, have a frozen model alone. They and the others form a process group each, so that a collective of
+    one model never waits for the other; Ranks.store connects them.
     """
     check_cpu_backend(cpu_backend)
+    if frozen and (dist.is_initialized() or "RANK" not in os.environ):
+        raise UserError(
+            "reference.ranks needs ranks that the command starts: use `weft dpo ... --nproc N` or torchrun, or set "
+            "reference.ranks=null."
+        )
     if dist.is_initialized():
         return _present(device)
     environment = _rank_environment(os.environ)
@@ -102,6 +113,13 @@ def join(device: Device = "auto", timeout: float = 600.0, cpu_backend: str = "gl
     rank, world = environment
     with _port_named():
         store = _loopback_store(rank, wait)
+        if frozen:
+            store = store or next(dist.rendezvous("env://", rank, world, timeout=wait))[0]
+            trained, is_frozen = world - frozen, rank >= world - frozen
+            rank, world = (rank - trained, frozen) if is_frozen else (rank, trained)
+            part = dist.PrefixStore("frozen" if is_frozen else "trained", store)
+            dist.init_process_group(backend, store=part, rank=rank, world_size=world, timeout=wait, device_id=device_id)
+            return Ranks(rank, world, local_rank, chosen, store=store, is_frozen=is_frozen)
         store_options = {} if store is None else {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(backend, timeout=wait, device_id=device_id, **store_options)
     return Ranks(rank, world, local_rank, chosen)

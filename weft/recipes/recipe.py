@@ -19,16 +19,19 @@ the rows are laid out again (lays_out_again).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from weft.config.schema import SftConfig
+from weft.data.order import SampledStep
 from weft.engine.batch.document import Document
 from weft.engine.batch.rows import StepRows
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
 from weft.engine.losses.load import choose_objective
 from weft.engine.step_plan.plan import StepPlan
+from weft.launch.process import Ranks
 from weft.observe.hooks import NO_HOOKS, Hooks
 from weft.parallel.shards.load import Progress
 from weft.recipes.run_data import OnProgress, RunData, read_run_data
@@ -55,6 +58,7 @@ class Recipe(Generic[Config]):
 
     engine: Engine
     lays_out_again = False
+    frozen_ranks = 0  # of the run, the last: they have a frozen model alone
 
     def __init__(self, config: Config, hooks: Hooks = NO_HOOKS) -> None:
         self.config, self.hooks = config, hooks
@@ -88,6 +92,17 @@ class Recipe(Generic[Config]):
         weights were restored. Returns lines for the opening. Collective."""
         self.engine = engine
         return []
+
+    def alongside(self, ranks: Ranks) -> AbstractContextManager[None]:
+        """A context around all that the trained model's ranks do: what is on other ranks ends after it."""
+        return nullcontext()
+
+    def serve(self, ranks: Ranks) -> None:
+        """What ranks that have a frozen model alone do (frozen_ranks). Collective on them."""
+        raise NotImplementedError
+
+    def announce(self, step: SampledStep) -> None:
+        """Tells other ranks of a step that comes after the present one. Called in a thread; no collectives."""
 
     def state(self) -> dict[str, str]:
         """What was read of frozen models in earlier steps and is read again in later ones, for a checkpoint; `restore`

@@ -47,14 +47,19 @@ _FILE = "sums.npz"
 
 
 class ReferenceSums:
-    """engine: the reference, or the trained model, whose adapters are then switched off; None once all is cached.
-    documents: by name of the data set."""
+    """engine: the reference, or the trained model, whose adapters are then switched off; None once all is cached, and
+    where other ranks have it. documents: by name of the data set."""
 
     def __init__(
-        self, config: DpoConfig, engine: Engine, documents: Mapping[str, Sequence[Document]], *, adapters_off: bool
+        self,
+        config: DpoConfig,
+        engine: Engine | None,
+        documents: Mapping[str, Sequence[Document]],
+        *,
+        adapters_off: bool,
     ) -> None:
         self.config, self.documents, self.adapters_off = config, documents, adapters_off
-        self.engine: Engine | None = engine
+        self.engine = engine
         self.sums = {
             name: torch.full((len(data_set),), torch.nan, dtype=torch.float64) for name, data_set in documents.items()
         }
@@ -64,13 +69,22 @@ class ReferenceSums:
         Collective."""
         chosen = torch.tensor(indices, dtype=torch.int64)
         known = self.sums[name]
-        missing = chosen[known[chosen].isnan()].unique()
-        if len(missing):
-            values = self.read(choose(self.documents[name], missing.tolist()))
+        if missing := self.missing(name, indices):
+            values = self.read_of(name, missing)
             if self.config.preference.cache == "off":
-                return values[torch.searchsorted(missing, chosen)]
+                return values[torch.searchsorted(torch.tensor(missing), chosen)]
             known[missing] = values
         return known[chosen]
+
+    def missing(self, name: str, indices: Sequence[int]) -> list[int]:
+        """The documents of a data set, of these, whose sums are not kept; each once, in order."""
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        missing: list[int] = chosen[self.sums[name][chosen].isnan()].unique().tolist()
+        return missing
+
+    def read_of(self, name: str, indices: Sequence[int]) -> Tensor:
+        """As `read`, of documents of a data set."""
+        return self.read(choose(self.documents[name], indices))
 
     def read(self, documents: Sequence[Document]) -> Tensor:
         """[documents] fp64: the sums of any documents, computed now. Raises FloatingPointError for one that is not

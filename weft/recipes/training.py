@@ -66,9 +66,12 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
     if options.dry_run:
         dry_run(recipe, options, *filter(None, [choice]))
         return
-    with join(options.device, config.train.timeout) as ranks:
+    with join(options.device, config.train.timeout, frozen=recipe.frozen_ranks) as ranks, recipe.alongside(ranks):
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
+        if ranks.is_frozen:
+            recipe.serve(ranks)
+            return
         if config.optimizer.name not in BUILT_IN_OPTIMIZERS:
             find_class(config.optimizer)
         if config.checkpoint.push is not None:
@@ -137,7 +140,11 @@ def train(
     recorder = RunRecorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first, interval=config.train.log_every)
-    prepare = partial(prepare_step, engine, data.documents, objective, ahead=not recipe.lays_out_again)
+
+    def prepare(step: SampledStep) -> PreparedStep:
+        recipe.announce(step)
+        return prepare_step(engine, data.documents, objective, step, ahead=not recipe.lays_out_again)
+
     upcoming = closing(prefetch(steps.starting_at(start.step + 1), prepare))
     uploads = Uploads(config, folder, resume=resume, first=engine.ranks.is_first)
     with (

@@ -1,0 +1,166 @@
+"""A reference of preferences on ranks of its own (reference.ranks): both sides of the exchange.
+
+The two models have a process group each (launch/process.py:join), so that no collective of one waits for the other. The
+first rank of each side talks through the store that the run's ranks met at. Both sides read the same data, so a request
+is the places of documents in a data set, and its answer a logprob sum for each. Requests are answered in the order in
+which they were made; that for a step is made while the step before is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.config.dpo_schema import DpoConfig
+from weft.engine.batch.document import Document, choose
+from weft.errors import StoppedError
+from weft.launch import flight
+from weft.launch.process import Ranks
+from weft.launch.stopping import StopSignals
+from weft.recipes.reference_sums import ReferenceSums
+
+_POLL_SECONDS = 0.002
+_IDLE_SECONDS = 1.0  # after which a waiting reference tells its ranks, and its watchdog, that it waits
+
+
+class RemoteReference:
+    """The trained model's side. ranks: those of the trained model."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        assert ranks.store is not None
+        self.ranks, self.store = ranks, ranks.store
+        self._number, self._lock = 0, threading.Lock()
+        self._asked: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def wait_until_ready(self, data: Mapping[str, Any]) -> str:
+        """What the reference says of its memory, once it is loaded. data: digests of the data as this side read them.
+        Raises RuntimeError, on every rank, if the reference read others. Collective."""
+        flight.enter("load")
+        ready = json.loads(self._from_first(lambda: _wait(self.store, "reference/ready")))
+        if ready["data"] != data:
+            raise RuntimeError(
+                f"the reference's ranks read other data ({ready['data']}) than the trained model's ({dict(data)}): "
+                "give all machines the same files."
+            )
+        return str(ready["memory"])
+
+    def ask(self, name: str, indices: Sequence[int]) -> None:
+        """Asks for the sums of these documents of a data set, ahead of `sums`. Any thread may call it."""
+        if self.ranks.is_first and indices:
+            with self._lock:
+                self._asked[name, tuple(indices)] = self._post({"name": name, "indices": list(indices)})
+
+    def is_asked(self, name: str, index: int) -> bool:
+        """Whether a request that is not answered yet has this document."""
+        with self._lock:
+            return any(asked == name and index in indices for asked, indices in self._asked)
+
+    def sums(self, name: str, indices: Sequence[int]) -> Tensor:
+        """[indices] fp64: the sums of documents of a data set, asked for now if they were not. Collective."""
+
+        def read() -> bytes:
+            key = name, tuple(indices)
+            if key not in self._asked:
+                self.ask(name, indices)
+            with self._lock:
+                answer = f"reference/{self._asked.pop(key)}/sums"
+            values = _wait(self.store, answer)
+            self.store.delete_key(answer)
+            return values
+
+        with flight.computing("the reference on ranks of its own"):
+            flight.enter("logprobs")
+            values = np.frombuffer(self._from_first(read), "<f8")
+        if len(values) != len(indices):
+            raise RuntimeError(f"the reference answered {len(values)} sums for {len(indices)} documents")
+        return torch.from_numpy(values.copy())
+
+    def end(self) -> None:
+        """Tells the reference's ranks that the run has ended, and waits until they know."""
+        if self.ranks.is_first:
+            with self._lock:
+                self._post({})
+            _wait(self.store, "reference/ended")
+
+    def _post(self, request: Mapping[str, Any]) -> int:
+        number, self._number = self._number, self._number + 1
+        self.store.set(f"reference/{number}/request", json.dumps(request))
+        return number
+
+    def _from_first(self, read: Any) -> bytes:
+        shared: list[bytes] = [read() if self.ranks.is_first else b""]
+        dist.broadcast_object_list(shared, src=0, group=self.ranks.group)
+        return shared[0]
+
+
+class RemoteSums(ReferenceSums):
+    """The sums of a reference on ranks of its own."""
+
+    def __init__(self, config: DpoConfig, documents: Mapping[str, Sequence[Document]], remote: RemoteReference) -> None:
+        super().__init__(config, None, documents, adapters_off=False)
+        self.remote = remote
+
+    def announce(self, name: str, indices: Sequence[int]) -> None:
+        """Asks for what is not kept of a later step's sums."""
+        missing = self.missing(name, indices)
+        if self.config.preference.cache == "memory":  # the present step's are on their way
+            missing = [index for index in missing if not self.remote.is_asked(name, index)]
+        self.remote.ask(name, missing)
+
+    def read_of(self, name: str, indices: Sequence[int]) -> Tensor:
+        return self.remote.sums(name, indices)
+
+
+def serve(
+    reference: ReferenceSums, ranks: Ranks, documents: Mapping[str, Sequence[Document]], data: Mapping[str, Any],
+    memory: str,
+) -> None:  # fmt: skip
+    """The reference's side: answers requests until the trained model's side ends. documents: by name of the data set.
+    data, memory: as in RemoteReference.wait_until_ready. Raises StoppedError if a signal ended the run early.
+    Collective."""
+    store = ranks.store
+    assert store is not None
+    if ranks.is_first:
+        store.set("reference/ready", json.dumps({"data": dict(data), "memory": memory}))
+    number = 0
+    with StopSignals() as signals:  # the trained model's ranks decide when the run ends
+        while True:
+            flight.enter("waiting")
+            shared: list[Any] = [None]
+            if ranks.is_first:
+                key, until = f"reference/{number}/request", time.monotonic() + _IDLE_SECONDS
+                while not (is_there := store.check([key])) and time.monotonic() < until:
+                    time.sleep(_POLL_SECONDS)
+                if is_there:
+                    shared = [json.loads(store.get(key))]
+                    store.delete_key(key)
+            dist.broadcast_object_list(shared, src=0, group=ranks.group)
+            request = shared[0]
+            if request is None:
+                continue
+            if not request:
+                break
+            sums = reference.read(choose(documents[request["name"]], request["indices"]))
+            if ranks.is_first:
+                store.set(f"reference/{number}/sums", sums.numpy().astype("<f8").tobytes())
+            number += 1
+    if ranks.is_first:
+        store.set("reference/ended", b"1")
+    if signals.number:
+        raise StoppedError(signals.number)
+
+
+def _wait(store: dist.Store, key: str) -> bytes:
+    """The value of a key, once it is there. A watchdog ends a wait that takes too long (train.timeout)."""
+    while not store.check([key]):
+        time.sleep(_POLL_SECONDS)
+    value: bytes = store.get(key)
+    return value
