@@ -566,7 +566,7 @@ def _world(options: RankOptions | MeasureOptions, config: AnyConfig, frozen: int
     if frozen:
         if world <= frozen:
             raise UserError(
-                f"the run has {world} ranks, and reference.ranks={frozen} leaves none to the trained model: start it "
+                f"reference.ranks={frozen} of {world} leaves no rank to the trained model: start "
                 f"with --nproc {frozen + 1} or more, or set reference.ranks=null."
             )
         section = cast(DpoConfig, config).reference

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parity.test_dpo_parity import folder, models
+from tests.support import forked
 from tests.support.cases import byte_tokenizer
 from tests.support.pool import run
 from tests.support.toy_tokenizers import metaspace_tokenizer
@@ -66,6 +67,41 @@ def trained(config: DpoConfig) -> list[int]:
 def losses(path: Path) -> list[list[float]]:
     names = ("loss", "grad_norm", "rewards/margin", "logps/chosen", "logps/rejected")
     return [[line[name] for name in names] for line in lines(path) if line["step"]]
+
+
+@pytest.mark.covers("reference.ranks")
+@pytest.mark.parametrize(
+    ("mesh", "frozen", "cache"),
+    [
+        ({"dp_shard": 1}, 1, "off"),
+        pytest.param({"dp_shard": 2}, 1, "memory", marks=pytest.mark.table),
+        pytest.param({"tp": 2}, 2, "off", marks=pytest.mark.table),
+    ],
+)
+def test_a_reference_on_ranks_of_its_own_is_the_one_in_turns(
+    mesh: dict[str, int], frozen: int, cache: str, tmp_path: Path
+) -> None:
+    """Losses, gradient norms, rewards and evaluations are equal; the log probabilities read are those of the step."""
+    keys = {"preference.cache": cache, "eval.share": 0.3, "eval.at_start": True, "step.documents": 2}
+    start(1, tmp_path / "turns", keys)
+    given = {
+        "model.path": models("llama")[0], "data.path": str(folder() / "pairs.jsonl"),
+        "run.dir": str(tmp_path / "apart"), "step.max_tokens_per_device": 64, "optimizer.lr": 1e-3, "train.epochs": 2,
+        **QUIET, **keys,
+        **{f"mesh.{axis}": size for axis, size in mesh.items()}, "reference.ranks": frozen,
+    }  # fmt: skip
+    words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    world = frozen + max(mesh.values())
+    done = forked.run(["dpo", *words, "--nproc", str(world), "--device", "cpu"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"a reference on {frozen} rank" in done.stdout
+    tolerance = {"rel": 1e-6, "abs": 1e-6} if world == 2 else {"rel": 2e-4, "abs": 1e-5}  # AdamW of other summations
+    for ours, theirs in zip(losses(tmp_path / "apart"), losses(tmp_path / "turns"), strict=True):
+        assert ours == pytest.approx(theirs, **tolerance)
+    held_out = [
+        [line["eval/loss"] for line in lines(tmp_path / run) if "eval/loss" in line] for run in ("apart", "turns")
+    ]
+    assert len(held_out[1]) >= 2 and held_out[0] == pytest.approx(held_out[1], **tolerance)
 
 
 @pytest.mark.covers("preference.cache", "reference.dp_shard", "reference.max_tokens_per_device")
@@ -299,6 +335,9 @@ REFUSED: list[tuple[list[str], str]] = [
     (["preference.loss=simpo", "reference.path=m"], "no loss of preference.loss reads it"),
     (["lora.rank=4", "reference.tp=2"], "without its adapters is the reference"),
     (["lora.rank=4", "lora.dropout=0.1"], "lora.dropout=0"),
+    (["reference.ranks=1", "preference.cache=disk"], "its ranks would then wait"),
+    (["reference.ranks=1", "preference.loss=kto"], "with answers to other prompts"),
+    (["lora.rank=4", "reference.ranks=1"], "without its adapters is the reference"),
     (["train.neftune_noise_alpha=5"], "other noise"),
     (["data.train_on=all"], "behind the prompt"),
     (["train.loss=a:b"], "preference.loss says what is trained"),

@@ -75,7 +75,7 @@ class Dpo(Recipe[DpoConfig]):
         try:
             yield
         except StoppedError:
-            self.remote.end()
+            self.remote.end(early=True)
             raise
         self.remote.end()
 

@@ -28,6 +28,7 @@ from weft.launch.stopping import StopSignals
 from weft.recipes.reference_sums import ReferenceSums
 
 _POLL_SECONDS = 0.002
+_EARLY_SECONDS = 5.0
 _IDLE_SECONDS = 1.0  # after which a waiting reference tells its ranks, and its watchdog, that it waits
 
 
@@ -83,12 +84,13 @@ class RemoteReference:
             raise RuntimeError(f"the reference answered {len(values)} sums for {len(indices)} documents")
         return torch.from_numpy(values.copy())
 
-    def end(self) -> None:
-        """Tells the reference's ranks that the run has ended, and waits until they know."""
+    def end(self, *, early: bool = False) -> None:
+        """Tells the reference's ranks that the run has ended, and waits until they know. early: by a signal, which the
+        launcher also sends when a rank has died; the wait then takes a few seconds at most."""
         if self.ranks.is_first:
             with self._lock:
                 self._post({})
-            _wait(self.store, "reference/ended")
+            _wait(self.store, "reference/ended", _EARLY_SECONDS if early else None)
 
     def _post(self, request: Mapping[str, Any]) -> int:
         number, self._number = self._number, self._number + 1
@@ -158,9 +160,13 @@ def serve(
         raise StoppedError(signals.number)
 
 
-def _wait(store: dist.Store, key: str) -> bytes:
-    """The value of a key, once it is there. A watchdog ends a wait that takes too long (train.timeout)."""
+def _wait(store: dist.Store, key: str, seconds: float | None = None) -> bytes:
+    """The value of a key, once it is there. seconds: after which it is b"" instead; None: a watchdog ends a wait that
+    takes too long (train.timeout)."""
+    end = None if seconds is None else time.monotonic() + seconds
     while not store.check([key]):
+        if end is not None and time.monotonic() > end:
+            return b""
         time.sleep(_POLL_SECONDS)
     value: bytes = store.get(key)
     return value
