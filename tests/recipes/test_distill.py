@@ -212,6 +212,14 @@ def test_damaged_hidden_states_are_an_error(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="is damaged: remove .* and it is made anew"):
             cache().get(document)
+    with pytest.raises(UserError, match="is damaged: remove .* and it is made anew"):
+        cache()  # before any work, a file that is too short
+    path.write_bytes(content)
+    opened = cache()
+    path.unlink()
+    for attempt in (cache, lambda: opened.get(document)):
+        with pytest.raises(UserError, match="is missing: remove .* and it is made anew"):
+            attempt()
     path.write_bytes(content)
     entries.write_bytes(entries.read_bytes()[:-1])
     assert cache().get(second_document) is None and cache().get(document) is not None

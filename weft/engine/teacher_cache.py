@@ -71,6 +71,13 @@ class HiddenCache:
             partial.write_text(manifest, encoding="utf-8")
             partial.replace(path)
             self.refresh()
+            ends: dict[str, int] = {}
+            for part, start, rows, _ in self._entries.values():
+                ends[part] = max(ends.get(part, 0), start + rows * self.row_bytes)
+            for part, end in ends.items():
+                rows_of_part = folder / f"{part}.bin"
+                if not rows_of_part.exists() or rows_of_part.stat().st_size < end:
+                    raise self._damaged(rows_of_part)
         except OSError as error:
             raise UserError(f"distill.cache_dir: {folder} cannot be used: {error.strerror or error}.") from error
 
@@ -95,15 +102,22 @@ class HiddenCache:
         part, start, rows, of_rows = entry
         is_trained = _trained(document)
         path = self.folder / f"{part}.bin"
-        with path.open("rb") as file:
-            file.seek(start)
-            content = file.read(rows * self.row_bytes)
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read(rows * self.row_bytes)
+        except OSError as error:
+            raise self._damaged(path) from error
         if rows != int(is_trained.sum()) or len(content) != rows * self.row_bytes or _digest(content) != of_rows:
-            raise UserError(f"distill.cache_dir: {path} is damaged: remove {self.folder}, and it is made anew.")
+            raise self._damaged(path)
         out = torch.zeros(len(document), self.width, dtype=self.dtype)
         if rows:
             out[is_trained] = torch.frombuffer(bytearray(content), dtype=self.dtype).view(rows, self.width)
         return out
+
+    def _damaged(self, path: Path) -> UserError:
+        state = "is damaged" if path.exists() else "is missing"
+        return UserError(f"distill.cache_dir: {path} {state}: remove {self.folder}, and it is made anew.")
 
     def put(self, documents: Mapping[int, Document], hidden: Mapping[int, Tensor]) -> None:
         """Write the hidden states of these documents."""
