@@ -145,7 +145,8 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
         began = time.perf_counter()
         with LoadPeak() as peak:
             for _ in check_stream(
-                walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
+                walk(engine.local_tensors(), engine.built.mappings, manifest, engine.divided.cuts, bucket_bytes=bucket),
+                manifest,
             ):
                 pass
         answer |= {"walk_seconds": time.perf_counter() - began, "walk_memory": peak.most, "bucket": bucket}

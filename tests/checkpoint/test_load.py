@@ -126,7 +126,8 @@ def load_change_write(path: str, mesh: str, folder: str) -> dict[str, Any]:
         manifest = export.manifest_of(engine)
         for bucket in (2000, 10**9):
             stream = check_stream(
-                walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
+                walk(engine.local_tensors(), engine.built.mappings, manifest, engine.divided.cuts, bucket_bytes=bucket),
+                manifest,
             )
             walked = {name: tensor.clone() for name, tensor in stream}
             assert walked.keys() == saved.keys()
@@ -397,7 +398,9 @@ def test_what_is_gathered_at_once_is_as_much_as_fits_and_no_more() -> None:
     mappings.append(TensorMapping("c", "c", Box.from_shape(shapes["c"]), (0, 1)))
     manifest = {mapping.disk: torch.empty(mapping.shape, device="meta") for mapping in mappings}
     with mock.patch.object(walker, "_Gather", wraps=walker._Gather) as gather:
-        streamed = dict(check_stream(walk(module, mappings, manifest, {}, bucket_bytes=128), manifest))
+        streamed = dict(
+            check_stream(walk(module.state_dict(keep_vars=True), mappings, manifest, {}, bucket_bytes=128), manifest)
+        )
     gathered = [[mapping.disk for part in call.args[1] for mapping in part.mappings] for call in gather.call_args_list]
     assert gathered == [["a", "b"], ["expert 0", "expert 1"], ["expert 2", "expert 3"], ["expert 4", "c"]]
     assert all(torch.equal(streamed[f"expert {n}"], module["experts"][n]) for n in range(5))

@@ -85,7 +85,9 @@ def test_the_walker_gathers_what_the_engine_has(device: torch.device, ranks: Ran
     engine = open_engine(saved_model("qwen3_moe"), "1", device=kind(device), **BF16)
     weights = dict(engine.tensors())
     manifest = {mapping.disk: torch.empty(mapping.shape, device="meta") for mapping in engine.built.mappings}
-    walked = {n: t.clone() for n, t in walk(engine.module, engine.built.mappings, manifest, {}, bucket_bytes=30_000)}
+    walked = {
+        n: t.clone() for n, t in walk(engine.local_tensors(), engine.built.mappings, manifest, {}, bucket_bytes=30_000)
+    }
     for mapping in engine.built.mappings:
         actual = walked[mapping.disk]
         assert actual.device.type == device.type

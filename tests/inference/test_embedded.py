@@ -25,6 +25,11 @@ from weft.verify.adapter import randomize_adapters
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
 ENDS = (2, 17, 40)
+# Widths of which tp takes halves in whole blocks of 64.
+WIDE: dict[str, dict[str, int]] = {
+    "llama": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
+    "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32},
+}
 
 
 def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
@@ -113,10 +118,15 @@ def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Te
         ("qwen3_moe", "2xtp2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj", "embed_tokens")}),
         ("qwen3_moe", "pp2xep2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
         ("qwen3", "pp2", {"rank": 4, "modules_to_save": ("lm_head",)}),
+        ("llama", "2", {"rank": 4, "base": "nf4", "dora": True}),
+        ("llama", "tp2", {"rank": 4, "base": "int8", "init": "pissa"}),
+        pytest.param("qwen3_moe", "ep2", {"rank": 2, "base": "fp8"}, marks=pytest.mark.table),
+        pytest.param("llama", "pp2", {"rank": 4, "base": "nf4", "init": "loftq"}, marks=pytest.mark.table),
     ],
 )
 def test_adapters_are_merged_into_the_copy(family: str, mesh: str, lora: dict[str, Any]) -> None:
-    for trained, copy in run(world_of(mesh), logprobs_of_both, saved_model(family), mesh, {"lora": lora}):
+    path = saved_model(family, **(WIDE[family] if "base" in lora else {}))
+    for trained, copy in run(world_of(mesh), logprobs_of_both, path, mesh, {"lora": lora}):
         torch.testing.assert_close(copy, trained, rtol=0, atol=2e-5)
 
 

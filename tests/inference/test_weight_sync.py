@@ -200,6 +200,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "in the engine's dtype": ("llama_tied", "1", {}, "shared", "bf16"),
     "adapters": ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}, "shared", ""),
     "adapters of what is tied": ("qwen3", "1", {"rank": 4, "targets": ("q_proj", "embed_tokens")}, "group", ""),
+    "adapters over nf4": ("llama", "2", {"rank": 4, "base": "nf4"}, "shared", ""),
+    "adapters over int8, gathered": ("llama", "tp2", {"rank": 4, "base": "int8"}, "group", "gathered"),
     "adapters of experts": (
         "qwen3_moe", "2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "files", "",
     ),
@@ -212,7 +214,9 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
     name: str, process: EngineProcess, port: int, tmp_path: Path
 ) -> None:
     family, mesh, lora, transport, kind = CASES[name]
-    path, dtype = saved_model(family), torch.bfloat16 if kind == "bf16" else torch.float32
+    base = lora.get("base", "compute")
+    path = saved_model(family, **({} if base == "compute" else {"hidden_size": 128, "intermediate_size": 256}))
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     options = SyncOptions(transport, 30_000, 2, 60.0, tmp_path / "sync", dtype)  # type: ignore[arg-type]
     process.begin(follow, path, LoraConfig(**lora) if lora else None, dtype, port)
     by_rank = pool.run(world_of(mesh), train_and_send, path, mesh, lora, options, port, str(tmp_path), kind)
@@ -225,7 +229,13 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
         folder = tmp_path / str(version)
         if lora:
             folder = merge.run(
-                MergeOptions(path=str(folder), base=path, output=str(tmp_path / f"merged-{version}"), dtype="fp32")
+                MergeOptions(
+                    path=str(folder),
+                    base=path,
+                    output=str(tmp_path / f"merged-{version}"),
+                    dtype="fp32",
+                    base_format=None if base == "compute" else base,
+                )
             )
         process.begin(fresh, folder, dtype, version)
         assert answers == process.result()

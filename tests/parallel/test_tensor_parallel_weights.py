@@ -124,7 +124,7 @@ def with_a_bug(path: str, mesh: str, name: str) -> str:
     manifest = export.manifest_of(engine)
     with mock.patch.object(ShardSpec, "boxes", PLANTS[name][2]):
         try:
-            stream = walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts)
+            stream = walk(engine.local_tensors(), engine.built.mappings, manifest, engine.divided.cuts)
             walked = {tensor_name: tensor.clone() for tensor_name, tensor in stream}
         except RuntimeError as error:
             return str(error)
@@ -158,7 +158,7 @@ def lacking(path: str) -> str:
         return [] if coordinates == (0, 1) else shares(self, part, coordinates)
 
     with mock.patch.object(TensorPlacement, "shares", forget), pytest.raises(RuntimeError) as caught:
-        list(walk(engine.module, engine.built.mappings, manifest, {}))
+        list(walk(engine.local_tensors(), engine.built.mappings, manifest, {}))
     return str(caught.value)
 
 

@@ -104,7 +104,7 @@ def walked_as_stored(plant: str | None, path: str) -> bool:
     manifest, stored = export.manifest_of(engine), test_tensor_parallel_weights.tensors_of(Path(path))
     with planted(plant):
         try:
-            stream = walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts)
+            stream = walk(engine.local_tensors(), engine.built.mappings, manifest, engine.divided.cuts)
             walked = {name: tensor.clone() for name, tensor in stream}
         except RuntimeError:
             return False

@@ -238,17 +238,20 @@ def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
                 f"{key} does not go together with lora.base={config.lora.base}: {why}. Set {override(key, instead)}, "
                 "or lora.base=compute.",
             )
-    if hasattr(config, "rollout"):
+    if not hasattr(config, "rollout"):
+        return
+    if config.rollout.engine == "vllm":
         yield (
-            "lora.base",
-            f"lora.base={config.lora.base} is for weft sft: engines of weft rl take the base from the trainer. Set "
+            "rollout.engine",
+            f"rollout.engine=vllm does not go together with lora.base={config.lora.base} in this version: nobody has "
+            "compared its answers with the trainer's over such a base. Set rollout.engine=hf or embedded, or "
             "lora.base=compute.",
         )
-    elif config.eval.prompts is not None:
+    if config.rollout.transport == "files" and config.rollout.engine == "hf":
         yield (
-            "eval.prompts",
-            f"eval.prompts does not go together with lora.base={config.lora.base}: the copy of the model that answers "
-            "takes the base from the trainer. Set eval.prompts=null, or lora.base=compute.",
+            "rollout.transport",
+            f"rollout.transport=files does not go together with lora.base={config.lora.base}: an export would "
+            "dequantise every rank's part of the base at once. Set rollout.transport=auto, or lora.base=compute.",
         )
 
 
@@ -262,11 +265,17 @@ def _adapter_combinations(config: Any) -> Iterator[tuple[str, str]]:
             "lora.dropout does not go together with lora.dora in this version: peft drops the base's inputs, too. Set "
             "lora.dropout=0, or lora.dora=false.",
         )
-    if lora.dora and hasattr(config, "rollout") and config.rollout.engine in ("vllm", "sglang"):
+    if hasattr(config, "rollout") and config.rollout.engine == "sglang":
+        yield (
+            "rollout.engine",
+            "rollout.engine=sglang reads exports of the base, which hold no adapters, so it would sample from the "
+            "model before training. Set rollout.engine=vllm, hf or embedded, or lora.rank=null.",
+        )
+    if lora.dora and hasattr(config, "rollout") and config.rollout.engine == "vllm":
         yield (
             "lora.dora",
-            f"lora.dora: rollout.engine={config.rollout.engine} has no magnitudes of DoRA. Set rollout.engine=hf or "
-            "embedded, or lora.dora=false.",
+            "lora.dora: rollout.engine=vllm has no magnitudes of DoRA. Set rollout.engine=hf or embedded, or "
+            "lora.dora=false.",
         )
     if lora.init == "loftq" and lora.base == "compute":
         yield (

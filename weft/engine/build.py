@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.config.schema import LoraConfig, ModelConfig
@@ -24,6 +25,7 @@ from weft.models.families.family import Layout
 from weft.models.flops import FlopFacts
 from weft.models.lora import LoraPlan, attach, untied_for
 from weft.models.mixer_shards import can_share_documents
+from weft.models.quantised import is_bytes
 from weft.models.train_module import TrainModule
 from weft.models.transforms import TRANSFORMS
 from weft.models.vision import Vision, find_vision
@@ -64,8 +66,12 @@ class BuiltModel:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The whole model's state dict; on meta for a pipeline stage."""
-        return self.module.state_dict(keep_vars=True) if self.whole_tensors is None else self.whole_tensors
+        """The whole model's state dict; on meta for a pipeline stage, and for weights of a quantised base."""
+        if self.whole_tensors is not None:
+            return self.whole_tensors
+        shapes, state = self.module.quantised_shapes, self.module.state_dict(keep_vars=True)
+        weights = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+        return {name: tensor for name, tensor in state.items() if not is_bytes(shapes, name)} | weights
 
     @property
     def layout(self) -> Layout:

@@ -603,6 +603,11 @@ class Engine:
 
     # ------------------------------------------------------------ tensors
 
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        """HuggingFace runtime name -> this rank's shard of every parameter and persistent buffer of its stage. A weight
+        of a quantised base is dequantised each time that it is read."""
+        return DequantisedTensors(self.module, self.divided.cuts, self.precision.frozen)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace runtime name, whole tensor) of every parameter and persistent buffer; a tied one under each
         name.
@@ -611,7 +616,7 @@ class Engine:
         """
         self.require_awake("parameters")
         cuts = self.divided.cuts
-        local = DequantisedTensors(self.module, cuts, self.precision.frozen)
+        local = self.local_tensors()
         if self.mesh.pp is None or self.pipeline is None:
             yield from ((name, full_tensor(tensor, cuts.get(name))) for name, tensor in local.items())
             return
@@ -627,7 +632,7 @@ class Engine:
         """Every tensor of a manifest, whole, on every rank: parallel/shards/walker.py, checked. Collective."""
         self.require_awake("parameters")
         peers, cuts = self._stage_peers(), self.divided.cuts
-        stream = walk(self.module, mappings, manifest, cuts, peers=peers, bucket_bytes=bucket_bytes)
+        stream = walk(self.local_tensors(), mappings, manifest, cuts, peers=peers, bucket_bytes=bucket_bytes)
         return check_stream(stream, manifest)
 
     def _stage_peers(self) -> StagePeers | None:

@@ -309,10 +309,11 @@ def empty_scales(module: TrainModule) -> None:
 
 class DequantisedTensors(Mapping[str, Tensor]):
     """A state dict with each quantised weight under its own name, dequantised when it is read, in place of its
-    bytes."""
+    bytes. The last one is kept, for reads of its parts in turn."""
 
     def __init__(self, module: TrainModule, cuts: ShardSpecs, dtype: torch.dtype) -> None:
         self._module, self._cuts, self._dtype = module, cuts, dtype
+        self._last: dict[str, Tensor] = {}
         state = module.state_dict(keep_vars=True)
         self._tensors = {name: tensor for name, tensor in state.items() if not is_bytes(module.quantised_shapes, name)}
         self._names = [*self._tensors, *(name for name, weight in module.quantised.items() if weight is not None)]
@@ -325,7 +326,11 @@ class DequantisedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._module.quantised.get(name)
-        return self._tensors[name] if weight is None else _dequantised_shard(weight, self._cuts.get(name), self._dtype)
+        if weight is None:
+            return self._tensors[name]
+        if name not in self._last:
+            self._last = {name: _dequantised_shard(weight, self._cuts.get(name), self._dtype)}
+        return self._last[name]
 
 
 @torch.no_grad()

@@ -45,7 +45,16 @@ from weft.verify.adapter import (
     saved_adapter,
 )
 from weft.verify.expected import norm_of, plain_optimizer, widen
-from weft.verify.harness import SCALAR, Figure, Verdict, cut_documents, may_be_rounding, rounds, worst_five
+from weft.verify.harness import (
+    SCALAR,
+    Figure,
+    Verdict,
+    cut_documents,
+    may_be_rounding,
+    rounds,
+    trainer_of,
+    worst_five,
+)
 from weft.verify.observed import Tensors
 from weft.verify.rl_reference import PeftPolicy, PlainCritic, PlainPolicy, PlainSample, UpdateSettings, distributions
 from weft.verify.rl_rollouts import awkward_rollouts, disturb, noise
@@ -270,10 +279,11 @@ class _Plain:
         self.trainer, self.config, self.start, self.double = trainer, trainer.config, start, double
         engine, config = trainer.engine, trainer.config
         path, self.device = config.model.path, str(engine.device)
+        settings = trainer_of(engine, path, [], adapter, {})
         self.policy: PlainPolicy | PeftPolicy = (
             PlainPolicy(path, self.device, config.model.freeze)
             if adapter is None
-            else PeftPolicy(path, adapter, self.device)
+            else PeftPolicy(path, adapter, self.device, quantised=settings.quantised, frozen=settings.frozen)
         )
         self.teacher: PlainPolicy | None = None
         rule = UpdateSettings(

@@ -118,9 +118,8 @@ class BucketPlan:
     def __init__(self, engine: Engine, content: SyncContent, size: int) -> None:
         """size: bytes at which a bucket is full; a larger tensor gets its own."""
         cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_rank, engine.tied_copies
-        state = engine.module.state_dict(keep_vars=True)
-        owned = {name: tensor for name, tensor in state.items() if name not in borrowed}
-        boxes = {name: rank_boxes(tensor, cuts.get(name), among) for name, tensor in owned.items()}
+        state = engine.local_tensors()
+        boxes = {name: rank_boxes(state[name], cuts.get(name), among) for name in state if name not in borrowed}
         numbers = {name: number for number, name in enumerate(boxes)}
         self.buckets = list[list[BucketTensor]]()
         self._shares = list[list[_ShardCopy]]()
@@ -136,7 +135,7 @@ class BucketPlan:
 
     def write(self, engine: Engine, buckets: Buckets) -> Iterator[list[BucketTensor]]:
         """Yield the rows of each bucket, after this rank has written its boxes. Not collective."""
-        state = engine.module.state_dict(keep_vars=True)
+        state = engine.local_tensors()
         for number, (rows, shares) in enumerate(zip(self.buckets, self._shares, strict=True)):
             memory = buckets.memory(number)
             assert memory is not None

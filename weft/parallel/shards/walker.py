@@ -11,13 +11,14 @@ it whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -63,7 +64,8 @@ class ShardSlice(NamedTuple):
 @dataclass(frozen=True)
 class TensorPlacement:
     """The placement of one tensor. shape: of the whole tensor. spec: its division by tp and ep, or None. mesh,
-    placements: FSDP's; None and () for a plain tensor. tensor: None if another stage holds it."""
+    placements: FSDP's; None and () for a plain tensor. read: returns this rank's shard; None if another stage holds
+    it."""
 
     shape: tuple[int, ...]
     spec: AnyShardSpec | None
@@ -71,14 +73,17 @@ class TensorPlacement:
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
     device: torch.device
-    tensor: Tensor | None = None
+    read: Callable[[], Tensor] | None = None
 
     @classmethod
-    def from_tensor(cls, name: str, tensor: Tensor, specs: ShardSpecs) -> TensorPlacement:
-        """The placement of a tensor of this rank. Raises RuntimeError if weft cannot gather such a placement."""
+    def from_tensor(
+        cls, name: str, tensor: Tensor, specs: ShardSpecs, read: Callable[[], Tensor] | None = None
+    ) -> TensorPlacement:
+        """The placement of a tensor of this rank. read: returns the tensor again. Raises RuntimeError if weft cannot
+        gather such a placement."""
         mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
         shape = full_shape(name, tensor, specs)
-        return cls._placed(name, shape, specs, mesh, tuple(placements), tensor.device, tensor)
+        return cls._placed(name, shape, specs, mesh, tuple(placements), tensor.device, read)
 
     @classmethod
     def _placed(
@@ -89,18 +94,18 @@ class TensorPlacement:
         mesh: DeviceMesh | None,
         placements: tuple[Placement, ...],
         device: torch.device,
-        tensor: Tensor | None = None,
+        read: Callable[[], Tensor] | None = None,
     ) -> TensorPlacement:
         spec = specs.get(name)
         spec = spec if spec is not None and spec.divides else None
         group = GatherGroup(_sharded_axis(name, mesh, placements), None if spec is None else spec.ranks)
-        return cls(shape, spec, group, mesh, placements, device, tensor)
+        return cls(shape, spec, group, mesh, placements, device, read)
 
     @property
     def values(self) -> Tensor:
         """The elements on this rank; its stage must hold the tensor."""
-        assert self.tensor is not None
-        return local_box(self.tensor)[1]
+        assert self.read is not None
+        return local_box(self.read())[1]
 
     @property
     def ranks(self) -> list[RankIndex]:
@@ -155,7 +160,9 @@ def placements_of(
     """The TensorPlacement of each named tensor. peers: for names of all pipeline stages; then collective over it."""
     unique_names = list(dict.fromkeys(names))
     placements = {
-        name: TensorPlacement.from_tensor(name, tensors[name], specs) for name in unique_names if name in tensors
+        name: TensorPlacement.from_tensor(name, tensors[name], specs, partial(tensors.__getitem__, name))
+        for name in unique_names
+        if name in tensors
     }
     return placements if peers is None else _of_all_stages(placements, unique_names, specs, peers)
 
@@ -203,7 +210,7 @@ _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its e
 
 
 def walk(
-    module: nn.Module,
+    tensors: Mapping[str, Tensor],
     mappings: Iterable[TensorMapping],
     manifest: Mapping[str, Tensor],
     specs: ShardSpecs,
@@ -214,14 +221,15 @@ def walk(
     """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
 
     Collective: all ranks of the mesh walk together, and each receives every tensor. A yielded tensor may be a view of
-    reused memory: copy it before taking the next. specs: how tp and ep divide the model's tensors. peers: the stages,
-    if the module is one of a pipeline. bucket_bytes: bytes in flight; a rank of tp also holds its own part of a bucket,
-    and a single tensor that cannot be split may exceed them. Raises RuntimeError if the ranks together lack elements.
+    reused memory: copy it before taking the next. tensors: the model's state dict, as far as this rank's stage holds
+    it; a tensor is read when its bucket is gathered. specs: how tp and ep divide the model's tensors. peers: the stages
+    with a pipeline. bucket_bytes: bytes in flight; a rank of tp also holds its own part of a bucket, and a single
+    tensor that cannot be split may exceed them. Raises RuntimeError if the ranks together lack elements.
     """
     groups: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:
         groups.setdefault(mapping.runtime, []).append(mapping)
-    state = placements_of(module.state_dict(keep_vars=True), groups, specs, peers)
+    state = placements_of(tensors, groups, specs, peers)
     parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
     for bucket in _buckets(parts, bucket_bytes // 2):
@@ -349,7 +357,7 @@ class _Shipment:
         sent = torch.empty(self.length, dtype=torch.uint8, device=first.device)
         for part in parts:
             placement = state[part.runtime]
-            if placement.tensor is None:  # it comes from another stage
+            if placement.read is None:  # it comes from another stage
                 continue
             values, shares = placement.values, placement.shares(part.box, placement.own_rank)
             for (begin, box), share in zip(local_layout[part], shares, strict=True):
