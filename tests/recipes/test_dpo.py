@@ -84,6 +84,7 @@ def test_a_reference_on_ranks_of_its_own_is_the_one_in_turns(
     """Losses, gradient norms, rewards and evaluations are equal; the log probabilities read are those of the step."""
     keys = {"preference.cache": cache, "eval.share": 0.3, "eval.at_start": True, "step.documents": 2}
     start(1, tmp_path / "turns", keys)
+    keys["model.recompute"] = "auto"  # counts the memory of the trained model's ranks, without the reference's
     given = {
         "model.path": models("llama")[0], "data.path": str(folder() / "pairs.jsonl"),
         "run.dir": str(tmp_path / "apart"), "step.max_tokens_per_device": 64, "optimizer.lr": 1e-3, "train.epochs": 2,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.checkpoint.export import manifest_of
 from weft.config.distill_schema import AVERAGE, BASE, DistillConfig, is_opened
-from weft.config.dpo_schema import DpoConfig
+from weft.config.dpo_schema import DpoConfig, reference_ranks
 from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig, reward_models
@@ -100,7 +100,7 @@ def _alike(first: Tensor, second: Tensor) -> int:
 
 def _reference(config: DpoConfig, trained: EngineConfig) -> list[ModelBeside]:
     preference, engine = config.preference, preference_reference(config, trained)
-    if not preference.has_reference:
+    if not preference.has_reference or reference_ranks(config):  # with ranks of its own it is on none of these
         return []
     mismatched = float("kto" in preference.losses)  # answers to other prompts, which no cache has
     reads = mismatched + (preference.cache != "disk")
