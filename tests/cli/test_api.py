@@ -62,9 +62,9 @@ def test_a_teacher_goes_beside_what_the_config_says_of_distillation(monkeypatch:
     configs: list[Any] = []
     monkeypatch.setattr(distill_recipe, "run", lambda config, options, hooks: configs.append(config))
     base = {"data": {"path": "chats.jsonl"}, "distill": {"loss": "jsd", "beta": 0.1, "teacher": "another"}}
-    weft.distill(base, model="model", teacher="model", run={"dir": "student"})
+    weft.distill(base, model="model", teacher="teacher", run={"dir": "student"})
     (config,) = configs
-    assert (config.distill.teacher, config.distill.loss, config.distill.beta) == ("model", "jsd", 0.1)
+    assert (config.distill.teacher, config.distill.loss, config.distill.beta) == ("teacher", "jsd", 0.1)
     with pytest.raises(UserError, match="are both given"):
         weft.distill(base, model="model", teacher="model", distill={"teacher": "another"})
 

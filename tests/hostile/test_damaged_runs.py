@@ -120,11 +120,11 @@ def test_a_report_is_written_to_no_file_that_a_run_points_at(
 
 def rows(**changes: object) -> pa.Table:
     row = {
-        "step": 1, "prompt_index": 0, "visit": 0, "number": 0, "source": "a:1", "prompt": "p", "completion": "c",
-        "reward": 1.0, "rewards": "{}", "trained": True, "finish": "end", "turns": 1, "prompt_tokens": 1,
-        "messages": None, "columns": "{}", "notes": "{}", "tokens": [1, 2], "sampled": [False, True],
-        "rollout": [0.0, 0.0], "versions": [0, 0], "kept_logmass": None, "old": None, "reference": None, "values": None,
-        "advantages": None, "correction": None,
+        "step": 1, "prompt_index": 0, "visit": 0, "number": 0, "branch": 0, "source": "a:1", "prompt": "p",
+        "completion": "c", "reward": 1.0, "rewards": "{}", "trained": True, "finish": "end", "turns": 1,
+        "prompt_tokens": 1, "messages": None, "columns": "{}", "notes": "{}", "tokens": [1, 2],
+        "sampled": [False, True], "rollout": [0.0, 0.0], "versions": [0, 0], "kept_logmass": None, "old": None,
+        "reference": None, "values": None, "advantages": None, "correction": None,
     }  # fmt: skip
     return pa.Table.from_pylist([row | changes])
 

@@ -31,6 +31,7 @@ from weft.inference.weight_sync.protocol import SyncError, Ticket
 from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
 from weft.inference.weight_sync.transports import SLOTS
 from weft.launch.machine import free_port
+from weft.rl.batch_pool import StandalonePool
 from weft.rl.engine_supervisor import EngineRestarts
 from weft.rl.served_pool import open_engines
 from weft.rl.trainer import RankDevices
@@ -227,8 +228,9 @@ class AnsweringActors:
         self.asked[method] = args
         return self.answers[method]
 
-    async def call_one(self, number: int, method: str, *args: Any) -> None:
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
         self.asked[f"{method} {number}"] = args
+        return self.answers[method][number] if method in self.answers else None
 
 
 def opened(tmp_path: Path, *words: str) -> tuple[AnsweringActors, AnsweringActors]:
@@ -244,19 +246,26 @@ def opened(tmp_path: Path, *words: str) -> tuple[AnsweringActors, AnsweringActor
     trainers = AnsweringActors(devices=[RankDevices("host", str(n), [f"device-{n}"]) for n in range(4)], open_sync=[{}])
     engines = AnsweringActors(
         host=["here", "here"],
-        devices=[["device-0", "device-1"], ["device-1", "device-0"]],
+        devices=[("device-0", "device-1"), ("device-1", "device-0")],
         torch_version=["2.13.0", "2.12.1"],
     )
-    asyncio.run(open_engines(config, trainers, engines, tmp_path, "bf16", EngineRestarts(0, 1.0)))  # type: ignore[arg-type]
+    restarts = EngineRestarts(0, 1.0)
+
+    async def open_all() -> None:
+        pool = await open_engines(config, trainers, engines, tmp_path, "bf16", restarts)  # type: ignore[arg-type]
+        if isinstance(pool, StandalonePool):  # it tells the trainers before the first sync
+            await pool._supervisor._open_sync()
+
+    asyncio.run(open_all())
     return trainers, engines
 
 
 def test_trainers_are_told_what_engines_see(tmp_path: Path) -> None:
-    trainers, _ = opened(tmp_path, "rollout.engine=hf", "rollout.num_engines=2")
+    trainers, _ = opened(tmp_path, f"model.path={saved_model('llama')}", "rollout.engine=hf", "rollout.num_engines=2")
     hosts, workers, devices, torches = trainers.asked["open_sync"]
     assert (list(hosts), workers) == (["hf-0", "hf-1"], 1)
     assert torches == {"hf-0": "2.13.0", "hf-1": "2.12.1"}
-    assert devices == {"hf-0": ["device-0", "device-1"], "hf-1": ["device-1", "device-0"]}
+    assert devices == {"hf-0": ("device-0", "device-1"), "hf-1": ("device-1", "device-0")}
 
 
 def test_servers_see_the_devices_of_the_ranks_in_whose_place_they_are(tmp_path: Path) -> None:

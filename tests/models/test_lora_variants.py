@@ -74,16 +74,15 @@ def first_steps(path: str, mesh: str, sections: dict[str, Any], folder: str, pla
     return float(metrics["loss"]), gradients
 
 
-def of_peft(path: str, options: dict[str, Any]) -> tuple[float, dict[str, Tensor], Any]:
-    """(Loss and gradients of the first step, the model) of peft's own adapters of that kind."""
+def of_peft(path: str, options: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """(Loss, gradients) of the first step of peft's own adapters of that kind."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **options)
     reference = PeftReference.__new__(PeftReference)
     reference.model = peft.get_peft_model(plain, config).eval()
     reference.plain, reference.device = plain, "cpu"
     reference.balance, reference.whole_step, reference.optimizer, reference.scale = 0.0, False, None, 1.0
-    loss, gradients = reference.gradients(awkward_steps(128)[0])
-    return loss, gradients, reference.model
+    return reference.gradients(awkward_steps(128)[0])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,8 @@ def test_first_values_and_gradients_are_pefts(
     """Also the saved adapter: on the whole base, peft computes what the trained model computes."""
     path, folder = saved_model("llama", **WIDE), tmp_path / "adapter"
     loss, gradients = run(world_of(mesh), first_steps, path, mesh, lora(**changes), str(folder))[0]
-    expected_loss, expected, _ = of_peft(path, options)
+    # In a process of its own: what other tests have set in this one changes the order of sums, which SVDs amplify.
+    expected_loss, expected = run(1, of_peft, path, options)[0]
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():

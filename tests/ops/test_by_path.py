@@ -52,7 +52,7 @@ def test_each_token_has_what_it_has_in_its_documents(segments: Segments, forked:
         out, none = by_forks(sums, joined, row, inputs[0], extra=extra)
     else:
         unfolded = unfolded_row(bounds, CPU)
-        (hidden,), keywords = unfolded.unfold(((inputs[0],), {"rest": extra}))
+        (hidden,), keywords = unfolded.unfold(((inputs[0],), {"extra": extra}))
         out, none = unfolded.fold(
             by_document(lambda x, extra: sums(None, x, extra)[0], unfolded.bounds, hidden, **keywords)
         )

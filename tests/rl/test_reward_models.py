@@ -21,7 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from examples.judge_reward import judged
 from tests.support.cases import MESHES, open_engine, world_of, write_small_job
-from tests.support.local_rl import lines_of, make_task, rollouts_of, same_run, start, write_reward_model
+from tests.support.local_rl import (
+    lines_of,
+    make_task,
+    rollouts_of,
+    same_run,
+    start,
+    write_reward_model,
+    write_teacher,
+)
 from tests.support.pool import run
 from tests.support.rl_samples import group
 from weft.config.load import load_config
@@ -48,6 +56,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_task(tmp_path_factory.mktemp("task"))
     write_reward_model(folder / "adder", folder / "rm", 0)
     write_reward_model(folder / "adder", folder / "rm-2", 1)
+    write_teacher(folder / "adder", folder / "policy")
     return folder
 
 
@@ -222,7 +231,12 @@ APART = ["reward_model.ranks=1", "reference.ranks=1", "rl.kl_coef=0.1", "train.s
 def test_ranks_of_frozen_models_that_die_are_started_anew(task: Path, tmp_path: Path) -> None:
     """What they are asked again gives the run of ranks that live, bit for bit; after too many restarts the run ends.
     Exactly on policy, because otherwise the engine's turns, which time cuts, change the last bits of a rollout."""
-    words, left = [f"rl.reward=[model:{task}/rm]", "rl.on_policy=exact", *APART], ["score", "read_all", "read_all"]
+    # Saved weights: actors in threads of one process would draw random ones from the same generator, in turns.
+    policy = [f"model.path={task}/policy", "model.init=pretrained"]
+    words, left = (
+        [*policy, f"rl.reward=[model:{task}/rm]", "rl.on_policy=exact", *APART],
+        ["score", "read_all", "read_all"],
+    )
 
     def strikes_once(method: str, before: int) -> None:
         if method in left and before == 1:

@@ -545,7 +545,9 @@ ALWAYS = {
         when="a step of an environment, step 1", failed=None, saved=3, resumes=False,
         lost="nothing but conversations under way",
         # Only the first three of a rollout's failures are printed, in the order in which they are noticed.
-        says=[r"Asked\.(start|step): its process ended with its parent process, which was killed or stopped"],
+        says=[
+            r"FaultyEnvironment\.(start|step): its process ended with its parent process, which was killed or stopped"
+        ],
     ),
     "fork server of environments is stopped": RlCase(
         fault=RlFault(who="user", do="stop the parent", phase="step", once="once"), words=ENVIRONMENT, status=0,

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.config.commands import SCHEMAS
 from weft.config.keys import schema_keys, sections
-from weft.config.migrate.names import advice_for, likely_trainer, task_of
+from weft.config.migrate.names import advice_for, entry_of, likely_trainer, task_of
 from weft.config.migrate.trainer import REINFORCEMENT, TABLES
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node
@@ -44,6 +44,9 @@ def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
         task = "supervised fine-tuning" if schema is SftConfig else f"`weft {getattr(schema, 'command', 'sft')}`"
         return [Unknown(name, node.location, f"belongs to {commands}: remove it for {task}.")]
     advice = advice_for(name, reinforcement="rl" in sections(schema))
+    of_section = [key for key in schema_keys(schema) if key.startswith(f"{section}.")]
+    if entry_of(name) == f"{section}.*" and difflib.get_close_matches(name, of_section, n=1, cutoff=0.9):
+        advice = None  # a misspelt key of weft; the advice is on a whole section of another trainer
     message = f"is not a key of weft: {advice or _nearest(name, schema)}"
     if node.is_section and node.value and not _is_typo(name, node, schema):
         inside = [key for leaf, child in node.value.items() for key in unknown_keys(f"{name}.{leaf}", child, schema)]

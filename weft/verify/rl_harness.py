@@ -279,12 +279,12 @@ class _Plain:
         self.trainer, self.config, self.start, self.double = trainer, trainer.config, start, double
         engine, config = trainer.engine, trainer.config
         path, self.device = config.model.path, str(engine.device)
-        settings = trainer_of(engine, path, [], adapter, {})
-        self.policy: PlainPolicy | PeftPolicy = (
-            PlainPolicy(path, self.device, config.model.freeze)
-            if adapter is None
-            else PeftPolicy(path, adapter, self.device, quantised=settings.quantised, frozen=settings.frozen)
-        )
+        self.policy: PlainPolicy | PeftPolicy
+        if adapter is None:
+            self.policy = PlainPolicy(path, self.device, config.model.freeze)
+        else:
+            settings = trainer_of(engine, path, [], adapter, {})
+            self.policy = PeftPolicy(path, adapter, self.device, quantised=settings.quantised, frozen=settings.frozen)
         self.teacher: PlainPolicy | None = None
         rule = UpdateSettings(
             config.rl, config.rollout.temperature, config.rollout.max_new_tokens, config.critic.clip, self._following,
