@@ -41,6 +41,7 @@ from weft.launch.machine import accelerator, accelerator_count, check_ranks_fit,
 from weft.launch.options import (
     ChatOptions,
     CommandOptions,
+    CompareStepOptions,
     Device,
     EngineOptions,
     ExportOptions,
@@ -263,6 +264,23 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
         return verify.run(config, options)
 
     return Job(body, world, words)
+
+
+def _compare_step(options: CompareStepOptions, words: Sequence[str]) -> Job:
+    _require_one_process("compare-step")
+    overrides = [word for word in options.config if _is_override(word)]
+    files = [local_path("weft", word) for word in options.config if not _is_override(word)]
+    if not Path(options.dump).is_file():
+        raise UserError(f"weft compare-step: {options.dump}: there is no such file.")
+    base: dict[str, dict[str, Any]] = {"data": {"path": options.dump}, "rl": {"reward": ["length"]}}  # none is read
+    config = _with_local_paths(load_config(files, overrides, RlConfig, base=base), None)
+
+    def body() -> bool:
+        from weft.recipes import compare_step
+
+        return compare_step.run(config, options)
+
+    return Job(body, 1, words)
 
 
 def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
@@ -649,6 +667,12 @@ COMMANDS = {
         "weft plan [CONFIG ...] [section.key=value ...] [options]",
     ),
     "verify": Command(VerifyOptions, _verify, "Compare the configured mesh with one plain process."),
+    "compare-step": Command(
+        CompareStepOptions,
+        _compare_step,
+        "Compare loss and gradient norm of another trainer's batch with weft's.",
+        "weft compare-step DUMP [CONFIG ...] [section.key=value ...] [options]",
+    ),
     "init": Command(
         InitOptions,
         _init,
@@ -672,7 +696,8 @@ COMMANDS = {
 
 
 def _program_help() -> str:
-    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}} {command.summary}" for name, command in COMMANDS.items()]
     return _PROGRAM_HELP.format(commands="\n".join(lines)).rstrip()
 
 

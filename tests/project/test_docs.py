@@ -208,7 +208,7 @@ def test_the_commands_exist() -> None:
         for block in blocks(page):
             if block.language == "bash":
                 for command in commands(block):
-                    name = re.match(r"weft (\w+)", command)
+                    name = re.match(r"weft ([\w-]+)", command)
                     assert name is None or name[1] in cli.COMMANDS, f"{label(page)}: {command}"
 
 

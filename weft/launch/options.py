@@ -175,6 +175,28 @@ class VerifyOptions(RankOptions):
     )
 
 
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a relative tolerance: a number above 0 and below 1")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareStepOptions(CommandOptions):
+    """`weft compare-step`."""
+
+    dump: str = argument("the other trainer's batch: .npz, .safetensors or .jsonl", "DUMP")
+    config: Sequence[str] = argument("as for weft rl", _CONFIG, nargs="*")
+    tolerance: float = option(
+        "relative difference of numbers that agree (default: %(default)s)", "X", default=1e-4, type=_tolerance
+    )
+    device: Device = _device()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(CommandOptions):
     """`weft export`."""
