@@ -172,8 +172,6 @@ def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
     loaded, options = _load_run(options, SCHEMAS[command])
     config: Any = loaded
     frozen = reference_ranks(config)
-    if frozen and options.dry_run:
-        raise _refused_with_ranks("--dry-run")
     world = _world(options, config, frozen)
     check_installed(config.track)
     check_profile(config.profile, world=world - frozen)

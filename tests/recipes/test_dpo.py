@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support import forked
 from tests.support.cases import byte_tokenizer
 from tests.support.pool import run
 from tests.support.toy_tokenizers import metaspace_tokenizer
+from weft import cli
 from weft.config.dpo_schema import DpoConfig
 from weft.config.load import load_config
 from weft.data.documents import Documents
@@ -64,6 +66,12 @@ def trained(config: DpoConfig) -> list[int]:
     return reads
 
 
+def line_of(output: str, name: str) -> str:
+    """The line of an opening that begins with this word, unfolded."""
+    (line,) = re.findall(rf"^{name} .*", re.sub(r" *\n {9}", " ", output), re.MULTILINE)
+    return str(line)
+
+
 def losses(path: Path) -> list[list[float]]:
     names = ("loss", "grad_norm", "rewards/margin", "logps/chosen", "logps/rejected")
     return [[line[name] for name in names] for line in lines(path) if line["step"]]
@@ -79,9 +87,10 @@ def losses(path: Path) -> list[list[float]]:
     ],
 )
 def test_a_reference_on_ranks_of_its_own_is_the_one_in_turns(
-    mesh: dict[str, int], frozen: int, cache: str, tmp_path: Path
+    mesh: dict[str, int], frozen: int, cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Losses, gradient norms, rewards and evaluations are equal; the log probabilities read are those of the step."""
+    """Losses, gradient norms, rewards and evaluations are equal; the log probabilities read are those of the step. A
+    dry run says the same of the reference."""
     keys = {"preference.cache": cache, "eval.share": 0.3, "eval.at_start": True, "step.documents": 2}
     start(1, tmp_path / "turns", keys)
     keys["model.recompute"] = "auto"  # counts the memory of the trained model's ranks, without the reference's
@@ -93,9 +102,13 @@ def test_a_reference_on_ranks_of_its_own_is_the_one_in_turns(
     }  # fmt: skip
     words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     world = frozen + max(mesh.values())
-    done = forked.run(["dpo", *words, "--nproc", str(world), "--device", "cpu"], tmp_path)
+    command = ["dpo", *words, "--nproc", str(world), "--device", "cpu"]
+    assert cli.main([*command, "--dry-run"]) == 0
+    foreseen = line_of(capsys.readouterr().out, "against")
+    done = forked.run(command, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"a reference on {frozen} rank" in done.stdout
+    assert f"a reference on {frozen} rank" in foreseen
+    assert line_of(done.stdout, "against") == foreseen
     tolerance = {"rel": 1e-6, "abs": 1e-6} if world == 2 else {"rel": 2e-4, "abs": 1e-5}  # AdamW of other summations
     for ours, theirs in zip(losses(tmp_path / "apart"), losses(tmp_path / "turns"), strict=True):
         assert ours == pytest.approx(theirs, **tolerance)
@@ -103,6 +116,25 @@ def test_a_reference_on_ranks_of_its_own_is_the_one_in_turns(
         [line["eval/loss"] for line in lines(tmp_path / run) if "eval/loss" in line] for run in ("apart", "turns")
     ]
     assert len(held_out[1]) >= 2 and held_out[0] == pytest.approx(held_out[1], **tolerance)
+
+
+def test_a_dry_run_counts_the_trained_model_without_the_references_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 6 ranks, 2 are the reference's: it refuses what the run would."""
+    paths = [f"model.path={models('llama')[0]}", f"data.path={folder() / 'pairs.jsonl'}"]
+    command = ["dpo", *paths, "reference.ranks=2", "--nproc", "6", "--device", "cpu", "--dry-run"]
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mesh"]["ranks"] == 4
+    for words, message in (
+        (["reference.ranks=6"], "reference.ranks=6 of 6 leaves no rank to the trained model: start with --nproc 7"),
+        (["reference.tp=3"], "the reference (keys reference.* in place of mesh.*)"),
+        (["mesh.tp=3"], "4 ranks are not a multiple of"),
+        (
+            ["reference.ranks=3", "reference.tp=3"],
+            "the reference (keys reference.*, others as the policy's): mesh.tp=3",
+        ),
+    ):
+        assert cli.main([*command, *words]) == 2, words
+        assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
 @pytest.mark.covers("preference.cache", "reference.dp_shard", "reference.max_tokens_per_device")

@@ -63,8 +63,7 @@ class Dpo(Recipe[DpoConfig]):
             return lines
         memory = self.remote.wait_until_ready(_digests(data))
         self.reference = RemoteSums(self.config, self.documents, self.remote)
-        path, count = self.config.reference.path or self.config.model.path, self.frozen_ranks
-        return [f"against  {path}, a reference on {count} rank{'s' * (count > 1)} of its own: {memory}"]
+        return [self._line_of_frozen(memory)]
 
     @contextmanager
     def alongside(self, ranks: Ranks) -> Iterator[None]:
@@ -82,14 +81,26 @@ class Dpo(Recipe[DpoConfig]):
     def serve(self, ranks: Ranks) -> None:
         flight.enter("data")
         data = self.read_data()
+        model = self._open_frozen(ranks, data)
         documents = {TRAINED: data.documents, **data.held_out.documents}
-        frozen = preference_reference(self.config, EngineConfig.from_config(self.config))
-        assert frozen is not None
-        model = open_frozen("reference", frozen, ranks)
-        for data_set in documents.values():
-            model.planner.check_images(data_set)
         sums = ReferenceSums(self.config, model, documents, adapters_off=False)
         serve(sums, ranks, documents, _digests(data), str(model.memory))
+
+    def dry_run_of_frozen(self, ranks: Ranks, data: RunData | None) -> list[str]:
+        return [self._line_of_frozen(str(self._open_frozen(ranks, data, weights=False).memory))]
+
+    def _open_frozen(self, ranks: Ranks, data: RunData | None, *, weights: bool = True) -> Engine:
+        """The reference on ranks that have no other model. data: None if they were not read. Collective."""
+        frozen = preference_reference(self.config, EngineConfig.from_config(self.config))
+        assert frozen is not None
+        model = open_frozen("reference", frozen, ranks, weights=weights)
+        for documents in () if data is None else (data.documents, *data.held_out.documents.values()):
+            model.planner.check_images(documents)
+        return model
+
+    def _line_of_frozen(self, memory: str) -> str:
+        path, count = self.config.reference.path or self.config.model.path, self.frozen_ranks
+        return f"against  {path}, a reference on {count} rank{'s' * (count > 1)} of its own: {memory}"
 
     def announce(self, step: SampledStep) -> None:
         if isinstance(self.reference, RemoteSums):
@@ -105,7 +116,7 @@ class Dpo(Recipe[DpoConfig]):
     def dry_run_lines(self) -> list[str]:
         preference = self.config.preference
         loss = f"loss     {' + '.join(preference.losses)}, beta {preference.beta:g}"
-        return [loss, reference_line(self.config)]
+        return [loss] if self.frozen_ranks else [loss, reference_line(self.config)]
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
         self._begin(TRAINED, step.indices, step.documents, step.plan)

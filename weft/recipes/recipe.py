@@ -101,6 +101,11 @@ class Recipe(Generic[Config]):
         """What ranks that have a frozen model alone do (frozen_ranks). Collective on them."""
         raise NotImplementedError
 
+    def dry_run_of_frozen(self, ranks: Ranks, data: RunData | None) -> list[str]:
+        """What a dry run says of the frozen model on ranks that do not exist, all of which have it. data: None if they
+        were not read. Raises UserError for what `serve` would refuse."""
+        raise NotImplementedError
+
     def announce(self, step: SampledStep) -> None:
         """Tells other ranks of a step that comes after the present one. Called in a thread; no collectives."""
 

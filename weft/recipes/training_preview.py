@@ -51,6 +51,10 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions, *choices: str) -> None:
             data = recipe.read_data(progress)
         check_profile(config.profile, steps=len(make_steps(config, data.documents)))
     trained, assumed = EngineConfig.from_config(config), accelerator(options.assume)
+    of_frozen: list[str] = []
+    if recipe.frozen_ranks:
+        with fake_ranks(recipe.frozen_ranks, options.device, assumed) as ranks:
+            of_frozen = recipe.dry_run_of_frozen(ranks, data)
     with fake_ranks(options.world, options.device, assumed) as ranks:
         engine = Engine(trained, ranks, weights=False, readouts=recipe.objective.readouts)
         if data is not None:
@@ -65,7 +69,7 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions, *choices: str) -> None:
         beside = Beside(config, model, options.world, options.device, assumed).rows(mesh)
         row = EngineRow("trained model", memory.weights, memory.gradients, memory.optimizer, memory.gathered)
         show(engine_table([row, *beside]))
-    say_folded([*choices, *recipe.dry_run_lines()])
+    say_folded([*choices, *recipe.dry_run_lines(), *of_frozen])
     if data is None:
         say_folded([f"data     not read: {unread}"])
         return
