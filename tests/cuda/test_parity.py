@@ -17,6 +17,17 @@ SWITCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "recomputed": ("qwen3_moe", {"model": {"recompute": "full"}}),
     "fixed rows": ("llama", {"step": {"padding": "fixed"}}),
     "adapters": ("qwen3", {"lora": {"rank": 4}}),
+    "selective": ("qwen3_moe", {"model": {"recompute": "selective"}}),
+    "inputs on the host": ("llama", {"model": {"recompute": "full", "offload_activations": "inputs"}}),
+    "kept results on the host": ("llama", {"model": {"recompute": "selective", "offload_activations": "kept"}}),
+    "tiles": ("llama", {"model": {"tiled_mlp": 16}}),
+    "update on the host": ("llama", {"fsdp": {"cpu_offload": "optimizer"}}),
+    "nf4": ("qwen3", {"lora": {"rank": 4, "base": "nf4"}}),
+    "int8": ("qwen3", {"lora": {"rank": 4, "base": "int8"}}),
+    "fp8": ("qwen3", {"lora": {"rank": 4, "base": "fp8"}}),
+    "dora": ("qwen3", {"lora": {"rank": 4, "dora": True}}),
+    "muon": ("qwen3_moe", {"optimizer": {"name": "muon"}}),
+    "8-bit states": ("qwen3", {"optimizer": {"state_dtype": "int8"}}),
 }
 
 
