@@ -21,7 +21,7 @@ MINUTES ?= 9
 # Where it is set, each of the suite's hundreds of processes compiles weft anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-distill demo-sft demo-dpo demo-reward demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-reward bench-images bench-dpo bench-rl gpu docs site format clean
+.PHONY: setup demo demo-distill demo-sft demo-dpo demo-reward demo-vision unit test nightly lint types suite seams mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm test-trl bench bench-sft bench-reward bench-images bench-dpo bench-rl gpu docs site format clean
 
 setup: $(STAMP)
 
@@ -180,6 +180,9 @@ test-vllm: $(STAMP) .venv-vllm/.installed
 	$(VLLM_BIN)/python -m pip install --quiet pytest pytest-timeout
 	touch $@
 
+test-trl: $(STAMP) .venv-trl/.installed
+	$(TRL_BIN)/python -m pytest tests/trl $(PYTEST_ARGS)
+
 bench: $(STAMP) bench-sft
 	$(BIN)/python benchmarks/head.py
 
@@ -211,6 +214,7 @@ gpu:
 	test -x $(TRL_BIN)/python || $(PYTHON) -m venv .venv-trl
 	$(TRL_BIN)/python -m pip install --quiet $(TORCH_INSTALL_ARGS) torch==2.13.0
 	$(TRL_BIN)/python -m pip install --quiet 'trl==1.16.*' pillow || $(TRL_BIN)/python -m pip install --quiet trl pillow
+	$(TRL_BIN)/python -m pip install --quiet pytest pytest-timeout
 	$(TRL_BIN)/python -m pip install --quiet "transformers==$$($(BIN)/python -c 'import transformers as t; print(t.__version__)')"
 	touch $@
 

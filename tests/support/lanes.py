@@ -16,7 +16,8 @@ _MODULES = {"multiprocessing", "subprocess", "ray", "torch.multiprocessing", "so
 _NAMES = {  # of weft and torch, that start processes or make a group
     "EnvironmentPool", "RewardPool", "Trackers", "init_process_group", "join", "start_processes", "launch", "simulate",
 }  # fmt: skip
-_APART = ("project/", "cuda/", "vllm/", "hostile/test_fuzz")  # of the repository itself, of other machines, at random
+# Of the repository itself, of other machines and environments, at random.
+_APART = ("project/", "cuda/", "vllm/", "trl/", "hostile/test_fuzz")
 _MOST_SECONDS = 5.0  # of a file, as recorded
 
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.machine import business
+from tests.support.vllm_server import vllm_server
 from tests.vllm.conftest import SETTINGS
 from weft.inference.records import FOLDER, rollout_files
-from weft.launch.machine import free_port
 
 ROOT = Path(__file__).parents[2]
 MEAN = 1e-5  # of |engine's logprob - trainer's|
@@ -138,20 +138,8 @@ def test_the_demo_learns_with_vllm_by_one_change(demo: Path, capsys: pytest.Capt
 @pytest.fixture
 def served(demo: Path, tmp_path: Path) -> Iterator[str]:
     """vLLM's own server of what the run saved, as docs/how-to/serve-with-vllm.md has it; its address."""
-    port = free_port()
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo / "checkpoints/latest"),
-        "--served-model-name", "adder", "--dtype", "float32", "--enforce-eager", "--port", str(port),
-    ]  # fmt: skip
-    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            end = time.monotonic() + 300 * business()
-            while "startup complete" not in (tmp_path / "log").read_text():
-                assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
-                time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}/v1/completions"
-        finally:
-            process.terminate()
+    with vllm_server(demo / "checkpoints/latest", "adder", tmp_path / "log") as url:
+        yield f"{url}/completions"
 
 
 def test_vllm_serves_what_was_trained(served: str, demo: Path) -> None:
