@@ -73,6 +73,13 @@ def ranks(device: torch.device) -> Iterator[Ranks]:
 
 
 @pytest.fixture(autouse=True)
+def _eager_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """model.compile=auto is false: its trial compiles for half a minute. Tests of compiled layers set it to true, and
+    whole runs are other processes."""
+    monkeypatch.setattr("weft.engine.builder.may_compile", lambda *_: False)
+
+
+@pytest.fixture(autouse=True)
 def _within_budget(device: torch.device) -> Iterator[None]:
     """Every test fails at once when the time of all is used up; fp32 products are fp32, as in `weft verify`."""
     global _began

@@ -71,8 +71,11 @@ def distance(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     return float((error / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    # fp16 has gradients of qwen3_next that are infinite.
+    [*((family, dtype) for family in FAMILIES for dtype in BOUNDS), ("qwen3_next", "bf16")],
+)
 def test_narrow_dtypes_differ_by_rounding(family: str, dtype: str, device: torch.device, ranks: Ranks) -> None:
     """By the kernels that `auto` chooses for them, on the same routes through experts."""
     path = saved_model(family, initializer_range=0.05)

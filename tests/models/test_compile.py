@@ -115,8 +115,8 @@ def test_layers_share_graphs_for_rows_of_all_lengths(fused: bool) -> None:
     assert graphs[1:] == [graphs[1]] * 5 and graphs[1] <= 12
 
 
-def trial(plant: str) -> str:
-    config = tiny_config("llama")
+def trial(plant: str, **changes: Any) -> str:
+    config = tiny_config("llama", **changes)
     findings = examine(config)
     original = LlamaMLP.forward
 
@@ -136,9 +136,15 @@ def trial(plant: str) -> str:
 @pytest.mark.slow
 def test_compiled_layers_are_tried_on_a_small_copy() -> None:
     assert run(1, trial, "nothing", timeout=200.0) == [""]
-    assert run(1, trial, "values", timeout=200.0)[0].startswith("values or gradients differ by")
+    assert run(1, trial, "values", timeout=200.0)[0].startswith("values or gradients are off by")
     assert "graphs are compiled anew" in run(1, trial, "lengths", timeout=200.0)[0]
     assert run(1, trial, "fails", timeout=200.0)[0].startswith("they do not run")
+
+
+@pytest.mark.slow
+def test_rounding_that_eager_layers_have_too_is_no_reason_against_compiled_ones() -> None:
+    """Eager bf16 gradients of this model are off by 5%, of wider ones by 75%."""
+    assert run(1, trial, "nothing", initializer_range=0.2, timeout=200.0) == [""]
 
 
 def considered(path: str, device: str, sections: dict[str, Any], readouts: tuple[str, ...]) -> tuple[bool, Any]:

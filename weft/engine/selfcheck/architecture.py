@@ -29,6 +29,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.families import FAMILIES, OWN_ATTENTION, family_of, with_family
 from weft.models.families.family import Layout
+from weft.models.mixer_kernels import dispatch_by_device
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits
@@ -343,6 +344,8 @@ def _require_room(config: PretrainedConfig) -> None:
 
 def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
     model = hf.build_random(config, dtype=torch.float32, attention=name, seed=0).eval()
+    for kind in {type(module) for module in model.modules()}:
+        dispatch_by_device(kind)  # or transformers' own forward calls fla's kernels, where installed, with CPU tensors
     with torch.no_grad():  # weights of exactly 0 or 1 would hide mistakes
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():

@@ -32,18 +32,29 @@ def try_compiled(
 
 def _try(config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype) -> str:
     module = on_device(small_copy(config, kernel), device, dtype)
-    plain = [_results(module, support, lengths) for lengths in _ROWS]
+    # The same weights, rounded to `dtype`, in fp32: eager layers have an error too, which weights of a large standard
+    # deviation amplify (0.75 for a llama with initializer_range=0.2 in bf16). fp32 has no varlen attention.
+    exact = on_device(small_copy(config, "per_document"), device, dtype).float()
+    references = [_results(exact, support, lengths) for lengths in _ROWS]
+    eager_errors = [_errors(module, support, lengths, r) for lengths, r in zip(_ROWS, references, strict=True)]
     compile_layers(module)
-    graphs, worst = [], 0.0
-    for lengths, expected in zip(_ROWS, plain, strict=True):
-        for compiled, reference in zip(_results(module, support, lengths), expected, strict=True):
-            worst = max(worst, float((compiled - reference).square().mean().sqrt() / reference.square().mean().sqrt()))
+    graphs = []
+    for lengths, reference, eager in zip(_ROWS, references, eager_errors, strict=True):
+        for error, noise in zip(_errors(module, support, lengths, reference), eager, strict=True):
+            allowed = max(TOLERANCES[dtype], 2 * noise)
+            if not error <= allowed:
+                return f"values or gradients are off by {error:.1e}, {allowed:.0e} is allowed"
         graphs.append(counters["stats"]["unique_graphs"])
-    if not worst <= TOLERANCES[dtype]:
-        return f"values or gradients differ by {worst:.1e}, {TOLERANCES[dtype]:.0e} is allowed"
     if graphs[-1] != graphs[1]:
         return f"{graphs[-1] - graphs[1]} graphs are compiled anew for rows of other lengths"
     return ""
+
+
+def _errors(
+    module: TrainModule, support: ModelSupport, lengths: tuple[int, ...], reference: list[Tensor]
+) -> list[float]:
+    results = _results(module, support, lengths)
+    return [float((x - r).square().mean().sqrt() / r.square().mean().sqrt()) for x, r in zip(results, reference)]
 
 
 def _results(module: TrainModule, support: ModelSupport, lengths: tuple[int, ...]) -> list[Tensor]:
