@@ -455,22 +455,27 @@ def test_devices_that_overlap_in_part(
 
 
 def test_devices_that_overlap_are_named_with_who_wants_them(tmp_path: Path) -> None:
-    """Also of engines that are no servers, and of a reference that shares devices with engines alone."""
+    """Engines that are servers have devices of trainers, or none of them. Other lists are carried over."""
     first, last = (part.strip() for part in BASE.split("device_mapping: list(range(0,16))", 2)[:2])
     base = f"{first}\n  device_mapping: list(range(4,16))\n{last}\n  device_mapping: list(range(0,12))\n"
     message = "trainers on 0-11, engines on 4-15: 16 in all, of which both want 4-11 ->"
-    for engine in ("vllm", "hf_infer"):
-        draft, differs = drafted(
-            tmp_path, "adv_estimator: grpo\n", base.replace("strategy_name: vllm", f"strategy_name: {engine}")
-        )
-        assert differs["devices"].startswith(message) and draft["rollout"]["num_engines"] == 12
-        assert draft["cluster"]["placement"] is None
+    draft, differs = drafted(tmp_path, "adv_estimator: grpo\n", base)
+    assert differs["devices"].startswith(message) and draft["rollout"]["num_engines"] == 12
+    assert draft["cluster"] == {"trainer_ranks": 12, "placement": None}
+    draft, differs = drafted(
+        tmp_path, "adv_estimator: grpo\n", base.replace("strategy_name: vllm", "strategy_name: hf_infer")
+    )
+    assert "devices" not in differs and "num_engines" not in draft["rollout"]
+    assert draft["cluster"] == {"devices": {"trainer": "0-11", "rollout": "4-15"}}
     separate = f"{first}\n  device_mapping: list(range(12,16))\n{last}\n  device_mapping: list(range(0,12))\n"
     reference = "reference: {device_mapping: 'list(range(14,18))', strategy_args: {strategy_name: fsdp2_infer}}\n"
-    _, differs = drafted(tmp_path, "adv_estimator: grpo\nuse_kl_loss: true\nkl_loss_coef: 0.1\n" + reference, separate)
-    assert differs["devices of engines and reference"] == (
-        "both on 14-15 -> 4 for engines and 4 others for reference"
-    )  # fmt: skip
+    kl = "adv_estimator: grpo\nuse_kl_loss: true\nkl_loss_coef: 0.1\n"
+    with_hf = separate.replace("strategy_name: vllm", "strategy_name: hf_infer")
+    draft, _ = drafted(tmp_path, kl + reference, with_hf)
+    lists = {"trainer": "0-11", "rollout": "12-15", "reference": "14-17"}
+    assert draft["cluster"] == {"devices": lists} and "reference" not in draft
+    _, differs = drafted(tmp_path, kl + reference, separate)
+    assert differs["devices of engines and reference"] == "both on 14-15 -> 4 for engines and 4 others for reference"
 
 
 REFERENCE = """
@@ -490,7 +495,7 @@ reference:
     ("size", "dtype", "offload", "devices", "expected"),
     [
         (4, "bf16", "false", "list(range(0,8))",
-         {"param_dtype": "bf16", "dp_replicate": 4, "dp_shard": 4, "cpu_offload": False}),
+         {"param_dtype": "bf16", "dp_replicate": 2, "dp_shard": 4, "cpu_offload": False}),
         (16, "fp16", "true", "list(range(0,16))",
          {"param_dtype": "fp16", "dp_replicate": 1, "dp_shard": 16, "cpu_offload": True}),
         (1, "float32", "false", "list(range(0,16))",

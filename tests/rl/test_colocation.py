@@ -70,12 +70,12 @@ def open_switch(
     trainer.folder = folder
     trainers: Any = LocalActor(trainer)
     if engine == "embedded":
-        return trainer, DeviceSharing(EmbeddedPool(trainers), trainers, shared=shared, parts=parts)
+        return trainer, DeviceSharing(EmbeddedPool(trainers), [trainers] * shared, parts=parts)
     standalone: Any = LocalActor(Standalone(path, dtype=torch.float32))
     keep = config.rollout.on_weight_update == "continue"
     pool = StandalonePool(standalone, trainers, EngineRestarts(0, 1.0), vocab_size=1000, timeout=60.0, keep=keep)
     asyncio.run(pool.open())
-    return trainer, DeviceSharing(pool, trainers, shared=shared, parts=parts)
+    return trainer, DeviceSharing(pool, [trainers] * shared, parts=parts)
 
 
 def as_samples(completions: Any) -> list[Sample]:

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import forked
-from tests.support.local_rl import lines_of, shrink
+from tests.support.local_rl import CLOCKS, lines_of, shrink
 from tests.support.machine import business
 from tests.support.ray_forks import start_server, use_server
 from weft.inference.records import FOLDER, read_rollouts, rollout_files
@@ -330,11 +330,11 @@ def test_samples_may_be_trained_more_than_once_and_from_python(task: Path) -> No
     assert "\n  placement: colocated\n" in (run / "config.yaml").read_text()
 
 
-@pytest.mark.covers("reference.ranks", "critic.ranks")
+@pytest.mark.covers("reference.ranks", "critic.ranks", "cluster.devices")
 def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     """The losses, values and weights of the trainer's own; a step of which not all is whole is none."""
     keys = ["rl.algorithm=ppo", "rl.minibatches=1", "rl.epochs=1", "rl.kl_coef=0.1", "critic.lr=1e-3", "train.steps=3"]
-    keys += ["checkpoint.every=1", "checkpoint.keep=1"]
+    keys += ["checkpoint.every=1", "checkpoint.keep=1", "rl.on_policy=exact"]
     shared, separate = task / "together", task / "own"
     weft(command(task, shared, *keys))
     printed = weft(command(task, separate, *keys, "reference.ranks=1", "critic.ranks=1"))
@@ -345,6 +345,14 @@ def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     critic = load_file(separate / "critic/checkpoints/latest/model.safetensors")
     for name, value in load_file(shared / "checkpoints/latest/critic/model.safetensors").items():
         assert torch.equal(value, critic[name])
+    # On listed devices that overlap, in turns, with engines of their own: every metric is the same.
+    devices = ["rollout.engine=hf", "cluster.devices={trainer: [0], rollout: 0-1, reference: [1], critic: [1]}"]
+    devices += ["cluster.offload_during_rollout=[parameters, optimizer, gradients]"]
+    printed = weft(command(task, task / "lists", *keys, *devices))
+    assert "devices  1: rollout, reference, critic, in turns" in printed and printed.count("; on devices 1") == 2
+    for listed_line, shared_line in zip(lines_of(task / "lists"), lines_of(shared), strict=True):
+        differing = {name for name, value in shared_line.items() if listed_line[name] != value}
+        assert {name for name in differing if not name.startswith(("time/", "seconds", "sync/"))} <= set(CLOCKS)
     shutil.rmtree(separate / "critic/checkpoints/step-000003")  # as if it had been killed in between
     assert "resumed  step 2 of 3" in weft([*WEFT, "rl", "--resume", str(separate), "critic.ranks=null"])
     assert all(torch.equal(value, weights(separate)[name]) for name, value in weights(shared).items())

@@ -27,8 +27,7 @@ def rl_config(rl: RlAlgorithm, **rollout: Any) -> RlConfig:
 
 def sharing(engine: Any) -> DeviceSharing:
     """Of an engine with devices of its own."""
-    trainers: Any = None
-    return DeviceSharing(engine, trainers, shared=False)
+    return DeviceSharing(engine, [])
 
 
 def sample(

@@ -25,6 +25,11 @@ def only_with(name: str, value: str, note: str = "") -> Unread:
     return Unread(lambda c: getattr(getattr(c, section), leaf) != value, f"only {name}={value} reads it{note}")
 
 
+def devices_of(role: str) -> Unread:
+    """The key is not read if cluster.devices of `weft rl` names this role."""
+    return Unread(lambda c: role in c.cluster.devices, f"cluster.devices names {role}")
+
+
 def is_held_out(config: Any) -> bool:
     """Whether the config names held-out documents or prompts."""
     share = getattr(config.eval, "share", None)  # of `weft sft`
@@ -151,8 +156,9 @@ NO_FROZEN_RANKS = Unread(
     lambda c: (
         (c.reference.ranks is None or not c.rl.has_reference)
         and (c.reward_model.ranks is None or not any(path.startswith(REWARD_MODEL) for path in c.rl.reward))
+        and c.cluster.devices.get("teacher", "trainer") == "trainer"
     ),
-    "no model that is only read has ranks of its own (reference.ranks, reward_model.ranks)",
+    "no model that is only read has ranks of its own (reference.ranks, reward_model.ranks, cluster.devices)",
 )
 NO_TEACHER = Unread(lambda c: c.rl.teacher is None, "rl.teacher is not set")
 TEACHER_IN_ADVANTAGE = Unread(lambda c: c.rl.teacher_in == "advantage", "only rl.teacher_in=loss reads it")
@@ -170,6 +176,7 @@ NO_RESTARTS = Unread(lambda c: c.rollout.restarts == 0, "rollout.restarts is 0: 
 KEEPS_ALL_TOKENS = Unread(lambda c: not c.rollout.truncated, "rollout.top_p, top_k and min_p leave no token out")
 NO_ENGINE_PROCESSES = Unread(lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
 IN_TRAINER_RANKS = Unread(lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded is in the trainers' ranks")
+DEVICES_ARE_NAMED = Unread(lambda c: bool(c.cluster.devices), "cluster.devices says it")
 READS_A_FOLDER = Unread(lambda c: c.rollout.engine == "sglang", "SGLang reads weights from a folder itself")
 DISAGGREGATED = Unread(_is_disaggregated, "engines have devices of their own: trainers stay awake")
 NOTHING_UNFINISHED = Unread(lambda c: c.cluster.max_staleness == 0, "nothing is unfinished when weights change")

@@ -234,8 +234,8 @@ def fill_presets(tree: Node, schema: type) -> None:
 
     def value(name: str) -> Any:
         chosen = _find(tree, name)
-        result = schema_keys(schema)[name].default if chosen is None else chosen.value
-        return result if isinstance(result, str | int) else None
+        result = schema_keys(schema)[name].default if chosen is None else _plain(chosen).value
+        return result if isinstance(result, str | int | dict) else None
 
     for name, presets in rules_of(schema).presets(value):
         chosen = _find(tree, name)

@@ -20,6 +20,7 @@ from weft.config.checks import (
     pipeline_combinations,
 )
 from weft.config.conditions import KEEPS_ALL, REWARD_MODEL, SERVERS
+from weft.config.devices import device_presets, device_problem
 from weft.config.presets import LIKE
 from weft.config.ranges import MOST_DOCUMENTS
 from weft.config.rl_schema import (
@@ -148,6 +149,9 @@ def _server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
 
 
 def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    if problem := device_problem(config):
+        yield "cluster.devices", problem
+        return  # other checks read what follows from the devices
     yield from _server_combinations(config.rollout)
     if config.cluster.max_staleness and config.rollout.engine == "embedded":
         yield (
@@ -482,6 +486,7 @@ def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, An
     of_paper = ALGORITHMS[algorithm].preset if algorithm in ALGORITHMS else {}
     for name, preset in (("rl.preset", of_trainer), ("rl.algorithm", of_paper)):
         yield name, {f"rl.{leaf}": default for leaf, default in preset.items()}
+    yield "cluster.devices", device_presets(value("cluster.devices"), value("rollout.engine"), value("rollout.tp"))
     yield from adapter_presets(value, "rl")
 
 

@@ -432,7 +432,7 @@ class RolloutConfig:
         None,
         formerly="engines",
         within=AT_LEAST_1,
-        unread=(when.NO_ENGINE_PROCESSES,),
+        unread=(when.NO_ENGINE_PROCESSES, when.DEVICES_ARE_NAMED),
     )
     tp: int = key(
         "Accelerators of each of them: tensor parallelism, as the engine does it.",
@@ -507,13 +507,22 @@ class ClusterConfig:
         None,
         formerly="trainer",
         within=RANKS,
+        unread=(when.DEVICES_ARE_NAMED,),
+    )
+    devices: dict[str, int | tuple[int, ...] | str] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Devices of each role, as in {trainer: 0-15, rollout: 0-15, reference: 0-7}: of trainer, rollout, reference, "
+        "critic, teacher and reward_model, a list of numbers, ranges (`0-3, 8-11`), another role, or a number of "
+        "devices that no role has yet. Roles on the same devices take turns. Sets cluster.trainer_ranks, "
+        "cluster.placement, rollout.num_engines and the ranks of these roles (docs/reference/rollout-engines.md); {}: "
+        "those keys say it.",
+        default_factory=dict,
     )
     placement: Literal["auto", "colocated", "disaggregated"] = key(
         "`colocated`: engines of their own have the trainers' devices, and they take turns; `disaggregated`: they have "
         "others. `auto`: in long runs where both are possible, a few rollout steps of each are timed at first, and the "
         "faster is taken (docs/reference/rollout-engines.md).",
         "auto",
-        unread=(when.IN_TRAINER_RANKS,),
+        unread=(when.IN_TRAINER_RANKS, when.DEVICES_ARE_NAMED),
     )
     offload_during_rollout: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
         "What of the trainers (policy, and models beside it in their ranks) waits in the host's memory while engines "
@@ -561,6 +570,7 @@ class ReferenceConfig:
         "Ranks of its own, each with a device that nobody else has; null: the trainer's ranks, which take turns.",
         None,
         within=AT_LEAST_1,
+        unread=(when.devices_of("reference"),),
     )
     dp_replicate: int | None = key(
         "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with reference.ranks.", None, within=AXIS
@@ -592,6 +602,7 @@ class RewardModelConfig:
         "turns.",
         None,
         within=AT_LEAST_1,
+        unread=(when.devices_of("reward_model"),),
     )
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
         "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
@@ -646,6 +657,7 @@ class CriticConfig:
         "trainer's ranks, which take turns.",
         None,
         within=AT_LEAST_1,
+        unread=(when.devices_of("critic"),),
     )
     dp_replicate: int | None = key(
         "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with critic.ranks.", None, within=AXIS

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -225,8 +225,8 @@ def check_capacity(bundles: Sequence[Bundle]) -> None:
         if needed > resources.get(name, 0):
             raise UserError(
                 f"the Ray cluster has {resources.get(name, 0):g} {name}s, and trainers and engines need {needed:g}: "
-                "set cluster.trainer_ranks (or rollout.num_engines) to fewer, or join a larger cluster "
-                "(cluster.address)."
+                "set cluster.trainer_ranks (or rollout.num_engines, or cluster.devices) to fewer, or join a larger "
+                "cluster (cluster.address)."
             )
         nodes = _watchdog.call(import_ray().nodes)
         largest = max((node["Resources"].get(name, 0) for node in nodes if node["Alive"]), default=0)
@@ -245,7 +245,8 @@ class ActorGroup:
 
     name: of one actor, for messages. watchdog: of the actors on this machine. placed: Ray's placement group; None where
     the actors request nothing. ray: the watchdog of the run's own Ray. oom_kills: the kernel's count before the actors
-    started. start: starts the process of an actor, given its number, and returns Ray's handle.
+    started. start: starts the process of an actor, given its number, and returns Ray's handle. turns: locks of the
+    devices that other groups have, too; call_all holds them.
     """
 
     name: str
@@ -255,6 +256,7 @@ class ActorGroup:
     ray: RayWatchdog = field(default_factory=RayWatchdog)
     oom_kills: int = field(default_factory=lambda: oom_kills() or 0)
     start: Callable[[int], Any] | None = None
+    turns: Sequence[asyncio.Lock] = ()
 
     @property
     def can_restart(self) -> bool:
@@ -279,9 +281,11 @@ class ActorGroup:
             else arg
             for arg in args
         ]
-        calls = [self.call_one(number, method, *stored) for number in range(len(self))]
         try:
-            return await gather_calls(calls)
+            async with AsyncExitStack() as turn:
+                for lock in self.turns:
+                    await turn.enter_async_context(lock)
+                return await gather_calls([self.call_one(number, method, *stored) for number in range(len(self))])
         except ActorError as error:
             consequence = error.report is not None and error.report.is_consequence
             root_cause = await asyncio.to_thread(self._stuck) if consequence else None
@@ -411,20 +415,20 @@ async def gather_calls(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 @contextmanager
 def actor_group(
     name: str, make: Callable[[int], Any], bundles: Sequence[Bundle], env: Sequence[Mapping[str, str]], *,
-    reserve: Sequence[Bundle] | None = None, share_with: tuple[ActorGroup, Sequence[int]] | None = None,
-    at_once: int = 1, timeout: float = 600.0, key: str = "train.timeout",
+    reserve: Sequence[Bundle] | None = None, share_with: tuple[Any, Sequence[int]] | None = None,
+    at_once: int = 1, timeout: float = 600.0, key: str = "train.timeout", turns: Sequence[asyncio.Lock] = (),
 ) -> Iterator[ActorGroup]:  # fmt: skip
     """Start one actor per bundle; the actors end with the context. make(number) runs in the actor and returns the
     object whose methods are called. env: environment variables of each actor.
 
     reserve: what the placement group reserves per actor, if more than its bundle, so that another group can share it.
-    share_with: (group, indices): actor i uses the reservation of that group's actor indices[i]. at_once: concurrent
-    calls per actor. With 1, the actors can form a process group; with more, the methods are coroutines. timeout, key:
-    as in ActorWatchdog.
+    share_with: (placement group, indices): actor i uses its bundle indices[i]. at_once: concurrent calls per actor.
+    With 1, the actors can form a process group; with more, the methods are coroutines. timeout, key: as in
+    ActorWatchdog. turns: as in ActorGroup.
     """
     ray = import_ray()
     with scratch_folder() as scratch:
-        placed = _reserve(reserve or bundles) if share_with is None else share_with[0].placed
+        placed = _reserve(reserve or bundles) if share_with is None else share_with[0]
         indices = range(len(bundles)) if share_with is None else share_with[1]
         watchdog = _watchdog
 
@@ -442,7 +446,7 @@ def actor_group(
             host = _SerialActor if at_once == 1 else _ConcurrentActor
             return watchdog.call(partial(ray.remote(host).options(**options).remote, make, number))
 
-        group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed, watchdog, start=start)
+        group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed, watchdog, start=start, turns=turns)
         try:
             for number in range(len(bundles)):
                 group.handles.append(start(number))
@@ -452,8 +456,26 @@ def actor_group(
         finally:
             group.end()
             if placed is not None and share_with is None:
-                with suppress(ActorError):
-                    _watchdog.call(partial(ray.util.remove_placement_group, placed))
+                _release(placed)
+
+
+@contextmanager
+def reserved_devices(bundle: Bundle, count: int) -> Iterator[tuple[Any, list[int]]]:
+    """Reserve `count` devices for actors of several groups. Yields the placement group, and the index of each device's
+    bundle: consecutive devices are on the same host, as far as it has so many."""
+    ray = import_ray()
+    placed = _reserve([bundle] * count)
+    try:
+        nodes = ray.util.placement_group_table(placed)["bundles_to_node_id"]
+        hosts = list(dict.fromkeys(nodes[index] for index in range(count)))
+        yield placed, sorted(range(count), key=lambda index: (hosts.index(nodes[index]), index))
+    finally:
+        _release(placed)
+
+
+def _release(placed: Any) -> None:
+    with suppress(ActorError):
+        _watchdog.call(partial(import_ray().util.remove_placement_group, placed))
 
 
 def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from weft.engine.describe import AxisRow, DtypeRow, ParameterRow, UnitRow
 from weft.engine.optim.groups import OptimizerGroupRow
-from weft.terminal import Console, byte_count, count, counted, folded_width
+from weft.terminal import Console, byte_count, count, folded_width
 
 _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
@@ -41,11 +41,6 @@ class EngineRow:
     def resident(self) -> int:
         """The memory that is always allocated."""
         return sum(part or 0 for part in (self.weights, self.gradients, self.optimizer))
-
-
-def separate_engines(ranks: Iterable[tuple[str, int]]) -> list[EngineRow]:
-    """Rows of engines that have ranks of their own. ranks: (engine, number of its ranks)."""
-    return [EngineRow(name, note=f"in {counted(count, 'rank')} of its own") for name, count in ranks]
 
 
 def engine_table(engines: Sequence[EngineRow]) -> Table:

@@ -61,7 +61,7 @@ from weft.rl.placement import TIMED, resolve_placement
 from weft.rl.producer import RolloutQueue
 from weft.rl.prompts import PromptStream, check_lengths, load_rl_prompts, with_images
 from weft.rl.recorder import RlRecorder, note_rl_start, print_rl_opening
-from weft.rl.reference_critic import read_before_training
+from weft.rl.reference_critic import device_role, read_before_training
 from weft.rl.resume import constants, find_collected, find_start, notes_on_replay, prepare_folder
 from weft.rl.reward_models import RewardModelClient, check_reward_models
 from weft.rl.rewards.base import Rewards, decode
@@ -328,8 +328,8 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
     with run.phases("load"):
         await check_hosts(config, run.actors.engines)
         models = reward_models(config.rl.reward)
-        colocated = bool(models) and config.reward_model.ranks is None
-        together = colocated and shares_devices(config)
+        scorers = "trainer" if config.reward_model.ranks is None else "reward_model"
+        together = bool(models) and shares_devices(config, scorers)
         task.rewards.scorers = {
             role: RewardModelClient(role, run.other_ranks.get(role, trainers), together=together) for role in models
         }
@@ -345,12 +345,15 @@ async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, Sa
         notes = await run.trainer_group.open_run(
             str(run.run_lock.folder), run.run_lock.token, constants(run), start.step, texts
         )
-        parts = sleeping_parts(config, run.device)
+        groups = {"trainer": trainers, **run.other_ranks}
+        sharing = {role: group for role, group in groups.items() if shares_devices(config, device_role(role))}
+        parts = next((sleeping_parts(config, run.device, device_role(role)) for role in sharing), ())
         engine = await open_engines(
-            config, trainers, run.actors.engines, run.run_lock.folder, run.compute, run.restarts, parts
-        )
+            config, trainers, run.actors.engines, run.run_lock.folder, run.compute, run.restarts, parts,
+            [*sharing.values()],
+        )  # fmt: skip
         opened.push_async_callback(engine.close)
-        switch = DeviceSharing(engine, trainers, shared=shares_devices(config), parts=parts, scores=colocated)
+        switch = DeviceSharing(engine, [*sharing.values()], parts=parts, scores=together)
         await switch.to_training()
     if run.opening:
         print_rl_opening(run, opening, [*task.ends.lines(), *notes])

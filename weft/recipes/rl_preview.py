@@ -6,6 +6,7 @@ import asyncio
 
 from weft.checkpoint.export import manifest_of
 from weft.config.conditions import SERVERS
+from weft.config.devices import device_lines, device_lists, show_devices
 from weft.config.rl_schema import RlConfig, reward_models
 from weft.engine.engine import Engine
 from weft.inference.types import Prompt
@@ -13,13 +14,13 @@ from weft.launch.machine import accelerator
 from weft.launch.options import RlOptions
 from weft.launch.process import Ranks, fake_ranks
 from weft.observe.opening import few_rollout_steps, print_dry_run
-from weft.observe.tables import EngineRow, engine_table, separate_engines, show
+from weft.observe.tables import EngineRow, engine_table, show
 from weft.parallel.memory import cache_bytes
 from weft.recipes.rl import check_task, read_task
 from weft.recipes.run_data import why_unread
 from weft.rl.environments.base import environment_class
 from weft.rl.model_engines import critic_engine, policy_config, reference_engine, reward_model_engine, teacher_engine
-from weft.rl.reference_critic import own_ranks
+from weft.rl.reference_critic import device_role, own_ranks, shared_with_trainers, where_separate
 from weft.rl.rewards.base import Rewards
 from weft.rl.state import RlPlan, RlTask
 from weft.terminal import byte_count, counted, say_folded
@@ -42,9 +43,12 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
         print_dry_run(config, engine, parameters=options.parameters, as_json=options.json)
         if options.json:
             return
-        show(engine_table(_rows(config, engine, ranks)))
-        apart = engine.planner.apart
-    lines = [f"reward   {line}" for line in rewards.lines()] + [f"tried    {line}" for line in tried]
+        rows = _rows(config, engine, ranks)
+        rollout, apart = _rollout_row(config, engine), engine.planner.apart
+    rows += _separate_rows(config, options)
+    show(engine_table([*rows, rollout]))
+    lines = [*device_lines(config), *(f"reward   {line}" for line in rewards.lines())]
+    lines += [f"tried    {line}" for line in tried]
     if environment is not None:
         lines.append(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
     if config.rl.agent is not None:
@@ -113,7 +117,7 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
     separate = own_ranks(config)
     reference = None if "reference" in separate else reference_engine(config, ranks, shares_with=policy, weights=False)
     critic = None if "critic" in separate else critic_engine(config, ranks, shares_with=policy, weights=False)
-    teacher = teacher_engine(config, ranks, shares_with=policy, weights=False)
+    teacher = None if "teacher" in separate else teacher_engine(config, ranks, shares_with=policy, weights=False)
     engines = {"policy": policy, "reference": reference, "teacher": teacher, "critic": critic}
     engines |= {
         role: reward_model_engine(config, path, ranks, shares_with=policy, weights=False)
@@ -125,10 +129,31 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
         for name, e in engines.items()
         if e is not None
     ]
-    rows += separate_engines(separate.items())
     if reference is None and config.rl.has_reference and "reference" not in separate:
         rows.append(EngineRow("reference", note="the policy without its adapters"))
-    return [*rows, _rollout_row(config, policy)]
+    return rows
+
+
+def _separate_rows(config: RlConfig, options: RlOptions) -> list[EngineRow]:
+    """The separate ranks of other models; with their memory, if they have devices of trainer ranks."""
+    rows = []
+    lists, models = device_lists(config.cluster.devices), reward_models(config.rl.reward)
+    for role, count in own_ranks(config).items():
+        if role not in shared_with_trainers(config):
+            rows.append(EngineRow(role, note=where_separate(config, role)))
+            continue
+        with fake_ranks(count, options.device, accelerator(options.assume)) as ranks:
+            if role in models:
+                engine: Engine | None = reward_model_engine(config, models[role], ranks, weights=False)
+            else:
+                engine = _MAKERS[role](config, ranks, weights=False)
+            assert engine is not None
+            memory, some = engine.memory, f"on devices {show_devices(lists[device_role(role)])} alone"
+            rows.append(EngineRow(role, memory.weights, memory.gradients, memory.optimizer, memory.gathered, some))
+    return rows
+
+
+_MAKERS = {"reference": reference_engine, "teacher": teacher_engine, "critic": critic_engine}
 
 
 def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from weft.config.conditions import SERVERS
+from weft.config.devices import device_lists
 from weft.config.rl_schema import RlConfig, reward_models
 from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener
@@ -18,10 +22,11 @@ from weft.inference.standalone import Standalone
 from weft.launch import flight
 from weft.launch.machine import cpu_cores
 from weft.launch.options import RlOptions
-from weft.launch.ray_actors import ActorGroup, Bundle, actor_group, ray_session
+from weft.launch.ray_actors import ActorGroup, Bundle, actor_group, ray_session, reserved_devices
 from weft.models import hf
 from weft.parallel.fsdp import DTYPES
-from weft.rl.reference_critic import ReferenceCriticRank, Role, own_ranks
+from weft.rl.placement import shared_ranks
+from weft.rl.reference_critic import ReferenceCriticRank, Role, device_role, own_ranks
 from weft.rl.reward_models import RewardModelRank
 from weft.rl.trainer import TrainerRank
 
@@ -39,17 +44,53 @@ class ActorResources:
     busy: int
 
 
+@dataclass(frozen=True)
+class DevicePlaces:
+    """Where cluster.devices puts the actors of a run. devices: all that are named, in order. bundle: what each device
+    reserves. roles: role -> indices of its devices among these. shares: role -> what each of its actors requests."""
+
+    devices: Sequence[int]
+    bundle: Bundle
+    roles: Mapping[str, Sequence[int]]
+    shares: Mapping[str, Sequence[Bundle]]
+
+
+def device_places(config: RlConfig, gpu: bool) -> DevicePlaces:
+    """The places of cluster.devices. Engines that are servers are left out: they have devices of trainer ranks, or of
+    their own, and several each. gpu: whether devices are CUDA devices."""
+    lists = dict(device_lists(config.cluster.devices))
+    if config.rollout.engine in SERVERS:
+        lists.pop("rollout", None)
+    is_separate = own_ranks(config)
+    actors: dict[str, Sequence[int]] = {"trainer": lists["trainer"]}
+    actors |= {role: lists[name] for role in is_separate if (name := device_role(role)) in lists}
+    actors |= {"rollout": lists["rollout"]} if "rollout" in lists else {}
+    devices = sorted({device for numbers in actors.values() for device in numbers})
+    users = Counter(device for numbers in actors.values() for device in numbers)
+    # Ray counts ten-thousandths of a resource.
+    parts = {device: math.floor(10_000 / count) / 10_000 for device, count in users.items()}
+    return DevicePlaces(
+        devices,
+        Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0),
+        {role: [devices.index(device) for device in numbers] for role, numbers in actors.items()},
+        {
+            role: [Bundle(gpus=parts[d]) if gpu else Bundle(cpus=parts[d]) for d in numbers]
+            for role, numbers in actors.items()
+        },
+    )
+
+
 def actor_resources(config: RlConfig, world: int, gpu: bool) -> ActorResources:
     """The resources of `world` trainer ranks and the engines. cluster.placement must be resolved. gpu: whether on CUDA
     devices."""
     rollout = config.rollout
     count = 0 if rollout.engine == "embedded" else rollout.count
     serves, bundle = rollout.engine in SERVERS, Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
-    if count and config.cluster.placement == "colocated":
+    if count and config.cluster.placement == "colocated" and (serves or not config.cluster.devices):
         # Rank and engine get half of a device each, so that Ray gives both the same one. A server gets its devices by
         # CUDA_VISIBLE_DEVICES instead, because they may belong to several ranks.
         half = Bundle(gpus=0.5) if gpu and not serves else None
-        ranks = [number * rollout.tp if gpu else number % world for number in range(count)]
+        ranks = [shared_ranks(config, n)[0] if gpu or config.cluster.devices else n % world for n in range(count)]
         return ActorResources([bundle] * world, half or bundle, [half or Bundle()] * count, ranks, max(world, count))
     engine_bundle = Bundle(gpus=float(rollout.tp)) if serves and gpu else bundle
     turns = not config.cluster.max_staleness  # trainers and engines alternate, so each may use all cores
@@ -84,12 +125,18 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
     TrainerRank."""
     is_local, gpu, serves = config.cluster.address is None, options.device == "cuda", config.rollout.engine in SERVERS
     resources, rank_counts = actor_resources(config, options.world, gpu), own_ranks(config)
-    busy = resources.busy + sum(rank_counts.values())
+    bundle = Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
+    places = device_places(config, gpu) if config.cluster.devices else None
+    busy = len(places.devices) if places is not None else resources.busy + sum(rank_counts.values())
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // busy)))
     common = {
         "OMP_NUM_THREADS": threads,
         **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if is_local else {}),
     }
+    named: Mapping[str, Sequence[int]] = places.roles if places is not None else {}
+    reserved = [*resources.reservations] if places is None else [bundle] * len(places.devices)
+    reserved += [bundle] * sum(count for role, count in rank_counts.items() if role not in named)
+    reserved += resources.engines if resources.colocated_with is None and "rollout" not in named else ()
 
     def ranks(world: int) -> list[Mapping[str, str]]:
         return [
@@ -97,23 +144,29 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
             for rank in range(world)
         ]
 
-    def group(name: str, make: Callable[[int], Any], *arguments: Any, **options: Any) -> ActorGroup:
-        return opened.enter_context(actor_group(name, make, *arguments, **{"timeout": config.train.timeout, **options}))
+    def group(role: str, name: str, make: Callable[[int], Any], bundles: Sequence[Bundle], *arguments: Any,
+              **options: Any) -> ActorGroup:  # fmt: skip
+        options = {"timeout": config.train.timeout, **options}
+        if places is not None and role in named:
+            bundles = places.shares[role]
+            options["share_with"] = (placed, [order[index] for index in named[role]])
+            options["reserve"] = None
+            options["turns"] = [] if role == "rollout" else [locks[index] for index in sorted(named[role])]
+        return opened.enter_context(actor_group(name, make, bundles, *arguments, **options))
 
-    engine_bundles = resources.engines if resources.colocated_with is None else ()
-    bundle = Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
     with ExitStack() as opened:
-        other_bundles = [bundle] * sum(rank_counts.values())
-        opened.enter_context(
-            ray_session(config.cluster.address, [*resources.reservations, *other_bundles, *engine_bundles])
-        )
+        opened.enter_context(ray_session(config.cluster.address, reserved))
+        if places is not None:
+            placed, order = opened.enter_context(reserved_devices(places.bundle, len(places.devices)))
+            locks = [asyncio.Lock() for _ in places.devices]
         make_trainer = partial(_make_trainer, config, options, fill)
         own_bundles = [resources.trainer] * options.world
         trainers = group(
-            "trainer rank", make_trainer, own_bundles, ranks(options.world), reserve=resources.reservations
+            "trainer", "trainer rank", make_trainer, own_bundles, ranks(options.world), reserve=resources.reservations
         )
         reference_critic = {
             role: group(
+                role,
                 f"{role.replace('_', ' ')} rank",
                 partial(_make_reference_critic, config, options, role, fill),
                 [bundle] * world,
@@ -126,10 +179,13 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
             return
         make: Any = partial(HostedServer, config) if serves else partial(_make_engine, config, options)
         env = [common | (server_variables() if serves else {})] * len(resources.engines)
-        share_with = None if resources.colocated_with is None else (trainers, resources.colocated_with)
+        share_with = None
+        if resources.colocated_with is not None:
+            rank_bundles = [order[index] for index in named["trainer"]] if places is not None else range(options.world)
+            share_with = (trainers.placed, [rank_bundles[rank] for rank in resources.colocated_with])
         calls = CALLS if serves else 1
         limits = {"timeout": config.rollout.timeout, "key": "rollout.timeout", "at_once": calls}
-        engines = group("rollout engine", make, resources.engines, env, share_with=share_with, **limits)
+        engines = group("rollout", "rollout engine", make, resources.engines, env, share_with=share_with, **limits)
         yield Actors(trainers, reference_critic, engines)
 
 

@@ -12,22 +12,29 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from weft.config.devices import device_lists, roles_on
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import PARTS, Part
 from weft.inference.base import EnginePart, RolloutEngine, Synced
-from weft.launch.ray_actors import ActorGroup
+from weft.launch.ray_actors import gather_calls
 from weft.launch.summary import Phases
+from weft.rl.trainer_group import RankGroup
 
 
-def shares_devices(config: RlConfig) -> bool:
-    """Whether engines and trainers use the same devices. cluster.placement must be resolved."""
-    return config.rollout.engine == "embedded" or config.cluster.placement == "colocated"
+def shares_devices(config: RlConfig, role: str = "trainer") -> bool:
+    """Whether engines and the processes of a role (config/devices.py) use the same devices. cluster.placement must be
+    resolved."""
+    if config.rollout.engine == "embedded" or not config.cluster.devices:
+        is_shared = config.rollout.engine == "embedded" or config.cluster.placement == "colocated"
+        return is_shared and role == "trainer"
+    return role in roles_on(device_lists(config.cluster.devices), "rollout")
 
 
-def sleeping_parts(config: RlConfig, device: str) -> tuple[Part, ...]:
-    """The parts of the trainers that sleep during rollouts: cluster.offload_during_rollout, by default all on CUDA and
-    none on CPU. None sleep if trainers and engines use different devices. device: the trainers' device type."""
-    if not shares_devices(config):
+def sleeping_parts(config: RlConfig, device: str, role: str = "trainer") -> tuple[Part, ...]:
+    """The parts of a role's processes that sleep during rollouts: cluster.offload_during_rollout, by default all on
+    CUDA and none on CPU. None sleep if these and the engines use different devices. device: the trainers' device
+    type."""
+    if not shares_devices(config, role):
         return ()
     if config.cluster.offload_during_rollout is not None:
         return tuple(part for part in PARTS if part in config.cluster.offload_during_rollout)
@@ -38,16 +45,17 @@ class DeviceSharing:
     """Switches between rollouts and training: `await switch.to_rollouts(version)`, generate, `await
     switch.to_training()`, train.
 
-    shared: whether trainers and engines use the same devices; if not, both stay awake. parts: the parts of the trainers
-    that sleep during rollouts. scores: whether reward models are in the trainers' ranks.
+    sharing: the trainers, and the separate ranks of other models, that use the engines' devices; empty if none does,
+    so that all stay awake. parts: their parts that sleep during rollouts. scores: whether reward models are among
+    them.
     """
 
     def __init__(
-        self, engine: RolloutEngine, trainers: ActorGroup, *, shared: bool, parts: Sequence[Part] = (),
-        scores: bool = False,
+        self, engine: RolloutEngine, sharing: Sequence[RankGroup], *, parts: Sequence[Part] = (), scores: bool = False,
     ) -> None:  # fmt: skip
-        self.engine, self._trainers, self._shared, self._parts = engine, trainers, shared, list(parts)
-        self.scores_last = shared and scores  # whether samples are scored when all are drawn
+        self.engine, self._sharing, self._parts = engine, sharing, list(parts)
+        self._shared = bool(sharing)
+        self.scores_last = self._shared and scores  # whether samples are scored when all are drawn
         self._phases = Phases()
         self._version: int | None = None  # of the weights that engines have
         self._trained = 0  # of the trainers' weights
@@ -87,7 +95,7 @@ class DeviceSharing:
         self._version, self._asleep = None, True
         if self._parts:
             with self._phases("wake"):
-                await self._trainers.call_all("wake")
+                await gather_calls([group.call_all("wake") for group in self._sharing])
 
     @asynccontextmanager
     async def trainers_awake(self, *, back: bool) -> AsyncIterator[None]:
@@ -107,7 +115,7 @@ class DeviceSharing:
     async def _offload_trainers(self, sends: bool = False) -> None:
         if self._parts:
             with self._phases("sleep"):
-                await self._trainers.call_all("sleep", self._parts, sends)
+                await gather_calls([group.call_all("sleep", self._parts, sends) for group in self._sharing])
 
     async def _wake_engine(self, part: EnginePart) -> None:
         if self._asleep:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
+from weft.config.devices import teacher_ranks
 from weft.config.rl_schema import RlConfig
 from weft.data.same_tokenizer import check_same_tokenizer
 from weft.engine.config import EngineConfig
@@ -42,7 +43,8 @@ def teacher_config(config: RlConfig) -> EngineConfig | None:
     """The engine config of rl.teacher, or None. Its logits are divided by rollout.temperature, as the policy's."""
     if config.rl.teacher is None:
         return None
-    return frozen_config(policy_config(config), FrozenAtPath.from_config(config.rl.teacher, config.teacher))
+    section = replace(FrozenAtPath.from_config(config.rl.teacher, config.teacher), ranks=teacher_ranks(config))
+    return frozen_config(policy_config(config), section)
 
 
 def reward_model_config(config: RlConfig, path: str) -> EngineConfig:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from weft.config.conditions import SERVERS
+from weft.config.devices import device_lists
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError, UserError, first_line
 from weft.launch.machine import accelerator_count
@@ -98,16 +100,16 @@ def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlCon
             "rollout.transport is ipc, which is memory of a CUDA device that trainers and engines share, and with "
             f"cluster.placement={placement} on {'CUDA' if gpu else 'CPU'} they share none: set rollout.transport=auto."
         )
-    if placement == "colocated" and gpu:
+    if placement == "colocated" and gpu and rollout.transport == "group":
+        raise UserError(
+            "rollout.transport is group, but with cluster.placement=colocated trainers and engines have the same "
+            "devices, which NCCL does not join: set rollout.transport=auto."
+        )
+    if placement == "colocated" and gpu and not config.cluster.devices:
         if world % rollout.tp:
             raise UserError(
                 f"rollout.tp is {rollout.tp}, but with cluster.placement=colocated an engine has the devices of so "
                 f"many trainer ranks, and there are {world}: set rollout.tp to a divisor of {world}."
-            )
-        if rollout.transport == "group":
-            raise UserError(
-                "rollout.transport is group, but with cluster.placement=colocated trainers and engines have the same "
-                "devices, which NCCL does not join: set rollout.transport=auto."
             )
         max_engines = world // rollout.tp
         engines = rollout.num_engines or max_engines
@@ -118,3 +120,13 @@ def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlCon
             )
     cluster = replace(config.cluster, placement=placement)
     return replace(config, cluster=cluster, rollout=replace(rollout, num_engines=engines))
+
+
+def shared_ranks(config: RlConfig, number: int) -> list[int]:
+    """The trainer ranks whose devices the engine with this number has, where it shares them (cluster.placement)."""
+    tp = config.rollout.tp if config.rollout.engine in SERVERS else 1
+    numbers = range(number * tp, (number + 1) * tp)
+    if not config.cluster.devices:
+        return list(numbers)
+    lists = device_lists(config.cluster.devices)
+    return [lists["trainer"].index(lists["rollout"][n]) for n in numbers if lists["rollout"][n] in lists["trainer"]]

@@ -12,6 +12,7 @@ from typing import Any
 
 from weft.config import resolve_mesh, to_dict
 from weft.config.conditions import KEEPS_ALL
+from weft.config.devices import device_lines
 from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.engine.metrics import MetricsFile
 from weft.inference.base import Synced
@@ -236,6 +237,7 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
         *few_rollout_steps(config, plan.rollouts, run.task.stream.in_epoch),
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}",
+        *device_lines(config),
     ]
     if isinstance(run.task.episodes, Agents):
         agents = f"{rl.agents_at_once} at once, up to {counted(rl.max_turns, 'call')} each"

@@ -19,6 +19,7 @@ from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
 from weft.config import to_dict
+from weft.config.devices import device_lists, roles_on, show_devices, teacher_ranks
 from weft.config.rl_schema import RlAlgorithm, RlConfig, reward_models
 from weft.config.schema import CheckpointConfig
 from weft.data.image_opener import ImageOpener, image_opener
@@ -27,6 +28,7 @@ from weft.engine.batch.media import ImageRoom
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
 from weft.engine.losses.value import ValueLoss
+from weft.engine.sleep import Part
 from weft.inference.types import Floats, Sample
 from weft.launch import flight
 from weft.launch.consistency import max_over_ranks, require_agreement, versions
@@ -35,7 +37,7 @@ from weft.launch.process import Ranks, join, leave
 from weft.models import hf
 from weft.observe.profiling import own_peak_memory_gib
 from weft.rl.documents import ReadSamples, TrainedSamples
-from weft.rl.model_engines import check_images, critic_engine, opening_lines, reference_engine
+from weft.rl.model_engines import check_images, critic_engine, opening_lines, reference_engine, teacher_engine
 from weft.terminal import counted
 
 Role = str  # "policy", "reference", "teacher", "critic", or that of a reward model (config/rl_schema.py:reward_models)
@@ -89,10 +91,12 @@ def start_rank(config: RlConfig, device: Device) -> Ranks:
 
 
 def own_ranks(config: RlConfig) -> dict[Role, int]:
-    """Number of separate ranks of the reference, the critic and each reward model, of those that have any."""
+    """Number of separate ranks of the reference, the critic, the teacher and each reward model, of those that have
+    any."""
     counts: dict[Role, int | None] = {
         "reference": config.reference.ranks if config.rl.has_reference else None,
         "critic": config.critic.ranks if config.rl.has_critic else None,
+        "teacher": teacher_ranks(config) if config.rl.teacher is not None else None,
         **dict.fromkeys(reward_models(config.rl.reward), config.reward_model.ranks),
     }
     return {role: count for role, count in counts.items() if count is not None}
@@ -136,6 +140,26 @@ def finish_step(engine: Engine, saver: Saver | None) -> float:
     return memory
 
 
+def device_role(role: Role) -> str:
+    """The name in cluster.devices of a role of separate ranks: all reward models have one list."""
+    return "reward_model" if role.startswith("reward_model") else role
+
+
+def shared_with_trainers(config: RlConfig) -> set[Role]:
+    """The roles with separate ranks that have devices of trainer ranks, too (cluster.devices)."""
+    lists = device_lists(config.cluster.devices)
+    sharing = roles_on(lists, "trainer") if lists else ()
+    return {role for role in own_ranks(config) if device_role(role) in sharing}
+
+
+def where_separate(config: RlConfig, role: Role) -> str:
+    """Where the separate ranks of a role are, for its line at start."""
+    devices = device_lists(config.cluster.devices).get(device_role(role))
+    if devices is None:
+        return f"on {counted(own_ranks(config)[role], 'rank')} of its own"
+    return f"on devices {show_devices(devices)}"
+
+
 class Critic:
     """A critic's engine and its training."""
 
@@ -155,7 +179,7 @@ class Critic:
 
 
 class ReferenceCriticRank:
-    """One of the separate ranks of a reference or a critic. Methods are called on all of them together."""
+    """One of the separate ranks of a reference, a teacher or a critic. Methods are called on all of them together."""
 
     def __init__(self, config: RlConfig, role: Role, device: Device = "auto", *, fill: bool = True) -> None:
         """fill: False if a checkpoint will fill a critic's weights."""
@@ -163,7 +187,8 @@ class ReferenceCriticRank:
         self.ranks = start_rank(config, device)
         reference = reference_engine(config, self.ranks) if role == "reference" else None
         critic = critic_engine(config, self.ranks, fill=fill) if role == "critic" else None
-        engine = reference or critic
+        teacher = teacher_engine(config, self.ranks) if role == "teacher" else None
+        engine = reference or critic or teacher
         assert engine is not None
         self.engine, self.values = engine, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
@@ -172,9 +197,16 @@ class ReferenceCriticRank:
 
     def describe(self) -> list[str]:
         """Lines that describe this reference or critic at start."""
-        engines = (self.engine, None) if self.values is None else (None, self.engine)
-        count, line = self.ranks.world, opening_lines(self.config, *engines)[-1]
-        return [f"{line}; on {counted(count, 'rank')} of its own"]
+        engines = [self.engine if role == self.role else None for role in ("reference", "critic", "teacher")]
+        return [f"{opening_lines(self.config, *engines)[-1]}; {where_separate(self.config, self.role)}"]
+
+    def sleep(self, parts: Sequence[Part], sends: bool = False) -> int:
+        """See TrainerRank.sleep."""
+        return self.engine.sleep(*parts)
+
+    def wake(self) -> int:
+        """See TrainerRank.wake."""
+        return self.engine.wake()
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """Raise UserError if a model cannot take these samples (model_engines.check_images)."""
@@ -197,7 +229,8 @@ class ReferenceCriticRank:
         self.saver = Saver(self.engine, run / CRITIC, checkpoint, constants, last, command="rl", timeout=timeout)
 
     def read_all(self, roles: Sequence[Role], samples: Sequence[Sample]) -> dict[Role, dict[int, Floats]]:
-        """Read this rank's samples: a reference reads logprobs, a critic values. roles: ignored; a rank has one."""
+        """Read this rank's samples: a reference or teacher reads logprobs, a critic values. roles: ignored; a rank has
+        one."""
         readout_name = "logprob" if self.values is None else "value"
         return {self.role: readout(self.engine, samples, readout_name, self.opener)}
 

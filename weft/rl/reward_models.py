@@ -23,6 +23,7 @@ from weft.engine.batch.document import Document
 from weft.engine.batch.media import ImageRoom
 from weft.engine.engine import Engine
 from weft.engine.scores import scored_document, step_scores
+from weft.engine.sleep import Part
 from weft.errors import UserError, first_line
 from weft.inference.types import Sample
 from weft.launch import flight
@@ -30,7 +31,7 @@ from weft.launch.options import Device
 from weft.launch.process import Ranks, leave
 from weft.models import hf
 from weft.rl.model_engines import reward_model_engine
-from weft.rl.reference_critic import Role, start_rank
+from weft.rl.reference_critic import Role, start_rank, where_separate
 from weft.rl.rewards.calls import RewardOutcome
 from weft.rl.trainer_group import RankGroup
 from weft.terminal import counted
@@ -134,12 +135,20 @@ class RewardModelRank:
     """One of the separate ranks of a reward model. Methods are called on all of them together."""
 
     def __init__(self, config: RlConfig, path: str, device: Device = "auto") -> None:
-        self.ranks = start_rank(config, device)
+        self.config, self.ranks = config, start_rank(config, device)
         self.scorer = ConversationScorer(config, path, self.ranks)
 
     def describe(self) -> list[str]:
         """A line that describes this reward model at start."""
-        return [f"{self.scorer.line()}; on {counted(self.ranks.world, 'rank')} of its own"]
+        return [f"{self.scorer.line()}; {where_separate(self.config, 'reward_model')}"]
+
+    def sleep(self, parts: Sequence[Part], sends: bool = False) -> int:
+        """See TrainerRank.sleep."""
+        return self.scorer.engine.sleep(*parts)
+
+    def wake(self) -> int:
+        """See TrainerRank.wake."""
+        return self.scorer.engine.wake()
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """See ConversationScorer.check_images."""

@@ -19,6 +19,8 @@ from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.models import hf
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool
 from weft.rl.engine_supervisor import EngineRestarts, decline_on_error
+from weft.rl.placement import shared_ranks
+from weft.rl.trainer_group import RankGroup
 
 
 class ServedPool:
@@ -126,13 +128,14 @@ async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tu
     ranks whose devices it shares; UserError if these ranks are on several hosts. Otherwise (None, []): Ray chooses."""
     if config.cluster.placement != "colocated":
         return [(None, [])] * config.rollout.count
-    tp, rank_devices = config.rollout.tp, await trainers.call_all("devices")
+    rank_devices = await trainers.call_all("devices")
     devices: list[tuple[str | None, list[str]]] = []
     for number in range(config.rollout.count):
-        shared = rank_devices[number * tp : (number + 1) * tp]
+        ranks = shared_ranks(config, number)
+        shared = [rank_devices[rank] for rank in ranks]
         if len({rank.host for rank in shared}) > 1:
             raise UserError(
-                f"rollout.tp is {tp}, but trainer ranks {number * tp} to {number * tp + tp - 1}, whose devices an "
+                f"rollout.tp is {config.rollout.tp}, but trainer ranks {', '.join(map(str, ranks))}, whose devices an "
                 "engine is to have (cluster.placement=colocated), are on several hosts: set rollout.tp to fewer."
             )
         visible = ",".join(rank.visible for rank in shared if rank.visible) or None
@@ -148,12 +151,13 @@ async def open_engines(
     compute: str,
     restarts: EngineRestarts,
     parts: Sequence[Part] = (),
+    sharing: Sequence[RankGroup] = (),
 ) -> EmbeddedPool | StandalonePool | ServedPool:
     """The engine pool of a run. Its engines have no weights until the first sync.
 
     standalone: the actors of separate engines. run: the run's folder. compute: the trainers' compute dtype, such as
-    "bf16". restarts: the budget for replacing engines. parts: the parts of the trainers that sleep while servers start
-    on their devices.
+    "bf16". restarts: the budget for replacing engines. parts: the parts of the groups in `sharing` (DeviceSharing)
+    that sleep while servers start on their devices.
     """
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
@@ -176,7 +180,7 @@ async def open_engines(
     pool = ServedPool(standalone, trainers, tickets, run / "engines")
     try:
         if parts:
-            await trainers.call_all("sleep", list(parts))
+            await gather_calls([group.call_all("sleep", list(parts)) for group in sharing])
         starting = [
             standalone.call_one(n, "start", str(run), compute, visible_devices)
             for n, (visible_devices, _) in enumerate(devices)

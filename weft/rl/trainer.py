@@ -107,7 +107,8 @@ class TrainerRank:
         has_reference = "reference" not in separate
         self.reference = reference_engine(config, self.ranks, shares_with=self.engine) if has_reference else None
         critic = None if CRITIC in separate else critic_engine(config, self.ranks, fill=fill, shares_with=self.engine)
-        self.teacher = teacher_engine(config, self.ranks, shares_with=self.engine)
+        has_teacher = "teacher" not in separate
+        self.teacher = teacher_engine(config, self.ranks, shares_with=self.engine) if has_teacher else None
         self.teacher_loss = None
         if self.teacher is not None and config.rl.teacher_in_loss:
             self.teacher_loss = teacher_loss(config.rl, self.teacher, self.engine, config.rollout.temperature)

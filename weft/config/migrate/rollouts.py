@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from itertools import combinations
 from typing import Any
 
 from weft.config.conditions import SERVERS
+from weft.config.devices import show_devices
 from weft.config.migrate.draft import Draft, numbers_of
 from weft.config.migrate.names import weft_value
 from weft.config.migrate.ranks import devices_of
@@ -91,19 +91,20 @@ def _settle_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus
     for name, value in settings.items():
         if draft.entry(name) in ranks or (train and set(devices_of(value)) == train):
             draft.notes.pop(name, None)  # covered by cluster.trainer_ranks; roles on the trainers' devices need nothing
-    _compare_roles(draft, settings, train, engines)
     engine = draft.value("rollout.engine", "embedded")
     if not engines or engine == "embedded":
         return
     per_engine = draft.value("rollout.tp", 1) if engine in SERVERS else 1
     draft.take("rollout.num_engines", len(engines) // per_engine, rl.engines, f"{len(engines)} GPUs / {per_engine}")
+    if engine not in SERVERS and train and engines & train and engines - train:
+        return  # settle_roles names the devices
     if engines <= train or not engines & train:
         shared = "colocated" if engines <= train else "disaggregated"
         draft.take("cluster.placement", shared, rl.engines, f"GPUs of trainers and engines: {shared}")
         return
     sharing = (
-        f"trainers on {_ranges(train)}, engines on {_ranges(engines)}: {len(train | engines)} in all, of which both "
-        f"want {_ranges(train & engines)}"
+        f"trainers on {show_devices(train)}, engines on {show_devices(engines)}: {len(train | engines)} in all, of "
+        f"which both want {show_devices(train & engines)}"
     )
     draft.compare("devices", sharing, "engines on the trainers' devices, or none of them", same=False)
     draft.values["cluster.placement"] = (
@@ -113,36 +114,59 @@ def _settle_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], gpus
     )
 
 
-def _compare_roles(draft: Draft, settings: Mapping[str, Any], train: set[int], engines: set[int]) -> None:
-    """Note which devices several of reference, critic and engines want while the trainers want none of them: weft gives
-    each devices of its own, so that the run needs more."""
-    devices_by_role = {"engines": engines} | {
-        role: _devices((f"{role}.device_mapping",), settings) for role in ("reference", "critic")
+def _take_devices(draft: Draft, rl: RlDraft, settings: Mapping[str, Any], train: set[int]) -> bool:
+    """Set cluster.devices, if roles share devices in a way that numbers of ranks cannot say. Returns whether it is
+    set."""
+    engine = draft.value("rollout.engine", "embedded")
+    names = {
+        "rollout": rl.engines if engine != "embedded" else "",
+        "reference": "reference.device_mapping" if draft.value("rl.kl_coef", 0) > 0 else "",
+        "critic": "critic.device_mapping" if draft.value("rl.advantage") == "gae" else "",
     }
-    owners = {owner: devices for owner, devices in devices_by_role.items() if devices and not devices & train}
-    for (first_role, first), (second_role, second) in combinations(owners.items(), 2):
-        if shared := first & second:
-            draft.compare(
-                f"devices of {first_role} and {second_role}",
-                f"both on {_ranges(shared)}",
-                f"{len(first)} for {first_role} and {len(second)} others for {second_role}",
-                same=False,
-            )
+    lists = {role: _devices((name,), settings) for role, name in names.items() if name}
+    lists = {"trainer": train} | {role: devices for role, devices in lists.items() if devices}
+
+    def is_apart(role: str) -> bool:
+        return all(role == other or not lists[role] & devices for other, devices in lists.items())
+
+    numbers_say_it = all(
+        lists[role] == train or (role == "rollout" and lists[role] <= train) or is_apart(role) for role in lists
+    )
+    engines = lists.get("rollout", set())
+    if not train or numbers_say_it:
+        return False
+    if engine in SERVERS and engines - train and not is_apart("rollout"):  # which have trainers' devices, or their own
+        for role in lists.keys() - {"trainer", "rollout"}:
+            if shared := engines & lists[role] - train:
+                draft.compare(
+                    f"devices of engines and {role}",
+                    f"both on {show_devices(shared)}",
+                    f"{len(engines)} for engines and {len(lists[role])} others for {role}",
+                    same=False,
+                )
+        return False
+    draft.values.pop("cluster.placement", None)
+    shown = {role: show_devices(devices) for role, devices in lists.items()}
+    draft.take("cluster.devices", shown, draft.trainer.table.devices[0], "device_mapping of each role")
+    return True
 
 
 def settle_roles(draft: Draft, settings: Mapping[str, Any], gpus: int | None) -> None:
     """Set how reference and critic are sharded, where their strategies are not the policy's. gpus: trainer ranks."""
     train = _devices(draft.trainer.table.devices, settings)
+    has_lists = draft.rl is not None and _take_devices(draft, draft.rl, settings, train)
     for role in ("reference", "critic"):
         strategy = f"{role}.strategy_args.strategy_config"
         devices = _devices((f"{role}.device_mapping",), settings)
-        has_own_devices = bool(devices) and bool(train) and not devices & train
-        if has_own_devices:
+        has_own_devices = bool(devices and train) and (devices != train if has_lists else not devices & train)
+        if has_lists:
+            draft.notes.pop(f"{role}.device_mapping", None)
+        elif has_own_devices:
             draft.take(f"{role}.ranks", len(devices), f"{role}.device_mapping", f"{len(devices)} GPUs of its own")
         elif devices and train and devices != train:
             draft.notes[f"{role}.device_mapping"] = (
-                f"{_ranges(devices)} of the trainers' {_ranges(train)}: the {role} is on all of them, or on devices of "
-                f"its own (`{role}.ranks`)."
+                f"{show_devices(devices)} of the trainers' {show_devices(train)}: the {role} is on all of them, or on "
+                f"devices of its own (`{role}.ranks`, `cluster.devices`)."
             )
         for leaf, key in (("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp")):
             size = settings.get(f"{strategy}.{leaf}")
@@ -186,17 +210,6 @@ def _settle_shards(draft: Draft, settings: Mapping[str, Any], role: str, ranks: 
     draft.notes.pop(name, None)
     draft.take(f"{role}.dp_replicate", over // size, name, f"{over} ranks / fsdp_size {size}")
     draft.take(f"{role}.dp_shard", size // cp, name, f"fsdp_size {size}" + (" / mesh.cp" if cp > 1 else ""))
-
-
-def _ranges(devices: Collection[int]) -> str:
-    """Numbers of devices, as in `0-3, 6`."""
-    rows: list[list[int]] = []
-    for device in sorted(devices):
-        if rows and device == rows[-1][-1] + 1:
-            rows[-1].append(device)
-        else:
-            rows.append([device])
-    return ", ".join(str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in rows)
 
 
 def _devices(names: tuple[str, ...], settings: Mapping[str, Any]) -> set[int]:

@@ -27,7 +27,7 @@ from weft.engine.step_plan.plan import StepPlan
 from weft.launch.machine import Accelerator
 from weft.launch.options import Device
 from weft.models.train_module import ScoreHead
-from weft.observe.tables import EngineRow, separate_engines
+from weft.observe.tables import EngineRow
 from weft.recipes.frozen_models import closes_reference, preference_reference, teacher_beside
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import Machine
@@ -35,7 +35,7 @@ from weft.recipes.plan.memory import Memory, memory_by_stage
 from weft.recipes.plan.rows import RowFacts
 from weft.recipes.plan.timing import Part, StepTime, forward_seconds
 from weft.rl.model_engines import critic_config, reference_config, reward_model_config, teacher_config
-from weft.rl.reference_critic import own_ranks
+from weft.rl.reference_critic import device_role, own_ranks, shared_with_trainers, where_separate
 from weft.terminal import byte_count
 
 # As StepLengths.plan.
@@ -47,7 +47,8 @@ class ModelBeside:
     """A model beside the trained one. section: of its keys. config: of its engine; None if the trained model's weights
     are read, or if it has no memory in a step. note: where it is read, and when. reads: forwards of the step's
     documents; a teacher of some of the documents has a share of one. first_epoch: whether later epochs read nothing.
-    has_head: whether a copy of its head is on the trained model's ranks. path: of its model."""
+    has_head: whether a copy of its head is on the trained model's ranks. ranks: separate ones on the same devices.
+    path: of its model."""
 
     name: str
     section: str
@@ -57,6 +58,7 @@ class ModelBeside:
     reads: float = 0.0
     first_epoch: bool = False
     has_head: bool = False
+    ranks: int | None = None
 
 
 def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[ModelBeside]:
@@ -67,12 +69,15 @@ def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[M
             "reference": reference_config(config), "teacher": teacher_config(config), "critic": critic_config(config),
             **{role: reward_model_config(config, path) for role, path in reward_models(config.rl.reward).items()},
         }  # fmt: skip
-        separate = own_ranks(config)
+        separate, sharing = own_ranks(config), shared_with_trainers(config)
         return [
-            ModelBeside(name, "reward_model" if name.startswith("reward_model") else name, engine.model.path, engine)
+            ModelBeside(
+                name, device_role(name), engine.model.path, engine,
+                where_separate(config, name) if name in sharing else "", ranks=separate.get(name),
+            )
             for name, engine in engines.items()
-            if engine is not None and name not in separate
-        ]
+            if engine is not None and (name not in separate or name in sharing)
+        ]  # fmt: skip
     if isinstance(config, DpoConfig):
         return _reference(config, trained)
     return _teachers(config, trained) if isinstance(config, DistillConfig) else []
@@ -171,7 +176,7 @@ class Beside:
                 blueprint = (
                     known[key] if key in known else known.setdefault(key, Blueprint(model.config, device, assumed))
                 )
-                mesh = resolve_mesh(model.config.mesh, ranks, "--ranks")
+                mesh = resolve_mesh(model.config.mesh, model.ranks or ranks, "--ranks")
                 blueprint.check(mesh)
                 self._blueprints.append((blueprint, mesh))
 
@@ -194,7 +199,8 @@ class Beside:
                 EngineRow("copy that samples", copy, note="before each step (distill.on_policy), with a KV cache")
             )
         if isinstance(self.config, RlConfig):
-            rows += separate_engines(own_ranks(self.config).items())
+            apart = own_ranks(self.config).keys() - shared_with_trainers(self.config)
+            rows += [EngineRow(role, note=where_separate(self.config, role)) for role in sorted(apart)]
         return rows
 
     def _head_bytes(self, model: ModelBeside, blueprint: Blueprint | None, tp: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
+from weft.config.devices import device_lines
 from weft.config.mesh import resolve_mesh
 from weft.config.recompute import RecomputeSetting
 from weft.config.rl_schema import RlConfig
@@ -37,7 +38,7 @@ from weft.recipes.plan.simulate import Step, simulate
 from weft.recipes.plan.timing import time_of
 from weft.recipes.run_data import make_steps, read_data
 from weft.rl.model_engines import policy_config
-from weft.terminal import counted, say
+from weft.terminal import counted, say, say_all
 
 _READ_BYTES = 64 << 20  # the most data that are tokenised to get lengths
 
@@ -84,6 +85,8 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
             rank = memory.share.coordinates.rank(mesh)
             show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
     show_engines(beside.rows(mesh), max(memories, key=lambda memory: memory.fullest), machine)
+    if isinstance(config, RlConfig):
+        say_all(device_lines(config))
 
 
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
