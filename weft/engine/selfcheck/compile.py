@@ -54,7 +54,10 @@ def _errors(
     module: TrainModule, support: ModelSupport, lengths: tuple[int, ...], reference: list[Tensor]
 ) -> list[float]:
     results = _results(module, support, lengths)
-    return [float((x - r).square().mean().sqrt() / r.square().mean().sqrt()) for x, r in zip(results, reference)]
+    return [
+        float((x - r).square().mean().sqrt() / r.square().mean().sqrt())
+        for x, r in zip(results, reference, strict=True)
+    ]
 
 
 def _results(module: TrainModule, support: ModelSupport, lengths: tuple[int, ...]) -> list[Tensor]:
