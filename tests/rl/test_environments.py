@@ -68,7 +68,7 @@ class Scripted:
 
 def episodes(kind: type[Environment], max_turns: int = 5, max_tokens: int = 400, timeout: float = 20) -> Episodes:
     pool = EnvironmentPool(f"{kind.__module__}:{kind.__name__}")
-    return Episodes(kind, pool, ChatRenderer(TOKENIZER), max_turns, max_tokens, timeout)
+    return Episodes(kind, pool, ChatRenderer(TOKENIZER), max_turns, 999, max_tokens, timeout)
 
 
 def play(engine: Scripted, env: Episodes | None, prompt: Prompt = QUESTION, count: int = 1) -> SampleGroup:

@@ -96,7 +96,9 @@ class RepeatingEngine:
 
 def episodes(images: Images | None, max_tokens: int = 400, room: ImageRoom | None = None) -> Episodes:
     chats = ChatRenderer(vision_tokenizer(FAMILY) if images else family_tokenizer("qwen", "qwen3"), None, images)
-    return Episodes(Gallery, EnvironmentPool("tests.support.environments:Gallery"), chats, 5, max_tokens, 20.0, room)
+    return Episodes(
+        Gallery, EnvironmentPool("tests.support.environments:Gallery"), chats, 5, 999, max_tokens, 20.0, room
+    )
 
 
 def play(prompt: Prompt, env: Episodes, folder: Path, ask: str = "so?") -> tuple[Sample, list[Request]]:

@@ -121,6 +121,8 @@ NO_PROFILE = Unread(lambda c: not c.profile.steps, "profile.steps is empty")
 
 SERVERS = ("vllm", "sglang")  # engines that are servers in processes of their own
 REWARD_MODEL = "model:"  # begins a reward of rl.reward that is a model
+ENVIRONMENT_SCHEMES = ("gymnasium", "openenv")  # before the colon of an rl.environment that is no import path
+VERIFIERS = "verifiers"  # before the colon of an rl.agent that is an environment of this package
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}  # key of rollout -> the value that leaves no token out
 
 

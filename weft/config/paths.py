@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from weft.config.conditions import REWARD_MODEL
+from weft.config.checks import IMPORT_PATH
+from weft.config.conditions import ENVIRONMENT_SCHEMES, REWARD_MODEL
 from weft.config.rl_schema import NEEDS_MATH_VERIFY
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
 from weft.config.urls import is_url, url_problem
@@ -62,7 +63,10 @@ def _import_paths(config: Any) -> list[tuple[str, str]]:
     named = [("optimizer.name", config.optimizer.name), ("train.loss", config.train.loss)]
     if (rl := getattr(config, "rl", None)) is not None:
         named += [("rl.reward", path) for path in rl.reward if not path.startswith(REWARD_MODEL)]
-        named += [(f"rl.{key}", getattr(rl, key)) for key in ("environment", "advantage", "policy_loss")]
+        named += [(f"rl.{key}", getattr(rl, key)) for key in ("advantage", "policy_loss")]
+        scheme, _, game = (rl.environment or "").partition(":")
+        is_path = scheme not in ENVIRONMENT_SCHEMES
+        named.append(("rl.environment", rl.environment if is_path else game if IMPORT_PATH.fullmatch(game) else None))
     paths = [(key, path) for key, path in named if path is not None and ("." in path or ":" in path)]
     paths += [("model.imports", f"{module}:") for module in config.model.imports]
     return [(key, path) for key, path in paths if path.partition(":")[0] != MAIN]

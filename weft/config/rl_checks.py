@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import fields
 from functools import partial
@@ -19,7 +20,7 @@ from weft.config.checks import (
     inert_rules,
     pipeline_combinations,
 )
-from weft.config.conditions import KEEPS_ALL, REWARD_MODEL, SERVERS
+from weft.config.conditions import ENVIRONMENT_SCHEMES, KEEPS_ALL, REWARD_MODEL, SERVERS, VERIFIERS
 from weft.config.devices import device_presets, device_problem
 from weft.config.presets import LIKE
 from weft.config.ranges import MOST_DOCUMENTS
@@ -371,10 +372,35 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
             "rl.reward names regex, whose pattern is not set: set "
             f"{override('rl.reward_options', {'regex.pattern': '#### (.+)'})}.",
         )
-    if rl.environment is not None and not IMPORT_PATH.fullmatch(rl.environment):
+    if rl.environment is not None:
+        yield from _environment_problems(rl.environment)
+
+
+def _environment_problems(environment: str) -> Iterator[tuple[str, str]]:
+    scheme, _, name = environment.partition(":")
+    if scheme == VERIFIERS:
         yield (
             "rl.environment",
-            f"rl.environment is {rl.environment}, which is no import path: write package.module:Name, as in "
+            f"rl.environment is {environment}: an environment of verifiers asks the policy itself, over HTTP. Set "
+            f"rl.agent={environment} in its place (docs/how-to/agents.md).",
+        )
+    elif scheme == "openenv":
+        if not re.match(r"https?://[^/\s]", name):
+            yield (
+                "rl.environment",
+                f"rl.environment is {environment}: write the server's address, as in openenv:http://localhost:8000.",
+            )
+    elif scheme in ENVIRONMENT_SCHEMES:
+        if not name.strip():
+            yield (
+                "rl.environment",
+                f"rl.environment is {environment}: write an id of Gymnasium or an import path, as in "
+                "gymnasium:FrozenLake-v1 or gymnasium:my_games:Maze.",
+            )
+    elif not IMPORT_PATH.fullmatch(environment):
+        yield (
+            "rl.environment",
+            f"rl.environment is {environment}, which is no import path: write package.module:Name, as in "
             "my_envs:Calculator for the class Calculator in my_envs.py.",
         )
 

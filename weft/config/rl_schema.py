@@ -92,14 +92,16 @@ class RlAlgorithm:
         unread=(when.NO_REWARD,),
     )
     environment: str | None = key(
-        "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; null: the "
-        "policy answers once. docs/how-to/environments.md",
+        "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; a game of "
+        "Gymnasium's API (gymnasium:FrozenLake-v1, gymnasium:my_games:Maze), or a server of OpenEnv "
+        "(openenv:http://localhost:8000); null: the policy answers once. docs/how-to/environments.md",
         None,
     )
     agent: str | None = key(
         "Agent that asks the policy over HTTP, in place of an environment: the import path of a function, as in "
-        "my_agents:solve, or a command, as in 'python solve.py'. weft serves it an endpoint like OpenAI's, and runs it "
-        "once for each sample; null: none. docs/how-to/agents.md",
+        "my_agents:solve; a command, as in 'python solve.py'; or an environment of the package verifiers "
+        "(verifiers:my-env, verifiers:env.toml). weft serves it an endpoint like OpenAI's, and runs it once for each "
+        "sample; null: none. docs/how-to/agents.md",
         None,
     )
     agent_timeout: float = key(

@@ -83,7 +83,10 @@ async def episode(
     transcript = TrajectoryBuilder(prompt)
     environment = await episodes.open()
     try:
-        await environment.start(prompt)
+        if (opening := await environment.start(prompt)) is not None:
+            prompt = episodes.opened(prompt, opening)
+            transcript = TrajectoryBuilder(prompt)
+            transcript.add_outcome(opening)
         while True:
             turn, name = transcript.turns, label + prompt.id
             max_tokens = episodes.max_completion_tokens(prompt, transcript.reply_images)

@@ -76,6 +76,11 @@ class TrajectoryBuilder:
         """Record the text of an answer."""
         self._messages.append({"role": "assistant", "content": text})
 
+    def add_outcome(self, reply: Reply) -> None:
+        """Record the reward and the notes of an environment's reply."""
+        self._reward += reply.reward or 0.0
+        self._notes.update(reply.notes)
+
     def add_reply(self, reply: Reply) -> None:
         """Record the environment's reply to the last answer."""
         if reply.calls:
@@ -83,8 +88,7 @@ class TrajectoryBuilder:
         self._messages += [_bare(message) for message in reply.messages]
         if reply.text is not None:
             self._messages.append({"role": "tool", "content": reply.text})
-        self._reward += reply.reward or 0.0
-        self._notes.update(reply.notes)
+        self.add_outcome(reply)
 
     def sample(self, number: int, gives_reward: bool = False) -> Sample:
         """The finished sample. gives_reward: whether the environment's reward counts."""

@@ -3,7 +3,7 @@
 The defaults are in packages/prime-rl-configs/src/prime_rl/configs (rl.py, trainer.py, orchestrator.py, algorithm.py).
 What they compute is in src/prime_rl/orchestrator/algo (advantages), src/prime_rl/trainer/rl/loss.py (the loss) and
 src/prime_rl/trainer/scheduler.py. Read at commit 559b4477. Prompts, rewards and turns come from an environment of
-verifiers, which weft does not run. Every key that defines the algorithm is written, as algorithm.py says.
+verifiers, which the draft does not name. Every key that defines the algorithm is written, as algorithm.py says.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PrimeRl(Algorithm):
         sources = [source for source in sources if isinstance(source, Mapping)] if isinstance(sources, list) else []
         names = [str(source.get("name") or source.get("id") or "?") for source in sources]
         self.differs("prompts and rewards", f"of the environments {', '.join(names) or '?'} of verifiers",
-                     "none yet: set `data.path` and `rl.reward`, or `rl.environment`")  # fmt: skip
+                     "none yet: set `data.path` and `rl.agent=verifiers:FILE.toml`, or `rl.reward`")  # fmt: skip
         for source in sources:
             for leaf in ("algo", "sampling", "group_size", "curriculum"):
                 if leaf in source:

@@ -9,11 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weft.config.conditions import VERIFIERS
 from weft.errors import UserError
 from weft.importing import import_named
+from weft.rl.agents.verifiers_agent import verifiers_function
 
 KEY = "rl.agent"
 _SIGNATURE = "async def agent(row, base_url, api_key) -> float | dict | None"
+
+
+def is_verifiers(agent: str) -> bool:
+    """Whether rl.agent is an environment of the package verifiers."""
+    return agent.startswith(f"{VERIFIERS}:")
 
 
 def is_command(agent: str) -> bool:
@@ -37,6 +44,9 @@ def agent_function(path: str) -> Callable[..., Any]:
 
 def check_agent(agent: str) -> None:
     """Raise UserError if rl.agent names no function that can be imported, or no program that can be started."""
+    if is_verifiers(agent):
+        verifiers_function(agent)
+        return
     if not is_command(agent):
         agent_function(agent)
         return

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from weft.rl.agents.base import agent_function, is_command
+from weft.rl.agents.base import agent_function, is_command, is_verifiers
+from weft.rl.agents.verifiers_agent import verifiers_function
 
 _SHOWN = 300  # characters of a program's output that an error shows
 
@@ -20,9 +21,12 @@ _SHOWN = 300  # characters of a program's output that an error shows
 def agent_factory(agent: str) -> Callable[[], Any]:
     """A function that makes an object whose `run(row, base_url, api_key, model)` runs the agent and returns {"reward":
     float or None, "notes": dict}."""
-    if is_command(agent):
+    if is_verifiers(agent):
+        function = verifiers_function(agent)
+    elif is_command(agent):
         return lambda: SimpleNamespace(run=_command(shlex.split(agent)))
-    function = agent_function(agent)
+    else:
+        function = agent_function(agent)
     run = _coroutine(function) if inspect.iscoroutinefunction(function) else _plain(function)
     return lambda: SimpleNamespace(run=run)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from weft.config.conditions import ENVIRONMENT_SCHEMES
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.inference.types import Prompt
@@ -45,8 +47,9 @@ class Environment:
     tools: Sequence[Mapping[str, Any]] = ()
     gives_reward: bool = False
 
-    async def start(self, prompt: Prompt) -> None:
-        """Called before the first answer. prompt: has all columns of its row."""
+    async def start(self, prompt: Prompt) -> Reply | None:
+        """Called before the first answer. prompt: has all columns of its row. May return a Reply, whose messages follow
+        those of the prompt (a first one of the user is joined to a last one); its reward and notes count as of step."""
 
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
         """The reply to an answer. text: the decoded answer without its end token. tokens: with the end token."""
@@ -61,15 +64,26 @@ def environment_class(config: RlConfig) -> type[Environment] | None:
     path = config.rl.environment
     if path is None:
         return None
+    loaded = load_class(path)
+    if not config.rl.reward and not loaded.gives_reward:
+        raise UserError(
+            f"rl.reward is empty, and {path} gives no rewards: name a reward function, or set gives_reward = True in "
+            "the class and `reward` in its replies."
+        )
+    return loaded
+
+
+def load_class(path: str) -> type[Environment]:
+    """The class that rl.environment names: by its import path, or an adapter's for `gymnasium:NAME` and `openenv:URL`.
+    UserError if there is none."""
+    scheme, _, name = path.partition(":")
+    if scheme in ENVIRONMENT_SCHEMES:
+        adapted: type[Environment] = import_module(f"weft.rl.environments.{scheme}_adapter").environment(name)
+        return adapted
     loaded = import_named(path, "rl.environment")
     if not (isinstance(loaded, type) and issubclass(loaded, Environment)):
         raise UserError(
             f"rl.environment: {path} is no environment: write a class of weft.rl.environments.base.Environment "
             "(docs/how-to/environments.md)."
-        )
-    if not config.rl.reward and not loaded.gives_reward:
-        raise UserError(
-            f"rl.reward is empty, and {path} gives no rewards: name a reward function, or set gives_reward = True in "
-            "the class and `reward` in its replies."
         )
     return loaded

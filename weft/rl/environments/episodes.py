@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +13,7 @@ from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding, read_encoding
 from weft.data.image_files import PromptImages
 from weft.data.images import Images
+from weft.data.prompts import as_text
 from weft.engine.batch.media import ImageRoom
 from weft.errors import BadRowError, UserError
 from weft.inference.types import Prompt
@@ -39,13 +40,15 @@ class ReplyTokens:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Settings of all conversations. most_tokens: limit of a conversation, after its prompt. timeout: seconds of one
-    call. room: what a row of the trainers holds of a sample with images; None for a model of text."""
+    """Settings of all conversations. most_prompt: limit of a prompt with what the environment begins with. most_tokens:
+    limit of a conversation, after its prompt. timeout: seconds of one call. room: what a row of the trainers holds of a
+    sample with images; None for a model of text."""
 
     kind: type[Environment]
     pool: EnvironmentPool
     chats: ChatRenderer
     max_turns: int
+    most_prompt: int
     most_tokens: int
     timeout: float
     room: ImageRoom | None = None
@@ -64,6 +67,40 @@ class Episodes:
         if self.room is None or reply_images is None:
             return self.most_tokens
         return min(self.most_tokens, self.room.tokens - self.room.in_tokens(reply_images.patches) - len(prompt.tokens))
+
+    def opened(self, prompt: Prompt, opening: Reply) -> Prompt:
+        """The prompt with what Environment.start replied behind it. It is rendered as a whole, because nothing of it
+        has been sampled yet. EnvironmentFailure if it cannot be a prompt."""
+        name = f"{self.kind.__name__}.start"
+        if opening.done:
+            raise EnvironmentFailure(f"{name} was done before the first answer")
+        if opening.messages:
+            if prompt.messages is None:
+                raise UserError(
+                    f"{prompt.source}: the prompt is a text, and rl.environment begins with messages: write prompts as "
+                    "messages, or set rl.chat=true."
+                )
+            if prompt.images is not None or not all(isinstance(m.get("content"), str) for m in opening.messages):
+                raise UserError(f"rl.environment: {name} replied to {prompt.source}: it takes no images, only texts.")
+            last, first = prompt.messages[-1], opening.messages[0]
+            joined = last["role"] == first["role"] == "user"
+            messages = (*prompt.messages, *opening.messages)
+            if joined:
+                content = f"{as_text([dict(last)])}\n\n{first['content']}"
+                messages = (*prompt.messages[:-1], {**last, "content": content}, *opening.messages[1:])
+            tokens = self.chats.rendered_question(prompt.source, messages, prompt.columns)
+            prompt = replace(
+                prompt, tokens=tokens, messages=messages, text=as_text([dict(message) for message in messages])
+            )
+        elif opening.text is not None or opening.tokens is not None:
+            tokens = tuple(opening.tokens or self.chats.tokens([str(opening.text)])[0])
+            prompt = replace(prompt, tokens=(*prompt.tokens, *tokens), text=prompt.text + (opening.text or ""))
+        if len(prompt.tokens) > self.most_prompt:
+            raise EnvironmentFailure(
+                f"{name} made a prompt of {len(prompt.tokens):,} tokens, more than "
+                f"rollout.max_prompt_tokens={self.most_prompt:,}"
+            )
+        return prompt
 
     def reply_tokens(self, prompt: Prompt, reply: Reply, ended: bool, reply_images: PromptImages | None) -> ReplyTokens:
         """The tokens of a reply. ended: whether the answer before it has an end token. reply_images: images of earlier
@@ -108,9 +145,10 @@ class EnvironmentSession:
         self._name, self._worker, self._timeout = name, worker, timeout
         self._has_ended = False
 
-    async def start(self, prompt: Prompt) -> None:
-        """Call Environment.start."""
-        await self._call("start", prompt)
+    async def start(self, prompt: Prompt) -> Reply | None:
+        """Call Environment.start; returns its reply."""
+        opening: Reply | None = await self._call("start", prompt)
+        return opening
 
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
         """Call Environment.step; returns the reply."""
@@ -152,5 +190,6 @@ def load_environment(
     if kind is None or path is None:
         return None
     chats = ChatRenderer(tokenizer, encoding or read_encoding(config.data, tokenizer), images)
-    longest = config.rollout.max_new_tokens
-    return Episodes(kind, EnvironmentPool(path), chats, config.rl.max_turns, longest, config.rl.environment_timeout)
+    rl, rollout = config.rl, config.rollout
+    limits = rl.max_turns, rollout.max_prompt_tokens, rollout.max_new_tokens, rl.environment_timeout
+    return Episodes(kind, EnvironmentPool(path), chats, *limits)

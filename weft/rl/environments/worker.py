@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UserError, first_line
-from weft.importing import import_named
 from weft.launch.machine import end_with_parent
 from weft.rl.agents.process import agent_factory
-from weft.rl.environments.base import Reply
+from weft.rl.environments.base import Reply, load_class
 from weft.rl.user_process import (
     IMPORT_SECONDS,
     add_import_folders,
@@ -59,7 +58,7 @@ def main() -> None:
     path, (key, name) = receive(requests)
     add_import_folders(path)
     try:
-        kind = agent_factory(name) if key == "rl.agent" else import_named(name, key)
+        kind = agent_factory(name) if key == "rl.agent" else load_class(name)
     except UserError as error:
         send(answers, str(error))
         return
@@ -160,7 +159,9 @@ def converse(kind: Callable[[], Any], connection: socket.socket) -> None:
             if environment is None:
                 environment = kind()
             result = _call(getattr(environment, name), arguments, seconds)
-            answer = (plain(result) if name == "step" else result if name == "run" else None), None
+            if name == "step" or (name == "start" and result is not None):
+                result = plain(result)
+            answer = (None if name == "close" else result), None
         except LateError:
             answer = None, f" took more than {seconds:g} seconds"
         except (Exception, SystemExit) as error:

@@ -1,0 +1,107 @@
+"""Games of Gymnasium's API (`reset`, `step`) whose observations are texts, as environments. Imports no torch.
+
+A class that is named by its import path needs no package of Gymnasium's.
+"""
+
+from __future__ import annotations
+
+import numbers
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.config.checks import IMPORT_PATH
+from weft.errors import UserError, first_line
+from weft.importing import import_named
+from weft.inference.types import Prompt
+from weft.rl.environments.base import Environment, Reply
+
+KEY = "rl.environment"
+_ANSI = "ansi"  # the render mode in which `render()` returns a text
+_COLOUR, _COLOUR_ENDS = re.compile(r"(\x1b\[[1-9][\d;]*m)+"), re.compile(r"(\x1b\[0?m)+")
+
+
+def environment(name: str) -> type[Environment]:
+    """The Environment that plays the game `name`: an id of Gymnasium, or the import path of a class. UserError if there
+    is no such game."""
+    make = import_named(name, KEY) if IMPORT_PATH.fullmatch(name) else _registered(name)
+    if not callable(make):
+        raise UserError(f"{KEY}: gymnasium:{name} is no class or function that makes a game.")
+    return type("Game", (Game,), {"make": staticmethod(make)})
+
+
+def _registered(name: str) -> Callable[[], Any]:
+    """A function that makes the game with this id."""
+    try:
+        import gymnasium
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{KEY}: gymnasium:{name} is an id of the package gymnasium, which is not installed: "
+            f"pip install gymnasium; or name a class by its import path, as in gymnasium:my_games:Maze."
+        ) from error
+    try:
+        spec = gymnasium.spec(name)
+        modes = gymnasium.make(spec).unwrapped.metadata.get("render_modes", ())
+    except Exception as error:  # of Gymnasium, and of the game
+        raise UserError(f"{KEY}: gymnasium:{name} cannot be made: {first_line(error)}") from error
+    return lambda: gymnasium.make(spec, **({"render_mode": _ANSI} if _ANSI in modes else {}))
+
+
+class Game(Environment):
+    """One episode of a game. Each observation is a message of the user, the first one behind the prompt.
+
+    Columns that are read: `seed` (default: the prompt's index, so that the samples of a prompt begin alike) and
+    `options`, both of `reset`. An observation that is no text is rendered, if the game has the render mode `ansi`; what
+    has a colour is put in brackets.
+    Actions: the answer's text; of a Discrete space, the last whole number of it, and an answer without one that is
+    valid costs a turn.
+    """
+
+    gives_reward = True
+    make: Callable[[], Any]
+
+    def __init__(self) -> None:
+        self.game = self.make()
+        space: Any = getattr(self.game, "action_space", None)
+        self.start_of_actions = int(getattr(space, "start", 0))
+        self.number_of_actions = int(space.n) if hasattr(space, "n") else None
+        if self.number_of_actions is None and type(space).__name__ not in ("Text", "NoneType"):
+            raise TypeError(
+                f"the game's actions are {type(space).__name__}, and an answer is a text: wrap it in an ActionWrapper "
+                "whose action_space is Text or Discrete"
+            )
+
+    def start(self, prompt: Prompt) -> Reply:  # type: ignore[override]  # a plain method is run in the main thread
+        columns = prompt.columns
+        observation, _ = self.game.reset(seed=int(columns.get("seed", prompt.index)), options=columns.get("options"))
+        return Reply(messages=[self._said(observation)])
+
+    def step(self, text: str, tokens: Sequence[int]) -> Reply:  # type: ignore[override]
+        action: Any = text.strip()
+        if self.number_of_actions is not None:
+            written = re.findall(r"-?\d+", text)
+            first, last = self.start_of_actions, self.start_of_actions + self.number_of_actions - 1
+            if not written or not first <= (action := int(written[-1])) <= last:
+                return Reply(messages=[{"role": "user", "content": f"Answer with a number from {first} to {last}."}])
+        observation, reward, terminated, truncated, _ = self.game.step(action)
+        ended = {"terminated": bool(terminated), "truncated": bool(truncated)}
+        if terminated or truncated:
+            return Reply(done=True, reward=float(reward), notes=ended)
+        return Reply(messages=[self._said(observation)], reward=float(reward))
+
+    def close(self) -> None:  # type: ignore[override]
+        if hasattr(self.game, "close"):
+            self.game.close()
+
+    def _said(self, observation: Any) -> dict[str, str]:
+        if not isinstance(observation, str) and getattr(self.game, "render_mode", None) == _ANSI:
+            # What is coloured (where the player is) is put in brackets.
+            observation = _COLOUR_ENDS.sub("]", _COLOUR.sub("[", self.game.render()))
+        if isinstance(observation, numbers.Number):
+            observation = str(observation)
+        if not isinstance(observation, str):
+            raise TypeError(
+                f"an observation is {type(observation).__name__}, no text: wrap the game in an ObservationWrapper that "
+                "writes it"
+            )
+        return {"role": "user", "content": observation}
