@@ -48,7 +48,8 @@ def __getattr__(name: str) -> object:
 
 class _Weft(ModuleType):
     """The module weft, in which `weft.rl` is always the function, even after the folder weft/rl was imported. The
-    function gets the folder's modules as attributes, for `import weft.rl.rewards.base as rewards`."""
+    function gets the folder's modules as attributes, for `import weft.rl.rewards.base as rewards`. Type checkers see
+    only the function: they accept `from weft.rl.rewards import base`."""
 
     @property
     def rl(self) -> Any:

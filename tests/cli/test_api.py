@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
+import pkgutil
 import pydoc
 import re
 import subprocess
@@ -138,8 +140,9 @@ def test_a_start_that_failed_leaves_no_run(workdir: Path) -> None:
 
 
 def test_names_of_the_package() -> None:
-    """The function weft.rl has the name of a folder, whatever of that has been imported."""
+    """weft.rl is a function and a package, whichever a program imports first."""
     import weft.inference.types as types
+    import weft.rl.algorithms.base  # Python sets weft.rl to the package here
 
     public = [
         "Batch", "Document", "Engine", "Environment", "Loss", "LossOutput", "Reply", "Run", "distill", "dpo", "reward",
@@ -147,6 +150,8 @@ def test_names_of_the_package() -> None:
     ]  # fmt: skip
     assert dir(weft) == public and all(getattr(weft, name).__name__ == name for name in public)
     assert inspect.isfunction(weft.rl) and "Reinforcement learning" in pydoc.render_doc(weft.rl)
+    assert pickle.loads(pickle.dumps(weft.rl)) is weft.rl is api.rl
+    assert weft.rl.algorithms.base is pkgutil.resolve_name("weft.rl.algorithms.base")
     assert types.__name__ == "weft.inference.types" and weft.Engine.__module__ == "weft.engine.engine"
     assert Path(weft.__file__).with_name("py.typed").exists()
 
