@@ -311,7 +311,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
     """Rewards of prompt i's group: equal where i is even. Five rounds find enough; one fills up with what it has."""
     requested: list[list[int]] = []
 
-    async def roll(prompts: Sequence[Prompt]) -> list[SampleGroup]:
+    async def roll(prompts: Sequence[Prompt], needed: int) -> list[SampleGroup]:
         requested.append([prompt.index for prompt in prompts])
         (sample,) = (await rollout_group(QUESTION, 1, Scripted("a"), SAMPLING, None, 0)).samples
         rewards = [(1.0, float(prompt.index % 2 == 0)) for prompt in prompts]
@@ -320,15 +320,18 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
             for prompt, pair in zip(prompts, rewards, strict=True)
         ]
 
-    def run(rounds: int) -> tuple[list[int], int]:
+    def run(rounds: int, extra: int = 0) -> tuple[list[int], int]:
         requested.clear()
         stream = PromptStream([replace(QUESTION, index=i) for i in range(20)], 4, 0, shuffle=False)
-        groups, replaced = asyncio.run(groups_to_train(stream, roll, rounds))
+        groups, replaced = asyncio.run(groups_to_train(stream, roll, rounds, extra))
         return [group.prompt.index for group in groups], replaced
 
     assert run(5) == ([1, 3, 5, 7], 4) and requested == [[0, 1, 2, 3], [4, 5], [6], [7]]
     assert run(1) == ([1, 3, 5, 0], 2) and requested == [[0, 1, 2, 3], [4, 5]]
     assert run(0) == ([0, 1, 2, 3], 0) and requested == [[0, 1, 2, 3]]
+    # With more than are needed, each round starts them; what is not needed is not trained.
+    assert run(1, extra=3) == ([1, 3, 5, 7], 6) and requested == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]
+    assert run(0, extra=2) == ([0, 1, 2, 3], 0) and requested == [[0, 1, 2, 3, 4, 5]]
 
 
 # ---------------------------------------------------------------- the example

@@ -166,6 +166,12 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             f"cluster.max_staleness is {config.cluster.max_staleness}, but with cluster.placement=colocated engines "
             "take turns with training: set cluster.max_staleness=0, or cluster.placement=disaggregated.",
         )
+    if config.rollout.oversample and config.rl.agent is not None:
+        yield (
+            "rollout.oversample",
+            f"rollout.oversample is {config.rollout.oversample}, but a run of rl.agent cannot be stopped: set "
+            "rollout.oversample=0.",
+        )
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
@@ -265,6 +271,12 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy",
             "rl.on_policy is exact, but with cluster.max_staleness samples come from older weights than those that are "
             "trained: set cluster.max_staleness=0.",
+        )
+    if config.rollout.oversample:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but with rollout.oversample the time that groups take decides which are trained: "
+            "set rollout.oversample=0.",
         )
     if config.rollout.truncated:
         yield (

@@ -383,6 +383,13 @@ class RolloutConfig:
         False,
         unread=(when.ONLY_SERVERS, when.KEEPS_ALL_TOKENS),
     )
+    oversample: int = key(
+        "Groups that are started beyond those that a rollout step needs. The first that are complete are trained, the "
+        "others are stopped and dropped (metrics `rollout/stopped_groups`, `rollout/dropped_samples`): long answers "
+        "are trained less often than short ones. 0: all are waited for.",
+        0,
+        within=NOT_NEGATIVE,
+    )
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
     on_weight_update: Literal["continue", "drop"] = key(
         "What becomes of completions that are being written when weights change (cluster.max_staleness): `continue`: "

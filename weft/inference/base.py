@@ -68,7 +68,15 @@ class Completion:
     routes: Any = None
 
 
-class RolloutEngine(Protocol):
+class Generates(Protocol):
+    """What samples are drawn from: a rollout engine, or what stands before one."""
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """One completion per seed, in order. Many requests may be concurrent."""
+        ...
+
+
+class RolloutEngine(Generates, Protocol):
     """The interface of a rollout engine, as the controller uses it. Every call ends within its own time limit, or
     raises.
 
@@ -76,10 +84,6 @@ class RolloutEngine(Protocol):
     """
 
     drawn: int
-
-    async def generate(self, request: Request) -> list[Completion]:
-        """One completion per seed, in order. Many requests may be concurrent."""
-        ...
 
     async def pause(self) -> None:
         """Pause generation, so that weights may change; new requests wait."""

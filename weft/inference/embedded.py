@@ -101,6 +101,10 @@ class EmbeddedEngine:
         assert self.generator is not None and self._emptied is None, "asleep"
         return self.generator.advance(requests, seconds)
 
+    def end(self) -> Numbered:
+        """See Generator.end. Not collective."""
+        return {} if self.generator is None else self.generator.end()
+
     def _manifest(self) -> dict[str, Tensor]:
         return manifest_of(self.engine, self.engine.precision.compute)
 

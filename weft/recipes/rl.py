@@ -65,7 +65,7 @@ from weft.rl.reference_critic import device_role, read_before_training
 from weft.rl.resume import constants, find_collected, find_start, notes_on_replay, prepare_folder
 from weft.rl.reward_models import RewardModelClient, check_reward_models
 from weft.rl.rewards.base import Rewards, decode
-from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
+from weft.rl.rollouts import EarlyStop, groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
 from weft.rl.state import FRESH, RlPlan, RlRun, RlTask, RolloutStep
 from weft.rl.teacher import add_teacher_advantages
@@ -409,30 +409,42 @@ async def roll_out(run: RlRun, switch: DeviceSharing, sampling: SamplingParams, 
     """Samples and rewards a group for each prompt of rollout step `number`."""
     rl, step, engine = run.config.rl, RolloutStep(number), switch.engine
 
+    extra, stops, first = run.config.rollout.oversample, list[EarlyStop](), run.task.stream.taken
     meter = Meter(f"rollout step {number}", lambda: engine.drawn)
-
-    async def generate(prompt: Prompt) -> SampleGroup:
-        group = await rollout_group(prompt, rl.group_size, engine, sampling, run.task.episodes, run.config.train.seed)
-        meter.done += len(group.episodes)
-        return group
 
     async def reward(group: SampleGroup) -> None:
         decode(group.samples, run.task.tokenizer)
         with meter.scoring(len(group.samples)):
             await run.task.rewards.score(group.samples, step.failures)
 
-    async def answer(prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        meter.expected += len(prompts) * rl.group_size
-        return await rewarded_groups(prompts, generate, reward, step.phases, switch)
+    def counts(group: SampleGroup) -> bool:
+        return not rl.dynamic_sampling or switch.scores_last or group.has_signal
+
+    async def answer(prompts: Sequence[Prompt], needed: int) -> list[SampleGroup]:
+        stop = EarlyStop(engine, needed, counts) if extra else None
+        stops.extend([stop] if stop is not None else [])
+
+        async def generate(prompt: Prompt) -> SampleGroup:
+            source, seed = stop or engine, run.config.train.seed
+            group = await rollout_group(prompt, rl.group_size, source, sampling, run.task.episodes, seed)
+            meter.done += len(group.episodes)
+            return group
+
+        meter.expected += needed * rl.group_size
+        return await rewarded_groups(prompts, generate, reward, step.phases, switch, stop)
 
     async with meter.shown(run.show):
         # Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) judges groups by unshaped rewards.
-        step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
+        step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling, extra)
     shape_rewards(step.groups, run.config)
     if rl.agent is not None:
         step.metrics |= agent_metrics(step.samples)
     if rl.dynamic_sampling:
         step.metrics["rollout/replaced"] = float(replaced)
+    if extra:
+        dropped = run.task.stream.taken - first - len(step.groups) - replaced
+        step.metrics["rollout/stopped_groups"] = float(sum(stop.groups for stop in stops))
+        step.metrics["rollout/dropped_samples"] = float(dropped * rl.group_size)
     step.taken = run.task.stream.taken
     require_comparable(step.samples, sampling, allowed=run.config.rollout.allow_truncated)
     return step

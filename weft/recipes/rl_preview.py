@@ -18,6 +18,7 @@ from weft.observe.tables import EngineRow, engine_table, show
 from weft.parallel.memory import cache_bytes
 from weft.recipes.rl import check_task, read_task
 from weft.recipes.run_data import why_unread
+from weft.rl.corrections import note_on_staleness
 from weft.rl.environments.base import environment_class
 from weft.rl.model_engines import critic_engine, policy_config, reference_engine, reward_model_engine, teacher_engine
 from weft.rl.reference_critic import device_role, own_ranks, shared_with_trainers, where_separate
@@ -47,7 +48,7 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
         rollout, apart = _rollout_row(config, engine), engine.planner.apart
     rows += _separate_rows(config, options)
     show(engine_table([*rows, rollout]))
-    lines = [*device_lines(config), *(f"reward   {line}" for line in rewards.lines())]
+    lines = [*device_lines(config), *note_on_staleness(config), *(f"reward   {line}" for line in rewards.lines())]
     lines += [f"tried    {line}" for line in tried]
     if environment is not None:
         lines.append(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")

@@ -92,6 +92,7 @@ class BatchPool:
                     if number in self._forgetful:
                         requests = {key: entry[0] for key, entry in numbered.items() if key in self._running}
                         self._forgetful.discard(number)
+                    requests = {key: request for key, request in requests.items() if key in self._running}
                     answer = await self.actors.call_one(number, self.method, requests, self.turn)
                 finished, drawn = self._checked(number, answer)
                 self.drawn += drawn
@@ -113,24 +114,35 @@ class BatchPool:
                 future.set_result(completions)
 
     async def pause(self) -> None:
-        """Start no request, and wait for the running ones."""
+        """Start no turn, and wait for the running ones."""
         self._is_paused = True
-        while self._working:
-            await asyncio.wait(set(self._working))
+        for turn in self._turns:
+            await turn.acquire()
 
     async def resume(self) -> None:
-        """Start waiting requests."""
+        """Allow turns again, and start waiting requests."""
+        for turn in self._turns:
+            turn.release()
         self._is_paused = False
         if self._waiting:
             self._deal_soon()
 
     async def abort(self) -> None:
-        """Cancel waiting requests, and wait for the running ones."""
+        """End running requests with the tokens they have, and cancel waiting ones."""
         for _, future in self._waiting:
             future.cancel()
         self._waiting = []
         await self.pause()
+        for finished in await self._end_all():
+            self._answer(finished)
+        for _, future in self._running.values():  # which no actor has begun
+            future.cancel()
+        self._running.clear()
         await self.resume()
+
+    async def _end_all(self) -> list[Any]:
+        """What the actors have of the requests that they are working on."""
+        return await self.actors.call_all("end")
 
     async def wake(self, part: EnginePart) -> None:
         """Does nothing: the next sync allocates memory."""
@@ -197,27 +209,8 @@ class StandalonePool(BatchPool):
         """See RolloutEngine."""
         await self._supervisor.hold()
 
-    async def pause(self) -> None:
-        """Start no turn, and wait for the running ones."""
-        self._is_paused = True
-        for turn in self._turns:
-            await turn.acquire()
-
-    async def resume(self) -> None:
-        """Allow turns again, and start waiting requests."""
-        for turn in self._turns:
-            turn.release()
-        await super().resume()
-
-    async def abort(self) -> None:
-        """End running requests with the tokens they have, and cancel waiting ones."""
-        for _, future in self._waiting:
-            future.cancel()
-        self._waiting = []
-        await self.pause()
-        for finished in await self._supervisor.call_ready("end"):
-            self._answer(finished)
-        await self.resume()
+    async def _end_all(self) -> list[Any]:
+        return await self._supervisor.call_ready("end")
 
     async def sleep(self) -> None:
         """Free the engines' memory; they must be idle."""

@@ -28,7 +28,7 @@ from weft.inference.base import SamplingParams
 from weft.inference.types import Floats, Sample
 from weft.inference.weight_sync.protocol import SyncError
 from weft.inference.weight_sync.verify import check_parity
-from weft.rl.algorithms import ADVANTAGES
+from weft.rl.algorithms import ADVANTAGES, TOKEN_LOSSES
 from weft.rl.algorithms.returns import Exact, kl
 
 
@@ -174,3 +174,17 @@ def require_parity(
         check_parity(engine, version, [sampled for sampled, _ in read], [old for _, old in read], dtypes)
     except SyncError as error:
         raise ActorError(str(error), "failed") from error
+
+
+def note_on_staleness(config: RlConfig) -> list[str]:
+    """A warning if samples may be older than the policy that trains on them, and nothing corrects or bounds that."""
+    rl, staleness = config.rl, config.cluster.max_staleness
+    spec = TOKEN_LOSSES.get(rl.policy_loss)
+    is_clipped = spec is None or spec.clipping != "none"  # a function of the user's may clip
+    if not staleness or rl.corrects or (rl.old_logprobs == "rollout" and is_clipped):
+        return []
+    fix = "rl.correction=tis" if rl.old_logprobs == "recompute" else "rl.old_logprobs=recompute rl.correction=tis"
+    return [
+        f"warning  cluster.max_staleness is {staleness}, and nothing corrects that samples come from older weights: "
+        f"the gradient is biased ({fix} corrects it)"
+    ]

@@ -27,6 +27,7 @@ from weft.observe.starts import note_end, note_start
 from weft.observe.system import SYSTEM, SystemMonitor
 from weft.observe.trackers import Trackers
 from weft.rl.agents.agents import Agents
+from weft.rl.corrections import note_on_staleness
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import EvaluationResult
 from weft.rl.state import RlPlan, RlRun, RlStart, RolloutStep
@@ -238,6 +239,7 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}",
         *device_lines(config),
+        *note_on_staleness(config),
     ]
     if isinstance(run.task.episodes, Agents):
         agents = f"{rl.agents_at_once} at once, up to {counted(rl.max_turns, 'call')} each"

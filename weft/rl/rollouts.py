@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.inference.base import Completion, Request, RolloutEngine, SamplingParams, seed_of
+from weft.inference.base import Completion, Generates, Request, RolloutEngine, SamplingParams, seed_of
 from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.launch.summary import Phases
 from weft.rl.agents.agents import Agents
@@ -29,7 +29,7 @@ Prompted = TypeVar("Prompted")  # a prompt, with what else its samples need
 async def rollout_group(
     prompt: Prompt,
     count: int,
-    engine: RolloutEngine,
+    engine: Generates,
     sampling: SamplingParams,
     episodes: Episodes | Agents | None,
     seed: int,
@@ -68,7 +68,7 @@ def group_of(prompt: Prompt, completions: Sequence[Completion]) -> SampleGroup:
 async def episode(
     prompt: Prompt,
     number: int,
-    engine: RolloutEngine,
+    engine: Generates,
     sampling: SamplingParams,
     episodes: Episodes,
     seed: int,
@@ -121,55 +121,103 @@ async def episode(
     return transcript.sample(number, episodes.kind.gives_reward)
 
 
+class GroupStoppedError(Exception):
+    """A group is no longer needed (EarlyStop)."""
+
+
+class EarlyStop:
+    """Stops the groups that are still being generated once enough are complete (rollout.oversample). Groups draw from
+    it, in place of the engine.
+
+    needed: number of groups that `counts` must hold for. groups: how many were stopped.
+    """
+
+    def __init__(self, engine: RolloutEngine, needed: int, counts: Callable[[SampleGroup], bool]) -> None:
+        self._engine, self._needed, self._counts = engine, needed, counts
+        self._is_over, self.groups = False, 0
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """RolloutEngine.generate. Raises GroupStoppedError after the stop."""
+        try:
+            completions = [] if self._is_over else await self._engine.generate(request)
+        except asyncio.CancelledError:  # of a request that no engine had begun
+            if not self._is_over:
+                raise
+        if self._is_over:
+            raise GroupStoppedError
+        return completions
+
+    async def complete(self, group: SampleGroup) -> None:
+        """Note a complete group; the last that is needed ends all requests."""
+        self._needed -= self._counts(group)
+        if self._needed <= 0 and not self._is_over:
+            self._is_over = True
+            await self._engine.abort()
+
+
 async def rewarded_groups(
     prompts: Sequence[Prompted],
     generate: Callable[[Prompted], Awaitable[SampleGroup]],
     reward: Callable[[SampleGroup], Awaitable[None]],
     phases: Phases,
     switch: DeviceSharing,
+    stop: EarlyStop | None = None,
 ) -> list[SampleGroup]:
-    """A group per prompt. Each is scored as soon as it is complete, while others are still being generated; with
-    switch.scores_last all are, when the last is complete.
+    """A group per prompt, of those that are not stopped. Each is scored as soon as it is complete, while others are
+    still being generated; with switch.scores_last all are, when the last is complete.
 
     phases: `generate` gets the seconds until the last group is complete, `reward` the seconds after that.
     """
     await switch.to_generation()
     began = drawn = time.perf_counter()
 
-    async def generate_and_reward(prompt: Prompted) -> SampleGroup:
+    async def generate_and_reward(prompt: Prompted) -> SampleGroup | None:
         nonlocal drawn
-        group = await generate(prompt)
+        try:
+            group = await generate(prompt)
+        except GroupStoppedError:
+            return None
         drawn = time.perf_counter()
         if not switch.scores_last:
             await reward(group)
+        if stop is not None:
+            await stop.complete(group)
         return group
 
-    groups = await asyncio.gather(*(generate_and_reward(prompt) for prompt in prompts))
+    results = await asyncio.gather(*(generate_and_reward(prompt) for prompt in prompts))
+    groups = [group for group in results if group is not None]
+    if stop is not None:
+        stop.groups = len(prompts) - len(groups)
     if switch.scores_last:
         await switch.to_scoring()
         await asyncio.gather(*(reward(group) for group in groups))
     phases.add({"generate": drawn - began, "reward": time.perf_counter() - drawn})
-    return list(groups)
+    return groups
 
 
 async def groups_to_train(
-    stream: PromptStream, roll: Callable[[Sequence[Prompt]], Awaitable[list[SampleGroup]]], rounds: int
+    stream: PromptStream,
+    roll: Callable[[Sequence[Prompt], int], Awaitable[list[SampleGroup]]],
+    rounds: int,
+    oversample: int = 0,
 ) -> tuple[list[SampleGroup], int]:
     """The groups of a rollout step, and the number of groups that were left out (rl.dynamic_sampling).
 
     A group whose rewards are all equal is replaced by a group of the stream's next prompt, in at most `rounds` rounds.
     If groups are still missing then, those set aside first are used after all. roll: generates and scores groups, in
-    prompt order. The choice depends only on rewards, not on timing, so runs are reproducible.
+    prompt order, given prompts and the number of groups that are needed; each round starts `oversample` more than
+    that. Without these the choice depends only on rewards, not on timing, so runs are reproducible.
     """
     chosen: list[SampleGroup] = []
     aside: list[SampleGroup] = []
     for _ in range(rounds + 1):
-        for group in await roll(stream.take(stream.per_step - len(chosen))):
+        needed = stream.per_step - len(chosen)
+        for group in await roll(stream.take(needed + oversample), needed):
             (chosen if group.has_signal or rounds == 0 else aside).append(group)
-        if len(chosen) == stream.per_step:
+        if len(chosen) >= stream.per_step:
             break
-    missing = stream.per_step - len(chosen)
-    return chosen + aside[:missing], len(aside) - missing
+    missing = max(0, stream.per_step - len(chosen))
+    return chosen[: stream.per_step] + aside[:missing], len(aside) - missing
 
 
 async def _close(environment: EnvironmentSession, transcript: TrajectoryBuilder) -> None:

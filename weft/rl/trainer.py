@@ -212,6 +212,10 @@ class TrainerRank:
         flight.enter("generate")
         return self.embedded.advance(requests, seconds)
 
+    def end(self) -> Numbered:
+        """End the requests of this rank's embedded engine (EmbeddedEngine.end)."""
+        return self.embedded.end()
+
     def sleep_engine(self) -> int:
         """Free the embedded engine's copy of the weights; returns its bytes."""
         return self.embedded.sleep()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding, has_template, read_encoding
 from weft.errors import UserError
-from weft.inference.base import RolloutEngine, SamplingParams
+from weft.inference.base import Generates, SamplingParams
 from weft.inference.types import Prompt, Sample
 from weft.rl.agents.base import KEY, check_agent
 from weft.rl.agents.endpoint import MODEL, Endpoint
@@ -46,7 +46,7 @@ class Agents:
         await self.endpoint.close()
 
     async def episode(
-        self, prompt: Prompt, number: int, engine: RolloutEngine, sampling: SamplingParams, seed: int, label: str = ""
+        self, prompt: Prompt, number: int, engine: Generates, sampling: SamplingParams, seed: int, label: str = ""
     ) -> list[Sample]:
         """The samples of one episode: a run of the agent on the row of `prompt`. If the agent fails, they are not
         trained, and their notes have the `error`. Arguments are as in weft/rl/rollouts.py."""

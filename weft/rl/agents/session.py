@@ -18,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, RolloutEngine, SamplingParams, seed_of
+from weft.inference.base import Completion, Generates, Request, SamplingParams, seed_of
 from weft.inference.types import Prompt, Sample
 from weft.rl.agents.chat_api import ChatAnswer, ChatRequest, parse_answer, same_message
 from weft.rl.agents.http_server import HttpError
@@ -54,7 +54,7 @@ class Session:
     prompt: Prompt
     number: int
     name: str
-    engine: RolloutEngine
+    engine: Generates
     sampling: SamplingParams
     chats: ChatRenderer
     seed: int

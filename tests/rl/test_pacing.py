@@ -1,0 +1,107 @@
+"""Pacing of rollouts: more groups than a step needs (rollout.oversample), and samples of older weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.support import local_rl
+from tests.support.cases import saved_model
+from tests.support.local_rl import LocalGroup, rollouts_of
+from tests.support.rl_samples import sharing
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
+from weft.errors import UserError
+from weft.inference.base import Request, SamplingParams
+from weft.inference.generate import Generator
+from weft.inference.types import Prompt, SampleGroup, samples_of
+from weft.launch.summary import Phases
+from weft.rl.batch_pool import BatchPool
+from weft.rl.corrections import note_on_staleness
+from weft.rl.rollouts import EarlyStop, rewarded_groups, rollout_group
+
+
+def open_generator(path: str) -> Generator:
+    return Generator(AutoModelForCausalLM.from_pretrained(path), 0)
+
+
+@pytest.mark.parametrize(
+    ("needed", "filtered", "complete"), [(2, (), [0, 3]), (3, (3,), [0, 2, 3, 4]), (5, (0,), [0, 1, 2, 3, 4])]
+)
+def test_the_slowest_groups_are_stopped(needed: int, filtered: tuple[int, ...], complete: list[int]) -> None:
+    """Groups of 2, 90, 6, 2 and 6 tokens, on one engine. Filtered ones do not count, so that others are waited for.
+    What is stopped leaves nothing behind: the next request is answered as by an engine that had none before."""
+    actors: Any = LocalGroup("rollout engine", [partial(open_generator, saved_model("qwen3"))])
+    pool = BatchPool(actors)
+    pool.method, pool.turn = "advance", 0.0
+    lengths, scored = [2, 90, 6, 2, 6], list[int]()
+    prompts = [Prompt(index, 0, (1, 2 + index), "") for index in range(len(lengths))]
+    following = Request("after", (1, 2), (5, 6), SamplingParams(3))
+
+    async def play() -> tuple[list[SampleGroup], int, Any]:
+        stop = EarlyStop(pool, needed, lambda group: group.prompt.index not in filtered)
+
+        async def generate(prompt: Prompt) -> SampleGroup:
+            return await rollout_group(prompt, 2, stop, SamplingParams(lengths[prompt.index]), None, 0)
+
+        async def reward(group: SampleGroup) -> None:
+            scored.append(group.prompt.index)
+
+        groups = await rewarded_groups(prompts, generate, reward, Phases(), sharing(pool), stop)
+        assert not pool._running and not pool._waiting
+        return groups, stop.groups, await pool.generate(following)
+
+    groups, stopped, after = asyncio.run(play())
+    assert [group.prompt.index for group in groups] == sorted(scored) == complete
+    assert stopped == len(prompts) - len(complete)
+    assert (pool.drawn < 100) == bool(stopped)  # 90 x 2 tokens of a group that is not stopped
+    assert all(sample.finish == "length" for sample in samples_of(groups))
+    assert after == open_generator(saved_model("qwen3")).generate([following])[0]
+    actors.end()
+
+
+@pytest.mark.covers("rollout.oversample")
+@pytest.mark.parametrize("engine", ["hf", "embedded"])
+def test_a_run_with_more_groups_than_it_needs(tmp_path: Path, engine: str) -> None:
+    """A step trains as many groups as without, and counts those that it does not."""
+    task, run = local_rl.make_task(tmp_path), tmp_path / "run"
+    local_rl.start(task, run, f"rollout.engine={engine}", "rollout.oversample=2", "train.steps=2")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines, 1):
+        assert line["rollout/dropped_samples"] == 2 * 3 and 0 <= line["rollout/stopped_groups"] <= 2
+        assert len({row["prompt"] for row in rollouts_of(run)[number]}) == 2 and len(rollouts_of(run)[number]) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rl.on_policy=exact"], "the time that groups take decides which are trained: set rollout.oversample=0"),
+        (["rl.agent=a:b"], "a run of rl.agent cannot be stopped: set rollout.oversample=0"),
+    ],
+)
+def test_where_groups_cannot_be_stopped(words: list[str], message: str) -> None:
+    needed = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]", "rollout.oversample=2"]
+    with pytest.raises(UserError, match=message):
+        load_config([], [*needed, *words], RlConfig)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["rl.correction=none"], "(rl.correction=tis corrects it)"),
+        (["rl.old_logprobs=rollout", "rl.policy_loss=reinforce"], "(rl.old_logprobs=recompute rl.correction=tis"),
+        (["rl.old_logprobs=rollout"], ""),
+        (["rl.correction=mis"], ""),
+        (["rl.correction=none", "cluster.max_staleness=0"], ""),
+    ],
+)
+def test_stale_samples_that_nothing_corrects_are_warned_of(words: list[str], fix: str) -> None:
+    needed = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]", "rollout.engine=hf", "cluster.max_staleness=2"]
+    lines = note_on_staleness(load_config([], [*needed, *words], RlConfig))
+    assert len(lines) == bool(fix) and all(fix in line and "max_staleness is 2" in line for line in lines)
