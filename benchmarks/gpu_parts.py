@@ -416,7 +416,8 @@ def profiled(run: PartRun) -> None:
 def _host_step(run: PartRun, tokens: int) -> Row:
     """A step with so little to compute that it takes what the host needs: for an operation of the planner's count."""
     with TemporaryDirectory() as folder:
-        engine = open_engine(write_model(Path(folder) / "0.6b", config_of("0.6b", run.tiny)), run.device, tokens)
+        path = write_model(Path(folder) / "0.6b", config_of("0.6b", run.tiny))
+        engine = open_engine(path, run.device, tokens, compile=False)
         fused = fuses_norms(engine.config, engine.ranks.device)
         passes = layer_passes(engine.built.config, torch.bfloat16, fused_norms=fused)
         rows = rows_of(tokens, engine.built.config.vocab_size, 8)
@@ -436,7 +437,7 @@ def _profile(run: PartRun, shape: str, recompute: str, tokens: int) -> Row:
     """Two steps by kind of work, and a third with the host's frames, whose recording makes the host slower."""
     with TemporaryDirectory() as folder:
         model = write_model(Path(folder) / shape, config_of(shape, run.tiny))
-        engine = open_engine(model, run.device, tokens, recompute=recompute)
+        engine = open_engine(model, run.device, tokens, recompute=recompute, compile=False)
         rows = rows_of(tokens, engine.built.config.vocab_size, 6)
         step = weft_step(engine)
         for row in rows[:3]:

@@ -115,8 +115,8 @@ def test_layers_share_graphs_for_rows_of_all_lengths(fused: bool) -> None:
     assert graphs[1:] == [graphs[1]] * 5 and graphs[1] <= 12
 
 
-def trial(plant: str, **changes: Any) -> str:
-    config = tiny_config("llama", **changes)
+def trial(plant: str, changes: dict[str, Any] | None = None) -> str:
+    config = tiny_config("llama", **(changes or {}))
     findings = examine(config)
     original = LlamaMLP.forward
 
@@ -144,22 +144,27 @@ def test_compiled_layers_are_tried_on_a_small_copy() -> None:
 @pytest.mark.slow
 def test_rounding_that_eager_layers_have_too_is_no_reason_against_compiled_ones() -> None:
     """Eager bf16 gradients of this model are off by 5%, of wider ones by 75%."""
-    assert run(1, trial, "nothing", initializer_range=0.2, timeout=200.0) == [""]
+    assert run(1, trial, "nothing", {"initializer_range": 0.2}, timeout=200.0) == [""]
 
 
-def considered(path: str, device: str, sections: dict[str, Any], readouts: tuple[str, ...]) -> tuple[bool, Any]:
-    """(Whether compiled layers are considered there; what model.compile is on this CPU)."""
+def considered(
+    path: str, device: str, sections: dict[str, Any], readouts: tuple[str, ...], peak: float | None = None
+) -> tuple[bool, Any]:
+    """(Whether compiled layers are considered there; what model.compile is on this CPU). peak: of the device."""
     engine = open_engine(path, "1", **sections)
     setup = make_spec(engine_config(path, "1", **sections), engine.ranks)
     ranks = replace(engine.ranks, device=torch.device(device))
     compute = torch.float32 if device == "cpu" or "fsdp" in sections else torch.bfloat16
     setup = replace(setup, ranks=ranks, precision=replace(setup.precision, compute=compute))
-    return may_compile(setup, engine.built, readouts), engine.config.model.compile
+    with mock.patch("weft.engine.builder.peak_flops", return_value=peak):
+        return may_compile(setup, engine.built, readouts), engine.config.model.compile
 
 
 def test_where_auto_considers_compiled_layers() -> None:
     llama = saved_model("llama")
     assert run(1, considered, llama, "cuda", {}, ()) == [(True, False)]
+    assert run(1, considered, llama, "cuda", {}, (), 1e9) == [(True, False)]
+    assert run(1, considered, llama, "cuda", {}, (), 1e15) == [(False, False)]  # the host takes longer than the device
     assert run(1, considered, llama, "cpu", {}, ()) == [(False, False)]
     assert run(1, considered, llama, "cuda", {}, ("hidden/model.layers.0",)) == [(False, False)]
     assert run(1, considered, llama, "cuda", {"fsdp": {"param_dtype": "fp32"}}, ()) == [(False, False)]

@@ -122,8 +122,9 @@ class ModelConfig:
     compile: bool | Literal["auto"] = key(
         "Compile each decoder layer with torch.compile; attention over documents stays outside the graphs. The first "
         "steps are slow, others faster on accelerators. `auto`: true for training in 16 bits on CUDA, after a trial on "
-        "a small copy; false with experts, images, layers that carry state, mesh.pp, model.transforms, hidden "
-        "readouts, train.deterministic, and wherever the trial fails, which is said.",
+        "a small copy; false where a full row computes for less time than the host takes to start them, with experts, "
+        "images, layers that carry state, mesh.pp, model.transforms, hidden readouts, "
+        "train.deterministic, and wherever the trial fails, which is said.",
         "auto",
     )
     fused_norms: bool | Literal["auto"] = key(

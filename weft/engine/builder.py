@@ -37,6 +37,7 @@ from weft.launch.machine import keep_freed_memory
 from weft.launch.process import Ranks, new_groups_inherit_timeout
 from weft.models import hf
 from weft.models.cost import costs_of_layers
+from weft.models.flops import document_flops, peak_flops
 from weft.models.freeze import freeze
 from weft.models.lora import LoraPlan, freeze_base
 from weft.models.mixer_shards import can_share_documents
@@ -352,9 +353,16 @@ def decide_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str
     return replace(spec, config=replace(config, model=replace(config.model, compile=compiles)))
 
 
+# A layer's graphs, forward and backward, take the host 8.3 ms, its plain operations 6.1 ms: Qwen3-0.6B at 256 tokens on
+# an H200 with 16 cores, torch 2.11 (docs/benchmarks/gpu.md).
+_COMPILED_LAYER_SECONDS = 8.3e-3
+_REACHED = 0.5  # share of the peak that such steps reach
+
+
 def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) -> bool:
     """Whether model.compile=auto considers compiled layers: on CUDA in 16 bits, where nothing needs what happens in a
-    layer, or is known to break graphs."""
+    layer, or is known to break graphs, and a full row keeps the device busy for longer than the host takes to start
+    the graphs. Otherwise compiled layers are slower: they take more of the host's time than others."""
     config, precise = spec.config, spec.precision.compute not in (torch.bfloat16, torch.float16)
     layers = bool(built.flops.expert or built.module.mixers or built.support.mixers or config.model.transforms)
     layer_needed = config.exact or config.deterministic or spec.mesh.pp_size > 1 or built.vision is not None
@@ -362,7 +370,12 @@ def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) 
     layer_needed = layer_needed or (policy is not None and policy.keeps_operations) or config.lora.base != "compute"
     layer_needed = layer_needed or Activations.of(config).tile is not None
     read = bool(ReadoutSpec.parse(readouts).hidden)
-    return spec.ranks.device.type == "cuda" and spec.trained and not (precise or layers or layer_needed or read)
+    if spec.ranks.device.type != "cuda" or not spec.trained or precise or layers or layer_needed or read:
+        return False
+    peak = peak_flops(spec.ranks.device)
+    flops = document_flops(built.flops, config.step.max_tokens_per_device) / spec.mesh.tp_size
+    device_seconds = 0.0 if peak is None else flops / (_REACHED * peak)
+    return peak is None or device_seconds > _COMPILED_LAYER_SECONDS * len(built.module.layers)
 
 
 def fuses_norms(config: EngineConfig, device: torch.device) -> bool:
