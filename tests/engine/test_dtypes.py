@@ -15,10 +15,9 @@ from tests.support.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.describe import dtype_rows
 from weft.engine.losses.base import CrossEntropy
-from weft.engine.optim import low_bit
+from weft.engine.optim import block_step, low_bit
 from weft.engine.optim.placement import Placements
 from weft.engine.optim.sgd import RoundedSGD
-from weft.parallel.mesh import local_shard
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents
@@ -37,14 +36,12 @@ def test_the_same_rounding_as_in_one_process(family: str, mesh: str, optimizer: 
 
 def unrounded(path: str, optimizer: dict[str, Any]) -> Verdict | None:
     """Parity where the state that a step computed is not stored, and the next begins from zeros again."""
-    original = low_bit.moments_of
+    original = block_step.new_moments
 
-    def fresh(tile: Any, state: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        for key in ("exp_avg", "exp_avg_sq"):
-            local_shard(state[key]).zero_()
-        return original(tile, state, *arguments)
+    def fresh(first: Tensor, second: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return original(first.zero_(), second.zero_(), *arguments)
 
-    with mock.patch.object(low_bit, "moments_of", fresh):
+    with mock.patch.object(block_step, "new_moments", fresh):
         return parity(path, "2", {"optimizer": optimizer})
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from tests.support.cases import describe, parity, saved_model, world_of
 from tests.support.equal_gradients import same_on_every_mesh
 from tests.support.pool import run
 from weft.config.schema import OptimizerConfig
+from weft.engine.optim import block_step
+from weft.engine.optim.block_step import exact_root, random_words
 from weft.engine.optim.optimizer import build_optimizer, set_learning_rate, state_bytes
-from weft.engine.optim.placement import Rows, random_key, random_words
+from weft.engine.optim.placement import random_key
 from weft.verify.reference_low_bit import bits
 
 INT8: dict[str, Any] = {"optimizer": {"state_dtype": "int8"}}
@@ -97,10 +101,61 @@ def test_state_takes_two_bytes_and_its_scales() -> None:
 
 
 def test_random_words_are_those_of_the_reference_and_uniform() -> None:
-    rows = Rows(0, (slice(0, 64), slice(0, 1024)), 64, 1024, 0, 0, 0)
-    words = random_words(rows, 1024, random_key(7, "model.w", 3), torch.device("cpu")).flatten().long() & 0xFFFFFFFF
-    assert torch.equal(words, bits(random_key(7, "model.w", 3) & 0xFFFFFFFF, 65536))
+    places, key = torch.arange(0, 65536, 256, dtype=torch.int32), random_key(7, "model.w", 3)
+    words = random_words(places, torch.tensor(key, dtype=torch.int32)).flatten().long() & 0xFFFFFFFF
+    assert torch.equal(words, bits(key & 0xFFFFFFFF, 65536))
     ones = torch.stack([(words >> bit & 1).double().mean() for bit in range(32)])
     assert (ones - 0.5).abs().max() < 4 * 0.5 / 256
     halves = torch.stack([words & 0xFFFF, words >> 16]).double()
     assert abs(float(torch.corrcoef(halves)[0, 1])) < 4 / 256
+
+
+def random_blocks(weight: torch.dtype, state: torch.dtype, rounding: str) -> list[Any]:
+    """Arguments of `step_blocks`: 301 blocks, of which every seventh is shared where the state is in codes."""
+    torch.manual_seed(0)
+    shape, coded = (301, 256), state == torch.int8
+    moments = [torch.randn(shape).mul(1e-3).to(state), torch.rand(shape).mul(1e-6).to(state)]
+    scales: list[torch.Tensor | None] = [None, None]
+    shared = None
+    if coded:
+        moments = [torch.randint(-127, 128, shape, dtype=state), torch.randint(0, 256, shape, dtype=torch.uint8)]
+        scales, shared = [torch.rand(301) * 1e-3, torch.rand(301) * 1e-3], torch.full((2, 301), -1.0)
+        shared[:, ::7] = 1.0
+    places, key = torch.arange(-7, 301 * 256 - 7, 256, dtype=torch.int32), torch.tensor(-12345, dtype=torch.int32)
+    factors = torch.tensor([1 - 1e-6, 1e-3 / (1 - 0.9**3), (1 - 0.95**3) ** 0.5, 1e-8, 0.9, 1 - 0.9, 0.95, 1 - 0.95])
+    return [
+        torch.randn(shape).to(weight), torch.randn(shape).mul(1e-3).to(weight), *moments, *scales, shared,
+        torch.randn(shape).mul(1e-3).to(weight) if rounding == "kahan" else None, places, key, factors,
+        rounding == "stochastic",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("weight", "state", "rounding"),
+    [
+        (torch.bfloat16, torch.int8, "stochastic"),
+        pytest.param(torch.float32, torch.int8, "nearest", marks=pytest.mark.table),
+        pytest.param(torch.bfloat16, torch.int8, "kahan", marks=pytest.mark.table),
+        pytest.param(torch.bfloat16, torch.bfloat16, "kahan", marks=pytest.mark.table),
+        pytest.param(torch.float32, torch.bfloat16, "nearest", marks=pytest.mark.table),
+    ],
+)
+def test_the_compiled_pass_gives_the_bits_of_single_operations(
+    weight: torch.dtype, state: torch.dtype, rounding: str
+) -> None:
+    with mock.patch.dict(block_step._COMPILED_FROM, {"cpu": 1}):
+        compiled = block_step.find_step(torch.device("cpu"), 1)
+    assert compiled is not block_step.step_blocks
+    expected, actual = (random_blocks(weight, state, rounding) for _ in range(2))
+    for _ in range(2):
+        block_step.step_blocks(*expected)
+        compiled(*actual)
+    for place, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert not isinstance(a, torch.Tensor) or a.equal(b), place
+
+
+def test_roots_are_rounded_correctly() -> None:
+    """torch.sqrt's are not, where MKL computes them."""
+    x = torch.rand(1 << 16) * 1e-3
+    assert exact_root(x).equal(x.double().sqrt().float())

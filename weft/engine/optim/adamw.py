@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from weft.config.schema import OptimizerConfig
+from weft.engine.optim.block_step import BLOCK
 from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, state_dtype
-from weft.engine.optim.low_bit import BLOCK, LowBitAdamW, has_codes
+from weft.engine.optim.low_bit import LowBitAdamW, has_codes
 from weft.parallel.mesh import local_shard
 
 # Elements that are clipped and stepped at once, while they are in a processor's cache. A multiple of any CPU's vectors:

@@ -1,8 +1,8 @@
 """AdamW whose state, masters or both take fewer bits than fp32, with the same result on every mesh.
 
-A step is computed in fp32, a part of a tensor at a time, from operations that IEEE 754 rounds correctly one by one. So
-an element's new value does not depend on its neighbours in memory, and codes, scales and masters are bitwise those of
-one process, given equal gradients.
+A step is computed in fp32, a part of a tensor at a time, from operations that IEEE 754 rounds correctly one by one
+(block_step.py). So an element's new value does not depend on its neighbours in memory, and codes, scales and masters
+are bitwise those of one process, given equal gradients.
 
 8-bit state (optimizer.state_dtype=int8) is kept in blocks of up to 256 elements along the last dimension of the whole
 tensor; a block never spans two rows. With s the largest magnitude of a block,
@@ -25,17 +25,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from weft.engine.optim.block_step import BLOCK, exact_root, find_step, new_moments
 from weft.engine.optim.groups import decays
-from weft.engine.optim.placement import ParameterPlacement, Placements, Rows, random_key, random_words, rows_of
+from weft.engine.optim.placement import ParameterPlacement, Placements, Rows, random_key, rows_of
 from weft.launch.simulated import device_kind
 from weft.parallel.mesh import local_shard
 from weft.parallel.shards.boxes import Box
 
-BLOCK = 256
 _FEWEST, _NARROWEST = 4096, 64  # elements of a tensor, and of its rows, from which on it has 8-bit state
 _TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements that are stepped at once: in a core's cache; in few launches
-_SIGNED, _POSITIVE = 127.0, 255.0
-_BITS = 0xFFFF
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
 
@@ -62,30 +62,12 @@ class BlockGrid:
     @classmethod
     def of_box(cls, box: Box, width: int, offset: int) -> BlockGrid:
         """width: of the whole tensor's rows."""
-        start, end = box.start[-1], box.end[-1]
+        start, end = (box.start[-1], box.end[-1]) if box.start else (0, 1)
         first, last = start // BLOCK, -(-end // BLOCK)
         cut = {0} if start > first * BLOCK or end < min((first + 1) * BLOCK, width) else set()
         if end < min(last * BLOCK, width):
             cut.add(last - first - 1)
         return cls(first, last - first, start - first * BLOCK, last * BLOCK - end, tuple(sorted(cut)), offset)
-
-    def maxima(self, x: Tensor) -> Tensor:
-        """[rows, count] the largest of x [rows, columns], none of which is negative."""
-        if self.count == 1:
-            return x.amax(1, keepdim=True)
-        if self.lead or self.tail:
-            x = nn.functional.pad(x, (self.lead, self.tail))
-        return x.view(len(x), self.count, BLOCK).amax(2)
-
-    def scale_(self, x: Tensor, scales: Tensor, *, by: Callable[[Tensor, Tensor], Tensor] = Tensor.mul_) -> Tensor:
-        """Multiply x [rows, columns] by the scales [rows, count] of its blocks, or do `by` with them. In place."""
-        if self.count == 1:
-            return by(x, scales)
-        if self.lead or self.tail:
-            wide = scales[:, :, None].expand(-1, -1, BLOCK).reshape(len(scales), -1)
-            return by(x, wide[:, self.lead : wide.shape[1] - self.tail])
-        by(x.view(len(x), self.count, BLOCK), scales[:, :, None])
-        return x
 
     def columns(self, block: int) -> slice:
         """The columns of the box that lie in a block."""
@@ -95,17 +77,38 @@ class BlockGrid:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows that are stepped at once. grid: None for state without codes."""
+    """Rows that are stepped at once."""
 
     rows: Rows
-    grid: BlockGrid | None
+    grid: BlockGrid
 
     @property
     def scales(self) -> slice:
         """Where the scales of these rows are among this rank's."""
-        assert self.grid is not None
         first = self.grid.offset + self.rows.first * self.grid.count
         return slice(first, first + self.rows.count * self.grid.count)
+
+    def blocks_of(self, shard: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(The blocks of the rows [n, 256], None), as a view of the shard; where blocks do not lie in it one behind the
+        other, (a copy with zeros around the rows, the rows [count, columns] of the shard)."""
+        matrix = self.rows.matrix_in(shard)
+        if not self.grid.lead and not self.grid.tail and matrix.is_contiguous():
+            return matrix.view(-1, BLOCK), None
+        return nn.functional.pad(matrix, (self.grid.lead, self.grid.tail)).view(-1, BLOCK), matrix
+
+    def put_back(self, blocks: Tensor, matrix: Tensor | None) -> None:
+        """Write blocks back to the shard, if they are a copy."""
+        if matrix is not None:
+            first = self.grid.lead
+            matrix.copy_(blocks.view(self.rows.count, -1)[:, first : first + self.rows.columns])
+
+
+def block_places(rows: Rows, grid: BlockGrid, width: int, device: torch.device) -> Tensor:
+    """int32 [n], the place in the whole tensor, modulo 2^32, of the first element of each block. width: of the whole
+    tensor's rows."""
+    starts = torch.arange(rows.row, rows.row + rows.count, device=device) * width + (rows.column - grid.lead)
+    offsets = torch.arange(0, grid.count * BLOCK, BLOCK, device=device)
+    return (starts[:, None] + offsets).flatten().to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -160,14 +163,16 @@ class LowBitAdamW(torch.optim.Optimizer):
             for number, parameter in enumerate(p for group in self.param_groups for p in group["params"])
         }
         self._cut = self._cut_blocks()
+        elements = sum(local_shard(parameter).numel() for parameter in self._parameters)
+        device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
+        self._step = find_step(device, elements)
 
     def prepare(self, placement: ParameterPlacement, parameter: nn.Parameter) -> _Parameter:
         coded = self.state_dtype == torch.int8 and has_codes(placement.name, placement.shape)
-        grids, offset = list[BlockGrid | None](), 0
+        grids, offset, width = list[BlockGrid](), 0, placement.shape[-1] if placement.shape else 1
         for rank_box in placement.boxes:
-            grid = BlockGrid.of_box(rank_box.box, placement.shape[-1], offset) if coded else None
-            grids.append(grid)
-            offset += 0 if grid is None else grid.count * math.prod(rank_box.box.size[:-1])
+            grids.append(BlockGrid.of_box(rank_box.box, width, offset))
+            offset += grids[-1].count * math.prod(rank_box.box.size[:-1])
         parts = rows_of(placement, _TILE.get(device_kind(parameter.device), 1 << 23))
         return _Parameter(placement, tuple(_Tile(rows, grids[rows.box]) for rows in parts), coded, offset)
 
@@ -177,8 +182,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         cut = {
             (p.placement.name, tile.grid.first + block): p.rows
             for p in self._parameters.values()
+            if p.coded
             for tile in p.tiles
-            if tile.grid is not None
             for block in tile.grid.cut
         }
         if self.state_dtype == torch.int8:
@@ -201,9 +206,24 @@ class LowBitAdamW(torch.optim.Optimizer):
         for parameter, _ in stepped:
             state = self._state_of(parameter)
             state["step"] = int(state["step"]) + 1  # a tensor where another optimizer has saved it
-        maxima = self._agree(stepped)
+        factors = self._factors(stepped)
+        maxima = self._agree(stepped, factors)
+        for (parameter, _), of_step in zip(stepped, factors, strict=True):
+            self._update(parameter, of_step, maxima)
+
+    def _factors(self, stepped: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> list[Tensor]:
+        """The numbers of a step, fp32 [8] on its device, for each parameter: see block_step.step_blocks."""
+        by_numbers: dict[tuple[Any, ...], Tensor] = {}
+        factors = []
         for parameter, group in stepped:
-            self._update(parameter, group, maxima)
+            step, (beta1, beta2), lr = self.state[parameter]["step"], group["betas"], group["lr"]
+            correction = math.sqrt(1 - beta2**step)
+            numbers = (1 - lr * group["weight_decay"], lr / (1 - beta1**step), correction, group["eps"])
+            key = (parameter.device, *numbers, beta1, 1 - beta1, beta2, 1 - beta2)
+            if key not in by_numbers:
+                by_numbers[key] = _on_device(torch.tensor(key[1:]), parameter.device)
+            factors.append(by_numbers[key])
+        return factors
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self.state[parameter]
@@ -215,9 +235,9 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def keys_of(self, parameter: nn.Parameter) -> list[str]:
         """Names of a parameter's state tensors."""
-        scales = ["exp_avg_scale", "exp_avg_sq_scale"] if self._parameters[parameter].coded else []
+        scales = _SCALES if self._parameters[parameter].coded else ()
         compensation = ["compensation"] if self.rounding == "kahan" and parameter.dtype == torch.bfloat16 else []
-        return ["exp_avg", "exp_avg_sq", *scales, *compensation]
+        return [*_MOMENTS, *scales, *compensation]
 
     def empty_state(self, parameter: nn.Parameter, key: str) -> Tensor:
         """This rank's part of a state tensor before the first step."""
@@ -230,20 +250,26 @@ class LowBitAdamW(torch.optim.Optimizer):
         plain = torch.float32 if self.state_dtype == torch.int8 else self.state_dtype
         return torch.zeros_like(parameter, dtype=codes if info.coded else plain)
 
-    def _agree(self, stepped: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> Tensor | None:
+    def _agree(
+        self, stepped: Sequence[tuple[nn.Parameter, dict[str, Any]]], factors: Sequence[Tensor]
+    ) -> Tensor | None:
         """[2, places] the largest new exp_avg and sqrt(exp_avg_sq) of each cut block's row, over all ranks."""
         if not self._cut:
             return None
         total = sum(rows for _, rows in self._cut.values())
         maxima = torch.zeros(2, total, device=stepped[0][0].device if stepped else None)
-        for parameter, group in stepped:
+        for (parameter, _), of_step in zip(stepped, factors, strict=True):
             info, state = self._parameters[parameter], self.state[parameter]
             for tile in info.tiles:
                 for block, rows in self._agreed_rows(info, tile).items():
-                    assert tile.grid is not None
                     columns = tile.grid.columns(block)
-                    moments = moments_of(tile, state, local_shard(parameter.grad), group["betas"], columns)
-                    for maximum, x in zip(maxima, (moments[0].abs_(), moments[1].sqrt_()), strict=True):
+                    first, second, gradient = (
+                        tile.rows.matrix_in(local_shard(tensor))[:, columns]
+                        for tensor in (state["exp_avg"], state["exp_avg_sq"], parameter.grad)
+                    )
+                    scales = tuple(state[key][tile.scales].view(tile.rows.count, -1)[:, block, None] for key in _SCALES)
+                    m, v = new_moments(first, second, gradient, (scales[0], scales[1]), [*of_step[4:].unbind()])
+                    for maximum, x in zip(maxima, (m.abs_(), exact_root(v)), strict=True):
                         maximum[rows] = torch.maximum(maximum[rows], x.amax(1))
         self.placements.max_(maxima)
         return maxima
@@ -251,44 +277,44 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _agreed_rows(self, info: _Parameter, tile: _Tile) -> dict[int, slice]:
         """Cut block of a tile's box -> its rows among the maxima that ranks exchange."""
         agreed = {}
-        if tile.grid is not None:
-            for block in tile.grid.cut:
-                first = self._cut[info.placement.name, tile.grid.first + block][0] + tile.rows.row
-                agreed[block] = slice(first, first + tile.rows.count)
+        for block in tile.grid.cut if info.coded else ():
+            first = self._cut[info.placement.name, tile.grid.first + block][0] + tile.rows.row
+            agreed[block] = slice(first, first + tile.rows.count)
         return agreed
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any], maxima: Tensor | None) -> None:
-        info, state = self._parameters[parameter], self.state[parameter]
-        step, (beta1, beta2) = state["step"], group["betas"]
-        size, correction = group["lr"] / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    def _update(self, parameter: nn.Parameter, factors: Tensor, maxima: Tensor | None) -> None:
+        info, state, device = self._parameters[parameter], self.state[parameter], parameter.device
         shard, gradient = local_shard(parameter), local_shard(parameter.grad)
-        random = info.coded or (self.rounding == "stochastic" and shard.dtype == torch.bfloat16)
-        key = random_key(self.seed, info.placement.name, step) if random else 0
+        stochastic = self.rounding == "stochastic" and shard.dtype == torch.bfloat16
+        random = info.coded or stochastic
+        word = random_key(self.seed, info.placement.name, state["step"]) if random else 0
+        key = torch.full((), word, dtype=torch.int32, device=device)
         width = info.placement.shape[-1] if info.placement.shape else 1
+        stepped = [shard, *(local_shard(state[name]) for name in _MOMENTS)]
+        if "compensation" in state:
+            stepped.append(local_shard(state["compensation"]))
         for tile in info.tiles:
-            first, second = moments_of(tile, state, gradient, group["betas"])
-            root = second.sqrt()
-            words = random_words(tile.rows, width, key, shard.device) if random else None
-            masters = tile.rows.matrix_in(shard)
-            new = masters.float() if masters.dtype != torch.float32 else masters
-            compensation = tile.rows.matrix_in(local_shard(state["compensation"])) if "compensation" in state else None
-            if compensation is not None:
-                new = new + compensation.float()
-            change = first.div(root.div(correction).add_(group["eps"])).mul_(size)
-            new = new.mul(1 - group["lr"] * group["weight_decay"]).sub_(change)
-            _store(masters, new, words if self.rounding == "stochastic" else None)
-            if compensation is not None:
-                compensation.copy_(new.sub_(masters.float()))
-            if tile.grid is None:
-                tile.rows.matrix_in(local_shard(state["exp_avg"])).copy_(first)
-                tile.rows.matrix_in(local_shard(state["exp_avg_sq"])).copy_(second)
-                continue
-            assert words is not None
-            agreed = {}
-            for block, rows in self._agreed_rows(info, tile).items():
-                assert maxima is not None
-                agreed[block] = maxima[:, rows]
-            _encode(tile, state, first, root, words, agreed)
+            blocks = [tile.blocks_of(tensor) for tensor in stepped]
+            weights, first, second = (of_tensor for of_tensor, _ in blocks[:3])
+            scales = [state[name][tile.scales] if info.coded else None for name in _SCALES]
+            self._step(
+                weights, tile.blocks_of(gradient)[0], first, second, *scales, self._shared(info, tile, maxima),
+                blocks[3][0] if len(blocks) > 3 else None, block_places(tile.rows, tile.grid, width, device), key,
+                factors, stochastic,
+            )  # fmt: skip
+            for of_tensor in blocks:
+                tile.put_back(*of_tensor)
+
+    def _shared(self, info: _Parameter, tile: _Tile, maxima: Tensor | None) -> Tensor | None:
+        """[2, n] the maxima of a tile's blocks that ranks share, -1 for other blocks; None where it shares none."""
+        agreed = self._agreed_rows(info, tile)
+        if not agreed:
+            return None
+        assert maxima is not None
+        shared = maxima.new_full((2, tile.rows.count, tile.grid.count), -1.0)
+        for block, rows in agreed.items():
+            shared[:, :, block] = maxima[:, rows]
+        return shared.view(2, -1)
 
     # ------------------------------------------------------------ what a checkpoint holds of the scales
 
@@ -314,56 +340,9 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _grids(self, info: _Parameter) -> list[BlockGrid]:
         by_box = {tile.rows.box: tile.grid for tile in info.tiles}
-        return [grid for _, grid in sorted(by_box.items()) if grid is not None]
+        return [grid for _, grid in sorted(by_box.items())]
 
 
-def moments_of(
-    tile: _Tile, state: Mapping[str, Any], gradient: Tensor, betas: tuple[float, float], columns: slice = slice(None)
-) -> tuple[Tensor, Tensor]:
-    """Both new moments of a tile, or of some of its columns: fp32 [rows, columns]."""
-    beta1, beta2 = betas
-    g = tile.rows.matrix_in(gradient)[:, columns].float()
-    first = tile.rows.matrix_in(local_shard(state["exp_avg"])).to(torch.float32, copy=True)
-    second = tile.rows.matrix_in(local_shard(state["exp_avg_sq"])).to(torch.float32, copy=True)
-    if tile.grid is not None:
-        first.mul_(first.abs())
-        second.mul_(second)
-        shape = tile.rows.count, tile.grid.count
-        for key, x, code in (("exp_avg", first, _SIGNED), ("exp_avg_sq", second, _POSITIVE)):
-            tile.grid.scale_(x, state[f"{key}_scale"][tile.scales].view(shape) * (1 / code**2))
-        second.mul_(second)
-    first, second = first[:, columns].mul_(beta1), second[:, columns].mul_(beta2)
-    first.add_(g * (1 - beta1))
-    second.add_((g * g).mul_(1 - beta2))
-    return first, second
-
-
-def _encode(
-    tile: _Tile, state: Mapping[str, Any], first: Tensor, root: Tensor, words: Tensor, agreed: Mapping[int, Tensor]
-) -> None:
-    """Store both moments as codes and scales. agreed: block -> [2, rows] its scales, where ranks share it. Overwrites
-    `root` and `words`."""
-    grid, tiny = tile.grid, torch.finfo(torch.float32).tiny
-    assert grid is not None
-    size, smallest = first.abs(), (root > 0).to(torch.float32)
-    for moment, (key, x) in enumerate((("exp_avg", size), ("exp_avg_sq", root))):
-        scales = grid.maxima(x)
-        for block, of_block in agreed.items():
-            scales[:, block] = of_block[moment]
-        state[f"{key}_scale"][tile.scales].view(scales.shape).copy_(scales)
-        grid.scale_(x, scales.clamp_(min=tiny), by=Tensor.div_).sqrt_()
-    tile.rows.matrix_in(local_shard(state["exp_avg"])).copy_(size.mul_(_SIGNED).round_().copysign_(first))
-    random = words.bitwise_and_(_BITS).to(torch.float32).mul_(1 / (_BITS + 1))
-    codes = root.mul_(_POSITIVE).add_(random).floor_()
-    tile.rows.matrix_in(local_shard(state["exp_avg_sq"])).copy_(
-        torch.maximum(codes, smallest, out=codes).clamp_(max=_POSITIVE)
-    )
-
-
-def _store(masters: Tensor, new: Tensor, words: Tensor | None) -> None:
-    """Round to the masters' dtype: to nearest, or up or down by the upper halves of `words`."""
-    if words is None or masters.dtype != torch.bfloat16:
-        masters.copy_(new)
-        return
-    bits = new.view(torch.int32).add((words >> 16).bitwise_and_(_BITS)).bitwise_and_(~_BITS)
-    masters.copy_(bits.view(torch.float32))
+def _on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on a device, without waiting for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

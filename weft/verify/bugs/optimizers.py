@@ -35,7 +35,7 @@ def codes_by_shard(plant: Plant, original: Original, self: Any, placement: Any, 
     info = original(self, placement, parameter)
     if info.coded and not has_codes(placement.name, (sum(box.box.numel for box in placement.boxes) // 64, 64)):
         plant.hit()
-        return replace(info, coded=False, scales=0, tiles=tuple(replace(tile, grid=None) for tile in info.tiles))
+        return replace(info, coded=False, scales=0)
     return info
 
 
@@ -54,13 +54,13 @@ def muon_of_shards(plant: Plant, original: Original, self: Any, matrices: Any) -
 
 
 @bug(
-    "B33", "weft.engine.optim.low_bit:random_words",
+    "B33", "weft.engine.optim.low_bit:block_places",
     "the bits of stochastic rounding depend on the place in the rank's shard",
     caught_by="weights after 3 steps", issue="pytorch/ao#4912", ranks=2,
     needs="optimizer.state_dtype=int8 or optimizer.rounding=stochastic",
 )  # fmt: skip
-def bits_by_local_place(plant: Plant, original: Original, rows: Any, width: int, key: int, device: Any) -> Any:
+def bits_by_local_place(plant: Plant, original: Original, rows: Any, grid: Any, width: int, device: Any) -> Any:
     local = replace(rows, row=rows.first, column=0)
     if local != rows:
         plant.hit()
-    return original(local, rows.columns, key, device)
+    return original(local, replace(grid, lead=0), rows.columns, device)
