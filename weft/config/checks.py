@@ -369,14 +369,14 @@ def held_out_problems(evaluation: Any, free_columns: bool = False) -> Iterator[t
 def _optimizer_combinations(optimizer: Any) -> Iterator[tuple[str, str]]:
     if optimizer.name not in BUILT_IN_OPTIMIZERS and not re.fullmatch(r"\w+([.:]\w+)+", optimizer.name):
         yield "optimizer.name", _no_such_optimizer(optimizer.name)
-    if optimizer.name == "adamw" and optimizer.state_dtype == "bf16" and optimizer.betas[1] > 0.99:
+    if optimizer.name in ("adamw", "lion") and optimizer.state_dtype == "bf16" and optimizer.betas[1] > 0.99:
         yield (
             "optimizer.state_dtype",
             f"optimizer.state_dtype is bf16, which cannot follow optimizer.betas[1] = {optimizer.betas[1]:g}: a "
             "change of less than 1/256 is lost in rounding, so the average would stand still. Set a second beta of at "
             "most 0.99, or optimizer.state_dtype=fp32.",
         )
-    if optimizer.name == "sgd" and optimizer.state_dtype == "int8":
+    if optimizer.name in ("lion", "sgd") and optimizer.state_dtype == "int8":
         yield (
             "optimizer.state_dtype",
             "optimizer.state_dtype is int8, in which only AdamW keeps its state: set optimizer.state_dtype=bf16, or "
@@ -402,8 +402,8 @@ def _no_such_optimizer(name: str) -> str:
     if equivalent is not None:
         return f"optimizer.name is {show_value(name)}: write {equivalent}{f', or {torchs}' if torchs else ''}."
     return (
-        f"optimizer.name is {show_value(name)}; it must be adamw, muon, sgd, or the import path of a class, as in "
-        f"optimizer.name={torchs or 'torch.optim.Adagrad'}."
+        f"optimizer.name is {show_value(name)}; it must be adamw, muon, lion, adafactor, sgd, or the import path of a "
+        f"class, as in optimizer.name={torchs or 'torch.optim.Adagrad'}."
     )
 
 

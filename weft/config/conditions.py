@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from weft.config.sources import may_be_text
 from weft.config.urls import uses_stores
 
-BUILT_IN_OPTIMIZERS = ("adamw", "muon", "sgd")
+BUILT_IN_OPTIMIZERS = ("adafactor", "adamw", "lion", "muon", "sgd")
 
 
 class Unread(NamedTuple):
@@ -71,11 +71,16 @@ NO_OWN_STATE = (
         "an optimizer that is named by its import path chooses the dtype of its state itself",
     ),
     Unread(lambda c: c.optimizer.name == "muon", "Muon keeps its state in the masters' dtype"),
+    Unread(lambda c: c.optimizer.name == "adafactor", "Adafactor keeps rows and columns, in fp32"),
 )
 ONLY_ADAMW = only_with("optimizer.name", "adamw", " (one by import path takes optimizer.options)")
 HAS_ADAMW = Unread(
     lambda c: c.optimizer.name not in ("adamw", "muon"),
     "only optimizer.name=adamw and muon read it (one by import path takes optimizer.options)",
+)
+HAS_BETAS = Unread(
+    lambda c: c.optimizer.name not in ("adamw", "lion", "muon"),
+    "only optimizer.name=adamw, lion and muon read it (one by import path takes optimizer.options)",
 )
 ONLY_MUON = only_with("optimizer.name", "muon")
 ONLY_SGD = only_with("optimizer.name", "sgd", " (AdamW has optimizer.betas, one by import path optimizer.options)")

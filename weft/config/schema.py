@@ -565,8 +565,8 @@ class OptimizerConfig:
 
     name: str = key(
         "`adamw` (decoupled decay), `muon` (orthogonal steps of matrices; AdamW for embeddings, the head and vectors), "
-        "`sgd`, or the import path of any other that steps each element by itself, as in "
-        "torch.optim.Adagrad; docs/reference/training.md tells more.",
+        "`lion` (signs of a momentum), `adafactor` (second moments of rows and columns), `sgd`, or the import path of "
+        "any other that steps each element by itself, as in torch.optim.Adagrad; docs/reference/training.md tells more.",
         "adamw",
     )
     lr: float = key("Peak learning rate.", 1.0e-5, within=POSITIVE)
@@ -576,10 +576,10 @@ class OptimizerConfig:
         within=NOT_NEGATIVE,
     )
     betas: tuple[float, float] = key(
-        "AdamW's running-average factors.",
+        "AdamW's running-average factors; Lion's for the step and the momentum (Lion's authors: 0.9, 0.99).",
         (0.9, 0.95),
         within=Range(lambda v: all(0 <= beta < 1 for beta in v), "two numbers, each 0 or more and below 1"),
-        unread=(when.HAS_ADAMW,),
+        unread=(when.HAS_BETAS,),
     )
     eps: float = key("AdamW's epsilon.", 1.0e-8, within=POSITIVE, unread=(when.HAS_ADAMW,))
     momentum: float = key("SGD's momentum.", 0.0, within=BELOW_1, unread=(when.ONLY_SGD,))

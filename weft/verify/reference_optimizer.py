@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Adafactor
 
 from weft.verify.reference_low_bit import CodedAdamW
 from weft.verify.reference_muon import Part, PlainMuon
@@ -18,7 +19,7 @@ from weft.verify.reference_muon import Part, PlainMuon
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, SGD or the class at an import path; only matrices and embeddings decay.
+    """AdamW, SGD, Lion, Adafactor, Muon or the class at an import path; only matrices and embeddings decay.
 
     groups: (patterns of names, factor of the learning rate, decay or None); the first that matches a parameter counts.
     coded: AdamW's state is in 8 bits; that of tensors with fewer than 4096 elements or 64 columns, or without decay,
@@ -49,6 +50,10 @@ class Optimizer:
         groups = [self._group(parameter, tensor_names) for parameter, tensor_names in names.items()]
         if self.name == "sgd":
             return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
+        if self.name == "lion":
+            return PlainLion(groups, self.betas)
+        if self.name == "adafactor":  # as transformers' Trainer sets it up
+            return Adafactor(groups, lr=0.0, scale_parameter=False, relative_step=False)
         if self.coded:
             first = {parameter: tensor_names[0] for parameter, tensor_names in names.items()}
             aliases = {parameter: self.aliases.get(name, name) for parameter, name in first.items()}
@@ -80,6 +85,26 @@ class Optimizer:
             if any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns for name in names):
                 return {"params": [parameter], "factor": factor, "weight_decay": decay if options is None else options}
         return {"params": [parameter], "factor": 1.0, "weight_decay": decay}
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, algorithm 2) with decoupled decay."""
+
+    def __init__(self, groups: Any, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self.betas = betas
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                before = self.state[parameter].get("exp_avg", torch.zeros_like(parameter))
+                direction = torch.sign(self.betas[0] * before + (1 - self.betas[0]) * parameter.grad)
+                parameter -= group["lr"] * (direction + group["weight_decay"] * parameter)
+                self.state[parameter]["exp_avg"] = self.betas[1] * before + (1 - self.betas[1]) * parameter.grad
 
 
 def has_codes(name: str, parameter: Tensor) -> bool:

@@ -17,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.config.schema import OptimizerConfig
+from weft.engine.optim.adafactor import ADAFACTOR
 from weft.engine.optim.adamw import ADAMW
 from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
 from weft.engine.optim.early_norms import CPU_CHUNK, EarlyNorms, counted_parts, norm_dtype
 from weft.engine.optim.groups import NamedParameters, ParamGroupRule, param_group_rules, set_rates
 from weft.engine.optim.kinds import MatrixBoxes, OptimizerKind, ParameterSet, WholeTensor
+from weft.engine.optim.lion import LION
 from weft.engine.optim.low_bit import LowBitAdamW, StatePart
 from weft.engine.optim.muon import MUON
 from weft.engine.optim.placement import Placements
@@ -33,7 +35,9 @@ from weft.parallel.memory import StateBytes
 from weft.parallel.mesh import local_shard
 from weft.parallel.shards.cuts import ShardSpecs
 
-OPTIMIZERS: dict[str, OptimizerKind] = {"adamw": ADAMW, "muon": MUON, "sgd": SGD}
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adafactor": ADAFACTOR, "adamw": ADAMW, "lion": LION, "muon": MUON, "sgd": SGD,
+}  # fmt: skip
 
 
 def build_optimizer(

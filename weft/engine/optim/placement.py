@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,8 +18,6 @@ from weft.launch.simulated import on_host
 from weft.launch.timing import waiting
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.cuts import RankBox, ShardSpecs, rank_boxes
-
-_WORD = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,12 @@ class Placements:
         values: list[object] = [None] * dist.get_world_size(self.ranks)
         dist.all_gather_object(values, value, group=self.ranks)
         return values
+
+    def sum_(self, x: Tensor) -> None:
+        """Replace x with the sum over the ranks of the stage. Collective."""
+        if self.ranks is not None:
+            with waiting():
+                dist.all_reduce(x, group=self.ranks)
 
     def max_(self, x: Tensor) -> None:
         """Replace x with the maximum over the ranks of the stage. Collective."""
@@ -112,30 +115,7 @@ def rows_of(placement: ParameterPlacement, elements: int) -> Iterator[Rows]:
                 done += size * inner
 
 
-def random_words(rows: Rows, width: int, key: int, device: torch.device) -> Tensor:
-    """[count, columns] int32, of uniform bits that depend on `key` and on each element's place in the whole tensor.
-
-    width: of the whole tensor's rows. A multiplicative hash with xor-shifts (after C. Wellons' `lowbias32`).
-    """
-    starts = (torch.arange(rows.row, rows.row + rows.count, device=device) * width + rows.column)[:, None]
-    columns = torch.arange(rows.columns, device=device, dtype=torch.int32)
-    x = starts.to(torch.int32) + columns  # the place modulo 2^32
-    x.bitwise_xor_(key)
-    for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B))):
-        x.bitwise_xor_(_shifted(x, shift)).mul_(factor)
-    return x.bitwise_xor_(_shifted(x, 16))
-
-
-def _shifted(x: Tensor, places: int) -> Tensor:
-    """x >> places without its sign, which torch would shift in: a new tensor."""
-    return (x >> places).bitwise_and_((1 << (32 - places)) - 1)
-
-
 def random_key(seed: int, name: str, step: int) -> int:
     """32 bits, as a signed number, that differ between runs, tensors and steps."""
     digest = hashlib.blake2s(f"{seed}/{step}/{name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _signed(word: int) -> int:
-    return word - _WORD if word >= _WORD // 2 else word

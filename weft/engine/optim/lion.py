@@ -1,0 +1,67 @@
+"""Lion (Chen et al. 2023, arXiv:2302.06675): steps of one size, in the direction of a momentum's signs.
+
+    u = sign(b1 m + (1 - b1) g)
+    w = w (1 - lr d) - lr u
+    m = b2 m + (1 - b2) g
+
+The sum below the sign is computed from operations that are rounded one by one, so that a sign does not depend on an
+element's place in its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.config.schema import OptimizerConfig
+from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, state_dtype
+from weft.parallel.mesh import local_shard
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion with its momentum in `state_dtype`, computed in fp32."""
+
+    def __init__(self, params: Any, state_dtype: torch.dtype, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+        self.state_dtype = state_dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, local_shard(parameter.grad).float(), group)
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, shard, (beta1, beta2) = self.state[parameter], local_shard(parameter), group["betas"]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        stored = local_shard(state["exp_avg"])
+        momentum = stored.float()
+        change = (momentum * beta1).add_(gradient * (1 - beta1)).sign_().mul_(group["lr"])
+        new = change.neg_().add_(shard.float() * (1 - group["lr"] * group["weight_decay"]))
+        shard.copy_(new)
+        stored.copy_((momentum * beta2).add_(gradient * (1 - beta2)))
+
+
+def build_lion(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
+    """Lion, with optimizer.betas."""
+    return Lion(parameters.groups, state_dtype(config, parameters.dtype), config.lr, config.betas)
+
+
+def lion_moments(config: OptimizerConfig, master: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtype of the momentum."""
+    return (state_dtype(config, master),)
+
+
+def lion_bytes(config: OptimizerConfig, master: torch.dtype, tensor: WholeTensor, elements: int) -> int:
+    """Bytes of the momentum."""
+    return elements * state_dtype(config, master).itemsize
+
+
+LION = OptimizerKind(build_lion, lion_moments, lion_bytes)
