@@ -566,7 +566,7 @@ class OptimizerConfig:
     name: str = key(
         "`adamw` (decoupled decay), `muon` (orthogonal steps of matrices; AdamW for embeddings, the head and vectors), "
         "`lion` (signs of a momentum), `adafactor` (second moments of rows and columns), `sgd`, or the import path of "
-        "any other that steps each element by itself, as in torch.optim.Adagrad; docs/reference/training.md tells more.",
+        "any other that steps each element by itself, as in torch.optim.Adagrad; more in docs/reference/training.md.",
         "adamw",
     )
     lr: float = key("Peak learning rate.", 1.0e-5, within=POSITIVE)
