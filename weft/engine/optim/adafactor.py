@@ -33,7 +33,7 @@ _TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements that are computed at once
 
 
 @dataclass(frozen=True)
-class _Part:
+class MatrixRows:
     """Rows of one matrix of a tensor. rows: that they are among. local: which of those. index: number of the matrix.
     row: number of the first in the matrix. counted: whether this rank's squares count, and no replica's."""
 
@@ -58,7 +58,7 @@ class _Part:
         return self.rows.matrix_in(shard)[self.local]
 
 
-def parts_of(placement: ParameterPlacement, elements: int) -> Iterator[_Part]:
+def parts_of(placement: ParameterPlacement, elements: int) -> Iterator[MatrixRows]:
     """A shard's rows in parts of at most about `elements` elements, each of one matrix."""
     height = placement.shape[-2] if len(placement.shape) > 1 else 1
     for rows in rows_of(placement, elements):
@@ -67,7 +67,7 @@ def parts_of(placement: ParameterPlacement, elements: int) -> Iterator[_Part]:
         while first < rows.count:
             index, row = divmod(rows.row + first, height)
             last = min(rows.count, first + height - row)
-            yield _Part(rows, slice(first, last), index, row, counted)
+            yield MatrixRows(rows, slice(first, last), index, row, counted)
             first = last
 
 
@@ -79,7 +79,7 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
         self.placements = placements
         self._placement_of: dict[nn.Parameter, ParameterPlacement] = {}
-        self._parts: dict[nn.Parameter, list[_Part]] = {}
+        self._parts: dict[nn.Parameter, list[MatrixRows]] = {}
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             placement = placements.placement_of(names[parameter], parameter, number)
             self._placement_of[parameter] = placement
@@ -154,7 +154,7 @@ class Adafactor(torch.optim.Optimizer):
         rows, columns = state["exp_avg_sq_row"].view(-1, shape[-2]), state["exp_avg_sq_col"].view(-1, shape[-1])
         return (rows / rows.mean(-1, keepdim=True)).rsqrt_()[:, :, None], columns.rsqrt()[:, None, :]
 
-    def _direction(self, parameter: nn.Parameter, part: _Part, factors: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _direction(self, parameter: nn.Parameter, part: MatrixRows, factors: tuple[Tensor, Tensor] | None) -> Tensor:
         """U of some rows: a new tensor."""
         gradient = part.matrix_in(local_shard(parameter.grad)).float()
         if factors is None:
