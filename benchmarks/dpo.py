@@ -1,8 +1,10 @@
-"""`weft dpo` beside TRL's DPOTrainer: the same losses step by step, and processor time per pair.
+"""`weft dpo` beside TRL's DPOTrainer: the same losses step by step, and processor time per pair. And beside itself
+without trees (step.share_prefixes=off), on prompts that are three times as long as an answer.
 
     make bench-dpo                              # sets up .venv-trl, then runs this
     python benchmarks/dpo.py --python PATH      # with TRL in another environment
-    python benchmarks/dpo.py --check            # losses and gradient norms of five steps alone
+    python benchmarks/dpo.py --only check       # losses and gradient norms of five steps alone
+    python benchmarks/dpo.py --only trees       # needs no TRL
 
 Both train a random model in fp32 on the same pairs in the same order, one process, one thread. Lengths of answers are
 log-normal. TRL pads each batch; weft packs. Times are of interleaved runs, without the first step.
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -81,7 +84,8 @@ def of_weft(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as run:
         weft.dpo(
             model=spec["model"], data={"path": spec["data"], "shuffle": False}, preference=preference,
-            step={"documents": spec["pairs"], "max_tokens_per_device": spec["row"]}, device="cpu", on_step=note,
+            step={"documents": spec["pairs"], "max_tokens_per_device": spec["row"]} | spec.get("step", {}),
+            device="cpu", on_step=note,
             optimizer={"lr": spec["lr"], "weight_decay": 0.0}, schedule={"name": "constant", "warmup_ratio": 0.0},
             train={"steps": spec["steps"], "epochs": None}, run={"dir": run, "overwrite": True},
             track={"timing": False, "system": False}, checkpoint={"every": 0, "trainer_state": "none"},
@@ -131,23 +135,51 @@ def measure(python: str, repeats: int) -> None:
             "model": str(folder / "model"), "data": str(folder / "pairs.jsonl"), "steps": 6, "pairs": 16, "batch": 8,
             "row": 1024, "lr": 1e-4, "arguments": {"loss_type": "sigmoid", "beta": 0.1},
         }  # fmt: skip
-        ratios = []
-        for _ in range(repeats):
-            times = [
-                statistics.median(run["seconds"][1:]) / 16 * 1000
-                for run in (of_weft(folder, spec), of_trl(python, folder, spec))
-            ]
-            ratios.append(times[1] / times[0])
-            print(f"weft {times[0]:.1f} ms, TRL {times[1]:.1f} ms per pair: {ratios[-1]:.2f} x", flush=True)
-        print(f"median {statistics.median(ratios):.2f} x")
+        compare(repeats, {"weft": lambda: of_weft(folder, spec), "TRL": lambda: of_trl(python, folder, spec)})
+
+
+def measure_trees(repeats: int) -> None:
+    """The same of weft with and without trees. Prompts have three times the tokens of an answer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_job(folder, width=128, layers=4, longest=400, pairs=128, prompt=160)
+        rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+        prompts, answers = (
+            sum(len(row[name]) for row in rows for name in of) for of in (["prompt"], ["chosen", "rejected"])
+        )
+        spec = {
+            "model": str(folder / "model"), "data": str(folder / "pairs.jsonl"), "steps": 6, "pairs": 16, "row": 2048,
+            "lr": 1e-4, "arguments": {"loss_type": "sigmoid", "beta": 0.1},
+        }  # fmt: skip
+        print(f"prompts have {2 * prompts / answers:.2f} times the tokens of an answer")
+        apart = spec | {"step": {"share_prefixes": "off"}}
+        runs = compare(repeats, {"trees": lambda: of_weft(folder, spec), "no trees": lambda: of_weft(folder, apart)})
+        worst = max(abs(a - b) / abs(b) for a, b in zip(*(run["losses"] for run in runs), strict=True))
+        print(f"losses differ by {worst:.1e} at most")
+
+
+def compare(repeats: int, contestants: dict[str, Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Processor milliseconds per pair of two contestants, in turns; returns their last runs."""
+    ratios = []
+    for _ in range(repeats):
+        runs = [contestant() for contestant in contestants.values()]
+        times = [statistics.median(run["seconds"][1:]) / 16 * 1000 for run in runs]
+        ratios.append(times[1] / times[0])
+        figures = ", ".join(f"{name} {time:.1f} ms" for name, time in zip(contestants, times, strict=True))
+        print(f"{figures} per pair: {ratios[-1]:.2f} x", flush=True)
+    print(f"median {statistics.median(ratios):.2f} x")
+    return runs
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=str(ROOT / ".venv-trl" / "bin" / "python"), help="an interpreter with TRL")
-    parser.add_argument("--check", action="store_true", help="compare losses alone")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=("check", "trl", "trees"), help="one part of it")
+    parser.add_argument("--repeats", type=int, default=5)
     chosen = parser.parse_args()
-    check(chosen.python)
-    if not chosen.check:
+    if chosen.only in (None, "check"):
+        check(chosen.python)
+    if chosen.only in (None, "trl"):
         measure(chosen.python, chosen.repeats)
+    if chosen.only in (None, "trees"):
+        measure_trees(chosen.repeats)
