@@ -348,7 +348,7 @@ def every_phase() -> dict[str, FaultCase]:
 # command -> words, and the model that it only reads, as flight records and messages name it
 READ_MODELS = {
     "dpo": (["data.path=../pairs.jsonl", "preference.beta=0.1"], "the reference"),
-    "distill": (["distill.teacher=../model"], "the teacher"),
+    "distill": (["distill.teacher=../model", "distill.alpha=0.5"], "the teacher"),  # the student begins as it
 }
 
 
