@@ -34,7 +34,7 @@ from weft.engine.teachers import check_hidden
 from weft.errors import UserError
 from weft.launch.options import TrainOptions, VerifyOptions
 from weft.ops.divergence import differentiated, terms_of
-from weft.recipes import distill, verify
+from weft.recipes import distill, teachers, verify
 from weft.recipes.run_data import read_run_data
 from weft.recipes.student_samples import StudentSampler, chosen_of_step
 from weft.verify.distill_harness import DrawnLists
@@ -128,8 +128,8 @@ def test_a_run_is_that_of_plain_transformers(tmp_path: Path, world: int) -> None
 def test_each_source_has_its_teacher(tmp_path: Path) -> None:
     sources = f"data.sources=[{{path: {home()}/a.jsonl}}, {{path: {home()}/b.jsonl}}]"
     held_out = f"eval.sources=[{{path: {home()}/b.jsonl}}]"
-    teachers = f"distill.teachers={{a: {home()}/wide, b: {home()}/other}}"
-    config = config_of(tmp_path / "run", "data.path=null", sources, held_out, teachers)
+    named = f"distill.teachers={{a: {home()}/wide, b: {home()}/other}}"
+    config = config_of(tmp_path / "run", "data.path=null", sources, held_out, named)
     run(2, attempt, config)
     data = read_run_data(config).documents
     names = {tuple(d.tokens.tolist()): d.dataset for d in (data[i] for i in range(len(data)))}
@@ -188,7 +188,7 @@ def test_kept_hidden_states_are_the_teachers_on_any_mesh(tmp_path: Path) -> None
 
 
 def attempt_without_teacher(config: DistillConfig) -> None:
-    with mock.patch.object(distill, "open_teacher", side_effect=AssertionError("the teacher was opened")):
+    with mock.patch.object(teachers, "open_teacher", side_effect=AssertionError("the teacher was opened")):
         attempt(config)
 
 
@@ -328,8 +328,8 @@ def test_rows_name_their_teacher_and_have_its_lists(tmp_path: Path) -> None:
     steps = documents(config)
     settings = {"loss": "jsd", "beta": 0.5, "temperature": 1.0, "squared": False, "alpha": 0.25}
     by_length = [[(len(ids) - 5) % 2 for ids, _ in step] for step in steps]
-    teachers = [f"{home()}/wide", drawn.lists]
-    expected = plain_distill.train(f"{home()}/student", teachers, steps, by_length, settings, 0.2)
+    plain = [f"{home()}/wide", drawn.lists]
+    expected = plain_distill.train(f"{home()}/student", plain, steps, by_length, settings, 0.2)
     assert [line["loss"] for line in lines(tmp_path / "run")] == pytest.approx(expected[0], rel=1e-5)
 
 

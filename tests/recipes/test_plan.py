@@ -36,7 +36,6 @@ from weft.engine.losses.base import CrossEntropy
 from weft.launch.machine import Accelerator, accelerator
 from weft.launch.process import fake_ranks, join
 from weft.parallel.activations import RowSharing
-from weft.recipes.distill import open_teachers
 from weft.recipes.dpo import Dpo
 from weft.recipes.plan import machines
 from weft.recipes.plan.beside import Beside, with_readings
@@ -51,6 +50,7 @@ from weft.recipes.plan.search import BEST, Search, _rows, meshes, search
 from weft.recipes.plan.simulate import Step, plan_of, rows_of, simulated_documents, watched_step
 from weft.recipes.plan.timing import time_of
 from weft.recipes.plan.traffic import transfers
+from weft.recipes.teachers import open_teachers
 
 ROOT = Path(__file__).parents[2]
 
@@ -250,8 +250,8 @@ def held_beside(config: Any) -> list[tuple[int, int]]:
         else:
             recipe = Dpo(config)
             recipe.open_models(engine, recipe.read_data())
-            assert recipe.reference is not None and recipe.reference.engine is not None
-            models, heads = [recipe.reference.engine], [None]
+            assert recipe.readings.engine is not None
+            models, heads = [recipe.readings.engine], [None]
         weights = [sum(p.to_local().nbytes for p in model.module.parameters()) for model in models]
         return [(size, 0 if head is None else head.weight.nbytes) for size, head in zip(weights, heads, strict=True)]
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from weft.config.dpo_schema import DpoConfig, PreferenceConfig
 from weft.data.documents import Documents, require_pairs
@@ -21,8 +20,8 @@ from weft.engine.step_plan.plan import StepPlan
 from weft.recipes.reference_sums import ReferenceSums
 
 
-def require_compared(documents: Sequence[Document], preference: PreferenceConfig) -> None:
-    """Raises UserError if the losses compare pairs, and a row is of one answer."""
+def require_compared(documents: Sequence[Document], preference: PreferenceConfig) -> Sequence[Document]:
+    """The documents. Raises UserError if the losses compare pairs, and a row is of one answer."""
     assert isinstance(documents, Documents)
     if preference.is_paired:
         require_pairs(
@@ -30,24 +29,23 @@ def require_compared(documents: Sequence[Document], preference: PreferenceConfig
             f"preference.loss={preference.losses[0]} compares the two answers of a pair: set preference.loss=kto, or "
             "give rows `chosen` and `rejected`.",
         )
+    return documents
 
 
 def read_answers(
     config: DpoConfig,
     engine: Engine,
-    reference: ReferenceSums | None,
-    sums: Tensor | None,
-    data: Sequence[Document],
+    reference: ReferenceSums,
+    name: str,
     indices: Sequence[int],
-    documents: Sequence[Document],
     plan: StepPlan,
 ) -> StepAnswers:
-    """Pairs the answers of a step, and reads with `engine`, the trained model, the logprobs that the loss needs before
-    its gradient: of the whole step, or of pairs that the plan parts. Collective.
+    """Pairs the answers of a step, and reads what the loss needs before its gradient: logprob sums of the reference,
+    and with `engine`, the trained model, those of the whole step, or of pairs that the plan parts. Collective.
 
-    sums: [indices], the reference's logprob sums; None without a reference. data: the data set, of which the step has
-    `documents`, at `indices`.
+    name: the data set (ReferenceSums.documents), of which the step has the documents `indices`.
     """
+    data, sums = reference.documents[name], reference.of(name, indices)
     assert isinstance(data, Documents)
     preference, rows = config.preference, np.array(indices, np.int64)
     roles, paired = np.array(ROLES)[data.roles[rows]], config.preference.is_paired
@@ -59,11 +57,11 @@ def read_answers(
     examples = range(len(chosen)) if whole_step else split_examples(columns, plan)
     positions = sorted(column[example] for column in columns for example in examples)
     if positions:
-        policy[positions] = read_sums(engine, choose(documents, positions))
+        policy[positions] = read_sums(engine, choose(data, rows[positions].tolist()))
     return StepAnswers(
         torch.from_numpy(chosen),
         torch.from_numpy(rejected),
-        torch.zeros_like(policy) if sums is None else sums,
+        sums,
         torch.from_numpy(data.trained[rows].astype(np.float64)),
         torch.from_numpy(data.margins[rows[chosen]].astype(np.float64)),
         torch.from_numpy(np.isin(roles, ("chosen", "desired")).astype(np.float64)),
@@ -73,11 +71,10 @@ def read_answers(
 
 
 def mismatched_kl(
-    config: DpoConfig, engine: Engine, reference: ReferenceSums | None, data: Documents, indices: Sequence[int]
+    config: DpoConfig, engine: Engine, reference: ReferenceSums, data: Documents, indices: Sequence[int]
 ) -> float:
     """z of KTO, over the whole step: the mean log ratio of prompts with other prompts' answers, at least 0.
     Collective."""
-    assert reference is not None
     limit, _ = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     documents = [mismatched(data, index, limit) for index in indices]
     return max(0.0, float((read_sums(engine, documents) - reference.read(documents)).mean()))

@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.config.dpo_schema import DpoConfig
+from weft.config.dpo_schema import DpoConfig, reference_ranks
 from weft.engine.batch.document import Document, choose
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.frozen import open_frozen
 from weft.errors import StoppedError
 from weft.launch import flight
 from weft.launch.process import Ranks
 from weft.launch.stopping import StopSignals
+from weft.recipes.frozen_models import preference_reference
 from weft.recipes.reference_sums import ReferenceSums
+from weft.recipes.run_data import RunData
 
 _POLL_SECONDS = 0.002
 _EARLY_SECONDS = 5.0
@@ -33,13 +39,27 @@ _IDLE_SECONDS = 1.0  # after which a waiting reference tells its ranks, and its 
 
 
 class RemoteReference:
-    """The trained model's side. ranks: those of the trained model."""
+    """The trained model's side, a context around all that its ranks do. ranks: these ranks.
+
+    After it they wait until the reference's ranks know that the run has ended: a few seconds at most where a signal
+    ended it, which the launcher also sends when a rank has died.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         assert ranks.store is not None
         self.ranks, self.store = ranks, ranks.store
         self._number, self._lock = 0, threading.Lock()
         self._asked: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_stopped = kind is not None and issubclass(kind, StoppedError)
+        if self.ranks.is_first and (kind is None or is_stopped):
+            with self._lock:
+                self._post({})
+            _wait(self.store, "reference/ended", _EARLY_SECONDS if is_stopped else None)
 
     def wait_until_ready(self, data: Mapping[str, Any]) -> str:
         """What the reference says of its memory, once it is loaded. data: digests of the data as this side read them.
@@ -84,14 +104,6 @@ class RemoteReference:
             raise RuntimeError(f"the reference answered {len(values)} sums for {len(indices)} documents")
         return torch.from_numpy(values.copy())
 
-    def end(self, *, early: bool = False) -> None:
-        """Tells the reference's ranks that the run has ended, and waits until they know. early: by a signal, which the
-        launcher also sends when a rank has died; the wait then takes a few seconds at most."""
-        if self.ranks.is_first:
-            with self._lock:
-                self._post({})
-            _wait(self.store, "reference/ended", _EARLY_SECONDS if early else None)
-
     def _post(self, request: Mapping[str, Any]) -> int:
         number, self._number = self._number, self._number + 1
         self.store.set(f"reference/{number}/request", json.dumps(request))
@@ -111,7 +123,6 @@ class RemoteSums(ReferenceSums):
         self.remote = remote
 
     def announce(self, name: str, indices: Sequence[int]) -> None:
-        """Asks for what is not kept of a later step's sums."""
         missing = self.missing(name, indices)
         if self.config.preference.cache == "memory":  # the present step's are on their way
             missing = [index for index in missing if not self.remote.is_asked(name, index)]
@@ -121,17 +132,52 @@ class RemoteSums(ReferenceSums):
         return self.remote.sums(name, indices)
 
 
-def serve(
-    reference: ReferenceSums, ranks: Ranks, documents: Mapping[str, Sequence[Document]], data: Mapping[str, Any],
-    memory: str,
-) -> None:  # fmt: skip
-    """The reference's side: answers requests until the trained model's side ends. documents: by name of the data set.
-    data, memory: as in RemoteReference.wait_until_ready. Raises StoppedError if a signal ended the run early.
-    Collective."""
-    store = ranks.store
-    assert store is not None
+class ReferenceRanks:
+    """The ranks of reference.ranks, as the loop has them (recipe.py:SeparateRanks)."""
+
+    remote: RemoteReference
+
+    def __init__(self, config: DpoConfig) -> None:
+        self.config, self.count = config, reference_ranks(config)
+
+    def alongside(self, ranks: Ranks) -> AbstractContextManager[None]:
+        if ranks.is_frozen:
+            return nullcontext()
+        self.remote = RemoteReference(ranks)
+        return self.remote
+
+    def open(self, data: RunData) -> tuple[ReferenceSums, list[str]]:
+        """On the trained model's ranks, as open_reference, once the reference is loaded. Collective."""
+        memory = self.remote.wait_until_ready(data.digests)
+        return RemoteSums(self.config, data.data_sets, self.remote), [self._line(memory)]
+
+    def serve(self, ranks: Ranks, data: RunData) -> None:
+        model = self._model(ranks, data)
+        serve(ReferenceSums(self.config, model, data.data_sets, adapters_off=False), ranks, data.digests)
+
+    def dry_run(self, ranks: Ranks, data: RunData | None) -> list[str]:
+        return [self._line(str(self._model(ranks, data, weights=False).memory))]
+
+    def _model(self, ranks: Ranks, data: RunData | None, *, weights: bool = True) -> Engine:
+        frozen = preference_reference(self.config, EngineConfig.from_config(self.config))
+        assert frozen is not None
+        model = open_frozen("reference", frozen, ranks, weights=weights)
+        for documents in () if data is None else data.data_sets.values():
+            model.planner.check_images(documents)
+        return model
+
+    def _line(self, memory: str) -> str:
+        path = self.config.reference.path or self.config.model.path
+        return f"against  {path}, a reference on {self.count} rank{'s' * (self.count > 1)} of its own: {memory}"
+
+
+def serve(reference: ReferenceSums, ranks: Ranks, data: Mapping[str, Any]) -> None:
+    """The reference's side: answers requests until the trained model's side ends. data: as in
+    RemoteReference.wait_until_ready. Raises StoppedError if a signal ended the run early. Collective."""
+    store, documents = ranks.store, reference.documents
+    assert store is not None and reference.engine is not None
     if ranks.is_first:
-        store.set("reference/ready", json.dumps({"data": dict(data), "memory": memory}))
+        store.set("reference/ready", json.dumps({"data": dict(data), "memory": str(reference.engine.memory)}))
     number = 0
     with StopSignals() as signals:  # the trained model's ranks decide when the run ends
         while True:

@@ -19,12 +19,11 @@ the rows are laid out again (lays_out_again).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from weft.config.schema import SftConfig
-from weft.data.order import SampledStep
 from weft.engine.batch.document import Document
 from weft.engine.batch.rows import StepRows
 from weft.engine.engine import Engine
@@ -52,13 +51,49 @@ class PreparedStep:
     rows: StepRows
 
 
+class FrozenReadings:
+    """What is read of frozen models before steps and kept for later ones; this one reads nothing."""
+
+    def announce(self, name: str, indices: Sequence[int]) -> None:
+        """Tells models on other ranks of a step that comes after the present one: documents `indices` of the data set
+        `name` (RunData.data_sets). Called in a thread; no collectives."""
+
+    def state(self) -> dict[str, str]:
+        """What is kept, for a checkpoint; `restore` takes it. The first rank's is saved."""
+        return {}
+
+    def restore(self, state: Mapping[str, str]) -> None:
+        """Takes the `state` of the checkpoint that is resumed, {} of a new run. Called after open_models."""
+
+
+class SeparateRanks(Protocol):
+    """The last `count` ranks of a run, which have a frozen model alone."""
+
+    count: int
+
+    def alongside(self, ranks: Ranks) -> AbstractContextManager[None]:
+        """A context around all that a rank does, of either side."""
+        ...
+
+    def serve(self, ranks: Ranks, data: RunData) -> None:
+        """What these ranks do. Collective on them."""
+        ...
+
+    def dry_run(self, ranks: Ranks, data: RunData | None) -> list[str]:
+        """What a dry run says of the model, on ranks that do not exist, all of which have it. data: None if they were
+        not read. Raises UserError for what `serve` would refuse."""
+        ...
+
+
 class Recipe(Generic[Config]):
     """What a command adds to the loop; this one is `weft sft`. objective: what is trained. engine: set by
-    `open_models`. lays_out_again: whether before_step replaces the rows, so that none are built before it."""
+    `open_models`. lays_out_again: whether before_step replaces the rows, so that none are built before it.
+    frozen_ranks: which have a frozen model alone, if there are such. readings: set by `open_models`."""
 
     engine: Engine
     lays_out_again = False
-    frozen_ranks = 0  # of the run, the last: they have a frozen model alone
+    frozen_ranks: SeparateRanks | None = None
+    readings = FrozenReadings()
 
     def __init__(self, config: Config, hooks: Hooks = NO_HOOKS) -> None:
         self.config, self.hooks = config, hooks
@@ -92,30 +127,6 @@ class Recipe(Generic[Config]):
         weights were restored. Returns lines for the opening. Collective."""
         self.engine = engine
         return []
-
-    def alongside(self, ranks: Ranks) -> AbstractContextManager[None]:
-        """A context around all that the trained model's ranks do: what is on other ranks ends after it."""
-        return nullcontext()
-
-    def serve(self, ranks: Ranks) -> None:
-        """What ranks that have a frozen model alone do (frozen_ranks). Collective on them."""
-        raise NotImplementedError
-
-    def dry_run_of_frozen(self, ranks: Ranks, data: RunData | None) -> list[str]:
-        """What a dry run says of the frozen model on ranks that do not exist, all of which have it. data: None if they
-        were not read. Raises UserError for what `serve` would refuse."""
-        raise NotImplementedError
-
-    def announce(self, step: SampledStep) -> None:
-        """Tells other ranks of a step that comes after the present one. Called in a thread; no collectives."""
-
-    def state(self) -> dict[str, str]:
-        """What was read of frozen models in earlier steps and is read again in later ones, for a checkpoint; `restore`
-        takes it. The first rank's is saved."""
-        return {}
-
-    def restore(self, state: Mapping[str, str]) -> None:
-        """Takes the `state` of the checkpoint that is resumed, {} of a new run. Called after open_models."""
 
     def dry_run_lines(self) -> list[str]:
         """What a dry run says of the loss, and of what it is measured against. The table of engines has the memory."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.config.dpo_schema import DpoConfig, own_reference
+from weft.data.same_tokenizer import check_same_tokenizer
 from weft.engine.batch.document import Document, choose, first_sources
 from weft.engine.config import EngineConfig
 from weft.engine.document_sums import read_sums
@@ -37,16 +38,17 @@ from weft.parallel.shards.load import Progress
 from weft.parallel.shards.source import fetch_model, open_model_weights
 from weft.recipes.evaluate import split_by_tokens
 from weft.recipes.frozen_models import closes_reference, preference_reference
+from weft.recipes.recipe import FrozenReadings
+from weft.recipes.run_data import TRAINED
 from weft.version import __version__
 
-TRAINED = "training data"
 _NO_REFERENCE = "against  no reference: preference.loss reads none"
 _UNDER_ADAPTERS = "against  the base under the adapters"
 _ROWS = 16  # rows of a rank in one plan, as in an evaluation
 _FILE = "sums.npz"
 
 
-class ReferenceSums:
+class ReferenceSums(FrozenReadings):
     """engine: the reference, or the trained model, whose adapters are then switched off; None once all is cached, and
     where other ranks have it. documents: by name of the data set."""
 
@@ -171,13 +173,33 @@ class ReferenceSums:
         return shared[0]
 
 
+class NoReference(ReferenceSums):
+    """Where no loss reads a reference: all sums are 0, and no checkpoint has them."""
+
+    def __init__(self, config: DpoConfig, documents: Mapping[str, Sequence[Document]]) -> None:
+        super().__init__(config, None, documents, adapters_off=False)
+
+    def of(self, name: str, indices: Sequence[int]) -> Tensor:
+        return torch.zeros(len(indices), dtype=torch.float64)
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+
+def check_reference(config: DpoConfig) -> None:
+    """Raises UserError for a reference with another tokenizer than the trained model's."""
+    if own_reference(config) and config.reference.path is not None:
+        remedy = "Log probabilities of other tokens cannot be compared: choose a reference of the same family."
+        check_same_tokenizer(config.model.path, config.reference.path, "reference.path", remedy)
+
+
 def open_reference(
     config: DpoConfig, engine: Engine, documents: Mapping[str, Sequence[Document]], progress: Progress | None = None
-) -> tuple[ReferenceSums | None, list[str]]:
-    """(The reference of preferences, None where no loss reads one; lines for the opening). engine: the trained model.
-    documents: as in ReferenceSums. Collective."""
+) -> tuple[ReferenceSums, list[str]]:
+    """(The reference of preferences, lines for the opening). engine: the trained model. documents: as in
+    ReferenceSums. Collective."""
     if not config.preference.has_reference:
-        return None, [_NO_REFERENCE]
+        return NoReference(config, documents), [_NO_REFERENCE]
     frozen = preference_reference(config, engine.config)
     if frozen is None:
         reference, lines = ReferenceSums(config, engine, documents, adapters_off=True), [_UNDER_ADAPTERS]

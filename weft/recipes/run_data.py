@@ -41,6 +41,7 @@ from weft.recipes.evaluate import NO_HELD_OUT, HeldOut, read_held_out
 
 Config = TypeVar("Config", bound=SftConfig)
 OnProgress = Callable[[int, int], None]
+TRAINED = "training data"  # its name among the data sets of a run
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,16 @@ class RunData:
     held_out: HeldOut = NO_HELD_OUT
     ends: AnswerEnds = NO_ENDS
     template: bool = False
+
+    @property
+    def data_sets(self) -> dict[str, Sequence[Document]]:
+        """All documents by name: those of training, and held-out ones by their source's name."""
+        return {TRAINED: self.documents, **self.held_out.documents}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What tells these data from others."""
+        return {TRAINED: self.report.digest, "documents of eval.path": self.held_out.digest}
 
 
 def read_run_data(config: SftConfig, progress: OnProgress | None = None) -> RunData:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +47,7 @@ from weft.observe.trackers import check_installed
 from weft.recipes.evaluate import Evaluator, ended_by
 from weft.recipes.plan.account import with_chosen_recompute
 from weft.recipes.recipe import Config, PreparedStep, Recipe
-from weft.recipes.run_data import RunData, dated, make_steps
+from weft.recipes.run_data import TRAINED, RunData, dated, make_steps
 from weft.recipes.training_preview import dry_run
 from weft.terminal import say_all
 
@@ -66,11 +66,16 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
     if options.dry_run:
         dry_run(recipe, options, *filter(None, [choice]))
         return
-    with join(options.device, config.train.timeout, frozen=recipe.frozen_ranks) as ranks, recipe.alongside(ranks):
+    separate = recipe.frozen_ranks
+    with (
+        join(options.device, config.train.timeout, frozen=0 if separate is None else separate.count) as ranks,
+        nullcontext() if separate is None else separate.alongside(ranks),
+    ):
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
-        if ranks.is_frozen:
-            recipe.serve(ranks)
+        if separate is not None and ranks.is_frozen:
+            flight.enter("data")
+            separate.serve(ranks, recipe.read_data())
             return
         if config.optimizer.name not in BUILT_IN_OPTIMIZERS:
             find_class(config.optimizer)
@@ -103,12 +108,12 @@ def run(kind: type[Recipe[Config]], config: Config, options: TrainOptions, hooks
                         fill=start.state is None,  # a checkpoint fills it otherwise
                         readouts=recipe.objective.readouts,
                     )
-                for documents in (data.documents, *data.held_out.documents.values()):
+                for documents in data.data_sets.values():
                     engine.planner.check_images(documents)
                 notes = restore(config, engine, start, folder)
                 with loading(ranks.is_first) as progress:
                     notes = [*recipe.open_models(engine, data, progress), *notes]
-                recipe.restore(start.read)
+                recipe.readings.restore(start.read)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             template = f"template {data.report.template_use(config.data, data.template)}"
@@ -142,7 +147,7 @@ def train(
     progress = Progress(len(steps), show=engine.ranks.is_first, interval=config.train.log_every)
 
     def prepare(step: SampledStep) -> PreparedStep:
-        recipe.announce(step)
+        recipe.readings.announce(TRAINED, step.documents)
         return prepare_step(engine, data.documents, objective, step, ahead=not recipe.lays_out_again)
 
     upcoming = closing(prefetch(steps.starting_at(start.step + 1), prepare))
@@ -183,7 +188,9 @@ def train(
             if done or overdue or evaluator.is_to_keep or saver.is_due(step.number, len(steps)):
                 flight.enter("save")
                 with phases("save"):
-                    state = recorder.progress(step, updates, phases) | evaluator.state() | {"read": recipe.state()}
+                    state = (
+                        recorder.progress(step, updates, phases) | evaluator.state() | {"read": recipe.readings.state()}
+                    )
                     saver.save(step.number, state, best=evaluator.is_to_keep)
             progress.notes([*saver.pop_messages(), *uploads.pop_messages()])
             if done:

@@ -52,13 +52,13 @@ def dry_run(recipe: Recipe[Any], options: TrainOptions, *choices: str) -> None:
         check_profile(config.profile, steps=len(make_steps(config, data.documents)))
     trained, assumed = EngineConfig.from_config(config), accelerator(options.assume)
     of_frozen: list[str] = []
-    if recipe.frozen_ranks:
-        with fake_ranks(recipe.frozen_ranks, options.device, assumed) as ranks:
-            of_frozen = recipe.dry_run_of_frozen(ranks, data)
+    if recipe.frozen_ranks is not None:
+        with fake_ranks(recipe.frozen_ranks.count, options.device, assumed) as ranks:
+            of_frozen = recipe.frozen_ranks.dry_run(ranks, data)
     with fake_ranks(options.world, options.device, assumed) as ranks:
         engine = Engine(trained, ranks, weights=False, readouts=recipe.objective.readouts)
         if data is not None:
-            for documents in (data.documents, *data.held_out.documents.values()):
+            for documents in data.data_sets.values():
                 engine.planner.check_images(documents)
         print_dry_run(config, engine, parameters=options.parameters, as_json=options.json)
         mesh, memory = engine.mesh.sizes, engine.memory

@@ -35,10 +35,11 @@ from weft.models import hf
 from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
 from weft.recipes import answers
-from weft.recipes.distill import Distillation, open_teacher
+from weft.recipes.distill import Distillation
 from weft.recipes.dpo import Dpo
-from weft.recipes.reference_sums import TRAINED
 from weft.recipes.reward import RewardRecipe
+from weft.recipes.run_data import TRAINED
+from weft.recipes.teachers import open_teacher
 from weft.recipes.verified_steps import RecipeSteps
 from weft.rl.trainer import TrainerRank
 from weft.terminal import counted
@@ -246,7 +247,8 @@ def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options
         counts = [sum(len(example) for example in step) for step in steps]
         prepared = RecipeSteps(engine, recipe, documents, counts, paired=exact.preference.is_paired)
         readings = Readings(None)
-        if (reference := recipe.reference) is not None:
+        reference = recipe.readings
+        if exact.preference.has_reference:
             longest = max(len(answer.ids) for step in steps for example in step for answer in example)
             if reference.engine not in (None, engine):
                 cut_documents(reference.engine, longest)

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.config.distill_schema import TOP_IDS, TOP_LOGPROBS
+from weft.config.distill_schema import DIVERGENCES, TOP_IDS, TOP_LOGPROBS, DistillSection
 from weft.engine.losses.base import Batch, LossOutput
+from weft.errors import UserError
+from weft.importing import import_named
+from weft.ops import divergence
 from weft.ops.divergence import Comparison, TeacherHead, TeacherLogits, Terms, TopTokens
 
 if TYPE_CHECKING:
@@ -96,3 +99,20 @@ def _mixed(batch: Batch, divergence_N: Tensor, alpha: float, scale: float = 1.0)
         metrics["agreement"] = (weights_N * readouts["agreement"]).sum()
     total = weights_N.sum()
     return LossOutput(loss_sum, {name: (value.detach(), total) for name, value in metrics.items()})
+
+
+def loss_of(config: DistillSection, *, measured: bool = False) -> DistillationLoss:
+    """The loss without teachers' heads. measured: as in DistillationLoss. Raises UserError if the import path of
+    distill.loss leads to no function."""
+    if config.loss in DIVERGENCES:
+        terms = divergence.terms_of(config.loss, config.beta)
+    else:
+        function = import_named(config.loss, "distill.loss")
+        if not callable(function):
+            raise UserError(
+                f"distill.loss: {config.loss} is no function of (student's log-probabilities, teacher's), [tokens, "
+                "vocabulary] each."
+            )
+        terms = divergence.differentiated(function, f"distill.loss: {config.loss}")
+    scale = config.temperature**2 if config.temperature_squared else 1.0
+    return DistillationLoss(terms, temperature=config.temperature, alpha=config.alpha, scale=scale, measured=measured)
