@@ -155,6 +155,23 @@ def test_the_compiled_pass_gives_the_bits_of_single_operations(
         assert not isinstance(a, torch.Tensor) or a.equal(b), place
 
 
+@pytest.mark.parametrize(("error", "words"), [(None, "it gives other bits"), (RuntimeError("no"), "it does not run")])
+def test_a_compiled_pass_that_is_wrong_is_not_used(error: Exception | None, words: str) -> None:
+    step = block_step.CompiledStep()
+    expected, actual = (random_blocks(torch.float32, torch.int8, "nearest") for _ in range(2))
+    block_step.step_blocks(*expected)
+
+    def wrong(weights: torch.Tensor, *arguments: Any) -> None:
+        block_step.step_blocks(weights, *arguments)
+        weights[0, 0] += 1.0
+        if error is not None:
+            raise error
+
+    with mock.patch.object(step, "_compiled", wrong), pytest.warns(UserWarning, match=words):
+        step(*actual)
+    assert actual[0].equal(expected[0])
+
+
 def test_roots_are_rounded_correctly() -> None:
     """torch.sqrt's are not, where MKL computes them."""
     x = torch.rand(1 << 16) * 1e-3

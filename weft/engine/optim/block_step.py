@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -38,17 +39,56 @@ def find_step(device: torch.device, elements: int) -> Step:
     return step_blocks if compiler is None else _compiled()
 
 
+class CompiledStep:
+    """`step_blocks`, compiled. It is tried on a few blocks of each combination of dtypes. Where it does not run, or gives
+    other bits, this warns and computes by single operations from then on."""
+
+    def __init__(self) -> None:
+        exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+        options_of_torch = torch._inductor.list_options()
+        options = {name: value for name, value in exact.items() if name in options_of_torch}
+        self._compiled = torch.compile(step_blocks, dynamic=True, fullgraph=True, options=options)
+        self._failure = ""
+        self._tried: set[tuple[Any, ...]] = set()
+
+    def __call__(self, weights: Tensor, *arguments: Any) -> None:
+        """Step blocks, as `step_blocks`."""
+        if self._failure or len(weights) < _FEWEST_BLOCKS:
+            step_blocks(weights, *arguments)
+            return
+        kind = (weights.device, *(x.dtype if isinstance(x, Tensor) else x for x in (weights, *arguments)))
+        if kind not in self._tried:
+            self._tried.add(kind)
+            self._try(weights, *arguments)
+        (step_blocks if self._failure else self._compiled)(weights, *arguments)
+
+    def _try(self, *arguments: Any) -> None:
+        expected, actual = (
+            [_first_blocks(x, len(arguments[0])) if isinstance(x, Tensor) else x for x in arguments] for _ in range(2)
+        )
+        step_blocks(*expected)
+        try:
+            self._compiled(*actual)
+        except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
+            self._failure = f"it does not run ({type(error).__name__}: {error})"
+        else:
+            pairs = zip(expected, actual, strict=True)
+            if not all(a.equal(b) for a, b in pairs if isinstance(a, Tensor)):
+                self._failure = "it gives other bits than single operations"
+        if self._failure:
+            device = arguments[0].device
+            warnings.warn(f"the optimizer steps without a compiled pass on {device}: {self._failure}", stacklevel=2)
+
+
+def _first_blocks(x: Tensor, blocks: int) -> Tensor:
+    """A copy of what belongs to the first blocks in an argument of `step_blocks`."""
+    axis = next((axis for axis, size in enumerate(x.shape) if size == blocks), None)
+    return (x if axis is None else x.narrow(axis, 0, _FEWEST_BLOCKS)).clone()
+
+
 @functools.cache
 def _compiled() -> Step:
-    exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
-    options_of_torch = torch._inductor.list_options()
-    options = {name: value for name, value in exact.items() if name in options_of_torch}
-    compiled = torch.compile(step_blocks, dynamic=True, fullgraph=True, options=options)
-
-    def step(weights: Tensor, *arguments: Any) -> None:
-        (compiled if len(weights) >= _FEWEST_BLOCKS else step_blocks)(weights, *arguments)
-
-    return step
+    return CompiledStep()
 
 
 def step_blocks(
