@@ -40,7 +40,7 @@ def find_step(device: torch.device, elements: int) -> Step:
 
 
 class CompiledStep:
-    """`step_blocks`, compiled. It is tried on a few blocks of each combination of dtypes. Where it does not run, or gives
+    """`step_blocks`, compiled. It is tried on a few blocks of each combination of dtypes. Where it does not run, or has
     other bits, this warns and computes by single operations from then on."""
 
     def __init__(self) -> None:
