@@ -256,6 +256,7 @@ KTO = {"preference.loss": "kto", "preference.desirable_weight": 1.3, "preference
 
 # Pairs of uneven lengths, one pair, so that ranks have no rows, and pairs again.
 STEPS = [list(range(10)), [4, 5], list(range(6, 14))]
+KTO_STEPS = [list(range(6)), [2], list(range(3, 9))]  # of answers one by one
 LR = 0.05
 SEVERAL = [("llama", "1"), ("qwen3", "2xtp2"), ("qwen3_moe", "ep2"), ("llama", "cp2")]
 TABLE = [
@@ -266,31 +267,68 @@ TABLE = [
 ]  # fmt: skip
 
 
-def ours_of_steps(config: DpoConfig, adapter: str = "") -> list[tuple[dict[str, Any], Tensors]]:
-    """(Metrics, gradients) of each of STEPS, with an update after each. adapter: the folder for first adapters."""
+def ours_of_steps(
+    config: DpoConfig, adapter: str = "", steps: Sequence[list[int]] = STEPS
+) -> list[tuple[dict[str, Any], Tensors]]:
+    """(Metrics, gradients) of each of the steps, with an update after each. adapter: the folder for first
+    adapters."""
     engine, recipe, results = Engine(EngineConfig.from_config(config), join("cpu")), Dpo(config), []
     if adapter:
         randomize_adapters(engine)
         save_adapter(engine, adapter)
     data = recipe.read_data()
     recipe.open_models(engine, data)
-    for indices in STEPS:
+    for indices in steps:
         metrics, gradients = accumulated(engine, recipe, data, indices)
         results.append((metrics, as_in_files(engine, gradients)))
         engine.apply(LR)
     return results
 
 
+def ours_of_losses(configs: Sequence[DpoConfig]) -> list[list[tuple[dict[str, Any], Tensors]]]:
+    return [ours_of_steps(config, steps=KTO_STEPS if is_kto(config) else STEPS) for config in configs]
+
+
+def is_kto(config: DpoConfig) -> bool:
+    return config.preference.loss == "kto"
+
+
+StepLoss = Callable[[Any, list[int]], torch.Tensor]  # (model, places of the step's answers) -> loss
+
+
+def loss_of_pairs(
+    answers: list[PlainAnswer], names: Sequence[str] = ("sigmoid",), weights: Sequence[float] = (1.0,)
+) -> StepLoss:
+    def compute(model: Any, indices: list[int]) -> torch.Tensor:
+        of_step = [answers[index] for index in indices]
+        return plain_dpo.step_loss(names, weights, [plain_dpo.logprob_sum(model, a) for a in of_step], of_step)
+
+    return compute
+
+
+def loss_of_kto(answers: list[PlainAnswer], partners: list[PlainAnswer]) -> StepLoss:
+    def compute(model: Any, indices: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            ratios = [float(plain_dpo.logprob_sum(model, partners[i])) - partners[i].reference for i in indices]
+        of_step = [answers[index] for index in indices]
+        sums = [plain_dpo.logprob_sum(model, answer) for answer in of_step]
+        return plain_dpo.kto_loss(sums, of_step, max(0.0, sum(ratios) / len(ratios)), 1.3, 0.7)
+
+    return compute
+
+
 def plain_steps(
-    model: Any, named: Sequence[tuple[str, torch.nn.Parameter]], answers: list[PlainAnswer]
+    model: Any,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    compute: StepLoss,
+    steps: Sequence[list[int]] = STEPS,
 ) -> list[tuple[float, Tensors]]:
-    """(Loss, gradients) of each of STEPS of DPO; SGD with clipping."""
+    """(Loss, gradients) of each of the steps; SGD with clipping."""
     trained = [parameter for _, parameter in named]
     results, optimizer = [], torch.optim.SGD(trained, lr=LR)
-    for indices in STEPS:
-        of_step = [answers[index] for index in indices]
+    for indices in steps:
         optimizer.zero_grad(set_to_none=True)
-        loss = plain_dpo.step_loss(["sigmoid"], [1.0], [plain_dpo.logprob_sum(model, a) for a in of_step], of_step)
+        loss = compute(model, indices)
         loss.backward()
         results.append((loss.item(), {name: p.grad.clone() for name, p in named if p.grad is not None}))
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -328,9 +366,45 @@ def test_several_steps(family: str, mesh: str) -> None:
 
     def expected(dtype: torch.dtype) -> list[tuple[float, Tensors]]:
         model = plain_model(models(family)[0]).to(dtype)
-        return plain_steps(model, list(model.named_parameters()), answers)
+        return plain_steps(model, list(model.named_parameters()), loss_of_pairs(answers))
 
     check_steps(results, expected(torch.float32), partial(expected, torch.float64))
+
+
+LOSSES_OF_STEPS = [(["orpo"], [1.0]), (["aot"], [1.0]), MIXES[1]]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    pairs([("llama", "2")], [("llama", "1"), ("llama", "cp2"), ("qwen3", "tp2"), ("qwen3", "2x2"), ("llama", "pp2x2"),
+                             ("gemma3_text", "2xtp2"), ("qwen3_moe", "ep2"), ("lfm2", "2")]),
+)  # fmt: skip
+def test_several_steps_of_other_losses(family: str, mesh: str) -> None:
+    """Of a loss without a reference, of losses of the whole step, and of answers one by one."""
+    budget = 24 if "cp" in mesh else 64
+    configs = [
+        config_of(
+            family, mesh, budget, "pairs", **SGD, **{"preference.loss": names},
+            **({"preference.weights": weights} if len(names) > 1 else {}),
+        )
+        for names, weights in LOSSES_OF_STEPS
+    ]  # fmt: skip
+    configs.append(config_of(family, mesh, budget, "kto", **SGD, **KTO))
+    results = run(world_of(mesh), ours_of_losses, configs)[0]
+
+    def expected(config: DpoConfig, dtype: torch.dtype) -> list[tuple[float, Tensors]]:
+        model, preference = plain_model(models(family)[0]).to(dtype), config.preference
+        if is_kto(config):
+            return plain_steps(
+                model, list(model.named_parameters()), loss_of_kto(*answers_of(family, "kto")), KTO_STEPS
+            )
+        answers, _ = answers_of(family, "pairs")
+        compute = loss_of_pairs(answers, preference.losses, preference.weights or (1.0,))
+        return plain_steps(model, list(model.named_parameters()), compute)
+
+    for config, result in zip(configs, results, strict=True):
+        assert result[0][0]["rows"] * world_of(mesh) > 1
+        check_steps(result, expected(config, torch.float32), partial(expected, config, torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +423,7 @@ def test_adapters_whose_base_is_the_reference(family: str, mesh: str, tmp_path: 
             for answer in answers:
                 answer.reference = float(plain_dpo.logprob_sum(plain.model, answer))
         named = [(name, parameter) for name, parameter in plain.named() if parameter.requires_grad]
-        return plain_steps(plain.model, named, answers)
+        return plain_steps(plain.model, named, loss_of_pairs(answers))
 
     check_steps(results, expected(torch.float32), partial(expected, torch.float64))
 
@@ -417,6 +491,6 @@ def test_several_steps_with_images(family: str, mesh: str) -> None:
         with torch.no_grad():
             for answer in answers:
                 answer.reference = float(plain_dpo.logprob_sum(frozen, answer))
-        return plain_steps(model, list(model.named_parameters()), answers)
+        return plain_steps(model, list(model.named_parameters()), loss_of_pairs(answers))
 
     check_steps(results, expected(torch.float32), partial(expected, torch.float64))

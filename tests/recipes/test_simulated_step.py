@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ import torch
 from tests.support.cases import MESHES, engine_config, open_engine, saved_model, world_of
 from tests.support.pool import run
 from weft import cli
+from weft.config.commands import SCHEMAS
+from weft.config.load import load_config
 from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.recompute import policy_of
-from weft.config.schema import MeshConfig, ModelConfig, StepConfig
+from weft.config.schema import MeshConfig, ModelConfig, SftConfig, StepConfig
 from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.launch.machine import accelerator
+from weft.launch.process import join
+from weft.recipes.plan.beside import answers_of_example
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.memory import Memory, memory_by_stage
 from weft.recipes.plan.observed_collectives import Collectives, Kind, Total
 from weft.recipes.plan.observed_memory import Peak
+from weft.recipes.plan.recipe import step_of
 from weft.recipes.plan.rows import RowFacts, plan_rows
 from weft.recipes.plan.show import show_simulated
 from weft.recipes.plan.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
@@ -47,7 +54,7 @@ def really(path: str, mesh: str, sections: dict[str, Any], step: Step) -> Measur
     engine = open_engine(path, mesh, **sections)
     for _ in range(2):
         plan = plan_of(engine, step)
-        persistent, watch = watched_step(engine, plan, rows_of(engine, plan, step), step.objective)
+        persistent, watch = watched_step(engine, plan, rows_of(engine, plan, step), step)
     return persistent, watch.peak(), watch.collectives.totals
 
 
@@ -107,6 +114,76 @@ def test_a_simulated_step_is_that_of_real_ranks(
         assert expected == pytest.approx(measured_peak, rel=0.15)  # messages leave a little later
 
 
+# ---------------------------------------------------------------- commands that read before a step
+
+
+def config_of(command: str, mesh: str, keys: dict[str, Any]) -> SftConfig:
+    """The config of a command for a model of 4 layers; data are not read."""
+    axes = {f"mesh.{axis}": size for axis, size in MESHES[mesh].items()}
+    fixed = {"data.path": __file__, "step.max_tokens_per_device": 128, "optimizer.max_grad_norm": 1.0}
+    words = [f"{name}={json.dumps(value)}" for name, value in {**fixed, **axes, **keys}.items()]
+    return load_config([], words, SCHEMAS[command])
+
+
+def step_of_command(config: SftConfig, micro_batches: int, ranks: int) -> Step:
+    """Pairs of 33 tokens, of which 20 are the prompt, or single documents."""
+    step = step_of(config, [33, 33, 33, 33] * ranks * micro_batches)
+    return replace(step, group=2, prefix=20) if answers_of_example(config) == 2 else step
+
+
+def really_reading(command: str, mesh: str, keys: dict[str, Any], micro_batches: int) -> Measurement:
+    """As `really`, of a command with the models beside."""
+    config = config_of(command, mesh, keys)
+    engine = Engine(EngineConfig.from_config(config), join("cpu"))
+    step = step_of_command(config, micro_batches, engine.mesh.loss_ranks)
+    step.readings.open(engine)
+    for _ in range(2):
+        plan = plan_of(engine, step)
+        persistent, watch = watched_step(engine, plan, rows_of(engine, plan, step), step)
+    return persistent, watch.peak(), watch.collectives.totals
+
+
+@pytest.mark.parametrize(
+    ("command", "mesh", "keys"),
+    [
+        ("dpo", "2", {"reference.path": "gemma2"}),
+        ("reward", "tp2", {}),
+        ("distill", "2", {"distill.teacher": "gemma2"}),
+        pytest.param("dpo", "tp2", {"lora.rank": 4}, marks=pytest.mark.table),
+        pytest.param("dpo", "2", {"lora.rank": 4, "preference.loss": "aot"}, marks=pytest.mark.table),
+        pytest.param("dpo", "cp2", {"reference.path": "gemma2", "reference.dp_shard": 2}, marks=pytest.mark.table),
+        pytest.param("dpo", "pp2", {"reference.path": "gemma2"}, marks=pytest.mark.table),
+        pytest.param("dpo", "2", {"preference.loss": "kto", "reference.path": "gemma2"}, marks=pytest.mark.table),
+        pytest.param("reward", "cp2", {"reward.loss": "regression"}, marks=pytest.mark.table),
+        pytest.param("distill", "tp2", {"distill.teacher": "base", "lora.rank": 4}, marks=pytest.mark.table),
+        pytest.param("distill", "pp2", {"distill.teacher": "gemma2"}, marks=pytest.mark.table),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
+)
+def test_a_simulated_step_has_what_is_read_before_it(command: str, mesh: str, keys: dict[str, Any]) -> None:
+    """As on real ranks: models beside the trained one are held, and their forwards have a peak and collectives."""
+    paths = {name: saved_model(path) for name, path in keys.items() if path == "gemma2"}
+    keys = {"model.path": saved_model("qwen3", num_hidden_layers=4), **keys, **paths}
+    world, config = world_of(mesh), config_of(command, mesh, keys)
+    engine = EngineConfig.from_config(config)
+    ranks = world // MESHES[mesh].get("tp", 1)
+    measured = run(world, really_reading, command, mesh, keys, 2)
+    for rank in range(world):
+        simulation = simulate(engine, world, None, step_of_command(config, 2, ranks), rank=rank)
+        persistent, then, totals = measured[rank]
+        assert simulation.persistent == persistent
+        assert (persistent["beside"] > 0) == any(name in ("reference.path", "distill.teacher") for name in keys)
+        (classes, *when), (seen, *then_when) = lasting(simulation.peak), lasting(then)
+        assert (classes.pop("head"), when) == (pytest.approx(seen.pop("head"), rel=0.01), then_when)
+        assert classes == seen
+        assert simulation.peak.total == pytest.approx(then.total, rel=0.05)
+        differing = {kind for kind, total in totals.items() if simulation.collectives.totals.get(kind) != total}
+        # Teachers tell other ranks what they have read, in messages of some hundred bytes.
+        assert len(differing) <= (command == "distill"), differing
+        for kind in differing:
+            assert simulation.collectives.totals[kind].bytes == pytest.approx(totals[kind].bytes, rel=0.01)
+
+
 def test_experts_get_as_many_tokens_together_as_on_real_ranks() -> None:
     """Which rank gets how many is the routers' choice, and a simulation's is even; all else is to the byte."""
     path, mesh, step = saved_model("qwen3_moe"), "pp2xep2", step_on("pp2xep2", 2)
@@ -155,7 +232,7 @@ def kept_and_seen(path: str, sections: dict[str, Any], step: Step) -> tuple[int,
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _, watch = watched_step(engine, plan, rows, step.objective)
+        _, watch = watched_step(engine, plan, rows, step)
     # What FSDP gathers is kept for backward, too, and emptied behind it.
     peaks = watch.peak().maxima
     return sum(storage.nbytes() for storage in storages.values()), peaks["activations"]

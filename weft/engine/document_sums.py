@@ -13,6 +13,7 @@ from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Batch, LossOutput
 from weft.launch import flight
+from weft.launch.simulated import read
 
 if TYPE_CHECKING:
     from weft.engine.step_plan.plan import StepPlan
@@ -58,7 +59,7 @@ def means_over_ranks(engine: Engine, totals: Tensor, readings: str) -> Tensor:
     totals = totals.to(engine.device)
     dist.all_reduce(totals, group=engine.mesh.world_group)
     sums, counts = totals.cpu()
-    if not bool((counts > 0).all()):
-        missing = int((counts == 0).nonzero()[0, 0])
-        raise RuntimeError(f"no rank read document {missing} of {len(counts)}: its {readings} are missing")
+    times = read(counts, lambda: [1.0] * len(counts))
+    if not all(times):
+        raise RuntimeError(f"no rank read document {times.index(0.0)} of {len(times)}: its {readings} are missing")
     return sums / counts

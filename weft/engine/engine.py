@@ -41,7 +41,7 @@ from weft.errors import RanksDisagreeError, UserError
 from weft.launch import flight
 from weft.launch.consistency import ReplicaChecksum
 from weft.launch.process import Ranks
-from weft.launch.simulated import read
+from weft.launch.simulated import host_memory, on_host, read
 from weft.models.embedding_noise import StepNoise
 from weft.models.readouts import ReadoutSpec
 from weft.parallel.device_copies import DeviceCopies
@@ -210,8 +210,9 @@ class Engine:
     def plan_step(self, documents: Sequence[Document]) -> tuple[StepPlan, dict[int, Document]]:
         """The plan of a step of these documents, and this rank's documents by index. Other measured documents are not
         built."""
-        plan = self.plan(self.planner.metadata(documents))
-        return plan, take(documents, self.planner.local_documents(plan))
+        with on_host(), host_memory():
+            plan = self.plan(self.planner.metadata(documents))
+            return plan, take(documents, self.planner.local_documents(plan))
 
     # Former names, for programs written with them.
     deal = plan_step
@@ -244,7 +245,16 @@ class Engine:
         self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, noise: StepNoise | None = None
     ) -> StepRows:
         routed = self.config.replay and (self.lora is None or self.lora.switch.on)
-        return self._rows.rows(plan, documents, every_token, routed, noise)
+        rows, simulation = self._rows.rows(plan, documents, every_token, routed, noise), self.ranks.simulated
+        if simulation is None:
+            return rows
+
+        def build(micro_batch: int) -> Row:
+            with on_host(), host_memory():
+                row = rows[micro_batch]
+            return row.moved(simulation.on_device)
+
+        return replace(rows, build=build)
 
     def bubble(self, plan: StepPlan) -> float:
         """The share of a step in which stages of mesh.pp wait for each other, from the FLOPs of this rank's rows."""
@@ -417,6 +427,7 @@ class Engine:
         rows = self._lay_out(plan, documents, every_token=every_token)
         self._prepare_forwards()
 
+        @host_memory()
         def use(micro: int, row: Row, readouts: dict[str, Tensor]) -> None:
             lengths = [len(documents[index]) for index in row.documents]
             firsts = torch.tensor([0, *lengths]).cumsum(0)

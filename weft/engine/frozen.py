@@ -93,9 +93,11 @@ def open_frozen(
     progress: Progress | None = None,
     readouts: Collection[str] = (),
 ) -> Engine:
-    """The engine of such a config. section: its name, for errors. Other arguments: as of Engine. Collective."""
+    """The engine of such a config. section: its name, for errors. weights: as of Engine; a simulation has none. Other
+    arguments: as of Engine. Collective."""
     with flight.computing(f"the {section}"), named_section(section):
         flight.enter("load")
+        weights = weights and ranks.simulated is None
         return Engine(config, ranks, weights=weights, shares_with=shares_with, progress=progress, readouts=readouts)
 
 

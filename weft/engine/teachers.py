@@ -20,6 +20,7 @@ from weft.engine.batch.document import Document, choose
 from weft.engine.engine import Engine
 from weft.engine.losses.distillation import HIDDEN, TEACHER, Listed
 from weft.launch import flight
+from weft.launch.simulated import host_memory, is_simulated, read
 from weft.launch.timing import waiting
 from weft.ops.communicator import GroupCommunicator
 from weft.ops.divergence import TeacherHead
@@ -98,7 +99,7 @@ def check_hidden(states: Tensor, document: Document, teacher: str) -> None:
             f"{teacher} gives hidden states of shape {tuple(states.shape)} for {document.source or 'a document'} of "
             f"{len(document)} tokens"
         )
-    if not bool(states.isfinite().all()):
+    if not all(read(states.isfinite().all()[None], lambda: [True])):
         raise FloatingPointError(
             f"{teacher} gives hidden states that are not finite, of {document.source or 'a document'}. Look at its "
             "weights, or set teacher.param_dtype=fp32."
@@ -153,10 +154,10 @@ def read_hidden(
     """Index -> what this rank reads of the documents. readers: TeacherSource.read of each teacher. chosen, documents:
     as in with_teachers. indices: of the documents to read, ascending. Collective."""
     hidden: dict[int, Tensor] = {}
-    for teacher, read in enumerate(readers):
+    for teacher, reader in enumerate(readers):
         taught = [index for index in indices if chosen is None or chosen[index] == teacher]
         if taught:
-            values = read(documents if len(taught) == len(documents) else choose(documents, taught))
+            values = reader(documents if len(taught) == len(documents) else choose(documents, taught))
             hidden |= {taught[n]: states for n, states in values.items()}
     return hidden
 
@@ -203,7 +204,7 @@ def exchange(
     device: torch.device,
 ) -> dict[int, Tensor]:
     """The tensors [T, ...] of the documents `needed`, which ranks may have read elsewhere; each comes from the first
-    rank that has it, so that all have the same bits. Collective.
+    rank that has it, so that all have the same bits. In a simulation each rank has read what it needs. Collective.
 
     Documents may have other inner shapes (several teachers); each shape is exchanged by itself.
     """
@@ -213,8 +214,11 @@ def exchange(
     lengths = {index: len(document) for index, document in needed.items()}
     here = ({index: (tuple(x.shape[1:]), x.dtype) for index, x in read.items()}, lengths)
     by_rank: list[tuple[dict[int, tuple[tuple[int, ...], torch.dtype]], dict[int, int]]] = [({}, {})] * world
-    with waiting():
-        dist.all_gather_object(by_rank, here, group=group)
+    if is_simulated():
+        by_rank[rank] = here
+    else:
+        with waiting():
+            dist.all_gather_object(by_rank, here, group=group)
     owner: dict[int, int] = {}
     kinds: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
     for source, (kinds_there, _) in enumerate(by_rank):
@@ -228,7 +232,9 @@ def exchange(
         sent = [[index for index in indices if owner[index] == rank] for indices in needs]
         received = [[index for index in needs[rank] if owner[index] == source] for source in range(world)]
         parts = [read[index] for indices in sent for index in indices]
-        joined = (torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=dtype)).to(device)
+        with host_memory():
+            joined = torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=dtype)
+        joined = joined.to(device)
         counts = [sum(by_rank[target][1][index] for index in indices) for target, indices in enumerate(sent)]
         expected = [sum(lengths[index] for index in indices) for indices in received]
         with waiting():

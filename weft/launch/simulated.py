@@ -1,7 +1,7 @@
 """The simulation of a device: a step runs on the CPU with torch's fake tensors, which have sizes and no values.
 
 Code that chooses kernels or sizes by the device calls `device_kind`; code that waits for numbers of a device calls
-`read`. Little other code depends on a simulation.
+`read`; code that fills the memory of the host is inside `host_memory`. Little other code depends on a simulation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed._tools.fake_collectives  # gives collectives of fake tensors their shapes
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 NEW = (9, 0)  # the compute capability of a device that is not there
 
@@ -40,8 +40,14 @@ class Simulation:
         finally:
             _current = None
 
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the device, without values: a copy where that is an accelerator."""
+        fake = tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
+        return fake.clone() if self.kind == "cuda" else fake
+
 
 _current: Simulation | None = None
+_in_host_memory = False
 
 
 def is_simulated() -> bool:
@@ -86,6 +92,22 @@ def read(values: Tensor, planned: Callable[[], Sequence[Any]]) -> list[Any]:
 def on_host() -> AbstractContextManager[Any]:
     """Inside, new tensors have values in a simulation, too: torch computes the offsets of shards with them."""
     return nullcontext() if _current is None else unset_fake_temporarily()
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """Inside, a simulated accelerator gets no tensors: new ones are in the memory of the host."""
+    global _in_host_memory
+    before, _in_host_memory = _in_host_memory, True
+    try:
+        yield
+    finally:
+        _in_host_memory = before
+
+
+def fills_host() -> bool:
+    """Whether new tensors are in the memory of the host, beside a simulated accelerator."""
+    return _in_host_memory and _current is not None and _current.kind == "cuda"
 
 
 def has_ended(work: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.config.mesh import AXES, MeshSizes
 from weft.launch.process import world_group
+from weft.launch.simulated import is_simulated
 from weft.ops.communicator import Communicator, CPAxis, GroupCommunicator
 from weft.parallel.shards.cuts import AnyShardSpec
 
@@ -83,7 +84,9 @@ class PPAxis:
         return values
 
     def broadcast(self, source: int, value: T) -> T:
-        """The value of the rank at `source`, on all ranks; collective."""
+        """The value of the rank at `source`, on all ranks; in a simulation this rank's. Collective."""
+        if is_simulated():
+            return value
         values = [value]
         dist.broadcast_object_list(values, group=self.group, group_src=source)
         return values[0]

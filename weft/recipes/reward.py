@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weft.config.reward_schema import RewardConfig
+from weft.config.reward_schema import RewardConfig, RewardLossConfig
 from weft.data.documents import Documents, require_pairs
 from weft.data.scored_documents import ScoredDocuments, StepDocuments
 from weft.engine.batch.document import Document
@@ -28,12 +28,8 @@ class RewardRecipe(Recipe[RewardConfig]):
     def __init__(self, config: RewardConfig, hooks: Hooks = NO_HOOKS) -> None:
         super().__init__(config, hooks)
         self.pad = hf.padding_id(config.model.path)
-        self.pairs: BradleyTerryLoss | None = None
-        self.objective = ScoreClassificationLoss()
-        if config.reward.loss == "bradley_terry":
-            self.objective = self.pairs = BradleyTerryLoss(config.reward.center_rewards_coefficient)
-        elif config.reward.loss == "regression":
-            self.objective = ScoreRegressionLoss()
+        self.objective = make_loss(config.reward)
+        self.pairs = self.objective if isinstance(self.objective, BradleyTerryLoss) else None
 
     def prepared(self, documents: Sequence[Document]) -> Sequence[Document]:
         assert isinstance(documents, Documents)
@@ -78,6 +74,13 @@ class RewardRecipe(Recipe[RewardConfig]):
         """Reads the scores of a step whose plan parts a pair; it has its loss without them otherwise."""
         if self.pairs is not None:
             self.pairs.scores = step_scores(self.engine, plan, local) if parts_pairs(plan) else {}
+
+
+def make_loss(reward: RewardLossConfig) -> BradleyTerryLoss | ScoreRegressionLoss | ScoreClassificationLoss:
+    """The loss of scores that reward.loss names."""
+    if reward.loss == "bradley_terry":
+        return BradleyTerryLoss(reward.center_rewards_coefficient)
+    return ScoreRegressionLoss() if reward.loss == "regression" else ScoreClassificationLoss()
 
 
 def run(config: RewardConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -> None:

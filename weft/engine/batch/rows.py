@@ -30,6 +30,7 @@ from weft.engine.batch.media import joined
 from weft.engine.batch.replay import RouteReplay
 from weft.engine.step_plan.plan import StepPlan
 from weft.launch.consistency import ReplicaChecksum
+from weft.launch.simulated import is_simulated
 from weft.models.embedding_noise import StepNoise
 from weft.models.families.family import Layout
 from weft.models.vision import Vision
@@ -474,7 +475,7 @@ def document_checksums(
 
 def _crc(tensors: Iterable[Tensor]) -> int:
     number = 0
-    for tensor in tensors:
+    for tensor in () if is_simulated() else tensors:
         number = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), number)
     return number & 0xFFFFFF
 

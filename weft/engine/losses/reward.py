@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.engine.losses.base import Batch, LossOutput
+from weft.launch.simulated import read
 
 if TYPE_CHECKING:
     from weft.engine.step_plan.plan import StepPlan
@@ -53,7 +54,8 @@ class BradleyTerryLoss(_ScoreLoss):
 
     def __call__(self, batch: Batch) -> LossOutput:
         score_N, margin_N = batch.readouts["score"], batch.arrays["margin"]
-        answers = [batch.documents[document] for document in batch.document_N.tolist()]
+        numbers = read(batch.document_N, lambda: range(len(score_N)))
+        answers = [batch.documents[number] for number in numbers]
         index_of = {answer: n for n, answer in enumerate(answers)}
         opposite_N = torch.zeros_like(score_N)  # the score of the pair's other answer
         near = [(n, index_of[answer ^ 1]) for n, answer in enumerate(answers) if answer ^ 1 in index_of]

@@ -1,6 +1,7 @@
 """The content of memory in a step, by class, at the moment when there was most.
 
-`weights`, `optimizer` and `gradients` are those that the engine holds. `gathered` are whole parameters of FSDP units,
+`weights`, `optimizer` and `gradients` are those that the engine holds, `beside` the weights of models that are only
+read. `gathered` are whole parameters of FSDP units,
 with the buffers in which they arrive. `unreduced` are gradients of whole units before they are reduced. `head` is made
 by the head in a forward. `activations` are other tensors that outlive the forward that made them, because backward
 needs them; a layer that is recomputed in backward has activations until its backward is done. Everything else is
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-CLASSES = ("weights", "gradients", "optimizer", "activations", "head", "gathered", "unreduced", "temporary")
+CLASSES = ("weights", "gradients", "optimizer", "beside", "activations", "head", "gathered", "unreduced", "temporary")
 
 
 @dataclass(slots=True)

@@ -8,8 +8,11 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from weft.config.devices import device_lines
+from weft.config.distill_schema import DistillConfig
+from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import resolve_mesh
 from weft.config.recompute import RecomputeSetting
+from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.sources import looks_like_hub_dataset
@@ -19,23 +22,28 @@ from weft.data.images import read_images
 from weft.data.sources import open_data
 from weft.engine.batch.document import choose
 from weft.engine.config import EngineConfig
+from weft.engine.losses.base import Loss
 from weft.engine.losses.load import choose_objective
 from weft.engine.losses.policy import PolicyLoss
+from weft.engine.losses.preference.objective import PreferenceLoss
 from weft.errors import UserError, first_line
 from weft.launch.machine import accelerator
 from weft.launch.options import PlanOptions
 from weft.models import hf
+from weft.recipes.distill import make_loss as distillation_loss
 from weft.recipes.plan.account import chosen_recompute
 from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_readings
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.choices import Choice
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.memory import Memory, memory_by_stage
+from weft.recipes.plan.readings import readings_of
 from weft.recipes.plan.rows import StepLengths
 from weft.recipes.plan.search import Search, search
 from weft.recipes.plan.show import show_engines, show_estimate, show_search, show_simulated
 from weft.recipes.plan.simulate import Step, simulate
 from weft.recipes.plan.timing import time_of
+from weft.recipes.reward import make_loss as score_loss
 from weft.recipes.run_data import make_steps, read_data
 from weft.rl.model_engines import policy_config
 from weft.terminal import counted, say, say_all
@@ -83,23 +91,30 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         step = replace(step_of(config, lengths.tokens), group=lengths.group, prefix=lengths.prefix)
         for memory in ranks_to_simulate(memories):
             rank = memory.share.coordinates.rank(mesh)
-            show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
+            others = sum(row.resident for row in beside.rows(mesh))
+            show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory, others)
     show_engines(beside.rows(mesh), max(memories, key=lambda memory: memory.fullest), machine)
     if isinstance(config, RlConfig):
         say_all(device_lines(config))
 
 
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
-    """The step to simulate: documents of these lengths, and the objective with the columns that it reads. Raises
-    UserError for a command whose objective is not simulated."""
-    if config.command not in ("sft", "rl"):
-        raise UserError(
-            f"--simulate: steps of weft sft and weft rl are simulated, and this config is of weft {config.command}: "
-            "leave out --simulate."
-        )
-    if isinstance(config, SftConfig):
-        return Step(lengths, choose_objective(config.train.loss))
-    return Step(lengths, PolicyLoss(config.rl), ("old_logprobs", "advantages", "correction", "ref_logprobs"))
+    """The step to simulate: documents of these lengths, the objective with the columns that it reads, and what is read
+    before. Raises UserError for what is not simulated."""
+    if isinstance(config, RlConfig):
+        return Step(lengths, PolicyLoss(config.rl), ("old_logprobs", "advantages", "correction", "ref_logprobs"))
+    objective: Loss
+    if isinstance(config, DpoConfig):
+        objective = PreferenceLoss(config.preference)
+    elif isinstance(config, DistillConfig):
+        objective = distillation_loss(config.distill)
+    elif isinstance(config, RewardConfig):
+        objective = score_loss(config.reward)
+    else:
+        objective = choose_objective(config.train.loss)
+    scored = isinstance(config, RewardConfig)
+    arrays = ("margin", "label") if scored else ()
+    return Step(lengths, objective, arrays, scored=scored, readings=readings_of(config, objective))
 
 
 def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:

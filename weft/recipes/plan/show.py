@@ -29,6 +29,7 @@ _FRAGMENTS = 0.025
 _NOTES = {
     "weights": "masters, what is frozen, and buffers",
     "optimizer": "with the average of the weights, if there is one",
+    "beside": "weights and heads of models that are only read",
     "activations": "what forwards keep for backward, of all rows in flight",
     "head": "what it makes in a forward: logits, and gradients that are known then",
     "gathered": "whole parameters of units, and the buffers in which they arrive",
@@ -222,9 +223,9 @@ def show_search(
 # ---------------------------------------------------------------- a simulated rank
 
 
-def show_simulated(simulated: Simulated, estimated: Memory, room: int) -> None:
+def show_simulated(simulated: Simulated, estimated: Memory, room: int, beside: int = 0) -> None:
     """Prints the simulation of one rank. estimated: the memory by formula of the fullest rank of its stage, for
-    comparison. room: memory of the accelerator in bytes."""
+    comparison. room: memory of the accelerator in bytes. beside: bytes by formula of models that are only read."""
     ran = f"{simulated.micro_batches} of {simulated.all_micro_batches} micro-batches ran, those with the longest rows"
     if simulated.micro_batches == simulated.all_micro_batches:
         ran = f"{simulated.micro_batches} micro-batches ran"
@@ -235,6 +236,7 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int) -> None:
         "weights": holdings.weights,
         "gradients": holdings.gradients,
         "optimizer": holdings.optimizer + holdings.average,
+        "beside": beside,
         "activations": estimated.rows + estimated.in_flight,
         "gathered": estimated.gathered,
     }
@@ -248,11 +250,13 @@ def show_simulated(simulated: Simulated, estimated: Memory, room: int) -> None:
         "",
     )
     for name, size in peak.classes.items():
+        if name == "beside" and not peak.maxima[name]:
+            continue
         estimate = byte_count(by_arithmetic[name]) if name in by_arithmetic else ""
         table.add_row(name, byte_count(size), byte_count(peak.maxima[name]), estimate, _NOTES.get(name, ""))
     table.add_section()
     share = f"{peak.total / room:.0%} of {byte_count(room)}"
-    table.add_row("at the fullest", byte_count(peak.total), "", byte_count(estimated.fullest), share)
+    table.add_row("at the fullest", byte_count(peak.total), "", byte_count(estimated.fullest + beside), share)
     show(table)
     overhead = round(_CONTEXT + _FRAGMENTS * peak.total)
     total = f"with {byte_count(overhead)} for CUDA and NCCL contexts and fragments: {byte_count(peak.total + overhead)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,31 +28,34 @@ from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError, first_line
 from weft.launch.machine import Accelerator
 from weft.launch.process import fake_ranks
-from weft.launch.simulated import Simulation
+from weft.launch.simulated import Simulation, on_host
 from weft.ops.shapes import GroupedProducts
-from weft.parallel.pp.schedule import in_flight
 from weft.recipes.plan.observed_collectives import Collectives
 from weft.recipes.plan.observed_memory import Peak
+from weft.recipes.plan.readings import Readings, fewest_micro_batches, longest
 from weft.recipes.plan.watch import Watch, held_by
 
 
 @dataclass(frozen=True)
 class Step:
     """A step to simulate. lengths: of its documents, in tokens, all of which are trained. arrays: names of the
-    per-token arrays that the objective reads. group, prefix: as in StepLengths."""
+    per-token arrays that the objective reads. group, prefix: as in StepLengths. scored: whether the last token of each
+    alone is read. readings: what comes before."""
 
     lengths: Sequence[int]
     objective: Loss
     arrays: Sequence[str] = ()
     group: int = 1
     prefix: int = 0
+    scored: bool = False
+    readings: Readings = field(default_factory=Readings)
 
 
 @dataclass(frozen=True)
 class Simulated:
     """A rank's simulated step. stage: its place on mesh.pp; None without pp. micro_batches: number that were run, of
-    `all_micro_batches`. persistent: bytes of weights, gradients and optimizer state, without padding. seconds: duration
-    of the simulation."""
+    `all_micro_batches`. persistent: bytes of weights, gradients and optimizer state, without padding, and of models
+    beside. seconds: duration of the simulation."""
 
     rank: int
     stage: int | None
@@ -78,13 +81,16 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
     _forget_meshes()
     with fake_ranks(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
         engine = Engine(config, ranks, weights=False, readouts=step.objective.readouts)
+        step.readings.open(engine)
+        for model in step.readings.models:
+            _check(model.config, step.readings.section)
         full_plan = plan_of(engine, step)
         plan = longest(full_plan, fewest_micro_batches(engine))
         rows = rows_of(engine, plan, step)
         with simulation.running(), _products(engine):
             make_state(engine)
             try:
-                persistent, watch = watched_step(engine, plan, rows, step.objective)
+                persistent, watch = watched_step(engine, plan, rows, step)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise _depends(engine, error) from error
     stage = None if engine.mesh.pp is None else engine.mesh.pp.rank
@@ -94,12 +100,18 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
     )
 
 
-def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, objective: Loss) -> tuple[dict[str, int], Watch]:
-    """Run one step, also of a real rank. Returns (bytes by class that the engine holds at the end of the backward, the
-    Watch)."""
-    with Watch(engine) as watch:
-        engine.accumulate(plan, rows, objective)
-        persistent = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held_by(engine).items()}
+def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, step: Step) -> tuple[dict[str, int], Watch]:
+    """Run one step, with what is read before it, also of a real rank. Returns (bytes by class that the rank holds at
+    the end of the backward, the Watch)."""
+    readings = step.readings
+    with on_host():
+        documents = simulated_documents(step)
+    with Watch(engine, readings.models, readings.held) as watch:
+        rows = readings.read(engine, plan, documents, rows)
+        engine.accumulate(plan, rows, step.objective)
+        held = held_by(engine) | {"beside": readings.held}
+        persistent = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held.items()}
+        del held
         engine.apply(1e-5)
     return persistent, watch
 
@@ -111,14 +123,8 @@ def plan_of(engine: Engine, step: Step) -> StepPlan:
 
 def rows_of(engine: Engine, plan: StepPlan, step: Step) -> StepRows:
     """This rank's rows, already built; in a simulation their tensors have no values."""
-    rows = engine.rows(
-        plan, take(simulated_documents(step), engine.planner.local_documents(plan)), step.objective, 1
-    ).ahead()
-    simulation = engine.ranks.simulated
-    if simulation is None:
-        return rows
-    built = [rows[micro].moved(simulation.fake.from_tensor) for micro in range(plan.micro_batches)]
-    return replace(rows, build=lambda micro: built[micro])
+    local = take(simulated_documents(step), engine.planner.local_documents(plan))
+    return engine.rows(plan, local, step.objective, 1).ahead()
 
 
 def simulated_documents(step: Step) -> list[Document]:
@@ -126,8 +132,10 @@ def simulated_documents(step: Step) -> list[Document]:
     matter."""
     like: dict[int, Document] = {}
     for length in set(step.lengths):
-        ones = torch.ones(length)
-        like[length] = Document(ones.long(), ones, arrays=dict.fromkeys(step.arrays, ones))
+        ones, weights = torch.ones(length), torch.ones(length)
+        if step.scored:
+            weights[:-1] = 0.0
+        like[length] = Document(ones.long(), weights, arrays=dict.fromkeys(step.arrays, ones))
     if step.group == 1:
         return [like[length] for length in step.lengths]
     documents = []
@@ -136,31 +144,6 @@ def simulated_documents(step: Step) -> list[Document]:
         tokens[step.prefix : step.prefix + 1] = 2 + index % step.group
         documents.append(replace(like[length], tokens=tokens, group=index // step.group))
     return documents
-
-
-def fewest_micro_batches(engine: Engine) -> int:
-    """The number of micro-batches beyond which a rank's memory does not change: when the last backward begins, there
-    are gradients of earlier micro-batches, and a pipeline has held as many rows as it ever does."""
-    pp, schedule, stages = engine.mesh.pp, engine.config.mesh.pp_schedule, engine.stages
-    if pp is None or stages is None:
-        return 2
-    if schedule == "GPipe":
-        return 1 << 30
-    full = 4 * stages.placement.stages
-    return full if stages.placement.chunks > 1 else in_flight(schedule, stages.placement, pp.rank, full) + 1
-
-
-def longest(plan: StepPlan, count: int) -> StepPlan:
-    """The plan cut to at most `count` micro-batches, those with the longest rows."""
-    order = sorted(range(plan.micro_batches), key=lambda micro: -max(plan.lengths[micro]))
-    chosen = sorted(order[:count])
-    return replace(
-        plan,
-        rows=tuple(plan.rows[micro] for micro in chosen),
-        lengths=tuple(plan.lengths[micro] for micro in chosen),
-        costs=tuple(plan.costs[micro] for micro in chosen),
-        pieces=tuple(plan.pieces[micro] for micro in chosen) if plan.pieces else (),
-    )
 
 
 def make_state(engine: Engine) -> None:
@@ -173,11 +156,11 @@ def make_state(engine: Engine) -> None:
     engine.drop_gradients()
 
 
-def _check(config: EngineConfig) -> None:
+def _check(config: EngineConfig, section: str = "fsdp") -> None:
     if config.fsdp.cpu_offload:
         raise UserError(
-            "fsdp.cpu_offload: a simulation does not tell the host's memory from the accelerator's: set "
-            "fsdp.cpu_offload=false, or leave out --simulate."
+            f"{section}.cpu_offload: a simulation does not tell the host's memory from the accelerator's: set "
+            f"{section}.cpu_offload=false, or leave out --simulate."
         )
     if config.model.compile is True:
         raise UserError(

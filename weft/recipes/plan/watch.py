@@ -8,7 +8,7 @@ storages are checked after every operation that may have filled them, and while 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from weft.engine.engine import Engine
 from weft.launch import flight
+from weft.launch.simulated import fills_host
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import local_shard
 from weft.recipes.plan.observed_collectives import Collectives, parts_of
@@ -47,32 +48,37 @@ class _Unit:
 class Watch(TorchDispatchMode):
     """Records the operations of this thread inside the context; to be entered once."""
 
-    def __init__(self, engine: Engine) -> None:
-        """engine: before the step, when the optimizer has its state."""
+    def __init__(self, engine: Engine, beside: Sequence[Engine] = (), held: Iterable[Tensor] = ()) -> None:
+        """engine: before the step, when the optimizer has its state. beside: other engines of this rank. held: their
+        tensors."""
         super().__init__()
-        self.engine, self.collectives = engine, Collectives(parts_of(engine))
+        parts = [parts_of(model) for model in (*beside, engine)]
+        self.engine, self.collectives = engine, Collectives({k: v for part in parts for k, v in part.items()})
         self.moments: list[Moment] = []  # one per operation
         self.lives: list[Life] = []
         self._phase = ("", 0)
         self._alive: dict[int, Life] = {}  # by address
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        groups = (unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_modules(engine.module))
+        units = (unit for model in (engine, *beside) for unit in fsdp_modules(model.module))
+        groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
         self._groups: list[Any] = [group for group in groups if group is not None]
         self._units: dict[int, _Unit] = {}  # index of a group -> its unit, once it was gathered
         self._full: list[_Unit] = []
         self._in_head = False
-        head = engine.module.head
-        self._hooks = [
-            head.register_forward_pre_hook(lambda *_: self._head(True)),
-            head.register_forward_hook(lambda *_: self._head(False)),
-        ]
-        for kind, tensors in held_by(engine).items():
+        self._hooks = []
+        for model in (engine, *beside):
+            head = model.module.head
+            self._hooks.append(head.register_forward_pre_hook(lambda *_: self._head(True)))
+            self._hooks.append(head.register_forward_hook(lambda *_: self._head(False)))
+        for kind, tensors in (held_by(engine) | {"beside": held}).items():
             self._classify(tensors, kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # DTensor's own operations are seen one by one
         out = func(*args, **(kwargs or {}))
+        if fills_host():
+            return out
         if func in _FILLS:
             self._look_for_gathered()
         self._note()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,8 +48,9 @@ class StepAnswers:
     kl: float
     policy: Tensor
 
-    @property
+    @cached_property
     def mean_tokens(self) -> float:
+        """Trained tokens of the chosen answers."""
         return float(self.tokens[self.chosen].mean())
 
     def compared(self, policy: Tensor, examples: Tensor, config: PreferenceConfig) -> Pairs | Singles:
@@ -98,6 +100,7 @@ class PreferenceLoss:
         self.config, self.losses = config, load_losses(config)
         self.whole_step = any(facts.whole_step for facts in config.facts)
         self._step: StepAnswers | None = None
+        self._columns: list[list[int]] = []  # documents of the examples: [2, P] or [1, E]
         self._example: list[int] = []  # of each document: its example
         self._read: list[bool] = []  # of each example: whether its answers were read first
         self._factors = torch.zeros(0, dtype=torch.float64)  # [D] d loss / d logprob sum, of those
@@ -109,7 +112,8 @@ class PreferenceLoss:
         columns = [step.chosen, step.rejected] if len(step.rejected) else [step.chosen]
         documents = torch.stack(columns)
         self._example = [0] * len(step.tokens)
-        for column in documents.tolist():
+        self._columns = documents.tolist()
+        for column in self._columns:
             for example, document in enumerate(column):
                 self._example[document] = example
         read = step.policy[documents].isfinite().all(0)
@@ -142,23 +146,20 @@ class PreferenceLoss:
         sums_D = batch.document_sum((batch.weights_N * batch.readouts["logprob"]).double())
         documents = batch.counted_documents
         index_of = {document: index for index, document in enumerate(documents)}
-        chosen, rejected = self._known.chosen, self._known.rejected
+        chosen, is_paired = self._columns[0], len(self._columns) == 2
         first = [document for document in documents if self._read[self._example[document]]]
         loss_sum = sums_D.sum() * 0.0
         if first:
             indices, factors = [index_of[document] for document in first], self._factors[first]
             loss_sum = loss_sum + (factors.to(sums_D.device) * sums_D[indices]).sum()
-        direct = [
-            e for document in documents if not self._read[e := self._example[document]] and int(chosen[e]) == document
-        ]
-        columns = [chosen[direct].tolist()] + ([rejected[direct].tolist()] if len(rejected) else [])
-        policy = torch.stack([sums_D[[index_of[document] for document in column]] for column in columns])
+        direct = [e for document in documents if not self._read[e := self._example[document]] and chosen[e] == document]
+        policy = torch.stack([sums_D[[index_of[column[e]] for e in direct]] for column in self._columns])
         metrics = self._measure(policy, torch.tensor(direct, dtype=torch.int64))
         loss_sum = loss_sum + metrics["loss"].sum()
-        counted = [self._example[document] for document in first if int(chosen[self._example[document]]) == document]
+        counted = [self._example[document] for document in first if chosen[self._example[document]] == document]
         ones = torch.ones(len(direct) + len(counted), dtype=torch.float64)
         weights = dict.fromkeys(metrics, ones)
-        if not len(rejected):
+        if not is_paired:
             desired = self._known.desired[[*direct, *counted]]
             weights |= {name: desired if name.endswith("chosen") else 1 - desired for name in metrics if "/" in name}
         sums: dict[str, tuple[Tensor, Tensor | float]] = {}
@@ -167,7 +168,7 @@ class PreferenceLoss:
             combined = torch.cat([values.detach(), known])
             weight = weights[name].to(combined)
             sums[name] = (combined * weight).sum(), weight.sum()
-        if not len(rejected):
+        if not is_paired:
             sums["kl"] = ones.sum() * self._known.kl, ones.sum()
         return LossOutput(loss_sum, sums)
 
