@@ -151,11 +151,20 @@ def really_reading(command: str, mesh: str, keys: dict[str, Any], micro_batches:
         ("distill", "2", {"distill.teacher": "gemma2"}),
         pytest.param("dpo", "tp2", {"lora.rank": 4}, marks=pytest.mark.table),
         pytest.param("dpo", "2", {"lora.rank": 4, "preference.loss": "aot"}, marks=pytest.mark.table),
-        pytest.param("dpo", "cp2", {"reference.path": "gemma2", "reference.dp_shard": 2}, marks=pytest.mark.table),
+        pytest.param(
+            "dpo",
+            "2",
+            {"reference.path": "gemma2", "reference.dp_shard": 1, "reference.tp": 2},
+            marks=pytest.mark.table,
+        ),
         pytest.param("dpo", "pp2", {"reference.path": "gemma2"}, marks=pytest.mark.table),
         pytest.param("dpo", "2", {"preference.loss": "kto", "reference.path": "gemma2"}, marks=pytest.mark.table),
-        pytest.param("reward", "cp2", {"reward.loss": "regression"}, marks=pytest.mark.table),
-        pytest.param("distill", "tp2", {"distill.teacher": "base", "lora.rank": 4}, marks=pytest.mark.table),
+        pytest.param(
+            "reward", "cp2", {"reward.loss": "classification", "reward.num_labels": 2}, marks=pytest.mark.table
+        ),
+        pytest.param(
+            "distill", "tp2", {"distill.teacher": "base", "lora.rank": 4, "distill.alpha": 0.5}, marks=pytest.mark.table
+        ),
         pytest.param("distill", "pp2", {"distill.teacher": "gemma2"}, marks=pytest.mark.table),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
@@ -166,22 +175,48 @@ def test_a_simulated_step_has_what_is_read_before_it(command: str, mesh: str, ke
     keys = {"model.path": saved_model("qwen3", num_hidden_layers=4), **keys, **paths}
     world, config = world_of(mesh), config_of(command, mesh, keys)
     engine = EngineConfig.from_config(config)
-    ranks = world // MESHES[mesh].get("tp", 1)
+    ranks = world // MESHES[mesh].get("tp", 1) // MESHES[mesh].get("pp", 1)
     measured = run(world, really_reading, command, mesh, keys, 2)
     for rank in range(world):
         simulation = simulate(engine, world, None, step_of_command(config, 2, ranks), rank=rank)
         persistent, then, totals = measured[rank]
         assert simulation.persistent == persistent
         assert (persistent["beside"] > 0) == any(name in ("reference.path", "distill.teacher") for name in keys)
-        (classes, *when), (seen, *then_when) = lasting(simulation.peak), lasting(then)
-        assert (classes.pop("head"), when) == (pytest.approx(seen.pop("head"), rel=0.01), then_when)
-        assert classes == seen
-        assert simulation.peak.total == pytest.approx(then.total, rel=0.05)
-        differing = {kind for kind, total in totals.items() if simulation.collectives.totals.get(kind) != total}
-        # Teachers tell other ranks what they have read, in messages of some hundred bytes.
-        assert len(differing) <= (command == "distill"), differing
-        for kind in differing:
-            assert simulation.collectives.totals[kind].bytes == pytest.approx(totals[kind].bytes, rel=0.01)
+        peak = simulation.peak
+        assert peak.total == pytest.approx(then.total, rel=0.05)
+        expected, seen = ({k: v for k, v in p.maxima.items() if k != "temporary"} for p in (peak, then))
+        assert expected == pytest.approx(seen, rel=0.15)
+        (classes, *when), (of_real, *then_when) = lasting(peak), lasting(then)
+        assert when == then_when
+        # Rows with hidden states of teachers are laid out in the step.
+        assert classes == (pytest.approx(of_real, rel=0.01) if command == "distill" else of_real)
+        # Teachers tell other ranks what they have read, in messages of some hundred bytes; of two ranks that have read
+        # the same documents, one sends its hidden states.
+        counted = simulation.collectives.totals
+        differing = {kind.operation for kind, total in totals.items() if counted.get(kind) != total}
+        assert differing <= ({"all-gather", "all-to-all"} if command == "distill" else set()), differing
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "message"),
+    [
+        ("distill", {"distill.on_policy": 0.5}, "set distill.on_policy=0, or leave out --simulate"),
+        ("distill", {"distill.teacher": "data"}, "leave out --simulate"),
+        ("distill", {"teacher.cpu_offload": True}, "set teacher.cpu_offload=false, or leave out --simulate"),
+        ("dpo", {"reference.cpu_offload": True}, "set reference.cpu_offload=false, or leave out --simulate"),
+    ],
+)  # fmt: skip
+def test_readings_that_cannot_be_simulated_are_refused(command: str, keys: dict[str, Any], message: str) -> None:
+    path = {"model.path": saved_model("llama")}
+    teacher = {"distill.teacher": saved_model("qwen3")} if command == "distill" else {}
+    config = config_of(command, "1", path | teacher | keys)
+
+    def attempt() -> None:
+        simulate(EngineConfig.from_config(config), 1, None, step_of(config, [33, 33]))
+
+    with pytest.raises(UserError, match=message):
+        attempt()
+    assert not torch.distributed.is_initialized()
 
 
 def test_experts_get_as_many_tokens_together_as_on_real_ranks() -> None:
