@@ -37,7 +37,7 @@ from weft.recipes.distill import open_teacher
 from weft.recipes.plan.beside import models_beside
 
 
-class Readings:
+class SimulatedReadings:
     """Of `weft sft` and `weft rl`: nothing is read. section: of the config's keys of models beside the trained one.
     models: those that are opened."""
 
@@ -60,7 +60,7 @@ class Readings:
         return [local_shard(p) for model in self.models for p in (*model.module.parameters(), *model.module.buffers())]
 
 
-class AnswerReadings(Readings):
+class AnswerReadings(SimulatedReadings):
     """Of `weft dpo`: the reference's logprob sums, and the trained model's where the loss needs them first."""
 
     section = "reference"
@@ -102,7 +102,7 @@ class AnswerReadings(Readings):
         return rows
 
 
-class ScoreReadings(Readings):
+class ScoreReadings(SimulatedReadings):
     """Of `weft reward` with pairs: the scores of answers whose pair's other is in another row."""
 
     def __init__(self, objective: BradleyTerryLoss) -> None:
@@ -117,7 +117,7 @@ class ScoreReadings(Readings):
         return rows
 
 
-class TeacherReadings(Readings):
+class TeacherReadings(SimulatedReadings):
     """Of `weft distill`: what teachers read of the documents."""
 
     section = "teacher"
@@ -194,7 +194,7 @@ class TeacherReadings(Readings):
         return torch.zeros(tokens, width, dtype=teacher.engine.precision.compute)
 
 
-def readings_of(config: SftConfig, objective: object) -> Readings:
+def readings_of(config: SftConfig, objective: object) -> SimulatedReadings:
     """What a command reads before its step with this objective. Raises UserError for what is not simulated."""
     if isinstance(config, DpoConfig):
         assert isinstance(objective, PreferenceLoss)
@@ -202,7 +202,7 @@ def readings_of(config: SftConfig, objective: object) -> Readings:
     if isinstance(config, DistillConfig):
         assert isinstance(objective, DistillationLoss)
         return TeacherReadings(config, objective)
-    return ScoreReadings(objective) if isinstance(objective, BradleyTerryLoss) else Readings()
+    return ScoreReadings(objective) if isinstance(objective, BradleyTerryLoss) else SimulatedReadings()
 
 
 def documents_of_longest(engine: Engine, documents: Sequence[Document]) -> Sequence[Document]:

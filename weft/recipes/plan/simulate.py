@@ -32,7 +32,7 @@ from weft.launch.simulated import Simulation, on_host
 from weft.ops.shapes import GroupedProducts
 from weft.recipes.plan.observed_collectives import Collectives
 from weft.recipes.plan.observed_memory import Peak
-from weft.recipes.plan.readings import Readings, fewest_micro_batches, longest
+from weft.recipes.plan.readings import SimulatedReadings, fewest_micro_batches, longest
 from weft.recipes.plan.watch import Watch, held_by
 
 
@@ -48,7 +48,7 @@ class Step:
     group: int = 1
     prefix: int = 0
     scored: bool = False
-    readings: Readings = field(default_factory=Readings)
+    readings: SimulatedReadings = field(default_factory=SimulatedReadings)
 
 
 @dataclass(frozen=True)
