@@ -33,8 +33,8 @@ from weft.launch.simulated import host_memory, on_host
 from weft.ops.divergence import TeacherHead
 from weft.parallel.mesh import local_shard
 from weft.parallel.pp.schedule import in_flight
-from weft.recipes.distill import open_teacher
 from weft.recipes.plan.beside import models_beside
+from weft.recipes.teachers import open_teacher
 
 
 class SimulatedReadings:

@@ -23,6 +23,7 @@ from weft.data.sources import open_data
 from weft.engine.batch.document import choose
 from weft.engine.config import EngineConfig
 from weft.engine.losses.base import Loss
+from weft.engine.losses.distillation import loss_of
 from weft.engine.losses.load import choose_objective
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.losses.preference.objective import PreferenceLoss
@@ -30,7 +31,6 @@ from weft.errors import UserError, first_line
 from weft.launch.machine import accelerator
 from weft.launch.options import PlanOptions
 from weft.models import hf
-from weft.recipes.distill import make_loss as distillation_loss
 from weft.recipes.plan.account import chosen_recompute
 from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_readings
 from weft.recipes.plan.blueprint import Blueprint
@@ -107,7 +107,7 @@ def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
     if isinstance(config, DpoConfig):
         objective = PreferenceLoss(config.preference)
     elif isinstance(config, DistillConfig):
-        objective = distillation_loss(config.distill)
+        objective = loss_of(config.distill)
     elif isinstance(config, RewardConfig):
         objective = score_loss(config.reward)
     else:
