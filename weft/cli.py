@@ -24,7 +24,7 @@ from weft.checkpoint.remote.local import local_path
 from weft.checkpoint.retention import ranks_of
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.commands import SCHEMAS, job_lines, schema_of
-from weft.config.dpo_schema import DpoConfig, reference_ranks
+from weft.config.frozen_ranks import frozen_ranks, frozen_section, in_turns
 from weft.config.load import chosen_keys, read_config_file, written_config
 from weft.config.mesh import AXES, fewest_ranks
 from weft.config.migrate.migrate import migrate_and_compare
@@ -171,8 +171,8 @@ def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
     """`weft sft`, and the commands that share its loop."""
     loaded, options = _load_run(options, SCHEMAS[command])
     config: Any = loaded
-    frozen = reference_ranks(config)
-    world = _world(options, config, frozen)
+    frozen = frozen_ranks(config)
+    world = _world(options, config)
     check_installed(config.track)
     check_profile(config.profile, world=world - frozen)
     options = replace(options, world=world - frozen)
@@ -188,13 +188,6 @@ def _train(command: str, options: TrainOptions, words: Sequence[str]) -> Job:
         body, world, words, _restarts(options), lambda run: _resume_command(command, options, words, run),
         account=None if frozen else partial(_account, config, world, options.device),
     )  # fmt: skip
-
-
-def _refused_with_ranks(command: str) -> UserError:
-    return UserError(
-        f"{command} does not count a reference on ranks of its own: add reference.ranks=null, with as many "
-        "ranks as the trained model has."
-    )
 
 
 def _account(config: Any, world: int, device: Device) -> Sequence[str]:
@@ -246,8 +239,7 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
     config: Any = _load(options.config, schema)
     if options.rollouts is not None and not isinstance(config, RlConfig):
         raise UserError("--rollouts needs a weft rl config, and this config has no section rl.")
-    if reference_ranks(config):
-        raise _refused_with_ranks("weft verify")
+    config, in_place = in_turns(config)
     if not joined() and options.nproc is None:
         config, nproc, words = _fit_to_machine(config, options.device, words)
         options = replace(options, nproc=nproc)
@@ -258,7 +250,7 @@ def _verify(options: VerifyOptions, words: Sequence[str]) -> Job:
         from weft.recipes import verify
 
         if env_rank() == 0:
-            say_all(job_lines(schema.command))
+            say_all([*job_lines(schema.command), *in_place])
         return verify.run(config, options)
 
     return Job(body, world, words)
@@ -285,12 +277,11 @@ def _plan(options: PlanOptions, words: Sequence[str]) -> Job:
     _require_one_process("plan")
     schema = _schema(options.config)
     config: Any = _load(options.config, schema, dry_run=True)  # like a dry run, it needs no weights
-    if reference_ranks(config):
-        raise _refused_with_ranks("weft plan")
     accelerator(options.assume)
-    ranks = (
-        options.ranks or getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
-    )
+    trained = getattr(getattr(config, "cluster", None), "trainer_ranks", None) or fewest_ranks(config.mesh)
+    ranks = options.ranks or trained + frozen_ranks(config)
+    _check_frozen_ranks(config, ranks, "--ranks")
+    ranks -= frozen_ranks(config)
     if not options.search:
         check_reshard(config, resolve_mesh(config.mesh, ranks, "--ranks"))
     options = replace(options, ranks=ranks)
@@ -398,8 +389,7 @@ def _chat(options: ChatOptions, words: Sequence[str]) -> Job:
 def _eval(options: MeasureOptions, words: Sequence[str]) -> Job:
     path = local_path("weft eval", options.path, step=options.step)
     config = measured_config(path, options.config, options.step if path == options.path else None)
-    if reference_ranks(config):
-        raise _refused_with_ranks("weft eval")
+    config, in_place = in_turns(config)
     if isinstance(config, RlConfig):
         _require_one_process("eval")
         resolved, world = rl_options(config, options.device, options.nproc), 1
@@ -411,6 +401,8 @@ def _eval(options: MeasureOptions, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import measure
 
+        if env_rank() == 0:
+            say_all(in_place)
         measure.run(config, options)
 
     return Job(body, world, words)
@@ -564,9 +556,10 @@ def _is_override(word: str) -> bool:
     return "=" in word and not Path(word).is_file()
 
 
-def _world(options: RankOptions | MeasureOptions, config: AnyConfig, frozen: int = 0) -> int:
-    """The number of ranks of the run, after checking that the mesh fits it, and that this machine has room for it.
-    frozen: those of them that have a frozen model alone."""
+def _world(options: RankOptions | MeasureOptions, config: AnyConfig) -> int:
+    """The number of ranks of the run, with those of frozen models, after checking that the meshes fit it, and that this
+    machine has room for it."""
+    frozen = frozen_ranks(config)
     if joined():
         world = int(os.environ["WORLD_SIZE"])
         if options.nproc not in (None, world):
@@ -579,26 +572,33 @@ def _world(options: RankOptions | MeasureOptions, config: AnyConfig, frozen: int
         if wanted is not None and options.nproc is None:
             wanted += frozen  # a checkpoint counts the trained model's ranks
         world = wanted or accelerator_count(options.device) or 1
-    if frozen:
-        if world <= frozen:
-            raise UserError(
-                f"reference.ranks={frozen} of {world} leaves no rank to the trained model: start "
-                f"with --nproc {frozen + 1} or more, or set reference.ranks=null."
-            )
-        section = cast(DpoConfig, config).reference
-        mesh = MeshConfig(
-            dp_replicate=section.dp_replicate or 1, dp_shard=section.dp_shard or -1, tp=section.tp or 1,
-            pp=section.pp or 1,
-        )  # fmt: skip
-        try:
-            resolve_mesh(mesh, frozen, "reference.ranks")
-        except UserError as error:
-            raise UserError(f"the reference (keys reference.* in place of mesh.*): {error}") from error
+    _check_frozen_ranks(config, world, "--nproc")
     sizes = resolve_mesh(config.mesh, world - frozen)
     check_reshard(config, sizes)
     if not joined() and not getattr(options, "dry_run", False):
         check_ranks_fit(world, options.device)
     return world
+
+
+def _check_frozen_ranks(config: AnyConfig, world: int, option: str) -> None:
+    """Raises UserError if a model on ranks of its own takes all of them, or if its mesh does not divide them. option:
+    what sets their number."""
+    named = frozen_section(config)
+    if named is None:
+        return
+    (name, section), frozen = named, frozen_ranks(config)
+    if world <= frozen:
+        raise UserError(
+            f"{name}.ranks={frozen} of {world} leaves no rank to the trained model: start with {option} {frozen + 1} "
+            f"or more, or set {name}.ranks=null."
+        )
+    mesh = MeshConfig(
+        dp_replicate=section.dp_replicate or 1, dp_shard=section.dp_shard or -1, tp=section.tp or 1, pp=section.pp or 1
+    )
+    try:
+        resolve_mesh(mesh, frozen, f"{name}.ranks")
+    except UserError as error:
+        raise UserError(f"the {name} (keys {name}.* in place of mesh.*): {error}") from error
 
 
 def _ranks_wanted(options: RankOptions | MeasureOptions, config: AnyConfig) -> int | None:

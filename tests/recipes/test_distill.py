@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import compress
+from itertools import compress, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -18,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import plain_distill
+from tests.support import forked, plain_distill
 from tests.support.cases import saved_model
 from tests.support.pool import run
 from tests.support.toy_tokenizers import byte_tokenizer, chat, metaspace_tokenizer, write_jsonl
@@ -38,6 +39,7 @@ from weft.recipes import distill, teachers, verify
 from weft.recipes.run_data import read_run_data
 from weft.recipes.student_samples import StudentSampler, chosen_of_step
 from weft.verify.distill_harness import DrawnLists
+from weft.verify.harness import compare_gradients
 
 _home = TemporaryDirectory(prefix="weft-distill-")
 WORDS = [
@@ -142,6 +144,74 @@ def test_each_source_has_its_teacher(tmp_path: Path) -> None:
     )
     assert [line["loss"] for line in lines(tmp_path / "run")] == pytest.approx(expected[0], rel=1e-5)
     assert "eval/b/divergence" in lines(tmp_path / "run")[-1]
+
+
+def keep_gradients(folder: Path) -> None:
+    """In ranks that begin after it, the student's first one writes the gradients of each step."""
+    apply, steps = Engine.apply, count(1)
+
+    def keeping(self: Engine, *args: Any, **options: Any) -> Any:
+        gradients = {name: g.cpu().clone() for name, g in self.gradients() if g is not None}
+        if self.ranks.is_first:
+            torch.save(gradients, folder / f"gradients-{next(steps)}.pt")
+        return apply(self, *args, **options)
+
+    mock.patch.object(Engine, "apply", keeping).start()
+
+
+@pytest.mark.covers("teacher.ranks")
+@pytest.mark.parametrize(
+    ("student", "ranks", "more"),
+    [
+        ("mesh.dp_shard=2", 1, []),
+        pytest.param("mesh.tp=2", 2, ["teacher.tp=2"], marks=pytest.mark.table),
+        pytest.param("mesh.cp=2", 2, [], marks=pytest.mark.table),
+        pytest.param("mesh.pp=2", 2, ["teacher.pp=2"], marks=pytest.mark.table),
+        pytest.param("mesh.dp_replicate=2", 3, ["lora.rank=4"], marks=pytest.mark.table),
+    ],
+)
+def test_teachers_on_ranks_of_their_own_are_those_of_plain_transformers(
+    student: str, ranks: int, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gradients of every step and parameter, of two teachers of other widths; evaluations are those of turns. A dry run
+    says the same of the teachers."""
+    sources = f"data.sources=[{{path: {home()}/a.jsonl}}, {{path: {home()}/b.jsonl}}]"
+    words = [f"model.path={home()}/student", "data.path=null", sources, f"eval.sources=[{{path: {home()}/b.jsonl}}]",
+             f"distill.teachers={{a: {home()}/wide, b: {home()}/other}}", "distill.loss=jsd", "distill.alpha=0.25",
+             "distill.temperature=2", *WORDS, "step.documents=10", "eval.every=1", student, *more]  # fmt: skip
+    apart = [*words, f"teacher.ranks={ranks}", f"run.dir={tmp_path}/apart"]
+    command = ["distill", *apart, "--nproc", str(2 + ranks), "--device", "cpu"]
+    assert cli.main([*command, "--dry-run"]) == 0
+    foreseen = unfolded(capsys.readouterr().out)
+    done = forked.run(command, tmp_path, partial(keep_gradients, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert foreseen == unfolded(done.stdout) and f"on {ranks} rank" in foreseen[1] and len(foreseen) == 2
+    in_turns = [word for word in words if not word.startswith("teacher.")]
+    run(2, attempt, load_config([], [*in_turns, f"run.dir={tmp_path}/turns"], DistillConfig))
+    for name in ("loss", "grad_norm", "eval/b/divergence"):
+        figures = [[line[name] for line in lines(tmp_path / folder) if name in line] for folder in ("apart", "turns")]
+        assert len(figures[0]) == 3 and figures[0] == pytest.approx(figures[1], rel=1e-6), name
+    if more == ["lora.rank=4"]:  # the plain side trains all weights
+        return
+    config = load_config([], apart, DistillConfig)
+    data, steps = read_run_data(config).documents, documents(config)
+    names = {tuple(d.tokens.tolist()): d.dataset for d in (data[i] for i in range(len(data)))}
+    chosen = [[("a", "b").index(names[tuple(ids)]) for ids, _ in step] for step in steps]
+    assert {teacher for step in chosen for teacher in step} == {0, 1}
+    settings = {"loss": "jsd", "beta": 0.5, "temperature": 2.0, "squared": False, "alpha": 0.25}
+    losses, gradients, _ = plain_distill.train(
+        f"{home()}/student", [f"{home()}/wide", f"{home()}/other"], steps, chosen, settings, 0.2
+    )
+    assert [line["loss"] for line in lines(tmp_path / "apart")] == pytest.approx(losses, rel=1e-5)
+    for number, expected in enumerate(gradients, 1):
+        actual = torch.load(tmp_path / f"gradients-{number}.pt")
+        assert actual.keys() == expected.keys()
+        assert not [figure for figure in compare_gradients(actual, expected, {}) if not figure.passed], number
+
+
+def unfolded(output: str) -> list[str]:
+    """The lines of an opening about teachers."""
+    return re.findall(r"^teacher .*", re.sub(r" *\n {9}", " ", output), re.MULTILINE)
 
 
 def test_a_teacher_under_adapters_and_an_average_begin_at_the_student(tmp_path: Path) -> None:
@@ -464,6 +534,10 @@ def test_verify_compares_distillation_and_finds_a_planted_bug(tmp_path: Path) ->
             "on the student's own samples teaches noth",
         ),
         (["distill.teacher=t", "distill.max_new_tokens=5"], "distill.on_policy is 0"),
+        (["distill.teacher=t", "teacher.ranks=1", "distill.cache=disk"], "its ranks would wait"),
+        (["distill.teacher=t", "teacher.ranks=1", "distill.on_policy=0.5"], "could not read a step ahead"),
+        (["distill.teacher=data", "teacher.ranks=1"], "data is no model that weft opens"),
+        (["distill.teacher=base", "lora.rank=4", "distill.alpha=0.5", "teacher.ranks=1"], "the student itself"),
         (["distill.teacher=t", "distill.top_k=5"], "no teacher is the URL of a server"),
         (["distill.teacher=t", "distill.teacher_column=a"], "distill.teachers is not set"),
         (["distill.teacher=base", "lora.rank=4", "teacher.tp=2"], "the teacher is the student itself"),

@@ -38,7 +38,7 @@ from weft.launch.process import fake_ranks, join
 from weft.parallel.activations import RowSharing
 from weft.recipes.dpo import Dpo
 from weft.recipes.plan import machines
-from weft.recipes.plan.beside import Beside, with_readings
+from weft.recipes.plan.beside import Beside, Reading, with_readings, with_waits
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.holdings import Holdings, RankCoordinates, RankShare
 from weft.recipes.plan.machines import Machine, machine_of
@@ -286,14 +286,38 @@ def test_a_reference_is_counted_only_where_a_second_copy_is_held(tmp_path: Path)
         "lora.rank=2": (False, 1.0),
         f"data.cache={tmp_path} preference.cache=disk": (False, 0.0),
         "reference.cpu_offload=true": (False, 1.0),
+        "reference.ranks=2 reference.tp=2": (False, 1.0),
     }
     for override, (has_weights, reads) in cases.items():
         further_models, _ = beside_of(load_config([], [*required, *override.split()], schema), 1)
         (row,) = further_models.rows(MeshSizes(1, 1, 1, 1, 1, 1))
         assert (bool(row.weights), further_models.models[0].reads) == (has_weights, reads), override
         assert bool(row.note) == (override != "preference.cache=off")
+    assert re.fullmatch(r"in 2 ranks of its own, [\d.]+ KiB on each; read in the first epoch .*", row.note), row.note
     further_models, _ = beside_of(load_config([], [*required, "preference.loss=simpo"], schema), 1)
     assert not further_models.rows(MeshSizes(1, 1, 1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(("make", "key"), [(dpo_words, "reference.ranks=2"), (distill_words, "teacher.ranks=2")])
+def test_a_model_on_ranks_of_its_own_adds_what_it_takes_longer_than_a_step(
+    make: Callable[[], tuple[type, list[str]]], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trained model has the other ranks of --ranks, and its time alone."""
+    seconds = {}
+    for words in (["--ranks", "2"], [key, "--ranks", "4"]):
+        assert cli.main(["plan", *make()[1], "--length", "60", "mesh.dp_shard=2", *words]) == 0
+        out = capsys.readouterr().out
+        parts = re.findall(r"^ *(reference|teacher)(?: t)?: forward +([\d.e-]+) +([\d.e-]+)", out, re.MULTILINE)
+        (step,) = re.findall(r"^ *step +([\d.e-]+) +[\d,]+ tokens/s", out, re.MULTILINE)
+        reading, adds = (sum(float(part[n]) for part in parts) for n in (1, 2))
+        assert reading > 0 and adds == pytest.approx(0.0 if key in words else reading)
+        seconds[len(words)] = float(step) - adds
+        assert ("in 2 ranks of its own" in out) == (key in words)
+    assert seconds[2] == pytest.approx(seconds[3], rel=0.02)
+    slow = [Reading("slow", 3.0, 3.0, ahead=True), Reading("slower", 6.0, 6.0, ahead=True), Reading("turns", 1.0, 1.0)]
+    assert [part.waits for part in with_waits(slow, 4.0)] == pytest.approx([4 / 3, 8 / 3, 1.0])
+    assert cli.main(["plan", *make()[1], key, "--ranks", "2"]) == 2
+    assert "leaves no rank to the trained model: start with --ranks 3" in capsys.readouterr().err
 
 
 def test_a_step_is_longer_by_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from weft.config.checks import (
     pipeline_combinations,
     training_combinations,
 )
-from weft.config.distill_schema import AVERAGE, BASE, DATA, DIVERGENCES, DistillConfig
+from weft.config.distill_schema import AVERAGE, BASE, DATA, DIVERGENCES, DistillConfig, is_opened
 from weft.config.sources import source_name
 
 
@@ -29,6 +29,7 @@ def _combinations(config: DistillConfig) -> Iterator[tuple[str, str]]:
         )
     yield from _teachers(config)
     yield from _samples(config)
+    yield from _teacher_ranks(config)
     stages = config.teacher.pp or config.mesh.pp
     if stages > 1 and config.mesh.pp == 1:
         yield from pipeline_combinations(config, "teacher.pp", stages)
@@ -148,6 +149,31 @@ def _samples(config: DistillConfig) -> Iterator[tuple[str, str]]:
             "distill.alpha",
             f"distill.alpha is {distill.alpha:g}, but cross entropy on the student's own samples teaches nothing: set "
             "distill.alpha=0, or distill.on_policy=0.",
+        )
+
+
+def _teacher_ranks(config: DistillConfig) -> Iterator[tuple[str, str]]:
+    distill = config.distill
+    if config.teacher.ranks is None:
+        return
+    if distill.named and not any(map(is_opened, distill.named)):
+        yield (
+            "teacher.ranks",
+            f"teacher.ranks, but {distill.named[0]} is no model that weft opens: its ranks would have nothing to read. "
+            "Set teacher.ranks=null.",
+        )
+    if distill.cache == "disk":
+        yield (
+            "teacher.ranks",
+            "teacher.ranks with distill.cache=disk: the teacher is opened only for what the folder lacks, and its "
+            "ranks would wait. Set distill.cache=off, or teacher.ranks=null.",
+        )
+    if distill.on_policy:
+        yield (
+            "teacher.ranks",
+            f"teacher.ranks with distill.on_policy={distill.on_policy:g}: the student samples when a step begins, so "
+            "that the teacher could not read a step ahead, and both would wait in turn. Set teacher.ranks=null, or "
+            "distill.on_policy=0.",
         )
 
 

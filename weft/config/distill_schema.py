@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from weft.config.conditions import Unread
 from weft.config.keys import key
 from weft.config.ranges import AT_LEAST_1, INSIDE_0_1, POSITIVE, SHARE, Range
-from weft.config.schema import SftConfig, TeacherConfig
+from weft.config.schema import FrozenRanksConfig, SftConfig
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 BASE, AVERAGE = "base", "average"  # teachers that are the student itself
@@ -134,13 +134,18 @@ class DistillSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillTeacherConfig(FrozenRanksConfig):
+    """How the models of distill.teacher or distill.teachers are computed: an engine each, which only reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillConfig(SftConfig):
     """The config of `weft distill`, one field per section."""
 
     command: ClassVar[str] = "distill"
 
     distill: DistillSection = field(default_factory=DistillSection)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig, metadata={"unread": (_STUDENT_ENGINE,)})
+    teacher: DistillTeacherConfig = field(default_factory=DistillTeacherConfig, metadata={"unread": (_STUDENT_ENGINE,)})
 
     @property
     def row_options(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 from weft.config.conditions import Unread
 from weft.config.keys import key
 from weft.config.preference_losses import LOSSES, LossFacts, facts_of
-from weft.config.ranges import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Range
-from weft.config.schema import FrozenModelConfig, PolicyOptimizerConfig, SftConfig
+from weft.config.ranges import NOT_NEGATIVE, POSITIVE, Range
+from weft.config.schema import FrozenRanksConfig, PolicyOptimizerConfig, SftConfig
 
 
 def _reads(*names: str) -> Unread:
@@ -119,7 +119,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelPath:
-    """A base class, so that the path stands before the keys of FrozenModelConfig."""
+    """A base class, so that the path stands before the keys of FrozenRanksConfig."""
 
     path: str | None = key(
         "A HuggingFace model directory or hub id; null: the model before training. With lora that is the base under "
@@ -129,17 +129,9 @@ class _ModelPath:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoReferenceConfig(FrozenModelConfig, _ModelPath):
+class DpoReferenceConfig(FrozenRanksConfig, _ModelPath):
     """The model that preferences are measured against: an engine of its own, which only reads, on ranks of its own or
     in turns with the trained one."""
-
-    ranks: int | None = key(
-        "How many of the run's ranks (--nproc) have this model and no other. They read each step's answers while the "
-        "other ranks, which mesh divides, train on the step before. Its mesh is then by default dp_shard over all of "
-        "them. null: it takes turns with the trained model on all ranks.",
-        None,
-        within=AT_LEAST_1,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +157,3 @@ def own_reference(config: Any) -> bool:
     """Whether the reference is an engine of its own, not the trained model without its adapters."""
     base_is_start = config.lora.on and config.lora.path is None and not config.lora.modules_to_save
     return bool(config.preference.has_reference and not (base_is_start and config.reference.path is None))
-
-
-def reference_ranks(config: Any) -> int:
-    """How many of a run's ranks have the reference of preferences alone."""
-    return (config.reference.ranks or 0) if isinstance(config, DpoConfig) else 0

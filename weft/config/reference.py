@@ -63,7 +63,7 @@ only the keys are listed whose defaults differ.
 _DISTILLATION = """\
 # Keys of `weft distill`
 
-Beside the sections of `weft sft`, and `teacher` as it stands above.
+Beside the sections of `weft sft`.
 """
 
 

@@ -918,9 +918,21 @@ class FrozenModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FrozenRanksConfig(FrozenModelConfig):
+    """A FrozenModelConfig whose model takes turns with the trained one, or has ranks of its own."""
+
+    ranks: int | None = key(
+        "How many of the run's ranks (--nproc) have this model and no other. They read each step's documents while the "
+        "other ranks, which mesh divides, train on the step before. Its mesh is then by default dp_shard over all of "
+        "them. null: it takes turns with the trained model on all ranks.",
+        None,
+        within=AT_LEAST_1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TeacherConfig(FrozenModelConfig):
-    """How a teacher (distill.teacher, rl.teacher) is computed: an engine of its own on the student's ranks, which only
-    reads."""
+    """How the teacher of rl.teacher is computed: an engine of its own on the trainer's ranks, which only reads."""
 
     ranks: ClassVar[None] = None
 

@@ -133,16 +133,22 @@ def with_teachers(
     documents: Sequence[Document],
     local: Mapping[int, Document],
     student: Engine,
+    received: Mapping[int, Tensor] = {},
 ) -> dict[int, Document]:
     """This rank's documents with the arrays that DistillationLoss reads. Collective.
 
     chosen: which teacher each document of the step has; None if there is one. documents: of the step. local: this
-    rank's, by their index in the step.
+    rank's, by their index in the step. received: what other ranks than the student's have read of these.
     """
     read = read_hidden([teacher.read for teacher in teachers], chosen, documents, range(len(documents)))
     is_read = [not isinstance(teacher, RowLists) for teacher in teachers]
-    needed = {index: d for index, d in local.items() if is_read[0 if chosen is None else chosen[index]]}
-    return with_readings(local, exchange(read, needed, student.mesh.world_group, student.device), chosen)
+    needed = {
+        index: document
+        for index, document in local.items()
+        if is_read[0 if chosen is None else chosen[index]] and index not in received
+    }
+    arrived = exchange(read, needed, student.mesh.world_group, student.device)
+    return with_readings(local, arrived | dict(received), chosen)
 
 
 def read_hidden(

@@ -30,8 +30,8 @@ class Ranks:
     """This rank and the number of all ranks. As a context manager it leaves the process group at the end. owner:
     whether join() created the process group; an existing one is kept. assumed: the accelerator of each rank in a dry
     run; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one. store: shared
-    by the trained model's ranks and those of a frozen model, if there are such. is_frozen: whether this is one of the
-    latter; rank and world count these alone."""
+    by the trained model's ranks and those of frozen models, if there are such. is_frozen: whether this is one of the
+    latter; rank and world count one side alone, and others is the number of the other side's."""
 
     rank: int
     world: int
@@ -42,6 +42,7 @@ class Ranks:
     simulated: Simulation | None = None
     store: dist.Store | None = None
     is_frozen: bool = False
+    others: int = 0
 
     @property
     def tensors_on(self) -> torch.device:
@@ -89,8 +90,8 @@ def join(device: Device = "auto", timeout: float = 600.0, cpu_backend: str = "gl
     check_cpu_backend(cpu_backend)
     if frozen and (dist.is_initialized() or "RANK" not in os.environ):
         raise UserError(
-            "reference.ranks needs ranks that the command starts: use `weft dpo ... --nproc N` or torchrun, or set "
-            "reference.ranks=null."
+            "reference.ranks and teacher.ranks need ranks that the command starts: use `weft dpo ... --nproc N`, "
+            "`weft distill ... --nproc N` or torchrun, or set the key to null."
         )
     if dist.is_initialized():
         return _present(device)
@@ -116,13 +117,23 @@ def join(device: Device = "auto", timeout: float = 600.0, cpu_backend: str = "gl
         if frozen:
             store = store or next(dist.rendezvous("env://", rank, world, timeout=wait))[0]
             trained, is_frozen = world - frozen, rank >= world - frozen
-            rank, world = (rank - trained, frozen) if is_frozen else (rank, trained)
+            rank, world, others = (rank - trained, frozen, trained) if is_frozen else (rank, trained, frozen)
             part = dist.PrefixStore("frozen" if is_frozen else "trained", store)
             dist.init_process_group(backend, store=part, rank=rank, world_size=world, timeout=wait, device_id=device_id)
-            return Ranks(rank, world, local_rank, chosen, store=store, is_frozen=is_frozen)
+            return Ranks(rank, world, local_rank, chosen, store=store, is_frozen=is_frozen, others=others)
         store_options = {} if store is None else {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(backend, timeout=wait, device_id=device_id, **store_options)
     return Ranks(rank, world, local_rank, chosen)
+
+
+def join_sides(ranks: Ranks) -> dist.ProcessGroupGloo:
+    """A group for messages between the trained model's ranks, which come first in it, and those of frozen models.
+    Collective on both sides."""
+    assert ranks.store is not None
+    rank = ranks.others + ranks.rank if ranks.is_frozen else ranks.rank
+    # What is sent ahead may wait for long, through evaluations and saves; watchdogs end what hangs (train.timeout).
+    patience = timedelta(days=365)
+    return dist.ProcessGroupGloo(dist.PrefixStore("sides", ranks.store), rank, ranks.world + ranks.others, patience)
 
 
 def configure_allocator() -> None:

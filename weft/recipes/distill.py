@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from weft.config.distill_schema import DistillConfig
+from weft.config.frozen_ranks import frozen_ranks
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.engine.losses.distillation import DistillationLoss, loss_of
@@ -16,7 +17,7 @@ from weft.parallel.shards.load import Progress
 from weft.recipes.recipe import PreparedStep, Recipe
 from weft.recipes.run_data import TRAINED, RunData
 from weft.recipes.student_samples import StudentSampler
-from weft.recipes.teachers import Teachers, check_teachers, dry_run_line
+from weft.recipes.teachers import TeacherRanks, Teachers, check_teachers, dry_run_line
 from weft.recipes.training import run as train
 
 
@@ -24,7 +25,8 @@ class Distillation(Recipe[DistillConfig]):
     """A student and its teachers. Documents get arrays of what teachers read, and some of them the student's answer."""
 
     objective: DistillationLoss
-    teachers: Teachers
+    readings: Teachers
+    frozen_ranks: TeacherRanks | None = None
     sampler: StudentSampler | None = None
     lays_out_again = True
 
@@ -33,6 +35,8 @@ class Distillation(Recipe[DistillConfig]):
         check_teachers(config)
         self.objective = loss_of(config.distill)
         self.measured = loss_of(config.distill, measured=True)
+        if frozen_ranks(config):
+            self.frozen_ranks = TeacherRanks(config)
 
     @property
     def held_out_objective(self) -> DistillationLoss:
@@ -40,31 +44,34 @@ class Distillation(Recipe[DistillConfig]):
 
     def open_models(self, engine: Engine, data: RunData, progress: Progress | None = None) -> list[str]:
         super().open_models(engine, data, progress)
-        self.teachers = Teachers(self.config, engine, data, progress)
-        self.objective.heads = self.measured.heads = self.teachers.heads
+        side = None if self.frozen_ranks is None else self.frozen_ranks.side
+        remote_lines = [] if side is None else side.wait_until_ready(data.digests)
+        self.readings = Teachers(self.config, engine, data, progress, side)
+        self.objective.heads = self.measured.heads = self.readings.heads
         if self.config.distill.on_policy:
             self.sampler = StudentSampler(self.config, engine, data.ends.ids)
-        return self.teachers.lines()
+        return [*remote_lines, *self.readings.lines()]
 
     def dry_run_lines(self) -> list[str]:
         distill = self.config.distill
         loss = f"loss     {distill.loss} at temperature {distill.temperature:g}, {distill.alpha:g} x cross entropy"
         samples = f"samples  {distill.on_policy:.0%} of the answers, from the student"
-        return [loss, dry_run_line(self.config), *([samples] if distill.on_policy else [])]
+        teachers = [] if self.frozen_ranks else [dry_run_line(self.config)]
+        return [loss, *teachers, *([samples] if distill.on_policy else [])]
 
     def before_step(self, step: PreparedStep) -> PreparedStep:
         documents, plan, local = step.documents, step.plan, step.local
         if self.sampler is not None:
             documents = self.sampler(step.number, documents)
             plan, local = self.engine.plan_step(documents)
-        local = self.teachers.read(TRAINED, step.indices, local, documents)
+        local = self.readings.read(TRAINED, step.indices, plan, local, documents)
         rows = self.engine.rows(plan, local, self.objective, step.number)
         return replace(step, documents=documents, plan=plan, local=local, rows=rows)
 
     def before_evaluation(
         self, name: str, indices: Sequence[int], plan: StepPlan, local: Mapping[int, Document]
     ) -> Mapping[int, Document]:
-        return self.teachers.read(name, indices, local)
+        return self.readings.read(name, indices, plan, local)
 
 
 def run(config: DistillConfig, options: TrainOptions, hooks: Hooks = NO_HOOKS) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weft.config.dpo_schema import DpoConfig, reference_ranks
+from weft.config.dpo_schema import DpoConfig
+from weft.config.frozen_ranks import frozen_ranks
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.engine.losses.preference.objective import PreferenceLoss
@@ -14,8 +15,8 @@ from weft.launch.options import TrainOptions
 from weft.observe.hooks import NO_HOOKS, Hooks
 from weft.parallel.shards.load import Progress
 from weft.recipes.answers import read_answers, require_compared
-from weft.recipes.frozen_ranks import ReferenceRanks
 from weft.recipes.recipe import PreparedStep, Recipe
+from weft.recipes.reference_ranks import ReferenceRanks
 from weft.recipes.reference_sums import ReferenceSums, check_reference, open_reference, reference_line
 from weft.recipes.run_data import TRAINED, RunData
 from weft.recipes.training import run as train
@@ -34,7 +35,7 @@ class Dpo(Recipe[DpoConfig]):
             raise UserError("objective: a loss of preferences is a function of pairs, preference={'loss': ...}.")
         check_reference(config)
         self.objective = PreferenceLoss(config.preference)
-        if reference_ranks(config):
+        if frozen_ranks(config):
             self.frozen_ranks = ReferenceRanks(config)
 
     def prepared(self, documents: Sequence[Document]) -> Sequence[Document]:

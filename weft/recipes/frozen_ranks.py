@@ -1,9 +1,10 @@
-"""A reference of preferences on ranks of its own (reference.ranks): both sides of the exchange.
+"""Frozen models on ranks of their own (reference.ranks, teacher.ranks): both sides of the exchange.
 
-The two models have a process group each (launch/process.py:join), so that no collective of one waits for the other. The
-first rank of each side talks through the store that the run's ranks met at. Both sides read the same data, so a request
-is the places of documents in a data set, and its answer a logprob sum for each. Requests are answered in the order in
-which they were made; that for a step is made while the step before is trained.
+The trained model and the frozen ones have a process group each (launch/process.py:join), so that no collective of one
+side waits for the other. The first rank of each side talks through the store that the run's ranks met at. Both sides
+read the same data, so a request is the places of documents in a data set, and its answer some bytes, such as a logprob
+sum for each. Requests are answered in the order in which they were made; that for a step is made while the step before
+is trained. What is too large for the store goes from rank to rank (remote_teachers.py).
 """
 
 from __future__ import annotations
@@ -11,45 +12,42 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from weft.config.dpo_schema import DpoConfig, reference_ranks
-from weft.engine.batch.document import Document, choose
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.frozen import open_frozen
+from weft.config.frozen_ranks import frozen_ranks, frozen_section
+from weft.config.schema import SftConfig
 from weft.errors import StoppedError
 from weft.launch import flight
 from weft.launch.process import Ranks
 from weft.launch.stopping import StopSignals
-from weft.recipes.frozen_models import preference_reference
-from weft.recipes.reference_sums import ReferenceSums
 from weft.recipes.run_data import RunData
+
+# (Number of a request, the request) -> its answer, of which the first rank's counts. Collective on the frozen side.
+Answer = Callable[[int, Mapping[str, Any]], bytes]
 
 _POLL_SECONDS = 0.002
 _EARLY_SECONDS = 5.0
-_IDLE_SECONDS = 1.0  # after which a waiting reference tells its ranks, and its watchdog, that it waits
+_IDLE_SECONDS = 1.0  # after which a waiting frozen side tells its ranks, and its watchdog, that it waits
 
 
-class RemoteReference:
-    """The trained model's side, a context around all that its ranks do. ranks: these ranks.
+class FrozenSide:
+    """The frozen models, as the trained model's ranks reach them; a context around all that these do. name: of the
+    models, for messages, such as `reference`. ranks: those of the trained model.
 
-    After it they wait until the reference's ranks know that the run has ended: a few seconds at most where a signal
-    ended it, which the launcher also sends when a rank has died.
+    After it they wait until the frozen side knows that the run has ended: a few seconds at most where a signal ended
+    it, which the launcher also sends when a rank has died.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, name: str, ranks: Ranks) -> None:
         assert ranks.store is not None
-        self.ranks, self.store = ranks, ranks.store
+        self.name, self.ranks, self.store = name, ranks, ranks.store
         self._number, self._lock = 0, threading.Lock()
-        self._asked: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._requests: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # numbers of requests, the first ones first
 
     def __enter__(self) -> None:
         pass
@@ -59,132 +57,107 @@ class RemoteReference:
         if self.ranks.is_first and (kind is None or is_stopped):
             with self._lock:
                 self._post({})
-            _wait(self.store, "reference/ended", _EARLY_SECONDS if is_stopped else None)
+            _wait(self.store, "exchange/ended", _EARLY_SECONDS if is_stopped else None)
 
-    def wait_until_ready(self, data: Mapping[str, Any]) -> str:
-        """What the reference says of its memory, once it is loaded. data: digests of the data as this side read them.
-        Raises RuntimeError, on every rank, if the reference read others. Collective."""
+    def wait_until_ready(self, data: Mapping[str, Any]) -> list[str]:
+        """What the frozen side says at its start, once its models are loaded. data: digests of the data as this side
+        read them. Raises RuntimeError, on every rank, if the frozen side read others. Collective."""
         flight.enter("load")
-        ready = json.loads(self._from_first(lambda: _wait(self.store, "reference/ready")))
-        if ready["data"] != data:
+        message = json.loads(self._from_first(lambda: _wait(self.store, "exchange/ready")))
+        if message["data"] != data:
             raise RuntimeError(
-                f"the reference's ranks read other data ({ready['data']}) than the trained model's ({dict(data)}): "
+                f"the {self.name}'s ranks read other data ({message['data']}) than the trained model's ({dict(data)}): "
                 "give all machines the same files."
             )
-        return str(ready["memory"])
+        return [str(line) for line in message["lines"]]
 
-    def ask(self, name: str, indices: Sequence[int]) -> None:
-        """Asks for the sums of these documents of a data set, ahead of `sums`. Any thread may call it."""
+    def ask(self, name: str, indices: Sequence[int], **keys: Any) -> None:
+        """Asks for what the models read of these documents of a data set, ahead of `answer`. keys: further ones of the
+        request. Any thread may call it."""
         if self.ranks.is_first and indices:
             with self._lock:
-                self._asked[name, tuple(indices)] = self._post({"name": name, "indices": list(indices)})
+                number = self._post({"name": name, "indices": list(indices), **keys})
+                self._requests.setdefault((name, tuple(indices)), []).append(number)
 
     def is_asked(self, name: str, index: int) -> bool:
         """Whether a request that is not answered yet has this document."""
         with self._lock:
-            return any(asked == name and index in indices for asked, indices in self._asked)
+            return any(data_set == name and index in indices for data_set, indices in self._requests)
 
-    def sums(self, name: str, indices: Sequence[int]) -> Tensor:
-        """[indices] fp64: the sums of documents of a data set, asked for now if they were not. Collective."""
+    def answer(self, name: str, indices: Sequence[int], **keys: Any) -> bytes:
+        """The answer to a request, which is made now if it was not. Collective."""
 
         def read() -> bytes:
             key = name, tuple(indices)
-            if key not in self._asked:
-                self.ask(name, indices)
+            if key not in self._requests:
+                self.ask(name, indices, **keys)
             with self._lock:
-                answer = f"reference/{self._asked.pop(key)}/sums"
-            values = _wait(self.store, answer)
-            self.store.delete_key(answer)
-            return values
+                number, *later = self._requests.pop(key)
+                if later:
+                    self._requests[key] = later
+            value = _wait(self.store, f"exchange/{number}/answer")
+            self.store.delete_key(f"exchange/{number}/answer")
+            return value
 
-        with flight.computing("the reference on ranks of its own"):
-            flight.enter("logprobs")
-            values = np.frombuffer(self._from_first(read), "<f8")
-        if len(values) != len(indices):
-            raise RuntimeError(f"the reference answered {len(values)} sums for {len(indices)} documents")
-        return torch.from_numpy(values.copy())
+        with flight.computing(f"the {self.name} on ranks of its own"):
+            return self._from_first(read)
 
     def _post(self, request: Mapping[str, Any]) -> int:
         number, self._number = self._number, self._number + 1
-        self.store.set(f"reference/{number}/request", json.dumps(request))
+        self.store.set(f"exchange/{number}/request", json.dumps(request))
         return number
 
-    def _from_first(self, read: Any) -> bytes:
+    def _from_first(self, read: Callable[[], bytes]) -> bytes:
+        """What the first rank reads, on every rank of the trained model. Collective."""
         shared: list[bytes] = [read() if self.ranks.is_first else b""]
         dist.broadcast_object_list(shared, src=0, group=self.ranks.group)
         return shared[0]
 
 
-class RemoteSums(ReferenceSums):
-    """The sums of a reference on ranks of its own."""
+class ModelRanks(ABC):
+    """The ranks of reference.ranks or teacher.ranks, as the loop has them (recipe.py:SeparateRanks)."""
 
-    def __init__(self, config: DpoConfig, documents: Mapping[str, Sequence[Document]], remote: RemoteReference) -> None:
-        super().__init__(config, None, documents, adapters_off=False)
-        self.remote = remote
+    side: FrozenSide
 
-    def announce(self, name: str, indices: Sequence[int]) -> None:
-        missing = self.missing(name, indices)
-        if self.config.preference.cache == "memory":  # the present step's are on their way
-            missing = [index for index in missing if not self.remote.is_asked(name, index)]
-        self.remote.ask(name, missing)
-
-    def read_of(self, name: str, indices: Sequence[int]) -> Tensor:
-        return self.remote.sums(name, indices)
-
-
-class ReferenceRanks:
-    """The ranks of reference.ranks, as the loop has them (recipe.py:SeparateRanks)."""
-
-    remote: RemoteReference
-
-    def __init__(self, config: DpoConfig) -> None:
-        self.config, self.count = config, reference_ranks(config)
+    def __init__(self, config: SftConfig) -> None:
+        section = frozen_section(config)
+        assert section is not None
+        self.name, self.count = section[0], frozen_ranks(config)
 
     def alongside(self, ranks: Ranks) -> AbstractContextManager[None]:
         if ranks.is_frozen:
             return nullcontext()
-        self.remote = RemoteReference(ranks)
-        return self.remote
-
-    def open(self, data: RunData) -> tuple[ReferenceSums, list[str]]:
-        """On the trained model's ranks, as open_reference, once the reference is loaded. Collective."""
-        memory = self.remote.wait_until_ready(data.digests)
-        return RemoteSums(self.config, data.data_sets, self.remote), [self._line(memory)]
+        self.side = FrozenSide(self.name, ranks)
+        return self.side
 
     def serve(self, ranks: Ranks, data: RunData) -> None:
-        model = self._model(ranks, data)
-        serve(ReferenceSums(self.config, model, data.data_sets, adapters_off=False), ranks, data.digests)
+        answer, lines = self.open_frozen(ranks, data)
+        serve(answer, ranks, data.digests, lines)
 
     def dry_run(self, ranks: Ranks, data: RunData | None) -> list[str]:
-        return [self._line(str(self._model(ranks, data, weights=False).memory))]
+        return self.open_frozen(ranks, data, weights=False)[1]
 
-    def _model(self, ranks: Ranks, data: RunData | None, *, weights: bool = True) -> Engine:
-        frozen = preference_reference(self.config, EngineConfig.from_config(self.config))
-        assert frozen is not None
-        model = open_frozen("reference", frozen, ranks, weights=weights)
-        for documents in () if data is None else data.data_sets.values():
-            model.planner.check_images(documents)
-        return model
-
-    def _line(self, memory: str) -> str:
-        path = self.config.reference.path or self.config.model.path
-        return f"against  {path}, a reference on {self.count} rank{'s' * (self.count > 1)} of its own: {memory}"
+    @abstractmethod
+    def open_frozen(self, ranks: Ranks, data: RunData | None, *, weights: bool = True) -> tuple[Answer, list[str]]:
+        """(What answers the requests of the trained model's ranks, lines for the opening). data: None if they were not
+        read. weights: False in a dry run. Raises UserError for what the run would refuse. Collective on these
+        ranks."""
 
 
-def serve(reference: ReferenceSums, ranks: Ranks, data: Mapping[str, Any]) -> None:
-    """The reference's side: answers requests until the trained model's side ends. data: as in
-    RemoteReference.wait_until_ready. Raises StoppedError if a signal ended the run early. Collective."""
-    store, documents = ranks.store, reference.documents
-    assert store is not None and reference.engine is not None
+def serve(answer: Answer, ranks: Ranks, data: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """The frozen side: answers requests until the trained model's side ends. data, lines: as in
+    FrozenSide.wait_until_ready. Raises StoppedError if a signal ended the run early. Collective."""
+    store = ranks.store
+    assert store is not None
     if ranks.is_first:
-        store.set("reference/ready", json.dumps({"data": dict(data), "memory": str(reference.engine.memory)}))
+        store.set("exchange/ready", json.dumps({"data": dict(data), "lines": list(lines)}))
     number = 0
     with StopSignals() as signals:  # the trained model's ranks decide when the run ends
         while True:
             flight.enter("waiting")
             shared: list[Any] = [None]
             if ranks.is_first:
-                key, until = f"reference/{number}/request", time.monotonic() + _IDLE_SECONDS
+                key, until = f"exchange/{number}/request", time.monotonic() + _IDLE_SECONDS
                 while not (is_there := store.check([key])) and time.monotonic() < until:
                     time.sleep(_POLL_SECONDS)
                 if is_there:
@@ -196,12 +169,12 @@ def serve(reference: ReferenceSums, ranks: Ranks, data: Mapping[str, Any]) -> No
                 continue
             if not request:
                 break
-            sums = reference.read(choose(documents[request["name"]], request["indices"]))
+            value = answer(number, request)
             if ranks.is_first:
-                store.set(f"reference/{number}/sums", sums.numpy().astype("<f8").tobytes())
+                store.set(f"exchange/{number}/answer", value)
             number += 1
     if ranks.is_first:
-        store.set("reference/ended", b"1")
+        store.set("exchange/ended", b"1")
     if signals.number:
         raise StoppedError(signals.number)
 

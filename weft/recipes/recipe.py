@@ -54,9 +54,9 @@ class PreparedStep:
 class FrozenReadings:
     """What is read of frozen models before steps and kept for later ones; this one reads nothing."""
 
-    def announce(self, name: str, indices: Sequence[int]) -> None:
-        """Tells models on other ranks of a step that comes after the present one: documents `indices` of the data set
-        `name` (RunData.data_sets). Called in a thread; no collectives."""
+    def announce(self, step: PreparedStep) -> None:
+        """Tells models on other ranks of a step that comes after the present one. Called in a thread; no
+        collectives."""
 
     def state(self) -> dict[str, str]:
         """What is kept, for a checkpoint; `restore` takes it. The first rank's is saved."""

@@ -7,22 +7,26 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from weft.config.distill_schema import AVERAGE, BASE, DATA, DistillConfig, is_served
+from weft.config.distill_schema import AVERAGE, BASE, DATA, DistillConfig, is_opened, is_served
 from weft.data.documents import Documents
 from weft.data.same_tokenizer import check_same_tokenizer
 from weft.engine.batch.document import Document, choose, datasets_of
+from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.frozen import open_frozen
 from weft.engine.losses.distillation import Listed
+from weft.engine.step_plan.plan import StepPlan
 from weft.engine.teacher_cache import CachedTeacher, HiddenCache, with_cached_teachers
-from weft.engine.teachers import RowLists, Teacher, TeacherSource, with_teachers
+from weft.engine.teachers import RowLists, Teacher, TeacherSource, read_hidden, with_teachers
 from weft.errors import UserError
 from weft.inference.served_teacher import ServedTeacher, open_served
 from weft.launch import flight
+from weft.launch.process import Ranks
 from weft.models import hf
 from weft.models.facts import logit_transform
 from weft.observe.resume import sample_rows
@@ -30,8 +34,11 @@ from weft.ops.divergence import TeacherHead
 from weft.parallel.parallelize import Precision
 from weft.parallel.shards.load import Progress
 from weft.recipes.frozen_models import teacher_beside, teacher_paths
-from weft.recipes.run_data import RunData
-from weft.terminal import byte_count
+from weft.recipes.frozen_ranks import Answer, FrozenSide, ModelRanks
+from weft.recipes.recipe import FrozenReadings, PreparedStep
+from weft.recipes.remote_teachers import HEADS, RemoteTeacher, RemoteTeachers, TeachersSender
+from weft.recipes.run_data import TRAINED, RunData
+from weft.terminal import byte_count, counted
 
 # Teachers that are no models beside the student, as messages name them.
 _ELSEWHERE = {
@@ -39,17 +46,26 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-class Teachers:
+class Teachers(FrozenReadings):
     """The opened teachers of a run: which each document has, what they read of it, and their heads.
 
     heads: of each teacher, on ranks that compute the loss. A loss may keep this list: `read` fills it anew where the
     teacher's weights move.
     """
 
-    def __init__(self, config: DistillConfig, student: Engine, data: RunData, progress: Progress | None = None) -> None:
-        """Collective."""
+    def __init__(
+        self,
+        config: DistillConfig,
+        student: Engine,
+        data: RunData,
+        progress: Progress | None = None,
+        side: FrozenSide | None = None,
+    ) -> None:
+        """side: of teachers on ranks of their own. Collective."""
         self.config, self.student, self.data = config, student, data
-        self.sources = open_teachers(config, student, progress)
+        self.remote = None if side is None else RemoteTeachers(side, student, teacher_models(config))
+        remote = {} if self.remote is None else self.remote.heads(student)
+        self.sources = open_teachers(config, student, progress, remote)
         self.heads: list[TeacherHead | Listed] = []
         self._fill_heads()
 
@@ -57,32 +73,78 @@ class Teachers:
         self,
         name: str,
         indices: Sequence[int],
+        plan: StepPlan,
         local: Mapping[int, Document],
         documents: Sequence[Document] | None = None,
     ) -> dict[int, Document]:
         """This rank's documents with what their teachers read. name, indices: the data set, and which of its documents
-        a step has. local: this rank's. documents: the step's, where their answers are not those of the data.
-        Collective."""
+        a step has. plan, local: the step's, and this rank's documents. documents: the step's, where their answers are
+        not those of the data. Collective."""
         flight.enter("teacher")
-        distill, data = self.config.distill, self.data.data_sets[name]
-        if distill.teacher == AVERAGE:
+        documents = documents or choose(self.data.data_sets[name], indices)
+        if self.config.distill.teacher == AVERAGE:
             self._fill_heads()
-        chosen: list[int] | None = None
-        if distill.teachers is not None and distill.teacher_column is None:
-            order = list(distill.teachers)
-            chosen = [order.index(dataset) for dataset in datasets_of(choose(data, indices))]
-        elif distill.teachers is not None:
-            assert isinstance(data, Documents)
-            chosen = data.teachers[np.array(indices, np.int64)].tolist()
-        read = with_cached_teachers if distill.cache == "disk" else with_teachers
-        return read(self.sources, chosen, documents or choose(data, indices), local, self.student)
+        chosen = chosen_teachers(self.config, self.data, name, indices)
+        if self.config.distill.cache == "disk":
+            return with_cached_teachers(self.sources, chosen, documents, local, self.student)
+        received = {} if self.remote is None else self.remote.received(name, indices, plan, chosen, local)
+        return with_teachers(self.sources, chosen, documents, local, self.student, received)
+
+    def announce(self, step: PreparedStep) -> None:
+        if self.remote is not None:
+            chosen = chosen_teachers(self.config, self.data, TRAINED, step.indices)
+            self.remote.announce(TRAINED, step.indices, step.plan, chosen)
 
     def lines(self) -> list[str]:
-        """What the opening says of each."""
-        return [_line(source, self.data) for source in self.sources]
+        """What the opening says of each on these ranks."""
+        return [_line(source, self.data) for source in self.sources if not isinstance(source, RemoteTeacher)]
 
     def _fill_heads(self) -> None:
         self.heads[:] = [head for source in self.sources if (head := source.head(self.student)) is not None]
+
+
+class TeacherRanks(ModelRanks):
+    """The ranks of teacher.ranks, which have the teachers that are models."""
+
+    def __init__(self, config: DistillConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def open_frozen(self, ranks: Ranks, data: RunData | None, *, weights: bool = True) -> tuple[Answer, list[str]]:
+        teachers, first = dict[int, Teacher](), None
+        for number, path in teacher_models(self.config).items():
+            beside = teacher_beside(self.config, path, EngineConfig.from_config(self.config))
+            teachers[number] = Teacher(open_frozen("teacher", beside, ranks, weights=weights, shares_with=first))
+            first = first or teachers[number].engine
+        sender, lists = TeachersSender(ranks), RowLists()
+        readers = [teachers.get(number, lists).read for number in range(len(self.config.distill.named))]
+
+        def answer(number: int, request: Mapping[str, Any]) -> bytes:
+            if request["name"] == HEADS:
+                return sender.send_heads(number, teachers.values())
+            assert data is not None
+            name, indices = request["name"], request["indices"]
+            documents, chosen = choose(data.data_sets[name], indices), chosen_teachers(self.config, data, name, indices)
+            return sender.send(number, request, read_hidden(readers, chosen, documents, range(len(documents))))
+
+        return answer, [_model_line(teacher.engine, self.count) for teacher in teachers.values()]
+
+
+def teacher_models(config: DistillConfig) -> dict[int, str]:
+    """The teachers that are models beside the student, by their number in distill.named."""
+    return {number: name for number, name in enumerate(config.distill.named) if is_opened(name)}
+
+
+def chosen_teachers(config: DistillConfig, data: RunData, name: str, indices: Sequence[int]) -> list[int] | None:
+    """The number in distill.named of the teacher of each of these documents of a data set; None if there is one."""
+    distill, documents = config.distill, data.data_sets[name]
+    if distill.teachers is None:
+        return None
+    if distill.teacher_column is None:
+        order = list(distill.teachers)
+        return [order.index(dataset) for dataset in datasets_of(choose(documents, indices))]
+    assert isinstance(documents, Documents)
+    return list(documents.teachers[np.array(indices, np.int64)].tolist())
 
 
 def check_teachers(config: DistillConfig) -> None:
@@ -97,11 +159,20 @@ def dry_run_line(config: DistillConfig) -> str:
     return f"teacher  {', '.join(_ELSEWHERE.get(name, name) for name in config.distill.named)}"
 
 
-def open_teachers(config: DistillConfig, student: Engine, progress: Progress | None = None) -> list[TeacherSource]:
+def open_teachers(
+    config: DistillConfig,
+    student: Engine,
+    progress: Progress | None = None,
+    remote: Mapping[int, RemoteTeacher] = {},
+) -> list[TeacherSource]:
     """The teachers of a student's engine, in order. With distill.cache=disk what they read is kept, and one is opened
-    when it is needed. Raises UserError if nothing can be kept. Collective."""
+    when it is needed. remote: those on ranks of their own, by number. Raises UserError if nothing can be kept.
+    Collective."""
     if config.distill.cache != "disk":
-        return [open_teacher(config, name, student, progress) for name in config.distill.named]
+        return [
+            remote[number] if number in remote else open_teacher(config, name, student, progress)
+            for number, name in enumerate(config.distill.named)
+        ]
     if student.built.vision is not None:
         raise UserError(
             "distill.cache is disk, but the student takes images, whose hidden states are not kept: set "
@@ -163,8 +234,13 @@ def _line(teacher: TeacherSource, data: RunData) -> str:
         return f"teacher  lists in the data, of up to {widths.max(initial=0)} tokens, and a tail"
     if teacher.weights != "own":
         return f"teacher  {_ELSEWHERE[teacher.weights]}"
-    engine = teacher.engine
+    return _model_line(teacher.engine)
+
+
+def _model_line(engine: Engine, ranks: int = 0) -> str:
+    """What the opening says of a teacher that is a model. ranks: of its own, if it has any."""
     dtype = str(engine.precision.compute).removeprefix("torch.")
     kind = engine.module.facts.model_type
     width = engine.built.config.get_text_config().hidden_size
-    return f"teacher  {engine.config.model.path} ({kind}, width {width}, {dtype}): {engine.memory}"
+    where = f", on {counted(ranks, 'rank')} of its own" if ranks else ""
+    return f"teacher  {engine.config.model.path} ({kind}, width {width}, {dtype}){where}: {engine.memory}"

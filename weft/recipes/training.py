@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +48,7 @@ from weft.observe.trackers import check_installed
 from weft.recipes.evaluate import Evaluator, ended_by
 from weft.recipes.plan.account import with_chosen_recompute
 from weft.recipes.recipe import Config, PreparedStep, Recipe
-from weft.recipes.run_data import TRAINED, RunData, dated, make_steps
+from weft.recipes.run_data import RunData, dated, make_steps
 from weft.recipes.training_preview import dry_run
 from weft.terminal import say_all
 
@@ -147,8 +148,8 @@ def train(
     progress = Progress(len(steps), show=engine.ranks.is_first, interval=config.train.log_every)
 
     def prepare(step: SampledStep) -> PreparedStep:
-        recipe.readings.announce(TRAINED, step.documents)
-        return prepare_step(engine, data.documents, objective, step, ahead=not recipe.lays_out_again)
+        ahead, announce = not recipe.lays_out_again, recipe.readings.announce
+        return prepare_step(engine, data.documents, objective, step, ahead=ahead, announce=announce)
 
     upcoming = closing(prefetch(steps.starting_at(start.step + 1), prepare))
     uploads = Uploads(config, folder, resume=resume, first=engine.ranks.is_first)
@@ -217,14 +218,22 @@ def train(
 
 
 def prepare_step(
-    engine: Engine, documents: Sequence[Document], objective: Loss, step: SampledStep, *, ahead: bool = True
+    engine: Engine,
+    documents: Sequence[Document],
+    objective: Loss,
+    step: SampledStep,
+    *,
+    ahead: bool = True,
+    announce: Callable[[PreparedStep], None] = lambda step: None,
 ) -> PreparedStep:
     """Plans a step and lays out this rank's rows. Builds only the documents of these rows, and uses no device. ahead:
-    whether rows are built now, or on access."""
+    whether rows are built now, or on access. announce: FrozenReadings.announce."""
     chosen = choose(documents, step.documents)
     plan, local = engine.plan_step(chosen)
     rows = engine.rows(plan, local, objective, step.number)
-    return PreparedStep(step.number, step.documents, chosen, plan, local, rows.ahead() if ahead else rows)
+    prepared = PreparedStep(step.number, step.documents, chosen, plan, local, rows)
+    announce(prepared)
+    return replace(prepared, rows=rows.ahead()) if ahead else prepared
 
 
 def take_step(

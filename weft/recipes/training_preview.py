@@ -22,7 +22,7 @@ from weft.observe.opening import print_dry_run, steps_lines
 from weft.observe.profiling import check_profile
 from weft.observe.progress import duration, loading
 from weft.observe.tables import EngineRow, engine_table, show
-from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs
+from weft.recipes.plan.beside import Beside, answers_of_example, models_beside, prefix_of_pairs, with_waits
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.machines import machine_of
 from weft.recipes.plan.rows import StepLengths
@@ -109,9 +109,9 @@ def _time(config: SftConfig, options: TrainOptions, mesh: MeshSizes, steps: Step
     of_first = StepLengths(first_lengths, "the first step", answers_of_example(config), prefix)
     (plan, rows), machine = of_first.plan(model, mesh), machine_of(device)
     readings = Beside(config, model, mesh.world, "cpu", device).readings(mesh, plan, rows, machine, of_first.plan)
-    epochs = max(1.0, len(steps) / steps.in_epoch)
-    reading = sum(part.waits / (epochs if part.first_epoch else 1.0) for part in readings)
-    first = time_of(model, mesh, rows, machine).seconds + reading
+    epochs, trained = max(1.0, len(steps) / steps.in_epoch), time_of(model, mesh, rows, machine).seconds
+    readings = with_waits(readings, trained)
+    first = trained + sum(part.waits / (epochs if part.first_epoch else 1.0) for part in readings)
     seconds = first * sum(tokens) / tokens[0] * len(steps) / len(tokens)
     step_seconds = seconds / len(steps)
     return (

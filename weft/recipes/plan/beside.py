@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.checkpoint.export import manifest_of
 from weft.config.distill_schema import AVERAGE, BASE, DistillConfig, is_opened
-from weft.config.dpo_schema import DpoConfig, reference_ranks
+from weft.config.dpo_schema import DpoConfig
 from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig, reward_models
@@ -36,7 +36,7 @@ from weft.recipes.plan.rows import RowFacts
 from weft.recipes.plan.timing import Part, StepTime, forward_seconds
 from weft.rl.model_engines import critic_config, reference_config, reward_model_config, teacher_config
 from weft.rl.reference_critic import device_role, own_ranks, shared_with_trainers, where_separate
-from weft.terminal import byte_count
+from weft.terminal import byte_count, counted
 
 # As StepLengths.plan.
 RowsOf = Callable[[Blueprint, MeshSizes, int | None], tuple[StepPlan, RowFacts]]
@@ -47,8 +47,8 @@ class ModelBeside:
     """A model beside the trained one. section: of its keys. config: of its engine; None if the trained model's weights
     are read, or if it has no memory in a step. note: where it is read, and when. reads: forwards of the step's
     documents; a teacher of some of the documents has a share of one. first_epoch: whether later epochs read nothing.
-    has_head: whether a copy of its head is on the trained model's ranks. ranks: separate ones on the same devices.
-    path: of its model."""
+    has_head: whether a copy of its head is on the trained model's ranks. ranks: separate ones, on the same devices or,
+    with ahead, on others, where it reads the next step's documents meanwhile. path: of its model."""
 
     name: str
     section: str
@@ -59,11 +59,12 @@ class ModelBeside:
     first_epoch: bool = False
     has_head: bool = False
     ranks: int | None = None
+    ahead: bool = False
 
 
 def models_beside(config: SftConfig | RlConfig, trained: EngineConfig) -> list[ModelBeside]:
-    """The models beside the trained one on its ranks. trained: that one's engine config. Forwards of `weft rl` are in
-    no optimizer step, and so have no reads."""
+    """The models beside the trained one. trained: that one's engine config. Forwards of `weft rl` are in no optimizer
+    step, and so have no reads; models with devices of their own are left out there."""
     if isinstance(config, RlConfig):
         engines = {
             "reference": reference_config(config), "teacher": teacher_config(config), "critic": critic_config(config),
@@ -105,7 +106,7 @@ def _alike(first: Tensor, second: Tensor) -> int:
 
 def _reference(config: DpoConfig, trained: EngineConfig) -> list[ModelBeside]:
     preference, engine = config.preference, preference_reference(config, trained)
-    if not preference.has_reference or reference_ranks(config):  # with ranks of its own it is on none of these
+    if not preference.has_reference:
         return []
     mismatched = float("kto" in preference.losses)  # answers to other prompts, which no cache has
     reads = mismatched + (preference.cache != "disk")
@@ -116,7 +117,19 @@ def _reference(config: DpoConfig, trained: EngineConfig) -> list[ModelBeside]:
     if first:
         notes.append("read in the first epoch (preference.cache=memory)")
     path = config.reference.path or config.model.path
-    return [ModelBeside("reference", "reference", path, engine, "; ".join(notes), reads, first)]
+    return [
+        ModelBeside(
+            "reference",
+            "reference",
+            path,
+            engine,
+            "; ".join(notes),
+            reads,
+            first,
+            ranks=config.reference.ranks,
+            ahead=config.reference.ranks is not None,
+        )
+    ]
 
 
 def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]:
@@ -136,6 +149,8 @@ def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]
             "opened for documents that distill.cache_dir lacks" if cached else "",
             0.0 if cached else 1.0 / len(named),
             has_head=True,
+            ranks=config.teacher.ranks,
+            ahead=config.teacher.ranks is not None,
         )
         for name, path in named
         if is_opened(path)  # lists need no model here
@@ -144,9 +159,11 @@ def _teachers(config: DistillConfig, trained: EngineConfig) -> list[ModelBeside]
 
 @dataclass(frozen=True)
 class Reading(Part):
-    """A forward without gradients before a step. first_epoch: as in ModelBeside."""
+    """A forward without gradients before a step. first_epoch: as in ModelBeside. ahead: whether it is of the next step
+    and on ranks of its own, so that it adds to a step only what it takes longer."""
 
     first_epoch: bool = False
+    ahead: bool = False
 
 
 class Beside:
@@ -188,7 +205,12 @@ class Beside:
                 rows.append(EngineRow(model.name, note=model.note))
             else:
                 memory = max(memory_by_stage(*built, None), key=lambda stage: stage.share.resident)
-                rows.append(_engine_row(model, memory))
+                row = _engine_row(model, memory)
+                if model.ahead:
+                    size = byte_count(row.resident + (row.gathered or 0))
+                    where = f"in {counted(model.ranks or 0, 'rank')} of its own, {size} on each"
+                    row = EngineRow(model.name, note="; ".join(filter(None, [where, row.note])))
+                rows.append(row)
             if model.has_head:
                 head = self._head_bytes(model, None if built is None else built[0], mesh.tp)
                 rows.append(EngineRow(f"head of {model.name}", head, note="a copy on the student's ranks"))
@@ -232,7 +254,8 @@ class Beside:
                 _, frozen_rows = rows_of(blueprint, frozen_mesh, model.config.step.max_tokens_per_device)
                 seconds = forward_seconds(blueprint, frozen_mesh, frozen_rows, machine)
             seconds *= model.reads
-            parts.append(Reading(f"{model.name}: forward", seconds, seconds, 0.0, model.note, model.first_epoch))
+            note = "; ".join([*filter(None, [model.note]), *["on ranks of its own, a step ahead"] * model.ahead])
+            parts.append(Reading(f"{model.name}: forward", seconds, seconds, 0.0, note, model.first_epoch, model.ahead))
         share, note = self._read_of_trained(plan)
         if share:
             parts.append(Reading("trained model: forward", share * forward, share * forward, 0.0, note))
@@ -255,8 +278,18 @@ class Beside:
         return split, "answers of pairs that are not in one row"
 
 
+def with_waits(readings: Sequence[Reading], seconds: float) -> list[Reading]:
+    """The readings with what they add to steps of so many seconds: those that are made ahead, on ranks of their own and
+    one after the other, add what all of them take longer than the step."""
+    ahead = sum(part.seconds for part in readings if part.ahead)
+    busy = seconds + sum(part.waits for part in readings if not part.ahead)
+    share = max(0.0, ahead - busy) / ahead if ahead else 0.0
+    return [replace(part, waits=share * part.seconds) if part.ahead else part for part in readings]
+
+
 def with_readings(time: StepTime, readings: Sequence[Reading]) -> StepTime:
     """The time of a step that reads first."""
+    readings = with_waits(readings, time.seconds)
     seconds = time.seconds + sum(part.waits for part in readings)
     return replace(time, seconds=seconds, parts=(*readings, *time.parts), mfu=time.mfu * time.seconds / seconds)
 
