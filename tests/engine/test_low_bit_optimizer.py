@@ -9,16 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.cases import describe, parity, saved_model, world_of
-from tests.support.equal_gradients import same_on_every_mesh
+from tests.support.equal_gradients import gradient, same_on_every_mesh
 from tests.support.pool import run
 from weft.config.schema import OptimizerConfig
 from weft.engine.optim import block_step
 from weft.engine.optim.block_step import exact_root, random_words
 from weft.engine.optim.optimizer import build_optimizer, set_learning_rate, state_bytes
 from weft.engine.optim.placement import random_key
-from weft.verify.reference_low_bit import bits
+from weft.recipes.verify import EPSILON
+from weft.verify.reference_low_bit import CodedAdamW, bits
 
 INT8: dict[str, Any] = {"optimizer": {"state_dtype": "int8"}}
 BF16 = {"master_dtype": "bf16"}
@@ -55,6 +57,31 @@ def test_codes_scales_and_masters_are_those_of_one_process(name: str, tmp_path: 
     saved = same_on_every_mesh(saved_model(family, **changes), sections, meshes, tmp_path)
     coded = sections["optimizer"].get("state_dtype") == "int8"
     assert any(entry.startswith("optimizer/exp_avg_scale/") for entry in saved) is coded
+    if family.startswith("llama"):
+        weights = {entry.removeprefix("weights/"): x for entry, x in saved.items() if entry.startswith("weights/")}
+        for entry, expected in plain_weights(saved_model(family, **changes), list(weights), sections).items():
+            assert weights[entry].equal(expected), entry
+
+
+def plain_weights(path: str, names: list[str], sections: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights after three steps of the reference's optimizer over whole tensors. names: weft's."""
+    masters = torch.bfloat16 if "fsdp" in sections else torch.float32
+    parameters = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+    weights = {name: torch.nn.Parameter(parameters[name].detach().to(masters)) for name in names}
+    keys, coded = sections["optimizer"], sections["optimizer"].get("state_dtype") == "int8"
+    decayed = {name: x.ndim > 1 and "norm" not in name for name, x in weights.items()}
+    optimizer = CodedAdamW(
+        [{"params": [x], "weight_decay": 0.1 * decayed[name]} for name, x in weights.items()],
+        {x: name for name, x in weights.items()},
+        {x: coded and decayed[name] and x.numel() >= 4096 for name, x in weights.items()},
+        betas=(0.9, 0.95), eps=EPSILON, seed=0, state=torch.float32 if coded else masters,
+        rounding=keys.get("rounding", "nearest"),
+    )  # fmt: skip
+    for step in range(1, 4):
+        for group, (name, x) in zip(optimizer.param_groups, weights.items(), strict=True):
+            x.grad, group["lr"] = gradient(name, tuple(x.shape), step).to(masters), 1e-2 / step
+        optimizer.step()
+    return {name: x.detach() for name, x in weights.items()}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The reference's AdamW with 8-bit state: the same lossy algorithm on whole tensors. Imports nothing of weft.
+"""The reference's AdamW with few bits: the same lossy algorithm on whole tensors. Imports nothing of weft.
 
 State is kept decoded, in fp32. docs/explanation/exact.md and weft/engine/optim/low_bit.py have the formulas.
 """
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 
 class CodedAdamW(torch.optim.Optimizer):
-    """AdamW whose moments are rounded to codes of 8 bits after each step.
+    """AdamW whose moments are rounded to codes of 8 bits after each step, and whose weights may be bf16.
 
-    names: of parameters, for the random bits. coded: those whose state is in codes; others keep fp32.
+    names: of parameters, for the random bits. coded: those whose state is in codes; others keep it in `state`.
+    rounding: of weights in bf16: `nearest`, `stochastic`, or `kahan`, which keeps what was rounded away.
     """
 
     def __init__(
         self, groups: Any, names: Mapping[nn.Parameter, str], coded: Mapping[nn.Parameter, bool], *,
-        betas: tuple[float, float], eps: float, seed: int,
+        betas: tuple[float, float], eps: float, seed: int, state: torch.dtype = torch.float32,
+        rounding: str = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.names, self.coded, self.seed = names, coded, seed
+        self.names, self.coded, self.seed, self.stored, self.rounding = names, coded, seed, state, rounding
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -36,33 +38,49 @@ class CodedAdamW(torch.optim.Optimizer):
                     self._one(parameter, group)
 
     def _one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        g, state, (beta1, beta2) = parameter.grad, self.state[parameter], group["betas"]
-        assert g is not None
+        assert parameter.grad is not None
+        g, state, (beta1, beta2) = parameter.grad.float(), self.state[parameter], group["betas"]
         t = state["step"] = state.get("step", 0) + 1
         m = state.get("exp_avg", torch.zeros_like(g)) * beta1 + g * (1 - beta1)
         v = state.get("exp_avg_sq", torch.zeros_like(g)) * beta2 + g * g * (1 - beta2)
-        change = m / (v.sqrt() / math.sqrt(1 - beta2**t) + group["eps"]) * (group["lr"] / (1 - beta1**t))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change)
+        change = m / (root_of(v) / math.sqrt(1 - beta2**t) + group["eps"]) * (group["lr"] / (1 - beta1**t))
+        weight = parameter.float() + state.get("lost", 0.0)
+        weight = weight * (1 - group["lr"] * group["weight_decay"]) - change
+        name = f"{self.seed}/{t}/{self.names[parameter]}".encode()
+        key = int.from_bytes(hashlib.blake2s(name, digest_size=4).digest(), "little")
+        words = bits(key, g.numel()).view(g.shape).to(g.device)
+        if self.rounding == "stochastic" and parameter.dtype == torch.bfloat16:
+            pattern = (weight.view(torch.int32).long() + (words >> 16)) & ~0xFFFF
+            parameter.copy_(pattern.to(torch.int32).view(torch.float32))
+        else:
+            parameter.copy_(weight)
+        if self.rounding == "kahan" and parameter.dtype == torch.bfloat16:
+            state["lost"] = (weight - parameter.float()).bfloat16().float()
         if self.coded[parameter]:
-            name = f"{self.seed}/{t}/{self.names[parameter]}".encode()
-            key = int.from_bytes(hashlib.blake2s(name, digest_size=4).digest(), "little")
-            m, v = rounded_first(m), rounded_second(v, bits(key, g.numel()).view(g.shape).to(g.device))
+            m, v = rounded_first(m), rounded_second(v, words)
+        else:
+            m, v = m.to(self.stored).float(), v.to(self.stored).float()
         state["exp_avg"], state["exp_avg_sq"] = m, v
+
+
+def root_of(x: Tensor) -> Tensor:
+    """The square root, rounded correctly, which torch's on a CPU may not be."""
+    return x.double().sqrt().to(x.dtype)
 
 
 def rounded_first(m: Tensor) -> Tensor:
     """The first moment as its nearest code says: s c |c| / 127^2, c in -127..127, s the block's largest |m|."""
     s = largest(m.abs())
-    c = (m.abs() / s.clamp(min=1e-37)).sqrt().mul(127.0).round().copysign(m)
+    c = root_of(m.abs() / s.clamp(min=1e-37)).mul(127.0).round().copysign(m)
     return c * c.abs() * (s * (1 / 127.0**2))
 
 
 def rounded_second(v: Tensor, word: Tensor) -> Tensor:
     """The second moment as a code next to it says: sqrt(v) = s c^2 / 255^2, c in 0..255, s the block's largest sqrt(v).
     The low 16 bits of `word` decide between both neighbours."""
-    root = v.sqrt()
+    root = root_of(v)
     s = largest(root)
-    c = ((root / s.clamp(min=1e-37)).sqrt() * 255.0 + (word & 0xFFFF) * (1 / 65536)).floor()
+    c = (root_of(root / s.clamp(min=1e-37)) * 255.0 + (word & 0xFFFF) * (1 / 65536)).floor()
     root = torch.maximum(c, (root > 0).to(c)).clamp(max=255.0).square() * (s * (1 / 255.0**2))
     return root.square()
 
