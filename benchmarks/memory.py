@@ -1,7 +1,8 @@
-"""What each setting of memory saves and costs, on the CPU: weft's forward and backward of a model of 30M parameters.
+"""What each setting of memory saves and costs, on the CPU: weft's forward and backward of a small model.
 
     python benchmarks/memory.py                    # rows of 4,096 and 16,384 tokens, about twenty minutes on one core
     python benchmarks/memory.py --tokens 1024      # one row length
+    python benchmarks/memory.py --size 100M --trl .venv-trl/bin/python     # beside TRL, from an environment with TRL
 
 For each setting: what a row keeps for backward by the planner's figure, the rise of the process's memory in a forward
 and backward (gradients are in it), the module's weights, and processor seconds. Each is measured in a process of its
@@ -11,9 +12,13 @@ own, in turns, `--rounds` times; the table has medians, and seconds also relativ
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
+import json
 import multiprocessing
+import os
 import statistics
+import subprocess
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -50,11 +55,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path) -> None:
-    """A llama of 30M parameters, most of them in its layers."""
+SIZES = {"30M": (512, 1536, 8), "100M": (768, 2304, 14)}  # hidden, intermediate, layers
+TRL = {"TRL": "plain", "TRL, gradient_checkpointing": "checkpointing"}
+
+
+def write_model(folder: Path, size: str) -> None:
+    """A llama, most of whose parameters are in its layers."""
+    hidden, intermediate, layers = SIZES[size]
     shape = LlamaConfig(
-        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=32_768, tie_word_embeddings=True,
+        vocab_size=4096, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, max_position_embeddings=32_768,
+        tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(shape).save_pretrained(folder)
@@ -96,6 +107,7 @@ def resident() -> tuple[int, int]:
 
 def forget_peak() -> None:
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else memory that was freed counts as there, and is used again
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -126,22 +138,35 @@ def measure(path: str, tokens: int, setting: dict[str, Any]) -> Measured:
     )
 
 
+def measure_trl(python: str, path: str, tokens: int, mode: str) -> Measured:
+    """As `measure`, of TRL. The planner knows nothing of it."""
+    command = [python, str(Path(__file__).with_name("memory_trl.py")), path, str(tokens), mode]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    results = json.loads(done.stdout.splitlines()[-1])
+    return Measured(0, 0, results["rise"], results["seconds"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16_384])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--size", choices=SIZES, default="30M")
+    parser.add_argument("--trl", help="a Python with TRL, to measure beside")
     options = parser.parse_args()
     with (
         TemporaryDirectory() as folder,
         multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh_process,
     ):
-        write_model(Path(folder))
+        write_model(Path(folder), options.size)
         for tokens in options.tokens:
             measured: dict[str, list[Measured]] = defaultdict(list)
             for _ in range(options.rounds):
                 for name in options.settings:
                     measured[name].append(fresh_process.apply(measure, (folder, tokens, SETTINGS[name])))
+                for name, mode in TRL.items() if options.trl else ():
+                    measured[name].append(measure_trl(options.trl, folder, tokens, mode))
             print(f"\nrow of {tokens:,} tokens: MiB kept for backward (planned) | rise | weights | processor s | ratio")
             first = statistics.median(result.seconds for result in measured[options.settings[0]])
             for name, rounds in measured.items():
