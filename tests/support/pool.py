@@ -142,7 +142,7 @@ def _start(world: int = 1) -> list[_Worker]:
 
 
 def _threads(pid: int) -> int:
-    """torch 2.11 keeps every mesh that a DTensor was made with, and gloo's threads with it, which poll."""
+    """A cache of torch that `_in_group` does not clear would keep meshes, and gloo's threads with them, which poll."""
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
@@ -185,7 +185,7 @@ def _serve(pipe: Connection, errors: str) -> None:
 
 def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], args: Any, timeout: float) -> Any:
     import torch.distributed as dist
-    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group(
@@ -197,9 +197,10 @@ def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], ar
     finally:
         dist.destroy_process_group()
         # DTensor remembers meshes by their shape, and with them process groups that are now others: wrong names, and
-        # three threads of gloo for each, which poll. Engines are cycles.
+        # three threads of gloo for each, which poll, until there are MOST_THREADS. Engines are cycles.
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
+        _gen_transform_infos.cache_clear()
         gc.collect()
         if len(sys.modules) > _modules[0]:  # what a case imported stays, and need not be looked through again
             _modules[0] = len(sys.modules)
