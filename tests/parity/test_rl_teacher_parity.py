@@ -37,8 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def accumulate(
     path: str, of_teacher: str, mesh: str, case: str, rows: list[Row], rewarded: bool
-) -> tuple[float, Tensors]:
-    """(Loss, gradients) of an update, as the recipe has it made."""
+) -> tuple[dict[str, float | None], Tensors]:
+    """(Metrics, gradients) of an update, as the recipe has it made."""
     rl = algorithm("grpo", teacher=of_teacher, correction="none", **CASES[case])
     engine = open_engine(path, mesh, temperature=TEMPERATURE, step={"max_tokens_per_device": 40})
     config = replace(engine_config(of_teacher, mesh), purpose="inference", temperature=TEMPERATURE)
@@ -49,13 +49,13 @@ def accumulate(
         sample.reward = sample.reward if rewarded else 0.0
     correct(samples, rl)
     advantages.advantages(groups, rl)
-    loss = None
+    loss, metrics = None, dict[str, float]()
     if rl.teacher_in_advantage:
         for sample, row in zip(samples, rows, strict=True):
             sample.teacher_logprobs = torch.zeros(len(row.ids)).numpy()
             logprob = plain_rl.current(plain_model(of_teacher), row, TEMPERATURE)[0]
             sample.teacher_logprobs[sample.sampled] = logprob.detach().numpy()
-        rl_teacher.add_teacher_advantages(samples, rl)
+        metrics = rl_teacher.add_teacher_advantages(samples, rl)
     else:
         loss = rl_teacher.teacher_loss(rl, teacher, engine, TEMPERATURE)
     documents = build_documents(samples, rl_config(rl, max_new_tokens=LONGEST))
@@ -63,47 +63,58 @@ def accumulate(
     local = {index: documents[index] for index in engine.planner.local_documents(plan)}
     if loss is not None:
         local = with_teachers([Teacher(teacher)], None, documents, local, engine)
-    result = engine.accumulate(plan, local, PolicyLoss(rl, teacher=loss))["loss"]
-    assert result is not None
-    return result, {n: g.cpu() for n, g in engine.gradients() if g is not None}
+    result = engine.accumulate(plan, local, PolicyLoss(rl, teacher=loss))
+    return metrics | result, {n: g.cpu() for n, g in engine.gradients() if g is not None}
 
 
-def plain(path: str, of_teacher: str, case: str, rows: list[Row], rewarded: bool) -> tuple[float, Tensors]:
+def plain(path: str, of_teacher: str, case: str, rows: list[Row], rewarded: bool) -> tuple[dict[str, float], Tensors]:
+    """(Metrics, gradients)."""
     keys, model, teacher = CASES[case], plain_model(path), plain_model(of_teacher)
     trained = [
         replace(row, reward=row.reward if rewarded else 0.0) for row in rows if not rewarded or row.reward is not None
     ]
-    losses = []
+    losses, divergences, agreements, sizes = [], list[Any](), list[Any](), [0.0, 0.0]
     for row, a in zip(trained, plain_rl.by_group(trained, plain_rl.reward, plain_rl.mean_std), strict=True):
         logp, _ = plain_rl.current(model, row, TEMPERATURE)
         with torch.no_grad():
             of_tokens = plain_rl.current(teacher, row, TEMPERATURE)[0]
         if case == "advantage":
-            a = a + keys["teacher_coef"] * (of_tokens - row.old).double()
+            divergences.append(row.old - of_tokens)
+            part = keys["teacher_coef"] * (of_tokens - row.old).double()
+            rest = torch.as_tensor(a).expand(len(part))
+            sizes = [size + float(x.abs().sum()) for size, x in zip(sizes, (part, rest), strict=True)]
+            a = a + part
         loss = plain_rl.clipped(plain_rl.ratio(row, logp), a, 0.2, 0.2)
         if case == "loss":
             places = [position - 1 for position in row.drawn]
             z = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0][places] / TEMPERATURE
             with torch.no_grad():
                 z_q = teacher(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0][places] / TEMPERATURE
-            loss = loss + keys["teacher_coef"] * divergence(
-                "jsd", z.log_softmax(-1), z_q.log_softmax(-1), keys["teacher_beta"]
-            )
+            divergences.append(divergence("jsd", z.log_softmax(-1), z_q.log_softmax(-1), keys["teacher_beta"]))
+            agreements.append((z.argmax(-1) == z_q.argmax(-1)).float())
+            part = keys["teacher_coef"] * divergences[-1]
+            sizes = [size + float(x.detach().abs().mean()) for size, x in zip(sizes, (part, loss), strict=True)]
+            loss = loss + part
         losses.append(loss)
     total = plain_rl.sequence_mean(losses)
     total.backward()
-    return float(total.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    name = "teacher/divergence" if case == "loss" else "teacher/kl"
+    metrics = {"loss": float(total.detach()), "teacher/share": sizes[0] / sum(sizes),
+               name: float(torch.cat(divergences).detach().mean())}  # fmt: skip
+    if agreements:
+        metrics["teacher/agreement"] = float(torch.cat(agreements).mean())
+    return metrics, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def differs(mesh: str, case: str, rewarded: bool, family: str = "llama", of_teacher: str = "qwen3") -> float:
     """The largest difference, relative to its tolerance."""
     path, teacher = saved_model(family), saved_model(of_teacher, num_hidden_layers=3)
     rows = rollouts(path)
-    loss, gradients = run(world_of(mesh), accumulate, path, teacher, mesh, case, rows, rewarded)[0]
-    expected = plain(path, teacher, case, rows, rewarded)
-    figures = compare_gradients(gradients, expected[1], {})
-    deviation = abs(loss - expected[0]) / max(abs(expected[0]), 1.0) / SCALAR
-    return max(deviation, *(figure.value / GRADIENT for figure in figures))
+    metrics, gradients = run(world_of(mesh), accumulate, path, teacher, mesh, case, rows, rewarded)[0]
+    expected, of_plain = plain(path, teacher, case, rows, rewarded)
+    figures = compare_gradients(gradients, of_plain, {})
+    deviations = [abs((metrics[name] or 0.0) - x) / max(abs(x), 1.0) / SCALAR for name, x in expected.items()]
+    return max(*deviations, *(figure.value / GRADIENT for figure in figures))
 
 
 @pytest.mark.covers("rl.teacher", "rl.teacher_in", "rl.teacher_coef", "rl.teacher_divergence", "rl.teacher_beta")

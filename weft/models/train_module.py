@@ -67,8 +67,8 @@ class Head(nn.Module):
         known_grad: the gradient of logprob (and then of `divergence`) up to a factor, if known; saves a pass. `top1`
         replaces `entropy`, without gradients: 1 where no token is likelier than the target. chosen_NC: the tokens of
         `chosen_logits` (models/readouts.py). Single logits together with `entropy` cost another pass. comparisons: the
-        teachers of `divergence` and, without gradients, `agreement` (ops/divergence.py). `last_hidden`: [N, H], what
-        the head reads, in its dtype; it is then the only readout.
+        teachers of `divergence` and of `agreement`, which has no gradient (ops/divergence.py). `last_hidden`: [N, H],
+        what the head reads, in its dtype; it is then the only readout.
         """
         if "last_hidden" in readouts:
             return {"last_hidden": hidden_NH.to(self.weight.dtype)}

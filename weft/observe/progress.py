@@ -24,8 +24,10 @@ _STEP_SECONDS, _DOING_SECONDS = 5.0, 10.0
 # long as the weights have not changed since the rollout. cut: share of samples that ended at rollout.max_new_tokens.
 _POLICY = {
     "reward": ("reward", ".4g"), "reward_std": ("reward_std", ".4g"), "kl": ("kl", ".4g"),
-    "policy/kl_old": ("kl_old", ".4g"), "entropy": ("entropy", ".3g"), "completions/mean_length": ("length", ".4g"),
-    "completions/clipped_ratio": ("cut", ".0%"), "staleness/mean": ("staleness", ".4g"),
+    "policy/kl_old": ("kl_old", ".4g"), "entropy": ("entropy", ".3g"), "teacher/divergence": ("teacher", ".4g"),
+    "teacher/kl": ("teacher", ".4g"), "teacher/agreement": ("agree", ".0%"),
+    "completions/mean_length": ("length", ".4g"), "completions/clipped_ratio": ("cut", ".0%"),
+    "staleness/mean": ("staleness", ".4g"),
 }  # fmt: skip
 
 

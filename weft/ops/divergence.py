@@ -182,11 +182,10 @@ def divergences(
 
     hidden, weight, bias, targets, transform, shard: as in head.chunked_readouts. temperature: of logprob alone.
     known_grad: [2 N], the gradients that logprob and then the divergence will receive, up to one factor, if they are
-    known: logits are then computed once. agreement: without gradients only. rows_per_tile: tokens of a tile, by default
+    known: logits are then computed once. agreement: has no gradient. rows_per_tile: tokens of a tile, by default
     chosen by bytes. Tokens that one of the heads lacks have no part in the divergence; logprob is over all V.
     """
     assert len(comparison.teacher[0]) == len(hidden), (comparison.teacher[0].shape, hidden.shape)
-    assert not (agreement and torch.is_grad_enabled() and hidden.requires_grad), "agreement has no gradient"
     if not may_anticipate(weight.dtype):
         known_grad = None
     settings = _Settings(Scaling.from_transform(transform, temperature), temperature, agreement, rows_per_tile, shard)
@@ -223,7 +222,7 @@ class _Divergences(torch.autograd.Function):
         else:
             pair.read(None, needs)
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.comparison, ctx.settings = comparison, settings
+        ctx.comparison, ctx.settings = comparison, settings._replace(agreement=False)
         if pair.agreement is not None:
             ctx.mark_non_differentiable(pair.agreement)
         return pair.logprob, pair.divergence, pair.agreement

@@ -138,7 +138,7 @@ class PolicyLoss:
         rl.teacher_in=loss, whose divergence is read."""
         self.config, self.old_is_current, self.teacher = config, old_is_current, teacher
         if teacher is not None:
-            self.readouts = self.readouts | {"divergence"}
+            self.readouts = self.readouts | {"divergence", "agreement"}
         self.masked, self.branches = masked if config.count_masked else 0, branches
         self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
         self.loss = choose_policy_loss(config.policy_loss)
@@ -187,12 +187,16 @@ class PolicyLoss:
                 loss = loss + config.kl_coef * kl_loss(tokens, reference, config)
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * entropy * self._entropy_share(batch)
+        shares: dict[str, tuple[Tensor, Tensor | float]] = {}
         if self.teacher is not None:
-            divergence = batch.readouts["divergence"]
-            loss = loss + config.teacher_coef * divergence
-            means["teacher/divergence"] = divergence
+            divergence, agreement = batch.readouts["divergence"], batch.readouts["agreement"]
+            part = config.teacher_coef * divergence
+            means |= {"teacher/divergence": divergence, "teacher/agreement": agreement}
+            sizes = [(batch.weights_N * x.detach()).abs().sum() for x in (part, loss)]
+            shares["teacher/share"] = sizes[0], sizes[0] + sizes[1]
+            loss = loss + part
         loss_sum = (batch.weights_N * loss).sum()
-        metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()}
+        metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()} | shares
         if self._ratio != "ratio" and self._clipping != "none":  # a sample has one ratio
             metrics["clip_ratio/samples_mean"] = self._clipped_samples(batch, means["clip_ratio/region_mean"])
         return LossOutput(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})

@@ -31,6 +31,10 @@ RL_CHARTS = (
     (Chart("Evaluation", "share of held-out prompts", percent=True), ("eval/accuracy", "eval/pass@*"), ""),
     (Chart("KL divergence", "nats per token", noisy=True), ("kl", "policy/kl_old"), ""),
     (Chart("Entropy", "nats per token", zero=True, noisy=True), ("entropy",), ""),
+    (Chart("Teacher", "divergence, nats per token", noisy=True), ("teacher/divergence", "teacher/kl"), ""),
+    (Chart("Teacher: agreement, share of what is trained", "shares", zero=True, noisy=True, percent=True), (
+        "teacher/agreement", "teacher/share",
+    ), ""),
     (Chart("Completion lengths", "tokens", zero=True, noisy=True), (
         "completions/mean_length", "completions/mean_terminated_length", "completions/min_length",
         "completions/max_length",
