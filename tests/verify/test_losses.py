@@ -3,12 +3,17 @@ transformers (test_plants.py shows that each comparison fails)."""
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from tests.support.cases import describe, pairs
 from tests.support.verified import verdict_of
+from tests.support.vision_zoo import saved_vision_model, vision_folder
 from tests.verify.test_plants import PREFERENCES, TAUGHT
 from weft.config.preference_losses import LOSSES
 
@@ -72,3 +77,39 @@ def test_training_is_that_of_plain_transformers(command: str, family: str, mesh:
     names = {figure.name for figure in verdict.figures}
     assert {f"{prefix}: gradients, many micro-batches", f"{prefix}: weights after 3 updates"} <= names
     assert ("preferences: z of KTO" in names) == (keys.get("preference.loss") == "kto")
+
+
+@cache
+def vision_path(family: str, layers: int = 2) -> str:
+    """A vision model with its tokenizer and processor."""
+    folder = Path(tempfile.mkdtemp(prefix="weft-verify-images-"))
+    vision_folder(folder, family)
+    transformers.AutoModelForImageTextToText.from_pretrained(saved_vision_model(family, layers)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("command", "family", "mesh", "keys"),
+    pairs(
+        [("dpo", "qwen2_5_vl", "2", {})],
+        [
+            ("dpo", "gemma3", "1", {"preference.loss": "kto"}), ("dpo", "qwen2_5_vl", "cp2", {}),
+            ("dpo", "gemma3", "tp2", ADAPTED), ("dpo", "qwen2_5_vl", "1", {"preference.cache": "disk"}),
+            ("distill", "qwen2_5_vl", "2", {}), ("distill", "gemma3", "tp2", {}), ("distill", "gemma3", "1", ADAPTED),
+            ("reward", "gemma3", "2", {}), ("reward", "gemma3", "1", {"reward.loss": "regression"}),
+            ("reward", "gemma3", "tp2", ADAPTED),
+        ],
+    ),
+)  # fmt: skip
+def test_training_on_images_is_that_of_plain_transformers(
+    command: str, family: str, mesh: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Prompts have images, which both answers of a pair, the reference and the teacher see."""
+    keys = {"model.path": vision_path(family), "step.max_tokens_per_device": 256, **keys}
+    if command == "distill":
+        keys["distill.teacher"] = vision_path(family, 3)
+    if keys.get("preference.cache") == "disk":
+        keys["data.cache"] = str(tmp_path)
+    verdict = verdict_of(command, keys, mesh)
+    assert verdict.passed, describe(verdict)
+    assert any(", with images" in remark for remark in verdict.remarks), verdict.remarks

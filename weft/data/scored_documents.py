@@ -76,5 +76,5 @@ class StepDocuments(Documents):
         marks = torch.cat([torch.zeros(1), document.weights])
         return Document(
             with_end_mark(document.tokens), (marks > 0).float(), arrays={"label": (marks - 1).clamp(min=0.0)},
-            source=document.source, dataset=document.dataset,
+            source=document.source, dataset=document.dataset, media=document.media,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.documents import DataReport
+from weft.data.documents import DataReport, lengths_of
 from weft.engine.batch.document import Document, choose
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
@@ -35,9 +35,9 @@ class RecipeSteps:
         report = DataReport("verify", len(documents), 0, 0, 0, "")
         recipe.open_models(engine, RunData(documents, report))
         flight.enter(flight.ENDLESS)
-        cut_documents(engine, max(len(document) for document in choose(documents, range(len(documents)))))
-        first = choose(documents, range(counts[0]))
-        rooms = [meta.room for meta in engine.planner.metadata(first)]
+        metadata = engine.planner.metadata(documents)
+        cut_documents(engine, max(lengths_of(documents)), metadata)
+        rooms = [meta.room for meta in metadata[: counts[0]]]
         self.short = [max(rooms) + 1]
         if paired and engine.context is None:  # rows that a document is cut over have no room for a pair
             self.short.insert(0, max(map(sum, zip(rooms[::2], rooms[1::2], strict=True))) + 1)

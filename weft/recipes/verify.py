@@ -17,6 +17,7 @@ from weft.config.dpo_schema import DpoConfig
 from weft.config.reward_schema import RewardConfig
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
+from weft.data.documents import lengths_of
 from weft.data.encode import load_tokenizer
 from weft.engine.batch.document import choose
 from weft.engine.config import EngineConfig
@@ -26,6 +27,7 @@ from weft.engine.losses.load import choose_objective
 from weft.engine.optim.custom_optimizer import find_class
 from weft.engine.selfcheck.kinds import kinds_of
 from weft.engine.selfcheck.shrink import fewer_layers
+from weft.engine.teachers import Teacher
 from weft.errors import UserError
 from weft.launch import flight
 from weft.launch.options import VerifyOptions
@@ -54,7 +56,8 @@ from weft.verify.dpo_harness import (
     verify_preferences,
 )
 from weft.verify.harness import Figure, Verdict, cut_documents, verify, worst_five
-from weft.verify.image_documents import steps_for
+from weft.verify.image_documents import steps_for, takes_images
+from weft.verify.image_reference import Images
 from weft.verify.narrow import compare_as_configured
 from weft.verify.plants import planted
 from weft.verify.reward_harness import answer_data, awkward_answers, verify_reward
@@ -196,14 +199,21 @@ def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, option
         drawn if lists else open_teacher(exact, name, engine)
         for name, lists in zip(distill.named, is_listed, strict=True)
     ]
+    images: Images = {}
+    remark = ""
+    if takes_images(engine) and all(not isinstance(t, Teacher) or takes_images(t.engine) for t in teachers):
+        steps, images, _ = steps_for(engine, subject.path, steps)
+        remark = ", with images"
+    elif takes_images(engine):
+        remark = ", without images, which a teacher does not take"
     plain = PlainTeachers(named, [[index % len(teachers) for index in range(len(step))] for step in steps])
     figures, worst = verify_distillation(
-        engine, subject.path, steps, recipe.objective, teachers, plain, distill, LEARNING_RATE
+        engine, subject.path, steps, recipe.objective, teachers, plain, distill, LEARNING_RATE, images
     )
     del engine, teachers
     verdict = check(config, subject, ranks, options)
     words = ", ".join("drawn lists" if name is drawn else str(name) for name in named)
-    return _joined(verdict, figures, worst, f"distill  {distill.loss} of {words}, in fp32")
+    return _joined(verdict, figures, worst, f"distill  {distill.loss} of {words}{remark}, in fp32")
 
 
 def check_reward(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
@@ -211,12 +221,14 @@ def check_reward(config: Any, subject: VerifiedModel, ranks: Ranks, options: Ver
     exact: RewardConfig = verified_config(config, subject.path)
     engine = Engine(EngineConfig.from_config(_without_balance(exact)), ranks)
     randomize_adapters(engine)
-    steps, recipe = awkward_answers(hf.vocabulary_size(subject.path), exact.reward), RewardRecipe(exact)
+    vocabulary, recipe = hf.vocabulary_size(subject.path), RewardRecipe(exact)
+    steps, images = awkward_answers(engine, subject.path, vocabulary, exact.reward)
     counts = [sum(len(example) for example in step) for step in steps]
-    documents = recipe.prepared(answer_data(steps, exact.reward))
+    documents = recipe.prepared(answer_data(engine, steps, exact.reward, images))
     prepared = RecipeSteps(engine, recipe, documents, counts, paired=recipe.pairs is not None)
-    figures, worst = verify_reward(engine, subject.path, prepared, steps, exact.reward, LEARNING_RATE)
-    return Verdict(figures, worst, [f"reward   {exact.reward.loss}, in fp32"]) if figures else None
+    figures, worst = verify_reward(engine, subject.path, prepared, steps, exact.reward, LEARNING_RATE, images)
+    seen = ", with images" * bool(images)
+    return Verdict(figures, worst, [f"reward   {exact.reward.loss}{seen}, in fp32"]) if figures else None
 
 
 def _without_balance(config: Config) -> Config:
@@ -240,18 +252,18 @@ def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options
         if exact.preference.cache == "disk":  # a new one, which is written and read
             exact = replace(exact, data=replace(exact.data, cache=str(cache)))
         engine = Engine(EngineConfig.from_config(_without_balance(exact)), ranks)
-        steps = awkward_preferences(hf.vocabulary_size(subject.path), exact)
+        steps, images = awkward_preferences(engine, subject.path, hf.vocabulary_size(subject.path), exact)
         randomize_adapters(engine)
         disturb_weights(engine)
-        recipe, documents = Dpo(exact), preference_data(steps, exact)
+        recipe, documents = Dpo(exact), preference_data(engine, steps, exact, images)
         counts = [sum(len(example) for example in step) for step in steps]
         prepared = RecipeSteps(engine, recipe, documents, counts, paired=exact.preference.is_paired)
         readings = Readings(None)
         reference = recipe.readings
         if exact.preference.has_reference:
-            longest = max(len(answer.ids) for step in steps for example in step for answer in example)
             if reference.engine not in (None, engine):
-                cut_documents(reference.engine, longest)
+                metadata = reference.engine.planner.metadata(documents)
+                cut_documents(reference.engine, max(lengths_of(documents)), metadata)
             readings = Readings(reference.of(TRAINED, range(len(documents))))
         for seed in range(1, 9):
             kl = 0.0
@@ -262,11 +274,14 @@ def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options
             disturb_weights(engine, seed)
         readings = replace(readings, kl=kl)
         flight.enter(flight.ENDLESS)
-        figures, worst = verify_preferences(engine, subject.path, exact, prepared, steps, readings, LEARNING_RATE)
+        figures, worst = verify_preferences(
+            engine, subject.path, exact, prepared, steps, readings, LEARNING_RATE, images
+        )
         del engine, recipe, prepared, reference
     verdict = check(config, subject, ranks, options)
     losses, against = " + ".join(exact.preference.losses), exact.reference.path or "the model before training"
-    remark = f"dpo      {losses}{f' against {against}' if exact.preference.has_reference else ''}, in fp32"
+    seen = ", with images" * bool(images)
+    remark = f"dpo      {losses}{f' against {against}' if exact.preference.has_reference else ''}{seen}, in fp32"
     return _joined(verdict, figures, worst, remark)
 
 

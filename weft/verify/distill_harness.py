@@ -22,6 +22,7 @@ from weft.engine.teachers import TeacherSource, pack_lists, with_teachers
 from weft.importing import import_named
 from weft.verify.adapter import randomize_adapters
 from weft.verify.harness import Figure, cut_documents, trainer_of
+from weft.verify.image_reference import ImageReference, Images
 from weft.verify.observed import Step, short_budget, to_documents
 from weft.verify.plain_divergence import divergence_of
 from weft.verify.reference import Reference
@@ -71,17 +72,19 @@ class _TaughtSteps:
 
     def __init__(
         self, engine: Engine, steps: Sequence[Step], objective: DistillationLoss, teachers: Sequence[TeacherSource],
-        chosen: Sequence[Sequence[int]],
+        chosen: Sequence[Sequence[int]], images: Images,
     ) -> None:  # fmt: skip
         self.engine, self.steps, self.teachers, self.chosen = engine, steps, teachers, chosen
+        self.images = images
         objective.heads = [head for teacher in teachers if (head := teacher.head(engine)) is not None]
         self.objective: Loss = objective
-        cut_documents(engine, max(len(ids) for step in steps for ids, _ in step))
-        self.short = [short_budget(engine, steps[0])]
+        metadata = [meta for step in steps for meta in to_documents(engine, step, images)[1]]
+        cut_documents(engine, max(len(ids) for step in steps for ids, _ in step), metadata)
+        self.short = [short_budget(engine, steps[0], images)]
 
     def prepare(self, number: int, budget: int | None) -> tuple[StepPlan, Mapping[int, Document]]:
         engine, chosen = self.engine, list(self.chosen[number]) if len(self.teachers) > 1 else None
-        documents, metas = to_documents(engine, self.steps[number])
+        documents, metas = to_documents(engine, self.steps[number], self.images)
         plan = engine.plan(metas, budget=budget)
         local = {index: documents[index] for index in engine.planner.local_documents(plan)}
         return plan, with_teachers(self.teachers, chosen, list(documents.values()), local, engine)
@@ -89,20 +92,22 @@ class _TaughtSteps:
 
 def verify_distillation(
     engine: Engine, path: str, steps: Sequence[Step], objective: DistillationLoss, teachers: Sequence[TeacherSource],
-    plain_teachers: PlainTeachers, config: DistillSection, lr: float,
+    plain_teachers: PlainTeachers, config: DistillSection, lr: float, images: Images,
 ) -> tuple[list[Figure], list[Figure]]:  # fmt: skip
     """(Figures, the parameters that differ most); empty except on the first rank. Trains the engine. Collective. path:
-    of the student's weights."""
+    of the student's weights. images: by the ids of their documents."""
     randomize_adapters(engine)
-    prepared = _TaughtSteps(engine, steps, objective, teachers, plain_teachers.chosen)
+    prepared = _TaughtSteps(engine, steps, objective, teachers, plain_teachers.chosen, images)
     models: list[Reference | DrawnLists] = []
     known: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # of a teacher and a document: its logits
 
     def open_plain(adapter: str | None) -> Reference:
         if not models:
             device = str(engine.device)
-            models.extend(t if isinstance(t, DrawnLists) else Reference(t, device) for t in plain_teachers.named)
-        return trainer_of(engine, path, [], adapter, {}).reference()
+            models.extend(
+                t if isinstance(t, DrawnLists) else ImageReference(images, t, device) for t in plain_teachers.named
+            )
+        return trainer_of(engine, path, [], adapter, images).reference()
 
     @torch.no_grad()
     def logits(teacher: Reference, number: int, ids: list[int]) -> Tensor:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from weft.data.limits import length_limit
 from weft.data.records import Role
 from weft.engine.engine import Engine
 from weft.verify.harness import SCALAR, Figure, trainer_of
+from weft.verify.image_documents import prompts_for, without_placeholders
+from weft.verify.image_reference import ImageReference, Images, PeftImageReference
+from weft.verify.observed import media_of
 from weft.verify.peft_reference import PeftReference
 from weft.verify.preference_reference import ComparedAnswer, kl_of, plain_losses, read_reference
 from weft.verify.reference import Reference
@@ -52,19 +56,20 @@ _PAIRS = (
 
 def verify_preferences(
     engine: Engine, path: str, config: DpoConfig, prepared: PreparedSteps, steps: Sequence[Sequence[Example]],
-    readings: Readings, lr: float,
+    readings: Readings, lr: float, images: Images,
 ) -> tuple[list[Figure], list[Figure]]:  # fmt: skip
     """(Figures, the parameters that differ most); empty except on the first rank. Trains the engine. Collective.
 
-    path: of the model's weights. prepared: the mesh's side of the steps. readings: of the mesh's side.
+    path: of the model's weights. prepared: the mesh's side of the steps. readings: of the mesh's side. images: by the
+    ids of their prompts.
     """
     answers = [answer for step in steps for example in step for answer in example]
     figures: list[Figure] = []
 
     def open_plain(adapter: str | None) -> Reference:
-        plain = trainer_of(engine, path, [], adapter, {}).reference()
+        plain = trainer_of(engine, path, [], adapter, images).reference()
         if readings.reference is not None:
-            with _plain_reference(plain, config, path, str(engine.device)) as reference:
+            with _plain_reference(plain, config, path, str(engine.device), images) as reference:
                 read_reference(reference, answers)
         return plain
 
@@ -83,8 +88,11 @@ def verify_preferences(
     return [*figures, *of_training], worst
 
 
-def awkward_preferences(vocabulary: int, config: DpoConfig, seed: int = 0) -> list[list[Example]]:
-    """Steps of pairs or of answers one by one, of random tokens, with margins."""
+def awkward_preferences(
+    engine: Engine, path: str, vocabulary: int, config: DpoConfig, seed: int = 0
+) -> tuple[list[list[Example]], Images]:
+    """(Steps of pairs or of answers one by one, of random tokens, with margins; the images of their prompts, by the
+    prompts' ids). Arguments as of prompts_for. Collective."""
     source = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -103,15 +111,21 @@ def awkward_preferences(vocabulary: int, config: DpoConfig, seed: int = 0) -> li
                 answer.tail = 1.0 if preference.ld_alpha is None else preference.ld_alpha
             pairs.append(pair)
         steps.append(pairs)
+    bare = [[chosen.ids[: chosen.prompt] for chosen, _ in step] for step in steps]
+    shown, images = prompts_for(engine, path, bare)
+    for pair, prompt in zip(chain(*steps), chain(*shown), strict=True):
+        for answer in pair:
+            answer.ids = [*prompt, *without_placeholders(engine, answer.ids[answer.prompt :])]
+            answer.prompt = len(prompt)
     if preference.is_paired:
-        return steps
+        return steps, images
     singles = [[answer for example in step for answer in example][: len(step) + 2] for step in steps]
     limit, _ = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     data = [answer for step in singles for answer in step]
     for answer, before in zip(data, [data[-1], *data[:-1]], strict=True):
         ids = [*answer.ids[: answer.prompt], *before.ids[before.prompt :]]
         answer.mismatched = ComparedAnswer(ids[:limit], answer.prompt)
-    return [[(answer,) for answer in step] for step in singles]
+    return [[(answer,) for answer in step] for step in singles], images
 
 
 def shows_whole_step(config: DpoConfig, policy: Tensor, readings: Readings, kl: float) -> bool:
@@ -132,7 +146,7 @@ def shows_whole_step(config: DpoConfig, policy: Tensor, readings: Readings, kl: 
     return {*ranks[0][:half].tolist()} != {*ranks[1][:half].tolist()}
 
 
-def preference_data(steps: Sequence[Sequence[Example]], config: DpoConfig) -> Documents:
+def preference_data(engine: Engine, steps: Sequence[Sequence[Example]], config: DpoConfig, images: Images) -> Documents:
     """The data set of these examples."""
     documents = list[SyntheticDocument]()
     for number, example in enumerate((example for step in steps for example in step), start=1):
@@ -141,21 +155,24 @@ def preference_data(steps: Sequence[Sequence[Example]], config: DpoConfig) -> Do
             roles = ("desired" if example[0].desired else "undesired",)
         for role, answer in zip(roles, example, strict=True):
             trained = [int(index >= answer.prompt) for index in range(len(answer.ids))]
-            documents.append(SyntheticDocument(answer.ids, trained, number, role, answer.margin))
+            media = media_of(engine, answer.ids[: answer.prompt], images)
+            documents.append(SyntheticDocument(answer.ids, trained, number, role, answer.margin, media, answer.prompt))
     return synthetic_data(documents, config.tail_weight)
 
 
 @contextmanager
-def _plain_reference(policy: Reference, config: DpoConfig, path: str, device: str) -> Iterator[Reference]:
+def _plain_reference(
+    policy: Reference, config: DpoConfig, path: str, device: str, images: Images
+) -> Iterator[Reference]:
     """The reference on the plain side; of adapters that may be the trained model without them."""
     if not own_reference(config):
         assert isinstance(policy, PeftReference)
         with policy.model.disable_adapter():
             yield policy
     elif config.lora.path is not None and config.reference.path is None:
-        yield PeftReference(path, config.lora.path, device)
+        yield PeftImageReference(images, path, config.lora.path, device)
     else:
-        yield Reference(config.reference.path or path, device)
+        yield ImageReference(images, config.reference.path or path, device)
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:

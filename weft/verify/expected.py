@@ -13,7 +13,7 @@ from weft.config.schema import OptimizerConfig
 from weft.models import hf
 from weft.models.flops import FlopFacts
 from weft.verify import reference
-from weft.verify.image_reference import ImageReference, Images
+from weft.verify.image_reference import ImageReference, Images, PeftImageReference
 from weft.verify.observed import Step, Tensors
 from weft.verify.peft_reference import PeftReference
 from weft.verify.reference_muon import Part
@@ -88,9 +88,10 @@ class ReferenceTrainer:
     def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
         """A fresh reference. dtype: of its weights, or with an adapter of the base's."""
         if self.adapter is not None:
-            return PeftReference(
+            adapted = (
                 self.path, self.adapter, self.device, self.balance, self.whole_step, dtype, self.quantised, self.frozen
-            )
+            )  # fmt: skip
+            return PeftImageReference(self.images, *adapted) if self.images else PeftReference(*adapted)
         options = (self.path, self.device, self.freeze, self.balance, self.whole_step, dtype)
         return ImageReference(self.images, *options) if self.images else reference.Reference(*options)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.engine.batch.document import DocumentMeta
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
 from weft.engine.optim.optimizer import lossy_parts
@@ -131,9 +132,8 @@ def verify(
         )
     expected = None
     images = images or {}
-    rooms = [meta.room for step in steps for meta in to_documents(engine, step, images)[1] if meta.patches]
-    room = -(-max(rooms, default=0) // engine.planner.image_room.ranks)
-    cut_documents(engine, max(len(ids) for step in steps for ids, _ in step), room)
+    metadata = [meta for step in steps for meta in to_documents(engine, step, images)[1]]
+    cut_documents(engine, max(len(ids) for step in steps for ids, _ in step), metadata)
     randomize_adapters(engine)
     with saved_adapter(engine) as adapter:
         if engine.ranks.is_first:
@@ -192,11 +192,12 @@ def may_be_rounding(verdict: Verdict) -> bool:
     return bool(failed) and all(figure.noise is not None and figure.value <= WIDEST for figure in failed)
 
 
-def cut_documents(engine: Engine, longest: int, room: int = 0) -> None:
+def cut_documents(engine: Engine, longest: int, metadata: Sequence[DocumentMeta] = ()) -> None:
     """If mesh.cp has several ranks, make rows so short that documents of `longest` tokens are cut over all of them,
-    except for models whose rotary table depends on a document's length. room: tokens that a rank needs for documents
-    with images."""
+    except for models whose rotary table depends on a document's length. metadata: of documents; those with images keep
+    their room."""
     limit = position_limit(engine.built.config.get_text_config())
+    room = -(-max((meta.room for meta in metadata if meta.patches), default=0) // engine.planner.image_room.ranks)
     if engine.context is not None and (limit is None or longest <= limit):
         engine.budget = min(engine.budget, max(room, -(-longest // engine.context.size) + 1))
 

@@ -82,6 +82,11 @@ def documents_behind(engine: Engine, base: Any, step: Sequence[Document]) -> tup
     return ([], {}) if limit is not None and len(long[0]) > limit else ([*short, long], images)
 
 
+def takes_images(engine: Engine) -> bool:
+    """Whether the model is trained on images."""
+    return engine.built.vision is not None and not engine.built.support.images
+
+
 def text_ids(vision: Vision) -> list[int]:
     """Three token ids that are no placeholder of an image or a video."""
     return [i for i in (3, 5, 6, 7, 8) if i not in (vision.image, vision.video)][:3]
@@ -103,21 +108,37 @@ def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Visio
     return ids, mask
 
 
+def prompts_for(
+    engine: Engine, path: str, prompts: Sequence[Sequence[list[int]]]
+) -> tuple[list[list[list[int]]], Images]:
+    """(The prompts of each step, with images if the model takes any; the images by the ids of their prompts). Other
+    arguments as of steps_for. Collective."""
+    documents = [[(ids, [0.0] * len(ids)) for ids in step] for step in prompts]
+    steps, images, _ = steps_for(engine, path, documents, videos=False)
+    return [[ids for ids, _ in step] for step in steps], images
+
+
+def without_placeholders(engine: Engine, ids: Sequence[int]) -> list[int]:
+    """The ids with a word in place of each that stands for an image or a video."""
+    vision = engine.built.vision
+    return [i if vision is None or i not in (vision.image, vision.video) else text_ids(vision)[0] for i in ids]
+
+
 def steps_for(
-    engine: Engine, path: str, steps: Sequence[Sequence[Document]]
+    engine: Engine, path: str, steps: Sequence[Sequence[Document]], videos: bool = True
 ) -> tuple[list[list[Document]], Images, list[Document]]:
     """(The steps, with images and videos if the model takes any; the images; documents_behind, whose images are among
     them); the same on every rank. Collective.
 
-    path: the model's weights, from which the first rank learns how many placeholders an image has.
+    path: the model's weights, from which the first rank learns how many placeholders an image has. videos: whether
+    there are any.
     """
-    vision = engine.built.vision
-    if vision is None or engine.built.support.images:
+    if not takes_images(engine):
         return [list(step) for step in steps], {}, []
     document: list[Any] = [None]
     if engine.ranks.is_first:
         plain = Reference(path, str(engine.device)).plain.get_submodule(engine.module.facts.base)
-        document = [shown(engine, steps, plain, videos=not engine.built.support.videos)]
+        document = [shown(engine, steps, plain, videos=videos and not engine.built.support.videos)]
     dist.broadcast_object_list(document, src=0, group=engine.ranks.group)
     samples: tuple[list[list[Document]], Images, list[Document]] = document[0]
     return samples

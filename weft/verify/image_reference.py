@@ -1,4 +1,4 @@
-"""The reference for documents with images and videos. Imports nothing of weft but the plain reference, on purpose."""
+"""The reference for documents with images and videos. Imports nothing of weft but plain references, on purpose."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.verify.peft_reference import PeftReference
 from weft.verify.reference import Reference
 
 Images = Mapping[tuple[int, ...], Mapping[str, Tensor]]  # token ids of a document -> forward arguments of its images
@@ -50,6 +51,10 @@ class ImageReference(Reference):
         if getattr(config, "video_token_id", None) is not None:
             types += 2 * (tokens == config.video_token_id).int()
         return arguments | {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in named}
+
+
+class PeftImageReference(ImageReference, PeftReference):
+    """An ImageReference with the adapter of a folder. options: arguments of PeftReference."""
 
 
 def _images(value: Tensor, inputs: Mapping[str, Tensor]) -> int:

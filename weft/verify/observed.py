@@ -158,14 +158,15 @@ def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[di
     ids of their documents."""
     documents = {
         index: Document(
-            torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=_media(engine, ids, images), group=0
+            torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=media_of(engine, ids, images), group=0
         )
         for index, (ids, mask) in enumerate(step)
     }
     return documents, engine.planner.metadata(documents.values())
 
 
-def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
+def media_of(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
+    """The images of the document, or the prompt, with these token ids."""
     inputs, vision = images.get(tuple(ids)), engine.built.vision
     return None if inputs is None or vision is None else Media.from_inputs(dict(inputs), vision.patches(inputs))
 
