@@ -11,7 +11,7 @@ explain the difference. A tolerance widens to ten times the noise, and never bey
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +66,9 @@ SCALAR = 1e-5
 # zero (a bias of keys, which softmax does not see), and AdamW's steps are rounding. Such a parameter may move up to ten
 # times as far as in the reference.
 _ROUNDING = 0.1
+# So may one whose gradient is 0 to rounding: it moves by less than this share of what the parameter that moves most
+# does (root mean squares).
+_STILL = 0.01
 _CODE = 1 / 32  # how far apart neighbouring codes of 8-bit state are, at a quarter of the largest code
 
 
@@ -357,6 +360,12 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
     return out
 
 
+def without_gradient(expected: Tensors) -> set[str]:
+    """The parameters whose gradient is below what compare_gradients can tell from 0."""
+    largest = max(float(g.abs().max()) for g in expected.values())
+    return {name for name, g in expected.items() if float(g.abs().max()) <= 1e-3 * GRADIENT * largest}
+
+
 def _training_figures(observed: Observed, expected: Expected, optimizer: str, state: torch.dtype) -> list[Figure]:
     """Figures of losses and norms along the steps, of the weights after them, and of whether copies on several ranks
     stayed equal."""
@@ -384,11 +393,12 @@ def _training_figures(observed: Observed, expected: Expected, optimizer: str, st
 
 def compare_weights(
     name: str, weights: Tensors, after: Tensors, start: Tensors, noise_samples: Sequence[Tensors], optimizer: str,
-    state: torch.dtype = torch.float32,
+    state: torch.dtype = torch.float32, unused: Collection[str] = (),
 ) -> Figure:  # fmt: skip
     """A figure for the engine's weights against the reference's, `after`, which began at `start`. noise_samples: the
-    reference's weights by other orders of summation. state: dtype of the optimizer's state. In a narrow dtype one
-    element may round differently, which in a small parameter is a large share of all movement."""
+    reference's weights by other orders of summation. unused: parameters without_gradient. state: dtype of the
+    optimizer's state. In a narrow dtype one element may round differently, which in a small parameter is a large share
+    of all movement."""
     if optimizer == "sgd":
         value, *noises = (_distance(w, after, start, None) for w in (weights, *noise_samples))
         measured = max(noises, default=None)
@@ -398,13 +408,19 @@ def compare_weights(
     def rounding(parameter: Tensor) -> float:
         return step / 2 / float(parameter.numel() ** 0.5)
 
+    moves = {n: _moved(after, start, n) / after[n].numel() ** 0.5 for n in after}
+    still = {n for n in unused if n in moves and moves[n] <= _STILL * max(moves.values())}
     noise_of = {n: max((_distance(other, after, start, n) for other in noise_samples), default=None) for n in after}
     figures = [
         Figure(n, _distance(weights, after, start, n), widened(ADAMW + rounding(after[n]), noise), noise)
         if noise is None or noise < _ROUNDING
         else Figure(n, float(_moved(weights, start, n) > 10 * _moved(after, start, n)), 0.5, noise)
         for n, noise in noise_of.items()
+        if n not in still
     ]
+    for n in still:
+        share = _moved(weights, start, n) / after[n].numel() ** 0.5 / (max(moves.values()) or 1.0)
+        figures.append(Figure(n, float(share > _STILL), 0.5, note="has no gradient"))
     return worst_of(name, figures)
 
 

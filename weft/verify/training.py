@@ -39,6 +39,7 @@ from weft.verify.harness import (
     gradient_noise,
     may_be_rounding,
     widened,
+    without_gradient,
     worst_five,
     worst_of,
 )
@@ -243,7 +244,14 @@ def figures_of(
             for name, value, noise in zip(("loss", "gradient norm"), along, noises, strict=True)
         ),
         compare_weights(
-            f"weights after {updates} updates", observed.weights, plain.weights, start, weights, optimizer, state
+            f"weights after {updates} updates",
+            observed.weights,
+            plain.weights,
+            start,
+            weights,
+            optimizer,
+            state,
+            without_gradient(expected),
         ),
     ]
     worst = [replace(figure, name=prefix + figure.name, note="") for figure in worst_five(parameters)]
