@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from tests.support.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
+from weft.config.schema import FsdpConfig
 from weft.engine.describe import unit_rows
 from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
+from weft.parallel.parallelize import is_one_unit
 from weft.parallel.units import Unit, find_units, parameters_by_unit
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
@@ -80,6 +82,26 @@ def test_units(family: str, wrap: Any, names: list[str], root: set[str]) -> None
     )  # inner ones first
     assert len(unsharded) > 2 if root in ({"everything"}, {"most"}) else unsharded == root
     assert rows == elements
+
+
+def on_one_device(path: str) -> list[bool]:
+    """Whether `auto` leaves all to the root: on CUDA, with a model that is too large, with a frozen base in the compute
+    dtype, with overrides, on the CPU."""
+    engine = open_engine(path, "1")
+    module, mesh, cuda = nn.Linear(2**15, 2**15, bias=False, device="meta"), engine.mesh, torch.device("cuda")
+    auto, bf16, large = FsdpConfig(), torch.bfloat16, nn.Linear(2**15, 2**15 + 1, device="meta")
+    frozen = nn.Sequential(large, nn.Linear(4, 4)).to(bf16)
+    large_alone = is_one_unit(large, mesh, auto, bf16, cuda)
+    large.requires_grad_(False)
+    return [
+        is_one_unit(module, mesh, auto, bf16, cuda), large_alone, is_one_unit(frozen, mesh, auto, bf16, cuda),
+        is_one_unit(module, mesh, FsdpConfig(overrides={"0": "replicate"}), bf16, cuda),
+        is_one_unit(module, mesh, auto, bf16, torch.device("cpu")),
+    ]  # fmt: skip
+
+
+def test_a_small_model_on_a_single_cuda_device_is_one_unit() -> None:
+    assert run(1, on_one_device, saved_model("llama")) == [[True, False, True, False, False]]
 
 
 @pytest.mark.parametrize(

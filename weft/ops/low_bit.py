@@ -83,7 +83,8 @@ def seal_scales(form: Format, largest: Tensor) -> tuple[Tensor | None, tuple[Ten
         codes, groups = nf4.quantise_scales(largest)
         return codes, tuple(groups)
     assert not form.sharded
-    return None, (largest if form is INT8 else largest / E4M3_MAX,)
+    # By a tensor: CUDA multiplies by the rounded inverse of a number, and bytes would depend on the device.
+    return None, (largest if form is INT8 else largest / largest.new_tensor(E4M3_MAX),)
 
 
 def quantise(form: Format, values: Tensor, start: Sequence[int], shared: Sequence[Tensor]) -> Tensor:

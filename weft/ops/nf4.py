@@ -73,7 +73,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantise_scales(scales: Tensor) -> tuple[Tensor, ScaleGroups]:
     """(uint8 codes, what they are relative to), of all scales of a weight."""
-    mean = scales.mean()
+    mean = scales.double().mean().float()  # in fp32 its last bits depend on the device and the number of threads
     centred = (scales - mean).flatten()
     groups = torch.nn.functional.pad(centred, (0, -len(centred) % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(-1)

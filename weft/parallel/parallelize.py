@@ -125,12 +125,27 @@ def parallelize(
         quantise_base(module, quantised, divided.cuts, base)
 
     # 4. Data axes: FSDP2 or HSDP over the parameters that the other axes left to this rank.
-    units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*find_experts(module)])
+    wrap = () if is_one_unit(module, mesh, fsdp, precision.compute, device) else fsdp.wrap
+    units = find_units(module, wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*find_experts(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
     # 5. Buffers are not FSDP's: move them to where the compute is.
     move_buffers(module, device)
     return units, divided, pipeline
+
+
+# Qwen3-0.6B on an H200, 256 tokens a step: 232 ms with 28 units, 151 ms as one, with 1.7 GiB more; torch 2.11.
+_ONE_UNIT_BYTES = 2**31
+
+
+def is_one_unit(module: nn.Module, mesh: Mesh, config: FsdpConfig, compute: torch.dtype, device: torch.device) -> bool:
+    """Whether fsdp.wrap=auto leaves the whole model to the root: a small one on a single CUDA device, where a unit
+    communicates nothing, but costs the host's time."""
+    if config.wrap != "auto" or config.overrides or config.cpu_offload:
+        return False
+    gathered = [p for p in module.parameters() if p.requires_grad or (p.is_floating_point() and p.dtype != compute)]
+    size = sum(parameter.numel() for parameter in gathered) * compute.itemsize
+    return device.type == "cuda" and mesh.world.size() == 1 and size <= _ONE_UNIT_BYTES
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

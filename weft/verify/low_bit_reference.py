@@ -45,7 +45,7 @@ def fp8_and_back(weight: Tensor, block: tuple[int, int]) -> Tensor:
             for column in range(0, matrix.shape[1], block[1]):
                 part = (slice(row, row + block[0]), slice(column, column + block[1]))
                 values = matrix[part].float()
-                scale = values.abs().max() / 448.0
+                scale = values.abs().max() / values.new_tensor(448.0)
                 ratio = values / scale if scale > 0 else values
                 rounded[part] = ratio.to(torch.float8_e4m3fn).float() * scale
     return out
@@ -56,7 +56,7 @@ def nf4_and_back(weight: Tensor) -> Tensor:
     blocks = weight.float().reshape(-1, 64)
     scales = blocks.abs().amax(1)
     values = _rounded(blocks * (1.0 / scales[:, None].clamp(min=1e-38)), torch.tensor(_NF4))
-    mean = scales.mean()
+    mean = scales.double().mean().float()
     rounded = torch.cat([_rounded_scales(group) for group in (scales - mean).split(256)]) + mean
     return (values * rounded[:, None]).reshape(weight.shape).to(weight.dtype)
 
@@ -68,6 +68,7 @@ def _rounded_scales(scales: Tensor) -> Tensor:
 
 def _rounded(values: Tensor, levels: Tensor) -> Tensor:
     """Each value as the nearest level."""
+    levels = levels.to(values.device)
     rows = [levels[(row[:, None] - levels).abs().argmin(-1)] for row in values.flatten().split(4096)]
     return torch.cat(rows).view_as(values)
 
