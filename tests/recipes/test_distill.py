@@ -25,6 +25,8 @@ from tests.support.pool import run
 from tests.support.toy_tokenizers import byte_tokenizer, chat, metaspace_tokenizer, write_jsonl
 from weft import cli
 from weft.config.distill_schema import DistillConfig
+from weft.config.dpo_schema import DpoConfig
+from weft.config.frozen_ranks import in_turns
 from weft.config.load import load_config
 from weft.data.documents import Documents
 from weft.engine.batch.document import Document
@@ -207,6 +209,22 @@ def test_teachers_on_ranks_of_their_own_are_those_of_plain_transformers(
         actual = torch.load(tmp_path / f"gradients-{number}.pt")
         assert actual.keys() == expected.keys()
         assert not [figure for figure in compare_gradients(actual, expected, {}) if not figure.passed], number
+
+
+def test_verify_and_eval_compute_frozen_models_in_turns() -> None:
+    """On the trained model's mesh, with what else the section says, and in one line of the output."""
+    base = ["model.path=org/m", "data.path=org/d"]
+    for schema, name, words in (
+        (DistillConfig, "teacher", [*base, "distill.teacher=org/t", "teacher.param_dtype=bf16"]),
+        (DpoConfig, "reference", [*base, "reference.param_dtype=bf16"]),
+    ):
+        expected: Any = load_config([], words, schema)
+        config: Any = load_config([], [*words, f"{name}.ranks=4", f"{name}.tp=2", f"{name}.pp=1"], schema)
+        assert in_turns(config) == (
+            expected,
+            [f"in turns the {name} takes turns with the trained model here, in place of {name}.ranks=4"],
+        )
+        assert in_turns(expected) == (expected, [])
 
 
 def unfolded(output: str) -> list[str]:

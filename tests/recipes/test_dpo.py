@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parity.test_dpo_parity import folder, models
-from tests.support import forked
+from tests.parity.test_dpo_parity import folder, models, plain_model
+from tests.recipes.test_distill import keep_gradients
+from tests.support import forked, plain_dpo
 from tests.support.cases import byte_tokenizer
+from tests.support.plain_dpo import PlainAnswer
 from tests.support.pool import run
 from tests.support.toy_tokenizers import metaspace_tokenizer
 from weft import cli
@@ -32,6 +36,8 @@ from weft.launch.options import MeasureOptions, TrainOptions
 from weft.observe.measured import measured_config
 from weft.recipes import dpo, reference_sums
 from weft.recipes.measure import _losses
+from weft.recipes.run_data import make_steps
+from weft.verify.harness import compare_gradients
 
 QUIET = {"track.timing": False, "track.system": False}
 
@@ -77,45 +83,86 @@ def losses(path: Path) -> list[list[float]]:
     return [[line[name] for name in names] for line in lines(path) if line["step"]]
 
 
+OTHER = {"lora.rank": 4, "reference.path": models("llama")[1]}  # adapters, of which the plain side has none
+
+
 @pytest.mark.covers("reference.ranks")
 @pytest.mark.parametrize(
-    ("mesh", "frozen", "cache"),
+    ("mesh", "frozen", "more"),
     [
-        ({"dp_shard": 1}, 1, "off"),
-        pytest.param({"dp_shard": 2}, 1, "memory", marks=pytest.mark.table),
-        pytest.param({"tp": 2}, 2, "off", marks=pytest.mark.table),
+        ({"dp_shard": 1}, 1, {"preference.cache": "off"}),
+        pytest.param({"dp_shard": 2}, 1, {"preference.cache": "memory"}, marks=pytest.mark.table),
+        pytest.param({"tp": 2}, 2, {"preference.cache": "off", "reference.tp": 2}, marks=pytest.mark.table),
+        pytest.param({"dp_shard": 2}, 2, OTHER, marks=pytest.mark.table),
     ],
 )
-def test_a_reference_on_ranks_of_its_own_is_the_one_in_turns(
-    mesh: dict[str, int], frozen: int, cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_reference_on_ranks_of_its_own_is_that_of_plain_transformers(
+    mesh: dict[str, int], frozen: int, more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Losses, gradient norms, rewards and evaluations are equal; the log probabilities read are those of the step. A
-    dry run says the same of the reference."""
-    keys = {"preference.cache": cache, "eval.share": 0.3, "eval.at_start": True, "step.documents": 2}
-    start(1, tmp_path / "turns", keys)
-    keys["model.recompute"] = "auto"  # counts the memory of the trained model's ranks, without the reference's
+    """Gradients of every step and parameter; losses, gradient norms, rewards and evaluations are those of turns. A dry
+    run says the same of the reference."""
     given = {
-        "model.path": models("llama")[0], "data.path": str(folder() / "pairs.jsonl"),
-        "run.dir": str(tmp_path / "apart"), "step.max_tokens_per_device": 64, "optimizer.lr": 1e-3, "train.epochs": 2,
-        **QUIET, **keys,
-        **{f"mesh.{axis}": size for axis, size in mesh.items()}, "reference.ranks": frozen,
+        "model.path": models("llama")[0], "data.path": str(folder() / "pairs.jsonl"), "eval.share": 0.3,
+        "eval.at_start": True, "step.documents": 2, "step.max_tokens_per_device": 64, "train.epochs": 2,
+        "optimizer.name": "sgd", "optimizer.lr": 0.05, "optimizer.weight_decay": 0, "optimizer.max_grad_norm": None,
+        "schedule.name": "constant", "schedule.warmup_steps": 0, "schedule.warmup_ratio": None,
+        "preference.beta": plain_dpo.BETA, "preference.label_smoothing": plain_dpo.SMOOTHING, **QUIET, **more,
     }  # fmt: skip
+    in_turns = {key: value for key, value in given.items() if key != "reference.tp"}
+    config = config_of(tmp_path / "turns", **in_turns)
+    run(1, trained, config)
+    given |= {f"mesh.{axis}": size for axis, size in mesh.items()}
+    given |= {"run.dir": str(tmp_path / "apart"), "reference.ranks": frozen, "model.recompute": "auto"}
     words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     world = frozen + max(mesh.values())
     command = ["dpo", *words, "--nproc", str(world), "--device", "cpu"]
     assert cli.main([*command, "--dry-run"]) == 0
     foreseen = line_of(capsys.readouterr().out, "against")
-    done = forked.run(command, tmp_path)
+    done = forked.run(command, tmp_path, partial(keep_gradients, tmp_path))
     assert done.returncode == 0, done.stderr
     assert f"a reference on {frozen} rank" in foreseen
     assert line_of(done.stdout, "against") == foreseen
-    tolerance = {"rel": 1e-6, "abs": 1e-6} if world == 2 else {"rel": 2e-4, "abs": 1e-5}  # AdamW of other summations
+    tolerance = {"rel": 1e-6, "abs": 1e-6} if world == 2 else {"rel": 1e-5, "abs": 1e-5}  # other summations
+    assert len(losses(tmp_path / "apart")) >= 4
     for ours, theirs in zip(losses(tmp_path / "apart"), losses(tmp_path / "turns"), strict=True):
         assert ours == pytest.approx(theirs, **tolerance)
     held_out = [
         [line["eval/loss"] for line in lines(tmp_path / run) if "eval/loss" in line] for run in ("apart", "turns")
     ]
     assert len(held_out[1]) >= 2 and held_out[0] == pytest.approx(held_out[1], **tolerance)
+    if more is OTHER:
+        return
+    both = zip(plain_gradients(config, torch.float32), plain_gradients(config, torch.float64), strict=True)
+    for number, (expected, exact) in enumerate(both, 1):
+        actual = torch.load(tmp_path / f"gradients-{number}.pt")
+        assert actual.keys() == expected.keys()
+        # After an update there is the noise of fp32 in the weights too.
+        noise = {figure.name: figure.value for figure in compare_gradients(expected, exact, {})} if number > 1 else {}
+        assert not [figure for figure in compare_gradients(actual, expected, noise) if not figure.passed], number
+
+
+def plain_gradients(config: DpoConfig, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Of each step of a run with SGD, of transformers in one process, answer by answer."""
+    model, reference = (plain_model(config.model.path).to(dtype) for _ in range(2))
+    documents = dpo.Dpo(config).read_data().documents
+    assert isinstance(documents, Documents)
+    for step in make_steps(config, documents):
+        answers = []
+        for index in step.documents:
+            document, role = documents[index], ROLES[int(documents.roles[index])]
+            trained, margin = (document.weights != 0).int().tolist(), float(documents.margins[index])
+            answers.append(PlainAnswer(document.tokens.tolist(), trained, role, margin))
+            with torch.no_grad():
+                answers[-1].reference = float(plain_dpo.logprob_sum(reference, answers[-1]))
+        sums = [plain_dpo.logprob_sum(model, answer) for answer in answers]
+        model.zero_grad(set_to_none=True)
+        plain_dpo.step_loss(["sigmoid"], [1.0], sums, answers).backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        yield gradients
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in gradients:
+                    parameter -= config.optimizer.lr * gradients[name]
 
 
 def test_a_dry_run_counts_the_trained_model_without_the_references_ranks(capsys: pytest.CaptureFixture[str]) -> None:

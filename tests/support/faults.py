@@ -195,6 +195,7 @@ DO: dict[str, Callable[[Any], None]] = {
     "kill": _signal(signal.SIGKILL),
     "terminate": _signal(signal.SIGTERM),
     "interrupt": _signal(signal.SIGINT),
+    "terminate the launcher": lambda record: os.kill(os.getppid(), signal.SIGTERM),
     "stop": _signal(signal.SIGSTOP),
     "stop for a while": _wake_later,
     "raise": _raise(lambda: RuntimeError("boom")),

@@ -36,5 +36,5 @@ def in_turns(config: Any) -> tuple[Any, list[str]]:
     if section is None:
         return config, []
     name, keys = section
-    line = f"{name:<9}in turns with the trained model here, in place of {name}.ranks={keys.ranks}: the same numbers"
+    line = f"in turns the {name} takes turns with the trained model here, in place of {name}.ranks={keys.ranks}"
     return replace(config, **{name: replace(keys, **_IN_TURNS)}), [line]
