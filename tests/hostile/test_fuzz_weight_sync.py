@@ -21,7 +21,7 @@ BEGIN = {
     "adapter": None,
 }  # fmt: skip
 HELLO = {
-    "hello": 4, "version": 3, "has": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "hello": 5, "version": 3, "has": None, "holds": None, "base": True, "joined": None, "mapped": None, "key": "key",
     "torch": "", "nccl": "",
     "name": "engine-0", "member": 0,
 }  # fmt: skip

@@ -172,6 +172,8 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             f"rollout.oversample is {config.rollout.oversample}, but a run of rl.agent cannot be stopped: set "
             "rollout.oversample=0.",
         )
+    if config.rollout.sync == "delta":
+        yield from _delta_combinations(config)
     yield from _reward_combinations(config.rl)
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
@@ -222,6 +224,21 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "architectures alone: set rollout.engine=embedded or hf.",
         )
     yield from common_combinations(config, free_columns=True)
+
+
+def _delta_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    reasons = {
+        "with lora only adapters are sent": config.lora.on,
+        f"rollout.transport={config.rollout.transport} does not go through memory that the host compares": (
+            config.rollout.transport in ("files", "ipc")
+        ),
+        "with cluster.placement=colocated engines free their weights while trainers train": (
+            config.cluster.placement == "colocated"
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield "rollout.sync", f"rollout.sync is delta, but {reason}: set rollout.sync=full."
 
 
 def _teacher_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:

@@ -407,6 +407,14 @@ class RolloutConfig:
         "auto",
         unread=(when.NO_ENGINE_PROCESSES, when.READS_A_FOLDER),
     )
+    sync: Literal["full", "delta", "auto"] = key(
+        "What a sync sends to engines that have the last one's weights: all tensors (`full`), or only elements whose "
+        "bytes have changed, each with its position (`delta`: 6 bytes for one of bf16, and a copy of the weights in "
+        "the sending rank's memory). `auto`: `delta` through a process group on CPU, `full` otherwise "
+        "(docs/explanation/weight-sync.md).",
+        "full",
+        unread=(when.ONLY_HF_SYNC,),
+    )
     bucket_mb: int = key(
         "Megabytes of weights that are on their way to the engines at once, which is the memory that a sync takes. A "
         "tensor that is larger than a quarter of it goes alone.",

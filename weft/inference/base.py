@@ -121,13 +121,14 @@ class RolloutEngine(Generates, Protocol):
 @dataclass(frozen=True, slots=True)
 class Synced:
     """The outcome of a sync. version: of the weights that the engine now samples with. tensors: their number. extra:
-    further metrics."""
+    further metrics. note: a line for the user, or ""."""
 
     version: int
     tensors: int
     bytes: int
     seconds: float
     extra: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
 
 
 def seed_of(run: int, prompt: str, sample: int, turn: int = 0) -> int:

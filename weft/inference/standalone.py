@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -97,7 +99,7 @@ class Standalone:
         flight.enter("sync")
         filled = self._weights is not None and not self._weights.asleep
         base = self.lora is None or not self.lora.on or filled
-        with Delivery(ticket, version, has=self._had, base=base) as delivery:
+        with Delivery(ticket, version, has=self._had, base=base, holds=self._had if filled else None) as delivery:
             for part in delivery.parts():
                 self.version = self._had = None
                 try:
@@ -197,7 +199,12 @@ class LoadedWeights:
     def take_weights(self, part: SyncPart) -> None:
         """Copy every tensor of a part to its destination, and finish the part."""
         mappings = {mapping.disk: mapping for mapping in self.mappings}
-        for entry, data in part.tensors():
+
+        def stored(name: str) -> NDArray[np.uint8]:
+            tensor = mappings[name].to_disk(self._local_view(mappings[name]))
+            return bytes_of(tensor.contiguous().cpu()).copy()
+
+        for entry, data in part.tensors(stored if self.plan is None else None):
             flight.beat()
             mapping = mappings[entry.name]
             self._local_view(mapping)[...] = mapping.to_runtime(as_torch(entry, data), mapping.box)

@@ -217,7 +217,7 @@ async def train(run: RlRun) -> None:
                 step.metrics |= run.restarts.metrics()
                 run.version = number
                 evaluated = await evaluate(evaluator, number, plan)
-                progress.notes(step.failures.pop_messages())
+                progress.notes([*step.failures.pop_messages(), *filter(None, [synced.note])])
                 for line in recorder.record(step, lines, synced, evaluated):
                     progress.step(line)
                 progress.notes(recorder.record_evaluation(number * plan.per_rollout, evaluated))

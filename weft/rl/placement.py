@@ -100,6 +100,11 @@ def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlCon
             "rollout.transport is ipc, which is memory of a CUDA device that trainers and engines share, and with "
             f"cluster.placement={placement} on {'CUDA' if gpu else 'CPU'} they share none: set rollout.transport=auto."
         )
+    if placement == "colocated" and rollout.sync == "delta":
+        raise UserError(
+            "rollout.sync is delta, but colocated engines free their weights while trainers train, so that all are "
+            "sent: set cluster.placement=disaggregated, or rollout.sync=full."
+        )
     if placement == "colocated" and gpu and rollout.transport == "group":
         raise UserError(
             "rollout.transport is group, but with cluster.placement=colocated trainers and engines have the same "

@@ -93,6 +93,7 @@ class RlRecorder:
         metrics |= {
             "sync/seconds": synced.seconds,
             "sync/gb_per_second": synced.bytes / 1e9 / max(synced.seconds, 1e-9),
+            **{name: value for name, value in synced.extra.items() if name in ("sync/changed", "sync/sent_gb")},
         }
         metrics |= {} if evaluated is None else evaluated.metrics
         metrics["rollout/untrained"] = float(sum(not is_trained(sample, self.config) for sample in samples))

@@ -78,14 +78,22 @@ def adapter(engine: Engine) -> SyncContent:
 
 @dataclass(frozen=True)
 class BucketTensor:
-    """A tensor in a bucket. offset: in bytes."""
+    """A tensor in a bucket. offset: in bytes. changed: for a patch (delta.py), the number of its elements; digest: the
+    checksum of the tensor that it leads to."""
 
     entry: TensorHeader
     offset: int
+    changed: int | None = None
+    digest: int = 0
+
+    @property
+    def length(self) -> int:
+        """The bytes of the tensor, or of its patch."""
+        return self.entry.length if self.changed is None else self.changed * self.entry.patch_width
 
     @property
     def end(self) -> int:
-        return self.offset + self.entry.length
+        return self.offset + self.length
 
     def within(self, bucket: Tensor) -> Tensor:
         """The tensor as a view of the bucket's uint8 memory."""

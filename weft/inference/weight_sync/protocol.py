@@ -8,15 +8,20 @@ preceded by its length in 4 bytes. Tensors do not use this connection. They trav
 the host or of a device that both map, through a process group, or through files:
 
     engine                                    sender
-    {hello, key, name, member, version, has, base, joined, mapped, torch, nccl}
+    {hello, key, name, member, version, has, holds, base, joined, mapped, torch, nccl}
                                               {begin: kind, version, verify, transport, manifest, adapter}
                                               {bucket: k, path | bytes | slot, rows: [[name, dtype, shape, offset, ..]]}
     {took: k}                                 .. more buckets; up to two are in flight
                                               {end: buckets}
-    {received: {name: sum}, placed: {..}}     compares these with what was sent
-                                              {commit: version}
+    {received: {name: sum}, placed: {..},     compares these with what was sent
+     mismatched: [name, ..]}
+                                              {commit: version}, or {again: version}: the part comes again, without
+                                              patches
     {committed: version}                      .. another part (an adapter after its base), or
                                               {done: version}
+
+A row of a bucket may have two more fields: the number of changed elements of a patch, and the checksum of the tensor
+that it leads to. holds: the version whose bytes the engine still has, which patches need.
 
 Either side may send {error: text} instead of any message. An engine that has not received `commit` has no weights to
 sample with. Every wait ends with an error after the ticket's timeout. A message of more than 64 MiB is an error.
@@ -33,7 +38,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -46,7 +51,8 @@ from numpy.typing import NDArray
 
 from weft.inference.weight_sync.checksums import checksum
 
-PROTOCOL = 4
+PROTOCOL = 5
+POSITION_BYTES = 4  # of a changed element in a patch: int32
 WORKER_DIED = -1  # sent instead of a version, on behalf of a worker that has died
 LONGEST = 1 << 26  # most bytes of a message
 WIDTHS = {
@@ -101,6 +107,11 @@ class TensorHeader:
     def length(self) -> int:
         """The tensor's size in bytes."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
+
+    @property
+    def patch_width(self) -> int:
+        """The bytes of a changed element in a patch: its position and its value."""
+        return POSITION_BYTES + WIDTHS[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -211,8 +222,8 @@ class Checklist:
     def __init__(self, manifest: Mapping[str, TensorHeader], version: int) -> None:
         self.manifest, self.version, self.missing = manifest, version, dict.fromkeys(manifest)
 
-    def take(self, entry: TensorHeader, length: int) -> None:
-        """Record the arrival of a tensor. length: announced bytes."""
+    def take(self, entry: TensorHeader, length: int, changed: int | None = None) -> None:
+        """Record the arrival of a tensor. length: announced bytes. changed: elements of a patch, if it is one."""
         promised = self.manifest.get(entry.name)
         if promised is None:
             raise SyncError(f"{entry.name} came with version {self.version} and is not in its manifest")
@@ -220,9 +231,11 @@ class Checklist:
             raise SyncError(f"{entry.name} came twice with version {self.version}")
         if entry != promised:
             raise SyncError(f"{entry.name} came with version {self.version} as {entry}, promised was {promised}")
-        if length != promised.length:
+        expected = promised.length if changed is None else changed * promised.patch_width
+        if length != expected:
+            unit = promised if changed is None else f"a patch of {changed} elements of {promised}"
             raise SyncError(
-                f"{entry.name} came with version {self.version} in {length} bytes, and {promised} has {promised.length}"
+                f"{entry.name} came with version {self.version} in {length} bytes, and {unit} has {expected}"
             )
         del self.missing[entry.name]
 
@@ -260,10 +273,13 @@ class Delivery:
                 part.finish()
 
     version: the version to receive. has: version of the weights that the engine has, or None; must not be later than
-    `version`. base: False if the engine needs the base model of an adapter first.
+    `version`. base: False if the engine needs the base model of an adapter first. holds: the version whose tensors
+    SyncPart.tensors can read back, or None.
     """
 
-    def __init__(self, ticket: Ticket, version: int, *, has: int | None = None, base: bool = True) -> None:
+    def __init__(
+        self, ticket: Ticket, version: int, *, has: int | None = None, base: bool = True, holds: int | None = None
+    ) -> None:
         self.ticket, self.version, self.has = ticket, version, has
         peer = f"the sender at {ticket.host}:{ticket.port}"
         self.channel = SyncChannel(_connect(ticket, version), peer, ticket.timeout)
@@ -271,7 +287,15 @@ class Delivery:
         joined = None if _GroupReceiver.joined is None else _GroupReceiver.joined[0]
         mapped = None if _DeviceReceiver.mapped is None else _DeviceReceiver.mapped[0]
         self.channel.write(
-            hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **identity, **software()
+            hello=PROTOCOL,
+            version=version,
+            has=has,
+            holds=holds,
+            base=base,
+            joined=joined,
+            mapped=mapped,
+            **identity,
+            **software(),
         )
 
     def parts(self) -> Iterator[SyncPart]:
@@ -349,6 +373,7 @@ class SyncPart:
             self.manifest = {entry.name: entry for entry in map(_entry, message["manifest"])}
             transport_of, transport = _transports[message["transport"]["kind"]], message["transport"]
         self.received: dict[str, int] = {}
+        self.mismatched: list[str] = []  # tensors whose patch did not lead to what was sent
         self.finished = False
         self._delivery, self._channel = delivery, delivery.channel
         self._transport = transport_of(transport, delivery.ticket)
@@ -358,8 +383,10 @@ class SyncPart:
                 f"engine has version {delivery.has}"
             )
 
-    def tensors(self) -> Iterator[tuple[TensorHeader, Bytes]]:
-        """Yield (entry, bytes) of every tensor. Bytes are a NumPy array, or a uint8 tensor on a CUDA device. They are
+    def tensors(self, stored: Callable[[str], Bytes] | None = None) -> Iterator[tuple[TensorHeader, Bytes]]:
+        """Yield (entry, bytes) of every tensor that is not as the engine has it. stored: a copy of the engine's own
+        bytes of a tensor; needed for patches. One that does not lead to the announced digest is noted, and its tensor
+        not yielded. Bytes are a NumPy array, or a uint8 tensor on a CUDA device. They are
         valid until the next tensor is requested; a bucket in device memory is released only after this process's
         pending work on it. SyncError, naming the tensor, if one differs from the manifest or is missing at the end."""
         checklist = Checklist(self.manifest, self.version)
@@ -369,13 +396,23 @@ class SyncPart:
                 break
             with understood(self._channel.peer):
                 memory = self._transport.take(message)
-                rows = [(_entry(row[:3]), _number(row[3]), _number(row[4])) for row in message["rows"]]
-            for entry, offset, length in rows:
-                checklist.take(entry, length)
+                rows = [(_entry(row[:3]), _number(row[3]), _number(row[4]), row[5:]) for row in message["rows"]]
+                patches = [list(map(_number, patch)) for *_, patch in rows]
+            for (entry, offset, length, _), patch in zip(rows, patches, strict=True):
+                checklist.take(entry, length, *patch[:1])
                 data = memory[offset : offset + length]
                 if len(data) != length:
                     short = f"cut short: {len(data)} of {length} bytes"
                     raise SyncError(f"{entry.name} came with version {self.version} {short}")
+                if patch:
+                    if stored is None:
+                        raise SyncError(f"{entry.name} came with version {self.version} as a patch, which needs a base")
+                    if not length and not self.verify:
+                        continue
+                    data = patched(stored(entry.name), data, WIDTHS[entry.dtype])
+                    if length and (data is None or checksum(data) != patch[1]):
+                        self.mismatched.append(entry.name)
+                        continue
                 if self.verify:
                     self.received[entry.name] = checksum(data if isinstance(data, np.ndarray) else data.cpu().numpy())
                 yield entry, data
@@ -387,10 +424,26 @@ class SyncPart:
     def finish(self, placed: Mapping[str, int] | None = None) -> None:
         """Report checksums to the sender and wait for its comparison; SyncError if it found a difference. placed:
         checksums of the engine's own weights, in the manifest's layout and dtypes; None if they cannot be read back."""
-        self._channel.write(received=self.received, placed=None if placed is None else dict(placed))
-        self._channel.read(f"version {self.version} to be confirmed", "commit")
+        self._channel.write(
+            received=self.received, placed=None if placed is None else dict(placed), mismatched=self.mismatched
+        )
+        message = self._channel.read(f"version {self.version} to be confirmed", "commit", "again")
         self.finished = True
-        self._channel.write(committed=self.version)
+        if "commit" in message:
+            self._channel.write(committed=self.version)
+
+
+def patched(base: Bytes, patch: Any, width: int) -> Bytes | None:
+    """`base` with the elements of a patch: first the positions of all (int32), then their values, of `width` bytes.
+    Changes `base`; None if a position lies outside of it."""
+    raw = np.asarray(patch if isinstance(patch, np.ndarray) else patch.cpu().numpy())
+    count = raw.size // (POSITION_BYTES + width)
+    positions = raw[: count * POSITION_BYTES].view(np.int32)
+    values, elements = raw[count * POSITION_BYTES :].view(f"u{width}"), base.view(f"u{width}")
+    if count and not (positions.min() >= 0 and positions.max() < len(elements)):
+        return None
+    elements[positions] = values
+    return base
 
 
 def _of_type(value: Any, *kinds: type) -> Any:

@@ -28,6 +28,7 @@ from weft.inference.weight_sync import buckets as contents
 from weft.inference.weight_sync import protocol
 from weft.inference.weight_sync.buckets import BucketPlan, Buckets, BucketTensor, SyncContent
 from weft.inference.weight_sync.checksums import checksum
+from weft.inference.weight_sync.delta import DeltaBase
 from weft.inference.weight_sync.protocol import SyncError, Ticket
 from weft.inference.weight_sync.server import SyncServer
 from weft.inference.weight_sync.transports import SLOTS, BroadcastGroup, DeviceBuckets, IpcBuckets, SharedBuckets
@@ -61,7 +62,8 @@ class SyncOptions:
     """transport: `auto` is CUDA IPC for engines that see a trainer rank's device, shared memory for others on a
     trainer's host, else a process group. bucket_bytes: total size of the bucket buffers. verify_every: one of this many
     syncs is verified; 0: only when an engine is new or lacks the last version (verify_is_due). timeout: seconds of any
-    single wait. folder: for transport `files`. dtype: of the engines' weights; None: the trainer's compute dtype."""
+    single wait. folder: for transport `files`. dtype: of the engines' weights; None: the trainer's compute dtype. sync:
+    whether changed elements are sent alone (delta.py); `auto`: through a process group on CPU."""
 
     transport: Literal["auto", "ipc", "shared", "group", "files"] = "auto"
     bucket_bytes: int = 1 << 27
@@ -69,6 +71,7 @@ class SyncOptions:
     timeout: float = 120.0
     folder: Path | None = None
     dtype: torch.dtype | None = None
+    sync: Literal["full", "delta", "auto"] = "full"
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,9 @@ def options_of(config: RlConfig, run: Path) -> SyncOptions:
     timeout = min(config.rollout.timeout, 0.8 * config.train.timeout)
     rollout = config.rollout
     return SyncOptions(
-        rollout.transport, rollout.bucket_mb * 10**6, rollout.verify_every, timeout, run / "sync", DTYPES[rollout.dtype]
-    )
+        rollout.transport, rollout.bucket_mb * 10**6, rollout.verify_every, timeout, run / "sync",
+        DTYPES[rollout.dtype], rollout.sync if rollout.engine == "hf" else "full",
+    )  # fmt: skip
 
 
 class Sender:
@@ -122,6 +126,11 @@ class Sender:
         self._devices = [device for _, device, *_ in addresses]  # per rank: [UUID], or [] on CPU
         *_, self._key, self._slots = addresses[0]  # slots: part of shared memory's names, unique to this sender
         self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
+        if self.options.sync == "delta" and (dense := [name for name in self._routes if not self._has_deltas(name)]):
+            raise UserError(
+                f"rollout.sync=delta: weights of {dense[0]} travel by transport {self._routes[dense[0]][0]}, through "
+                "memory that the host does not compare: set rollout.transport=shared, or rollout.sync=full."
+            )
         leads = any(rank == self._rank for _, rank in self._routes.values())
         self.server = SyncServer(address, 0 if self._rank else port, self.options.timeout) if leads else None
         places = self._gather((address, self.server.port if self.server else 0))
@@ -135,6 +144,8 @@ class Sender:
         self._names: Collection[str] = self._routes.keys()  # the engines that the current sync sends to
         self._count, self._waited = 0, 0.0
         self._last: int | None = None  # the version that all engines confirmed
+        self._bases = dict[Transport, DeltaBase]()  # of transports that send changed elements alone
+        self._note = ""
         self._error: SyncError | UserError | None = None
         self._folder: Path | None = None
 
@@ -142,7 +153,7 @@ class Sender:
         """Send the current weights to the engines `names`, by default to all, as this version. The outcome is the same
         on all ranks: these engines have confirmed, or SyncError, after which an engine that has not confirmed has no
         weights to sample with. attempt: as in SyncServer.welcome."""
-        began, self._waited, self._count = time.perf_counter(), 0.0, self._count + 1
+        began, self._waited, self._count, self._note = time.perf_counter(), 0.0, self._count + 1, ""
         self._names = self._routes.keys() if names is None else names
         flight.enter("sync")
         sent = list[SyncContent]()
@@ -151,7 +162,16 @@ class Sender:
         self._last, seconds = version, time.perf_counter() - began
         tensors, total = sum(len(c.manifest) for c in sent), sum(c.bytes for c in sent)
         extra = {"sync/waited_seconds": self._waited, "sync/gb_per_second": total / 1e9 / seconds}
-        return Synced(version, tensors, total, seconds, extra)
+        if self._bases:
+            extra["sync/changed"] = float(sum(base.changed for base in self._bases.values()))
+            extra["sync/sent_gb"] = sum(base.sent for base in self._bases.values()) / 1e9
+        return Synced(version, tensors, total, seconds, extra, self._note)
+
+    def _has_deltas(self, name: str) -> bool:
+        """Whether changed elements are sent alone to this engine: through memory of the host."""
+        transport, is_host = self._routes[name][0], self._backend == "gloo"
+        wanted = self.options.sync == "delta" or (self.options.sync == "auto" and transport == "group")
+        return wanted and self.engine.lora is None and (transport == "shared" or (transport == "group" and is_host))
 
     def close(self) -> None:
         """Free buckets, remove sent files, stop listening."""
@@ -271,18 +291,48 @@ class Sender:
         sent = dict[str, int]()
         had = [connection.has for connection in self.server.active] if self.server is not None else []
         verify = verify_is_due(self._count, self.options.verify_every, had, self._last)
+        base = None
+        if any(self._routes[name][0] == transport and self._has_deltas(name) for name in self._routes):
+            base = self._bases.setdefault(transport, DeltaBase())
+        if self._sent(content, transport, version, verify, sent, base):
+            # What an engine has is not what was noted: all tensors are sent.
+            self._lead(SyncServer.again, version)
+            sent.clear()
+            self._sent(content, transport, version, verify, sent, base)
+        self._lead(SyncServer.commit, version)
+        self._agree()
+        if base is not None:
+            base.confirm(version)
+
+    def _sent(
+        self, content: SyncContent, transport: Transport, version: int, verify: bool, sent: dict[str, int],
+        base: DeltaBase | None,
+    ) -> str:  # fmt: skip
+        """Send all tensors of a content, or what has changed since `base`, if every engine has that. Returns which
+        patches did not fit; then all must be sent again."""
+        needed = base.begin() if base is not None else None
+        active = [] if self.server is None else self.server.active
+        gaps = [c for c in active if c.holds != needed]
+        if needed is not None and gaps:
+            held = "no version" if gaps[0].holds is None else f"version {gaps[0].holds}"
+            self._note = f"sync     all tensors of version {version}: {gaps[0].name} has {held}, not {needed}"
+        dense = needed is None or bool(gaps)
         if transport == "files":
             number = self._by_files(content, version, verify, sent)
         else:
-            number = self._by_buckets(content, transport, version, verify, sent)
-        self._lead(SyncServer.prove, number, version, sent)
+            number = self._by_buckets(content, transport, version, verify, sent, base, dense)
+        problems = list[str]()
+        self._lead(lambda server: problems.append(server.prove(number, version, sent)))
         self._agree()
-        self._lead(SyncServer.commit, version)
-        self._agree()
+        problem = next(filter(None, self._gather("".join(problems))), "") if base is not None else ""
+        if problem:
+            self._note = f"sync     all tensors of version {version} were sent again: {problem}"
+        return problem
 
     def _by_buckets(
-        self, content: SyncContent, transport: Transport, version: int, verify: bool, sent: dict[str, int]
-    ) -> int:
+        self, content: SyncContent, transport: Transport, version: int, verify: bool, sent: dict[str, int],
+        base: DeltaBase | None, dense: bool,
+    ) -> int:  # fmt: skip
         """Post every bucket; returns their number. The ranks agree once per bucket k: all have written it, and engines
         have taken bucket k - AHEAD, whose buffer bucket k + 2 reuses. During an agreement, ranks write the next bucket
         and engines read earlier ones."""
@@ -290,9 +340,12 @@ class Sender:
         self._lead(self._begin, content, transport, version, verify)
 
         def send(number: int, rows: list[BucketTensor]) -> None:
-            self._lead(self._post, transport, number, rows)
             if verify:
                 sent.update(_sums(rows, memories.memory(number)))
+            memory = memories.memory(number)
+            if base is not None and self.server is not None and self.server.active and memory is not None:
+                rows = base.write(rows, memory.numpy(), dense)
+            self._lead(self._post, transport, number, rows)
 
         for rows in self._fill(content, transport, memories):
             post()
@@ -336,8 +389,9 @@ class Sender:
             assert isinstance(memories, SharedBuckets)
             server.post(number, rows, {"path": memories.path(number)})
         else:
-            server.post(number, rows, {"bytes": rows[-1].end})
-            self._group.start(number, memory[: rows[-1].end])
+            size = max(1, rows[-1].end)  # a bucket without a change is not empty, which gloo would not send
+            server.post(number, rows, {"bytes": size})
+            self._group.start(number, memory[:size])
 
     def _wait(self, server: SyncServer, transport: Transport, number: int, version: int) -> None:
         began = time.perf_counter()

@@ -46,6 +46,7 @@ class Connection:
     mapped: str | None
     torch: str = ""
     nccl: str = ""
+    holds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Hello:
     member: int
     version: int
     has: int | None
+    holds: int | None
     base: bool
     joined: str | None
     mapped: str | None
@@ -70,7 +72,8 @@ class Hello:
         message = parsed(text)
         kinds: dict[str, tuple[type, ...]] = {
             "hello": (int,), "key": (str,), "name": (str,), "member": (int,), "version": (int,),
-            "has": (int, type(None)), "base": (bool,), "joined": (str, type(None)), "mapped": (str, type(None)),
+            "has": (int, type(None)), "holds": (int, type(None)), "base": (bool,), "joined": (str, type(None)),
+            "mapped": (str, type(None)),
             "torch": (str,), "nccl": (str,),
         }  # fmt: skip
         if message.keys() != kinds.keys():
@@ -211,7 +214,9 @@ class SyncServer:
                 raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
         del missing[worker]
         channel = SyncChannel(pending.socket, ticket.name, self.timeout)
-        return Connection(channel, *worker, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl)
+        return Connection(
+            channel, *worker, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl, hello.holds
+        )
 
     def begin(self, content: SyncContent, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
         """Announce a part. transports: per active connection, the message fields of its transport."""
@@ -225,7 +230,11 @@ class SyncServer:
 
     def post(self, number: int, rows: Sequence[BucketTensor], location: Mapping[str, Any]) -> None:
         """Announce a bucket. location: the message field with its path, number of bytes or slot."""
-        table = [[row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.entry.length] for row in rows]
+        table = [
+            [row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.length]
+            + ([] if row.changed is None else [row.changed, row.digest])
+            for row in rows
+        ]
         for connection in self.active:
             with _at_engine(connection.name):
                 connection.channel.write(bucket=number, rows=table, **location)
@@ -237,9 +246,11 @@ class SyncServer:
                 text = f"{connection.name} took bucket {message['took']} of version {version}, not {number}"
                 raise SyncError(text, engine=connection.name)
 
-    def prove(self, buckets: int, version: int, sent: Mapping[str, int]) -> None:
+    def prove(self, buckets: int, version: int, sent: Mapping[str, int]) -> str:
         """After the last bucket: compare the checksums that every engine reports with those of the sent tensors.
-        buckets: their number. sent: checksums by tensor; {} to compare nothing. SyncError if one differs."""
+        buckets: their number. sent: checksums by tensor; {} to compare nothing. SyncError if one differs. Returns which
+        patches did not lead to what was sent, and where; "" if all did."""
+        problem = ""
         for connection in self.active:
             with _at_engine(connection.name):
                 connection.channel.write(end=buckets)
@@ -247,8 +258,19 @@ class SyncServer:
             with _at_engine(connection.name):
                 with understood(connection.name):
                     received, placed = sums_of(report["received"]), report["placed"]
-                    placed = None if placed is None else sums_of(placed)
-                compare(version, connection.name, sent, received, placed)
+                    placed, mismatched = None if placed is None else sums_of(placed), list(report["mismatched"])
+                if mismatched:
+                    first = f"first {mismatched[0]!s:.200}"
+                    problem = f"{connection.name}: {len(mismatched)} patched tensors differ from what was sent, {first}"
+                else:
+                    compare(version, connection.name, sent, received, placed)
+        return problem
+
+    def again(self, version: int) -> None:
+        """Tell the engines that the part comes once more."""
+        for connection in self.active:
+            with _at_engine(connection.name):
+                connection.channel.write(again=version)
 
     def commit(self, version: int) -> None:
         """Allow the engines to sample with this version, and wait for their confirmation."""
