@@ -291,7 +291,7 @@ class WeightsByName:
         self.given = tensors
         self.manifest = {name: entry_of(name, tensor) for name, tensor in tensors.items()}
 
-    def tensors(self) -> Iterator[tuple[TensorHeader, Any]]:
+    def tensors(self, stored: Any = None) -> Iterator[tuple[TensorHeader, Any]]:
         for name, tensor in self.given.items():
             yield self.manifest[name], tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
@@ -319,7 +319,7 @@ def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> N
         return local_view(self, {first: second, second: first}.get(piece, piece) if writing[0] else piece)
 
     class Swapping(WeightsByName):
-        def tensors(self) -> Iterator[tuple[TensorHeader, Any]]:
+        def tensors(self, stored: Any = None) -> Iterator[tuple[TensorHeader, Any]]:
             yield from super().tensors()
             writing[0] = False
 

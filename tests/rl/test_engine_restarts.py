@@ -25,7 +25,7 @@ from tests.support.local_rl import (
 )
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
-from weft.errors import ActorError
+from weft.errors import ActorError, UserError
 from weft.inference.base import Completion, Request, SamplingParams, Synced
 from weft.inference.weight_sync.protocol import SyncError, Ticket
 from weft.inference.weight_sync.sender import SyncFailure
@@ -117,18 +117,20 @@ def _die(part: Any) -> None:
     raise SystemExit
 
 
-def run_struck(task: Path, run: Path, strikes: Sequence[Strike], *keys: str) -> StruckGroup:
+def run_struck(
+    task: Path, run: Path, strikes: Sequence[Strike], *keys: str, kind: type[StruckGroup] = StruckGroup
+) -> StruckGroup:
     """A run whose engines are struck; returns the engines."""
     groups: list[StruckGroup] = []
 
-    def kind(*args: Any) -> StruckGroup:
-        groups.append(StruckGroup(*args))
+    def make(*args: Any) -> StruckGroup:
+        groups.append(kind(*args))
         groups[-1].strikes = strikes
         return groups[-1]
 
     words = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", *KEYS, f"run.dir={run}", *EXACT, *keys]
     config = load_config([], words, RlConfig)
-    patched = mock.patch.object(rl, "open_actors", partial(local_actors, kind=kind))  # type: ignore[arg-type]
+    patched = mock.patch.object(rl, "open_actors", partial(local_actors, kind=make))  # type: ignore[arg-type]
     with patched, mock.patch.object(StandalonePool, "turn", 60.0):  # a call ends when its requests are complete
         rl.run(config, RlOptions(device="cpu", world=1))
     (engines,) = [group for group in groups if group.name == "rollout engine"]
@@ -151,7 +153,8 @@ def restarts_of(run: Path) -> list[float]:
 
 def same_but_for_restarts(run: Path, unbroken: Path) -> None:
     lines, expected_lines = (
-        [{k: v for k, v in line.items() if k != RESTARTS} for line in lines_of(r)] for r in (run, unbroken)
+        [{k: v for k, v in line.items() if k not in (RESTARTS, "rollout/engines")} for line in lines_of(r)]
+        for r in (run, unbroken)
     )
     assert lines == expected_lines
     assert rollouts_of(run) == rollouts_of(unbroken)
@@ -386,3 +389,69 @@ def test_requests_under_way_begin_again_after_a_sync_that_failed() -> None:
 
     answered, sent = asyncio.run(play())
     assert answered == 6 and sent == [(1, ("hf-0", "hf-1")), (2, ("hf-0", "hf-1"))]
+
+
+# ---------------------------------------------------------------- engines that join and leave
+
+
+class ComingGroup(StruckGroup):
+    """Engines that join when the cluster has room for them: from the nth call of a method on any engine on. calls: of
+    each method, over all engines."""
+
+    room: tuple[str, int] = ("", 0)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.came: list[int] = []
+
+    async def join(self, number: int) -> None:
+        while self.calls.get(self.room[0], 0) < self.room[1]:
+            await asyncio.sleep(0.01)
+        await super().restart(number)
+        self.came.append(number)
+
+
+COMING: dict[str, tuple[tuple[str, int], list[Strike], list[int]]] = {
+    "from the start": (("", 0), [], [1, 2]),
+    "while others generate": (("advance", 2), [], [1, 2]),
+    "while weights are sent": (("receive", 2), [], [1, 2]),
+    "and leaves while it generates": (("", 0), [Strike("advance", 2, "dies late", engine=1)], [1, 1, 2]),
+    "and leaves within a sync": (("", 0), [Strike("receive", 2, "dies midway", engine=1)], [1, 1, 2]),
+    "and leaves as it joins": (("", 0), [Strike("host", 1, "dies", engine=2)], [1, 2, 2]),
+    "and stays away": (("", 0), [Strike("host", 1, "dies", engine=2, times=9)], [1, 2, 2]),
+}
+
+
+@pytest.mark.covers("cluster.engines")
+@pytest.mark.parametrize("name", COMING)
+def test_engines_that_join_and_leave_change_no_sample(name: str, task: Path, unbroken: Path) -> None:
+    """One is there from the start, up to two more join. Metrics, samples and weights are those of one engine."""
+    room, strikes, came = COMING[name]
+    run = task / f"joins {name}".replace(" ", "-")
+    keys = ["cluster.engines={min: 1, max: 3}", "rollout.restarts=1"]
+    with mock.patch.object(ComingGroup, "room", room):
+        engines = run_struck(task, run, strikes, *keys, kind=ComingGroup)
+    assert isinstance(engines, ComingGroup) and sorted(engines.came) == came
+    assert engines.struck == sum(min(strike.times, 2) for strike in strikes)
+    counts = [line["rollout/engines"] for line in lines_of(run)]
+    assert all(1 <= count <= 3 for count in counts)
+    assert counts[-1] == (2 if name == "and stays away" else 3)
+    same_but_for_restarts(run, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.engines={min: 3, max: 2}"], "numbers from 1 to 4,096, the first not above the second"),
+        (["cluster.engines={most: 3}"], "it must be {min: ..., max: ...}"),
+        (["cluster.engines={min: 1, max: 2}", "rollout.num_engines=2"], "cluster.engines says it"),
+        (["cluster.engines={min: 1, max: 2}", "cluster.placement=colocated"], "cluster.engines says it"),
+        (["cluster.engines={min: 1, max: 2}", "rollout.restarts=0"], "set rollout.restarts=1 or more"),
+        (["cluster.engines={min: 1, max: 2}", "cluster.devices={trainer: 1, rollout: 1}"], "are both set"),
+        (["cluster.engines={min: 1, max: 2}", "rollout.engine=vllm"], "only rollout.engine=hf reads it"),
+    ],
+)
+def test_engines_that_cannot_join_are_refused(words: list[str], message: str) -> None:
+    needed = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]", "rollout.engine=hf"]
+    with pytest.raises(UserError, match=message):
+        load_config([], [*needed, *words], RlConfig)

@@ -136,6 +136,9 @@ class LocalGroup:
         for n in range(len(self)) if number is None else [number]:
             self.objects[n], self._threads[n] = None, ThreadPoolExecutor(1)
 
+    async def join(self, number: int) -> None:
+        await self.restart(number)
+
     def blamed(self, error: ActorError) -> ActorError:
         return error
 
@@ -164,7 +167,7 @@ def local_actors(
         opener = image_opener(config.model.path, config.data)
         exact = config.rl.on_policy == "exact"
         make = partial(Standalone, config.model.path, dtype=torch.float32, opener=opener, exact=exact)
-        engines = kind("rollout engine", [make] * config.rollout.count, hook)
+        engines = kind("rollout engine", [make] * config.cluster.engines.get("max", config.rollout.count), hook)
     try:
         model_groups = {role: cast(ActorGroup, group) for role, group in models.items()}
         yield Actors(

@@ -179,6 +179,8 @@ NO_ENVIRONMENT = Unread(lambda c: c.rl.environment is None, "rl.environment is n
 ONLY_EMBEDDED = only_with("rollout.engine", "embedded", " (others have rollout.gpu_memory_utilization)")
 ONLY_SERVERS = Unread(lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")
 ONLY_HF_ENGINE = only_with("rollout.engine", "hf", "; a server that dies ends the run")
+ONLY_HF_ENGINES = only_with("rollout.engine", "hf", "; other engines do not join or leave")
+ENGINES_JOIN = Unread(lambda c: bool(c.cluster.engines), "cluster.engines says it")
 ONLY_HF_SYNC = only_with("rollout.engine", "hf", ": other engines get all tensors, or adapters alone")
 NO_RESTARTS = Unread(lambda c: c.rollout.restarts == 0, "rollout.restarts is 0: no engine is replaced")
 KEEPS_ALL_TOKENS = Unread(lambda c: not c.rollout.truncated, "rollout.top_p, top_k and min_p leave no token out")

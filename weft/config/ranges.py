@@ -33,6 +33,10 @@ AXIS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1 for as many as the r
 INSIDE_0_1 = Range(lambda v: 0 < v < 1, "above 0 and below 1")
 PROCESSES = up_to(4_096)  # on a host
 RANKS = up_to(1_000_000)
+ENGINE_COUNTS = Range(
+    lambda v: not v or (set(v) == {"min", "max"} and 1 <= v["min"] <= v["max"] <= 4_096),
+    "{min: ..., max: ...}: numbers from 1 to 4,096, the first not above the second; or {}",
+)
 POWER_OF_2 = Range(lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more")
 RESHARDING = Range(lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more")
 SHARD_GROUPS = Range(

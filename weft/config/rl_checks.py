@@ -172,6 +172,18 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             f"rollout.oversample is {config.rollout.oversample}, but a run of rl.agent cannot be stopped: set "
             "rollout.oversample=0.",
         )
+    if config.cluster.engines and config.cluster.devices:
+        yield (
+            "cluster.engines",
+            "cluster.engines and cluster.devices are both set: engines that join have devices that no list names. "
+            "Leave one out.",
+        )
+    if config.cluster.engines and config.rollout.restarts == 0:
+        yield (
+            "cluster.engines",
+            "cluster.engines lets engines leave, but with rollout.restarts=0 any failure ends the run: set "
+            "rollout.restarts=1 or more.",
+        )
     if config.rollout.sync == "delta":
         yield from _delta_combinations(config)
     yield from _reward_combinations(config.rl)
@@ -542,6 +554,9 @@ def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, An
     for name, preset in (("rl.preset", of_trainer), ("rl.algorithm", of_paper)):
         yield name, {f"rl.{leaf}": default for leaf, default in preset.items()}
     yield "cluster.devices", device_presets(value("cluster.devices"), value("rollout.engine"), value("rollout.tp"))
+    engines = value("cluster.engines")
+    if isinstance(engines, dict) and isinstance(engines.get("min"), int):  # which need devices of their own
+        yield "cluster.engines", {"rollout.num_engines": engines["min"], "cluster.placement": "disaggregated"}
     yield from adapter_presets(value, "rl")
 
 

@@ -14,6 +14,7 @@ from weft.config.ranges import (
     AT_LEAST_1,
     AXIS,
     BELOW_1,
+    ENGINE_COUNTS,
     INSIDE_0_1,
     NOT_NEGATIVE,
     POSITIVE,
@@ -449,7 +450,7 @@ class RolloutConfig:
         None,
         formerly="engines",
         within=AT_LEAST_1,
-        unread=(when.NO_ENGINE_PROCESSES, when.DEVICES_ARE_NAMED),
+        unread=(when.NO_ENGINE_PROCESSES, when.DEVICES_ARE_NAMED, when.ENGINES_JOIN),
     )
     tp: int = key(
         "Accelerators of each of them: tensor parallelism, as the engine does it.",
@@ -539,7 +540,16 @@ class ClusterConfig:
         "others. `auto`: in long runs where both are possible, a few rollout steps of each are timed at first, and the "
         "faster is taken (docs/reference/rollout-engines.md).",
         "auto",
-        unread=(when.IN_TRAINER_RANKS, when.DEVICES_ARE_NAMED),
+        unread=(when.IN_TRAINER_RANKS, when.DEVICES_ARE_NAMED, when.ENGINES_JOIN),
+    )
+    engines: dict[str, int] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "How many engines of their own there may be, as in {min: 2, max: 8}, in place of rollout.num_engines: the run "
+        "starts with `min`. Others join when the Ray cluster has room for them, get the current weights, and may "
+        "leave; requests of those that leave are redone with their seeds (docs/reference/rollout-engines.md). {}: as "
+        "many as rollout.num_engines says.",
+        default_factory=dict,
+        within=ENGINE_COUNTS,
+        unread=(when.ONLY_HF_ENGINES,),
     )
     offload_during_rollout: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
         "What of the trainers (policy, and models beside it in their ranks) waits in the host's memory while engines "

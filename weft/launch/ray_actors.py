@@ -44,6 +44,7 @@ _LISTENER_SECONDS = 10.0
 _STACKS_SECONDS = 0.5  # for a process to write its stacks
 _ENDING_SECONDS = 1.0  # for Ray to end an actor
 _LONGEST_BASE = 20  # characters
+_ROOM_SECONDS = 1.0  # between two looks whether a cluster has room
 _PLACED_SECONDS = 600.0  # how long a cluster may take to make room
 _LEAVING_SECONDS = 10.0  # for Ray to end
 
@@ -246,7 +247,8 @@ class ActorGroup:
     name: of one actor, for messages. watchdog: of the actors on this machine. placed: Ray's placement group; None where
     the actors request nothing. ray: the watchdog of the run's own Ray. oom_kills: the kernel's count before the actors
     started. start: starts the process of an actor, given its number, and returns Ray's handle. turns: locks of the
-    devices that other groups have, too; call_all holds them.
+    devices that other groups have, too; call_all holds them. joining: what an actor requests that joins the group after
+    its start, and whose handle is None before. joined: placement groups of those that have, by number.
     """
 
     name: str
@@ -257,6 +259,8 @@ class ActorGroup:
     oom_kills: int = field(default_factory=lambda: oom_kills() or 0)
     start: Callable[[int], Any] | None = None
     turns: Sequence[asyncio.Lock] = ()
+    joining: Bundle | None = None
+    joined: dict[int, Any] = field(default_factory=dict)
 
     @property
     def can_restart(self) -> bool:
@@ -353,6 +357,31 @@ class ActorGroup:
         new one cannot be started."""
         await asyncio.to_thread(self._restart, number)
 
+    async def join(self, number: int) -> None:
+        """Start the process of an actor that has no reservation, or whose host is lost, as soon as the cluster has room
+        for it. ActorError if it cannot be started."""
+        ray = import_ray()
+        assert self.joining is not None, "a group that nobody joins"
+        await asyncio.to_thread(self._leave, number)
+        reserve = partial(ray.util.placement_group, [self.joining.resources()], strategy="PACK")
+        placed = await asyncio.to_thread(self.ray.call, reserve)
+        try:
+            ready = placed.ready()
+            while not (await asyncio.to_thread(self.ray.call, partial(ray.wait, [ready], timeout=_ROOM_SECONDS)))[0]:
+                await asyncio.sleep(_ROOM_SECONDS)
+        except BaseException:
+            _release(placed)
+            raise
+        self.joined[number] = placed
+        await asyncio.to_thread(self._restart, number)
+
+    def _leave(self, number: int) -> None:
+        """End an actor that has joined, and free its reservation."""
+        placed = self.joined.pop(number, None)
+        if placed is not None:
+            self.end(number)
+            _release(placed)
+
     def _restart(self, number: int | None) -> None:
         assert self.start is not None, "a group of actors that cannot be restarted"
         self.end(number)
@@ -367,7 +396,7 @@ class ActorGroup:
     def end(self, number: int | None = None) -> None:
         """Kill this actor, by default all, which frees their resources."""
         ray = import_ray()
-        for handle in self.handles if number is None else [self.handles[number]]:
+        for handle in filter(None, self.handles if number is None else [self.handles[number]]):
             with suppress(Exception):
                 self.ray.call(partial(ray.kill, handle))
         local = [process for rank, _, process in self._local_actors() if number in (None, rank)]
@@ -417,6 +446,7 @@ def actor_group(
     name: str, make: Callable[[int], Any], bundles: Sequence[Bundle], env: Sequence[Mapping[str, str]], *,
     reserve: Sequence[Bundle] | None = None, share_with: tuple[Any, Sequence[int]] | None = None,
     at_once: int = 1, timeout: float = 600.0, key: str = "train.timeout", turns: Sequence[asyncio.Lock] = (),
+    joining: int = 0,
 ) -> Iterator[ActorGroup]:  # fmt: skip
     """Start one actor per bundle; the actors end with the context. make(number) runs in the actor and returns the
     object whose methods are called. env: environment variables of each actor.
@@ -424,11 +454,12 @@ def actor_group(
     reserve: what the placement group reserves per actor, if more than its bundle, so that another group can share it.
     share_with: (placement group, indices): actor i uses its bundle indices[i]. at_once: concurrent calls per actor.
     With 1, the actors can form a process group; with more, the methods are coroutines. timeout, key: as in
-    ActorWatchdog. turns: as in ActorGroup.
+    ActorWatchdog. turns: as in ActorGroup. joining: how many of the last actors are not started here (ActorGroup.join).
     """
     ray = import_ray()
     with scratch_folder() as scratch:
-        placed = _reserve(reserve or bundles) if share_with is None else share_with[0]
+        first = len(bundles) - joining
+        placed = _reserve(reserve or bundles[:first]) if share_with is None else share_with[0]
         indices = range(len(bundles)) if share_with is None else share_with[1]
         watchdog = _watchdog
 
@@ -437,9 +468,10 @@ def actor_group(
                 "num_cpus": bundles[number].cpus, "num_gpus": bundles[number].gpus, "max_restarts": 0,
                 "runtime_env": {"env_vars": {reports.FOLDER_VARIABLE: str(scratch), **env[number]}},
             }  # fmt: skip
-            if placed is not None:
+            place, index = (group.joined[number], 0) if number >= first else (placed, indices[number])
+            if place is not None:
                 options["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    placed, placement_group_bundle_index=indices[number]
+                    place, placement_group_bundle_index=index
                 )
             if at_once > 1:
                 options["max_concurrency"] = at_once
@@ -447,14 +479,17 @@ def actor_group(
             return watchdog.call(partial(ray.remote(host).options(**options).remote, make, number))
 
         group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed, watchdog, start=start, turns=turns)
+        group.joining = bundles[-1] if joining else None
         try:
-            for number in range(len(bundles)):
-                group.handles.append(start(number))
+            group.handles += [start(number) for number in range(first)]
             _prepare(group.handles, rendezvous=at_once == 1)
+            group.handles += [None] * joining
             with watching_actors(group.watchdog):
                 yield group
         finally:
             group.end()
+            for reservation in group.joined.values():
+                _release(reservation)
             if placed is not None and share_with is None:
                 _release(placed)
 

@@ -92,6 +92,7 @@ def actor_resources(config: RlConfig, world: int, gpu: bool) -> ActorResources:
         half = Bundle(gpus=0.5) if gpu and not serves else None
         ranks = [shared_ranks(config, n)[0] if gpu or config.cluster.devices else n % world for n in range(count)]
         return ActorResources([bundle] * world, half or bundle, [half or Bundle()] * count, ranks, max(world, count))
+    count = config.cluster.engines.get("max", count)
     engine_bundle = Bundle(gpus=float(rollout.tp)) if serves and gpu else bundle
     turns = not config.cluster.max_staleness  # trainers and engines alternate, so each may use all cores
     return ActorResources(
@@ -136,7 +137,9 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
     named: Mapping[str, Sequence[int]] = places.roles if places is not None else {}
     reserved = [*resources.reservations] if places is None else [bundle] * len(places.devices)
     reserved += [bundle] * sum(count for role, count in rank_counts.items() if role not in named)
-    reserved += resources.engines if resources.colocated_with is None and "rollout" not in named else ()
+    joining = len(resources.engines) - config.rollout.count if config.cluster.engines else 0
+    first_engines = resources.engines[: len(resources.engines) - joining]
+    reserved += first_engines if resources.colocated_with is None and "rollout" not in named else ()
 
     def ranks(world: int) -> list[Mapping[str, str]]:
         return [
@@ -184,7 +187,9 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
             rank_bundles = [order[index] for index in named["trainer"]] if places is not None else range(options.world)
             share_with = (trainers.placed, [rank_bundles[rank] for rank in resources.colocated_with])
         calls = CALLS if serves else 1
-        limits = {"timeout": config.rollout.timeout, "key": "rollout.timeout", "at_once": calls}
+        limits = {
+            "timeout": config.rollout.timeout, "key": "rollout.timeout", "at_once": calls, "joining": joining,
+        }  # fmt: skip
         engines = group("rollout", "rollout engine", make, resources.engines, env, share_with=share_with, **limits)
         yield Actors(trainers, reference_critic, engines)
 

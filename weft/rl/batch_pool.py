@@ -175,17 +175,17 @@ class StandalonePool(BatchPool):
 
     def __init__(
         self, actors: ActorGroup, trainers: ActorGroup, restarts: EngineRestarts, *, vocab_size: int, timeout: float,
-        keep: bool = True,
+        keep: bool = True, first: int | None = None,
     ) -> None:  # fmt: skip
-        """timeout: rollout.timeout. keep: whether unfinished requests continue with new weights; otherwise they start
-        again (rollout.on_weight_update)."""
+        """timeout: rollout.timeout. first: as in EngineSupervisor. keep: whether unfinished requests continue with new
+        weights; otherwise they start again (rollout.on_weight_update)."""
         super().__init__(actors)
         self._keep, self._vocab_size = keep, vocab_size
         self._idle = set()
         self._busy = set[int]()
         self._attempts = weakref.WeakKeyDictionary[asyncio.Future[list[Completion]], int]()  # those that failed
         names = [f"hf-{number}" for number in range(len(actors))]
-        self._supervisor = EngineSupervisor(self, actors, trainers, names, restarts, timeout)
+        self._supervisor = EngineSupervisor(self, actors, trainers, names, restarts, timeout, first)
 
     async def open(self) -> None:
         """Start the engines; they have no weights."""

@@ -36,6 +36,7 @@ class EngineRestarts:
         self.limit, self.window, self.show = limit, window, show
         self._restarts: dict[int, deque[float]] = {}
         self._count = 0
+        self.engines: int | None = None  # that are there, if they join and leave
 
     def spend(self, name: str, number: int, error: ActorError) -> None:
         """Count a restart of engine `number` after this error. ActorError, which names the error, if its budget is used
@@ -58,9 +59,11 @@ class EngineRestarts:
         return ActorError(text, error.kind, error.report)
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/engine_restarts`: since the last call. Empty if the run's engines are never replaced."""
+        """`rollout/engine_restarts`: since the last call; and `rollout/engines`, if their number changes. Empty if the
+        run's engines are never replaced."""
         count, self._count = self._count, 0
-        return {"rollout/engine_restarts": float(count)} if self.limit else {}
+        numbers = {} if self.engines is None else {"rollout/engines": float(self.engines)}
+        return {"rollout/engine_restarts": float(count), **numbers} if self.limit else {}
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,14 @@ class EngineSupervisor:
 
     def __init__(
         self, pool: SupervisedPool, actors: ActorGroup, trainers: ActorGroup, names: Sequence[str],
-        restarts: EngineRestarts, timeout: float,
+        restarts: EngineRestarts, timeout: float, first: int | None = None,
     ) -> None:  # fmt: skip
-        """names: of the engines, for weight sync. timeout: rollout.timeout."""
+        """names: of the engines, for weight sync. timeout: rollout.timeout. first: number of the engines that are there
+        from the start; others join when the cluster has room, and may leave (cluster.engines). None: all."""
         self.actors, self.restarts = actors, restarts
+        self._first = len(actors) if first is None else first
+        self._members = set(range(self._first))
+        self._coming: dict[int, asyncio.Task[None]] = {}
         self._pool, self._trainers, self._names = pool, trainers, list(names)
         self._patience = SilenceClock.patience(timeout)
         self.ready = set[int]()
@@ -127,10 +134,13 @@ class EngineSupervisor:
         self._version: int | None = None  # of the trainers' weights, while they are those of the last sync
 
     async def open(self) -> None:
-        """Start all engines. ActorError if one cannot be started."""
-        for number in range(len(self.actors)):
+        """Start all engines, but those that join later. ActorError if one cannot be started."""
+        for number in range(self._first):
             self._starting[number] = asyncio.ensure_future(self._start(number, None))
         await self._all_started()
+        for number in range(self._first, len(self.actors)):
+            self.restarts.engines = self._first
+            self._come(number, None)
 
     async def sync(self, version: int) -> Synced:
         """Send the trainers' weights to all engines. Those that fail meanwhile are replaced, and get them, too."""
@@ -138,8 +148,8 @@ class EngineSupervisor:
             self.ready.clear()
             while True:
                 await self._all_started()
-                synced = await self._send(version, [n for n in range(len(self.actors)) if n not in self.ready])
-                if synced is not None and len(self.ready) == len(self.actors):
+                synced = await self._send(version, sorted(self._members - self.ready))
+                if synced is not None and self.ready >= self._members:
                     self._version = version
                     return synced
 
@@ -155,6 +165,13 @@ class EngineSupervisor:
         self._pool.engine_is_lost(number)
         if not self._replaceable(error):
             self.fail(error)
+        elif number >= self._first:
+            if number in self._members:
+                self._members.discard(number)
+                self._locations.pop(number, None)
+                text = f"{self.actors.name} {number} has left: {self._counts()}: {first_line(error)}"
+                self.restarts.show(f"engines  {text}")
+                self._come(number, error)
         elif number not in self._starting and self.failure is None:
             self._starting[number] = asyncio.ensure_future(self._start(number, error))
 
@@ -179,7 +196,7 @@ class EngineSupervisor:
     async def close(self) -> None:
         """Stop replacing engines."""
         starting = dict(self._starting)
-        tasks = [*starting.values(), *self._filling]
+        tasks = [*starting.values(), *self._filling, *self._coming.values()]
         for task in tasks:
             task.cancel()
         for number in starting:
@@ -216,6 +233,38 @@ class EngineSupervisor:
             self._filling.add(task)
             task.add_done_callback(self._filling.discard)
 
+    def _come(self, number: int, error: ActorError | None) -> None:
+        """Let an engine join as soon as the cluster has room, after this error. One whose budget of restarts is used up
+        stays away."""
+        try:
+            if error is not None:
+                self.restarts.spend(self.actors.name, number, error)
+        except ActorError as final:
+            self.restarts.show(f"engines  {self.actors.name} {number} stays away: {first_line(final)}")
+            return
+        self._coming[number] = asyncio.ensure_future(self._join(number))
+
+    async def _join(self, number: int) -> None:
+        try:
+            await self.actors.join(number)
+            self._locations[number] = await self._pool.start_engine(number)
+        except ActorError as error:
+            if self._replaceable(error):
+                self._come(number, error)
+            else:
+                self.fail(error)
+            return
+        except Exception as final:
+            self.fail(final)
+            return
+        self._members.add(number)
+        self.restarts.show(f"engines  {self.actors.name} {number} has joined: {self._counts()}")
+        await self._fill(number)
+
+    def _counts(self) -> str:
+        self.restarts.engines = len(self._members)
+        return f"{len(self._members)} of {self._first} to {len(self.actors)}"
+
     async def _all_started(self) -> None:
         while self._starting:
             await asyncio.wait(self._starting.values())
@@ -232,7 +281,8 @@ class EngineSupervisor:
         """Send the weights of the last sync to a new engine, if the trainers still have them."""
         try:
             async with self._sending:
-                if self._version is not None and number not in self.ready and number not in self._starting:
+                is_wanted = number in self._members and number not in self.ready and number not in self._starting
+                if self._version is not None and is_wanted:
                     await self._send(self._version, [number])
         except Exception as error:
             self.fail(error)
@@ -294,12 +344,13 @@ class EngineSupervisor:
 
     async def _open_sync(self) -> None:
         """Prepare the trainers to send to where the engines are now."""
-        locations = {self._names[number]: location for number, location in sorted(self._locations.items())}
+        known = dict(self._locations)  # another engine may join meanwhile
+        locations = {self._names[number]: location for number, location in sorted(known.items())}
         hosts = {name: location.host for name, location in locations.items()}
         devices = {name: location.devices for name, location in locations.items()}
         torches = {name: location.torch for name, location in locations.items()}
         self._tickets = (await self._trainers.call_all("open_sync", hosts, 1, devices, torches))[0]
-        self._known_locations = dict(self._locations)
+        self._known_locations = known
 
 
 def _is_sync_error(error: ActorError) -> bool:

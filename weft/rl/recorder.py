@@ -240,6 +240,13 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}",
         *device_lines(config),
+        *(
+            [
+                f"engines  {config.cluster.engines['min']} to {config.cluster.engines['max']}: others join when there is room"
+            ]
+            if config.cluster.engines
+            else []
+        ),
         *note_on_staleness(config),
     ]
     if isinstance(run.task.episodes, Agents):

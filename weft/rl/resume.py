@@ -36,7 +36,7 @@ MAY_CHANGE = (
     "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout", "rl.agent_timeout",
     "rl.agents_at_once", "rl.agent_host", "rl.agent_port",
     *(f"rollout.{leaf}" for leaf in ("engine", "num_engines", "tp", "gpu_memory_utilization", "python", "engine_kwargs",
-        "timeout")),
+        "timeout", "sync")),
     *(f"rollout.{leaf}" for leaf in ("transport", "bucket_mb", "verify_every", "kv_cache_tokens")),
     *(f"{section}.{leaf}" for section in ("critic", "reward_model") for leaf in resume.HOW_IT_COMPUTES),
 )  # fmt: skip

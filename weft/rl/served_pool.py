@@ -167,6 +167,7 @@ async def open_engines(
         standalone_pool = StandalonePool(
             standalone, trainers, restarts, vocab_size=vocab_size, timeout=config.rollout.timeout,
             keep=config.rollout.on_weight_update == "continue",
+            first=config.rollout.count,
         )  # fmt: skip
         await standalone_pool.open()
         return standalone_pool
