@@ -225,6 +225,7 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
     config, plan = run.config, run.plan
     rl, rollout = config.rl, config.rollout
     like = "" if rl.preset is None else f" like {rl.preset}"
+    bounds = [(config.cluster.engines["min"], config.cluster.engines["max"])] if config.cluster.engines else []
     rewards = [*rl.reward, *(f"those of {giver}" for giver in (rl.environment, rl.agent) if giver is not None)]
     lines = [
         f"run      {run.run_lock.folder}",
@@ -240,13 +241,7 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}",
         *device_lines(config),
-        *(
-            [
-                f"engines  {config.cluster.engines['min']} to {config.cluster.engines['max']}: others join when there is room"
-            ]
-            if config.cluster.engines
-            else []
-        ),
+        *(f"engines  {least} to {most}: others join when there is room" for least, most in bounds),
         *note_on_staleness(config),
     ]
     if isinstance(run.task.episodes, Agents):
