@@ -161,6 +161,8 @@ def test_another_mesh_goes_on(name: str, after: str, tmp_path: Path) -> None:
     uninterrupted, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
     assert len(uninterrupted) == len(parts) >= STEPS
     for resumed, expected in zip(parts, uninterrupted, strict=True):
+        for key in ("step", "lr", "documents", "tokens", "loss_tokens"):  # the same documents in the same order
+            assert resumed.get(key) == expected.get(key), (resumed["step"], key)
         for key in ("loss", "grad_norm"):
             assert resumed.get(key) == pytest.approx(expected.get(key), rel=1e-5, abs=1e-6), (resumed["step"], key)
     assert torch.isfinite(torch.tensor([line["loss"] for line in parts if line["step"]])).all()
