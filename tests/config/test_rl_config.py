@@ -101,6 +101,10 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         (["rl.on_policy=exact", "mesh.tp=2"], "with mesh.tp = 2 the sums of a layer are made of those of 2 ranks"),
         (["rl.on_policy=exact", "rl.algorithm=ppo", "critic.tp=4"], "set critic.tp=1"),
         (["lora.rank=4", "rollout.engine=sglang"], "Set rollout.engine=vllm, hf or embedded, or lora.rank=null"),
+        (
+            ["lora.rank=4", "lora.sampling=merged", "rollout.engine=vllm"],
+            "Set lora.sampling=auto, or rollout.engine=hf",
+        ),
         (["lora.rank=4", "lora.base=nf4", "rollout.engine=vllm"], "Set rollout.engine=hf or embedded, or lora.base"),
         (
             ["lora.rank=4", "lora.base=nf4", "rollout.engine=hf", "rollout.transport=files"],

@@ -21,6 +21,7 @@ from weft.engine.batch.document import Document
 from weft.errors import UserError
 from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
+from weft.parallel.mesh import local_shard
 from weft.verify.adapter import randomize_adapters
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
@@ -92,21 +93,20 @@ def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
 
 
 def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one document: by the trainer, with adapters that do something, and by the plain copy."""
+    """Of one completion, with adapters that do something: as the trainer reads them, and as they were sampled."""
     engine = open_engine(path, mesh, **sections)
+    embedded = EmbeddedEngine(engine)
+    embedded.wake()  # so that the next time brings what has changed
     randomize_adapters(engine)
-    tokens = torch.tensor(PROMPTS[2] + PROMPTS[1])
+    embedded.wake()
+    request = Request("a", tuple(PROMPTS[2]), (3,), SamplingParams(9, 1.0))
+    ((completion,),) = embedded.generate([request])
+    tokens = torch.tensor([*request.tokens, *completion.tokens])
     document = Document(tokens, torch.ones(len(tokens)))
     plan = engine.plan(engine.planner.metadata([document]))
     readout = engine.readout(plan, dict.fromkeys(engine.planner.local_documents(plan), document))
-    embedded = EmbeddedEngine(engine)
-    embedded.wake(generates=bool(readout))
-    if embedded.model is None:
-        return torch.zeros(0), torch.zeros(0)
-    embedded.model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logprob = embedded.model(input_ids=tokens[None]).logits[0].log_softmax(-1)
-    return readout[0]["logprob"][1:], logprob[:-1].gather(1, tokens[1:, None])[:, 0]
+    sampled = torch.tensor(completion.logprobs)
+    return (readout[0]["logprob"][-len(sampled) :], sampled) if readout else (torch.zeros(0), torch.zeros(0))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,65 @@ def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Te
         ("qwen3", "pp2", {"rank": 4, "modules_to_save": ("lm_head",)}),
         ("llama", "2", {"rank": 4, "base": "nf4", "dora": True}),
         ("llama", "tp2", {"rank": 4, "base": "int8", "init": "pissa"}),
+        ("llama", "1", {"rank": 4, "base": "nf4", "modules_to_save": ("lm_head",)}),
+        ("qwen3", "2", {"rank": 4, "targets": ("q_proj", "embed_tokens", "lm_head"), "sampling": "separate"}),
+        ("qwen3_moe", "ep2xtp2", {"rank": 2, "base": "nf4", "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
+        ("llama", "pp2", {"rank": 4, "base": "nf4", "rslora": True, "init": "olora"}),
         pytest.param("qwen3_moe", "ep2", {"rank": 2, "base": "fp8"}, marks=pytest.mark.table),
+        pytest.param("qwen3_moe", "pp2xep2", {"rank": 2, "base": "fp8"}, marks=pytest.mark.table),
         pytest.param("llama", "pp2", {"rank": 4, "base": "nf4", "init": "loftq"}, marks=pytest.mark.table),
+        pytest.param("llama", "tp2", {"rank": 4, "base": "nf4", "sampling": "merged"}, marks=pytest.mark.table),
+        pytest.param("llama", "2", {"rank": 4, "dora": True, "sampling": "separate"}, marks=pytest.mark.table),
+        pytest.param(
+            "qwen3",
+            "2xtp2",
+            {"rank": 4, "modules_to_save": ("embed_tokens",), "sampling": "separate"},
+            marks=pytest.mark.table,
+        ),
     ],
 )
-def test_adapters_are_merged_into_the_copy(family: str, mesh: str, lora: dict[str, Any]) -> None:
+def test_the_copy_has_the_adapters(family: str, mesh: str, lora: dict[str, Any]) -> None:
     path = saved_model(family, **(WIDE[family] if "base" in lora else {}))
     for trained, copy in run(world_of(mesh), logprobs_of_both, path, mesh, {"lora": lora}):
         torch.testing.assert_close(copy, trained, rtol=0, atol=2e-5)
+
+
+def memory_of_the_copy(path: str, mesh: str, sections: Sections) -> dict[str, Any]:
+    """Bytes that the copy has for itself, that a second time copies, and that remain on the device in sleep."""
+    engine = open_engine(path, mesh, **sections)
+    randomize_adapters(engine)
+    embedded = EmbeddedEngine(engine)
+    first, second = embedded.wake(), embedded.wake()
+    engine.sleep("parameters")
+    requests = [Request("a", (5, 6, 7), (1,), SamplingParams(8, 1.0))]
+    answers = [embedded.generate(requests)]
+    freed, storages = embedded.sleep(), [local_shard(p).untyped_storage() for p in engine.module.parameters()]
+    stays = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    engine.wake()
+    third = embedded.wake()
+    answers.append(embedded.generate(requests))
+    assert answers[0] == answers[1]
+    whole = sum(parameter.numel() for parameter in engine.whole_parameters().values())
+    return {"first": first, "second": second, "third": third, "freed": freed, "stays": stays, "all": whole}
+
+
+@pytest.mark.covers("lora.sampling")
+@pytest.mark.parametrize(("mesh", "form"), [("1", "nf4"), ("2x1", "compute"), ("2", "nf4"), ("tp2", "int8")])
+def test_a_copy_holds_the_base_as_it_is_stored(mesh: str, form: str) -> None:
+    """Where nothing is sharded it has adapters alone, and reads the trainer's base, which stays while that sleeps."""
+    path = saved_model("llama", **WIDE["llama"])
+    lora = {"rank": 4, "base": form, "sampling": "separate"}
+    for facts in run(world_of(mesh), memory_of_the_copy, path, mesh, {"lora": lora}):
+        adapters = facts["second"]
+        assert adapters[0] == 2 * 14  # A and B of seven layers in each of two
+        shares = mesh in ("1", "2x1")
+        assert facts["first"] == facts["third"] and (facts["first"] == adapters) == shares
+        assert (facts["stays"] > facts["all"] / 4) == shares  # norms are on every rank with mesh.tp
+        assert facts["freed"] <= facts["first"][1]
+    plain, *_ = run(1, memory_of_the_copy, path, "1", {"lora": lora | {"sampling": "merged"}})
+    assert plain["first"] == plain["second"] and plain["stays"] == 0
+    if form == "nf4":
+        assert adapters[1] < facts["first"][1] <= 0.5 * plain["first"][1] or shares
 
 
 def test_answers_end_where_model_and_tokenizer_say(tmp_path: Path) -> None:

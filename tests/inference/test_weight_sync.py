@@ -200,7 +200,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "in the engine's dtype": ("llama_tied", "1", {}, "shared", "bf16"),
     "adapters": ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}, "shared", ""),
     "adapters of what is tied": ("qwen3", "1", {"rank": 4, "targets": ("q_proj", "embed_tokens")}, "group", ""),
-    "adapters over nf4": ("llama", "2", {"rank": 4, "base": "nf4"}, "shared", ""),
+    "adapters over nf4": ("llama", "2", {"rank": 4, "base": "nf4", "modules_to_save": ("lm_head",)}, "shared", ""),
+    "adapters over nf4, merged": ("llama", "1", {"rank": 4, "base": "nf4", "sampling": "merged"}, "shared", ""),
+    "adapters over nf4, stages": (
+        "qwen3_moe", "pp2xep2", {"rank": 2, "base": "nf4", "targets": ("all-linear", "mlp.experts.down_proj")},
+        "shared", "gathered",
+    ),
+    "adapters beside": ("qwen3", "1", {"rank": 4, "dora": True, "sampling": "separate"}, "files", ""),
     "adapters over int8, gathered": ("llama", "tp2", {"rank": 4, "base": "int8"}, "group", "gathered"),
     "adapters of experts": (
         "qwen3_moe", "2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "files", "",
@@ -238,7 +244,13 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
                 )
             )
         process.begin(fresh, folder, dtype, version)
-        assert answers == process.result()
+        expected = process.result()
+        if lora and LoraConfig(**lora).samples_separate:  # which adds up in another order
+            pairs = [(a, b) for of, to in zip(answers, expected, strict=True) for a, b in zip(of, to, strict=True)]
+            assert all((a.tokens, a.versions) == (b.tokens, b.versions) for a, b in pairs)
+            assert max(abs(x - y) for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=True)) < 1e-5
+        else:
+            assert answers == expected
 
 
 def written(path: str, mesh: str) -> tuple[int, int]:

@@ -440,7 +440,7 @@ def framed(text: bytes) -> bytes:
 
 
 HELLO = {
-    "hello": 5, "version": 3, "has": None, "holds": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "hello": 6, "version": 3, "has": None, "holds": None, "base": True, "joined": None, "mapped": None, "key": "key",
     "torch": "", "nccl": "",
     "name": "engine-0", "member": 0,
 }  # fmt: skip

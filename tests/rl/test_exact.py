@@ -153,14 +153,12 @@ def test_a_token_sees_the_same_in_a_row_and_in_a_cache() -> None:
 # ---------------------------------------------------------------- the proof at start, and of every sample
 
 
-def proofs(path: str, lora: bool) -> ExactnessResult | str:
-    keys: dict[str, Any] = {"lora": {"rank": 4}} if lora else {}
-    engine = open_engine(path, "2", exact=True, **keys)
-    if lora:
-        randomize_adapters(engine)
-    embedded = EmbeddedEngine(engine)
-    embedded.wake()
+def proofs(path: str, lora: dict[str, Any]) -> ExactnessResult | str:
     try:
+        engine = open_engine(path, "2", exact=True, **({"lora": {"rank": 4, **lora}} if lora else {}))
+        randomize_adapters(engine)
+        embedded = EmbeddedEngine(engine)
+        embedded.wake()
         return prove_exact(engine, embedded, 40, 20)
     except UserError as error:
         return str(error)
@@ -169,10 +167,40 @@ def proofs(path: str, lora: bool) -> ExactnessResult | str:
 @pytest.mark.covers("rl.on_policy")
 def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
     tokens = 6 + 2 * 9 + 3 * 20 + 1 + 2 * 5 + 3 * 20
-    assert run(2, proofs, saved_model("qwen3"), False) == [ExactnessResult(tokens, 0, 0.0, 0)] * 2
-    first, second = run(2, proofs, saved_model("llama"), True)
+    assert run(2, proofs, saved_model("qwen3"), {}) == [ExactnessResult(tokens, 0, 0.0, 0)] * 2
+    first, second = run(2, proofs, saved_model("llama"), {"sampling": "merged"})
     assert first == second
-    assert "or more have another logprob in the trainer, by" in first and "leave lora.rank unset" in first
+    assert "or more have another logprob in the trainer, by" in first and "set lora.sampling=separate" in first
+
+
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"base": "nf4", "dora": True},
+        {"base": "int8", "init": "pissa", "modules_to_save": ("lm_head",)},
+        pytest.param({"base": "fp8", "targets": ("all-linear", "embed_tokens")}, marks=pytest.mark.table),
+        pytest.param({"sampling": "separate", "rslora": True}, marks=pytest.mark.table),
+    ],
+)
+def test_adapters_beside_the_base_are_exact(lora: dict[str, Any]) -> None:
+    """And over a quantised base: the engine has the trainer's bytes, and computes what the trainer does."""
+    results = run(2, proofs, saved_model("llama", **WIDE), lora)
+    assert all(isinstance(result, ExactnessResult) and result.exact and result.tokens > 100 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "words"),
+    [
+        ("qwen3_moe", {"targets": ("mlp.experts.down_proj",)}, "leave experts out of lora.targets"),
+        ("qwen3_moe", {"base": "int8"}, "which experts in lora.base=int8 are not"),
+        ("llama", {"targets": ("lm_head",), "sampling": "separate"}, "leave the head out of lora.targets"),
+    ],
+)
+def test_adapters_that_are_not_exact_are_refused(family: str, lora: dict[str, Any], words: str) -> None:
+    assert words in run(2, proofs, saved_model(family), lora)[0]
 
 
 def test_completions_that_depend_on_the_batch_alone_are_said_without_logprobs() -> None:

@@ -271,6 +271,12 @@ def _adapter_combinations(config: Any) -> Iterator[tuple[str, str]]:
             "rollout.engine=sglang reads exports of the base, which hold no adapters, so it would sample from the "
             "model before training. Set rollout.engine=vllm, hf or embedded, or lora.rank=null.",
         )
+    if lora.sampling == "merged" and hasattr(config, "rollout") and config.rollout.engine == "vllm":
+        yield (
+            "lora.sampling",
+            "lora.sampling=merged: rollout.engine=vllm loads adapters beside the base, which a sync brings once. Set "
+            "lora.sampling=auto, or rollout.engine=hf.",
+        )
     if lora.dora and hasattr(config, "rollout") and config.rollout.engine == "vllm":
         yield (
             "lora.dora",

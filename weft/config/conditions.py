@@ -116,6 +116,14 @@ NO_BEST = Unread(
     "only eval.patience and checkpoint.keep_best read it",
 )
 NO_PROMPTS = Unread(lambda c: c.eval.prompts is None, "eval.prompts is not set")
+
+
+def _samples(config: Any) -> bool:
+    sampled = getattr(config.eval, "prompts", None) is not None or hasattr(config, "rollout")
+    return sampled or getattr(getattr(config, "distill", None), "on_policy", 0) > 0
+
+
+NOTHING_SAMPLED = Unread(lambda c: not _samples(c), "nothing is sampled: eval.prompts is not set")
 NOTHING_PUSHED = Unread(lambda c: c.checkpoint.push is None, "checkpoint.push is null: nothing is uploaded")
 NO_TRACKERS = Unread(lambda c: not c.track.report_to, "track.report_to is empty")
 NO_SAMPLES = Unread(lambda c: not c.track.system, "track.system is false")

@@ -503,6 +503,15 @@ class LoraConfig:
         "compute",
         unread=(when.NO_ADAPTERS,),
     )
+    sampling: Literal["auto", "merged", "separate"] = key(
+        "What a model with adapters samples with (weft rl, eval.prompts, distill.on_policy): `merged`: weights "
+        "W + s B A in the compute dtype, which is fast, and takes the memory of a model without adapters; `separate`: "
+        "the base as lora.base stores it, dequantised in each layer, and the adapters beside it, as the trainer "
+        "computes: slower, in the memory of the stored base. `auto`: separate over a quantised base and in vLLM, else "
+        "merged (docs/how-to/lora.md).",
+        "auto",
+        unread=(when.NO_ADAPTERS, when.NOTHING_SAMPLED),
+    )
     path: str | None = key(
         "Go on from this adapter, a folder that peft or weft has written; it says rank, alpha, targets and "
         "modules_to_save.",
@@ -513,6 +522,12 @@ class LoraConfig:
     def on(self) -> bool:
         """Whether there are adapters."""
         return self.rank is not None or self.path is not None
+
+    @property
+    def samples_separate(self) -> bool:
+        """Whether weft's own engines keep adapters beside the base (lora.sampling)."""
+        separate = self.sampling == "separate" or (self.sampling == "auto" and self.base != "compute")
+        return self.on and separate
 
 
 @with_former_names

@@ -24,6 +24,7 @@ from weft.models.cost import flop_facts, with_adapters
 from weft.models.families.family import Layout
 from weft.models.flops import FlopFacts
 from weft.models.lora import LoraPlan, attach, untied_for
+from weft.models.low_rank import LowRank
 from weft.models.mixer_shards import can_share_documents
 from weft.models.quantised import is_bytes
 from weft.models.train_module import TrainModule
@@ -201,8 +202,20 @@ def _wrap(model: PreTrainedModel, plan: LoraPlan | None, *, attached: bool) -> t
     return module, flops
 
 
-def make_exact(module: TrainModule) -> None:
-    """Make layers and readouts compute as rl.on_policy=exact requires."""
+def make_exact(module: TrainModule, lora: LoraConfig) -> None:
+    """Make layers and readouts compute as rl.on_policy=exact requires. Raises UserError for experts that have adapters
+    or are quantised: products of several experts at once depend on which tokens come together."""
+    experts = [child for child in module.modules() if hf.is_fused_experts(child)]
+    if any(isinstance(child, LowRank) for layer in experts for child in layer.children()):
+        raise UserError(
+            "rl.on_policy is exact, which adapters of fused experts are not: leave experts out of lora.targets, or set "
+            "rl.on_policy=measured."
+        )
+    if experts and lora.on and lora.base != "compute":
+        raise UserError(
+            f"rl.on_policy is exact, which experts in lora.base={lora.base} are not: set lora.base=compute, or "
+            "rl.on_policy=measured."
+        )
     compute_exactly(module.hf_model)
     module.head.exact = True
 

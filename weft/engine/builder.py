@@ -218,7 +218,7 @@ def build(spec: EngineSpec, *, weights: bool = True, readouts: Collection[str] =
     module = built.module
     module.head.temperature = config.temperature
     if config.exact:
-        make_exact(module)
+        make_exact(module, config.lora)
     module.train(spec.trained).requires_grad_(spec.trained)
     if spec.trained:
         if built.lora is None:

@@ -43,13 +43,14 @@ from weft.launch.consistency import ReplicaChecksum
 from weft.launch.process import Ranks
 from weft.launch.simulated import host_memory, on_host, read
 from weft.models.embedding_noise import StepNoise
+from weft.models.quantised import parts_on_meta
 from weft.models.readouts import ReadoutSpec
 from weft.parallel.device_copies import DeviceCopies
 from weft.parallel.fsdp import fsdp_modules, reshard
 from weft.parallel.mesh import Mesh, full_tensor, local_shard
 from weft.parallel.pp.communication import P2PCommunicator, gather_over_stages, sum_shared_gradients
-from weft.parallel.quantise import DequantisedTensors
-from weft.parallel.shards.cuts import AnyShardSpec
+from weft.parallel.quantise import DequantisedTensors, stored_tensors
+from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs
 from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.load import Progress
 from weft.parallel.shards.walker import StagePeers, check_stream, walk
@@ -164,6 +165,7 @@ class Engine:
             self.mesh.loss_rank, self.mesh.model_parallel_rank, sharded.context, built.layout, bool(self.balance),
             on_device, replay, built.vision, self.module.base,
         )  # fmt: skip
+        self.lent_storages: frozenset[int] = frozenset()  # addresses of storages that a copy of the model reads, too
         self._replicas = ReplicaCheck(self.module, self.divided.cuts, self._tied())
         if self.optimizer is not None and config.fsdp.cpu_offload == "optimizer":
             self.device_copies = DeviceCopies(self.module, self.device)
@@ -589,17 +591,23 @@ class Engine:
         """Move these parts, by default all, to the host until wake(), to free device memory; returns the bytes freed.
 
         parameters; optimizer: its state and the average of the weights; gradients: those accumulated. Parts that sleep
-        already, or live on the host anyway (fsdp.cpu_offload), stay where they are.
+        already, or live on the host anyway (fsdp.cpu_offload), stay where they are, and so do parameters in
+        `lent_storages`.
         """
         flight.enter("sleep")
         for unit in fsdp_modules(self.module):
             unit.reshard()
         to_move = [part for part in parts or PARTS if part not in self.asleep]
-        tensors = {part: tensors_of(part, self.module, self.optimizer, self.ema) for part in to_move}
-        freed = sum(self.offloader.sleep(part, of_part) for part, of_part in tensors.items())
+        freed = 0
+        for part in to_move:
+            tensors = tensors_of(part, self.module, self.optimizer, self.ema)
+            freed += self.offloader.sleep(part, (tensor for tensor in tensors if not self._is_lent(tensor)))
         if self.device_copies is not None and "parameters" in to_move:
             freed += self.device_copies.free()
         return freed
+
+    def _is_lent(self, tensor: Tensor) -> bool:
+        return local_shard(tensor).untyped_storage().data_ptr() in self.lent_storages
 
     def wake(self, *parts: Part) -> int:
         """Bring these parts, by default all, back bit for bit; returns the bytes."""
@@ -618,6 +626,11 @@ class Engine:
         """HuggingFace runtime name -> this rank's shard of every parameter and persistent buffer of its stage. A weight
         of a quantised base is dequantised each time that it is read."""
         return DequantisedTensors(self.module, self.divided.cuts, self.precision.frozen)
+
+    def stored_tensors(self) -> tuple[Mapping[str, Tensor], ShardSpecs]:
+        """As local_tensors(), with the parts that weights of a quantised base are stored as; and how tp and ep divide
+        them (parallel/quantise.py)."""
+        return stored_tensors(self.module, self.divided.cuts)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace runtime name, whole tensor) of every parameter and persistent buffer; a tied one under each
@@ -638,19 +651,30 @@ class Engine:
             yield name, tensor
 
     def walk(
-        self, mappings: Sequence[TensorMapping], manifest: Mapping[str, Tensor], *, bucket_bytes: int = 1 << 29
+        self,
+        mappings: Sequence[TensorMapping],
+        manifest: Mapping[str, Tensor],
+        *,
+        stored: bool = False,
+        bucket_bytes: int = 1 << 29,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a manifest, whole, on every rank: parallel/shards/walker.py, checked. Collective."""
+        """Every tensor of a manifest, whole, on every rank: parallel/shards/walker.py, checked. Collective. stored:
+        mappings name the parts that weights of a quantised base are stored as (stored_tensors), not the weights."""
         self.require_awake("parameters")
-        peers, cuts = self._stage_peers(), self.divided.cuts
-        stream = walk(self.local_tensors(), mappings, manifest, cuts, peers=peers, bucket_bytes=bucket_bytes)
+        peers = self._stage_peers()
+        tensors, specs = self.stored_tensors() if stored else (self.local_tensors(), self.divided.cuts)
+        stream = walk(tensors, mappings, manifest, specs, peers=peers, bucket_bytes=bucket_bytes)
         return check_stream(stream, manifest)
 
     def _stage_peers(self) -> StagePeers | None:
         if self.pipeline is None or self.mesh.pp is None:
             return None
         meshes = [self.mesh.dp] if self.mesh.experts is None else [self.mesh.dp, self.mesh.experts]
-        return StagePeers(self.mesh.pp.group, self.mesh.pp.rank, self.pipeline.holders, meshes)
+        holders, form = {**self.pipeline.holders}, self.module.quantised_form
+        for name, shape in self.module.quantised_shapes.items():
+            assert form is not None
+            holders |= {name + end: holders[name] for end in parts_on_meta(form, shape)}
+        return StagePeers(self.mesh.pp.group, self.mesh.pp.rank, holders, meshes)
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""

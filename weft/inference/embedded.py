@@ -1,15 +1,18 @@
 """The embedded engine: a plain HuggingFace model in the trainer's own ranks, which generates.
 
-The tensor walker fills it, so that it works on every mesh. On sleep its memory is freed.
+The tensor walker fills it, so that it works on every mesh. On sleep its memory is freed. With lora.sampling=separate it
+has no copy of a frozen tensor that its rank holds whole anyway, on a mesh that shards nothing: both read one memory,
+which stays on the device while the trainer sleeps.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.checkpoint.export import manifest_of
@@ -19,17 +22,21 @@ from weft.engine.selfcheck.architecture import implementation
 from weft.engine.sleep import OffloadedTensors
 from weft.inference.base import Completion, Request
 from weft.inference.generate import MAX_TOKENS, Generator, Numbered
+from weft.inference.unmerged import destinations, keep_norms, separate, stored_layout
 from weft.launch import flight
 from weft.models import hf
 from weft.models.lora import add_delta
+from weft.models.quantised import SHARED, QuantisedWeight
 from weft.parallel.parallelize import materialize, move_buffers
-from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.boxes import Box, local_values
 from weft.parallel.shards.cuts import full_shape
 from weft.parallel.shards.layout import TensorMapping
+from weft.parallel.shards.walker import GatherGroup, TensorPlacement
 
 
 class EmbeddedEngine:
-    """A full copy of a trainer's model in its compute dtype, on each rank that generates."""
+    """A full copy of a trainer's model, on each rank that generates: in its compute dtype, with adapters merged, or
+    stored as the trainer stores it, with adapters beside it (lora.sampling)."""
 
     def __init__(
         self,
@@ -42,33 +49,52 @@ class EmbeddedEngine:
         """tokenizer, max_tokens, routes, opener: as in Generator."""
         self.engine, self.tokenizer, self.max_tokens, self.routes = engine, tokenizer, max_tokens, routes
         self.opener = opener
+        self.separate = engine.config.lora.samples_separate
         self.model: PreTrainedModel | None = None
         self.generator: Generator | None = None
         self._emptied: OffloadedTensors | None = None
+        self._weights: dict[str, QuantisedWeight] = {}
+        self._has_base = False  # whether the copies of all ranks that generate have the frozen tensors
 
     @property
     def bytes(self) -> int:
-        """Size of the copy in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._manifest().values())
+        """Size in bytes of what the copy has for itself."""
+        _, manifest = self._layout(base=True)
+        return sum(tensor.nbytes for tensor in manifest.values())
 
-    def wake(self, generates: bool = True, version: int = 0) -> None:
+    @property
+    def copies_base(self) -> bool:
+        """Whether the copy has a base for itself."""
+        return len(self._layout(base=True)[1]) > len(self._layout(base=False)[1]) or not self.separate
+
+    def smaller(self) -> str:
+        """What to set for a smaller copy, for a message about memory; "" if there is nothing."""
+        return "" if self.separate or self.engine.lora is None else "Set lora.sampling=separate for a smaller one. "
+
+    def wake(self, generates: bool = True, version: int = 0) -> tuple[int, int]:
         """Fill the copy with the trainer's current weights; collective. generates: whether this rank will generate.
-        version: the version of these weights, for completions."""
+        version: the version of these weights, for completions. Returns the number of copied tensors, and their
+        bytes."""
         model = (self.model or self._build()) if generates else None
         if self._emptied is not None:
             self._emptied.restore()
             self._emptied = None
-        state = {} if model is None else model.state_dict(keep_vars=True)
-        mappings = {mapping.disk: mapping for mapping in self.engine.built.mappings}
-        for name, tensor in self.engine.walk(list(mappings.values()), self._manifest()):
+        state = {} if model is None else destinations(model, self._weights)
+        mappings, manifest = self._layout(base=not (self.separate and self._has_base))
+        by_name = {mapping.disk: mapping for mapping in mappings}
+        for name, tensor in self.engine.walk(mappings, manifest, stored=self.separate):
             flight.beat()
             if model is not None:
-                mapping = mappings[name]
-                target = state[mapping.runtime].detach()
+                mapping = by_name[name]
+                target = state[mapping.runtime]
                 target[mapping.box.within(Box.from_shape(tuple(target.shape)))] = mapping.to_runtime(
                     tensor, mapping.box
                 )
-        self._add_adapters(state)
+        if not self.separate:
+            self._add_adapters(state)
+        elif model is not None:
+            keep_norms(model)
+        self._has_base = True
         if model is None:
             self.generator = None
         elif self.generator is None:
@@ -80,13 +106,18 @@ class EmbeddedEngine:
             assert not self.generator.busy
             self.generator.version = version
         self.model = model
+        return len(manifest), sum(tensor.nbytes for tensor in manifest.values())
 
     def sleep(self) -> int:
-        """Free the copy and its cache; returns the bytes of the copy. The model's modules stay, for the next wake()."""
+        """Free the copy and its cache; returns the bytes of the copy. The model's modules stay, for the next wake().
+        Called on every rank."""
+        self._has_base = False
         if self.model is None or self.generator is None or self._emptied is not None:
             return 0
         self.generator.drop_cache()
-        self._emptied = OffloadedTensors.free(self.model.parameters(), self.engine.device)
+        lent = self.engine.lent_storages
+        freed = [tensor for tensor in self.model.parameters() if tensor.untyped_storage().data_ptr() not in lent]
+        self._emptied = OffloadedTensors.free(freed, self.engine.device)
         return self._emptied.bytes
 
     def generate(
@@ -105,23 +136,79 @@ class EmbeddedEngine:
         """See Generator.end. Not collective."""
         return {} if self.generator is None else self.generator.end()
 
-    def _manifest(self) -> dict[str, Tensor]:
-        return manifest_of(self.engine, self.engine.precision.compute)
+    def _layout(self, base: bool) -> tuple[list[TensorMapping], dict[str, Tensor]]:
+        """The mappings and the manifest of what the walker copies. base: with what is not trained."""
+        built, lora, compute = self.engine.built, self.engine.lora, self.engine.precision.compute
+        if not self.separate or lora is None:
+            return built.mappings, manifest_of(self.engine, compute)
+        mappings, manifest = list[TensorMapping](), dict[str, Tensor]()
+        if base:
+            stored, of_stored = stored_layout(self.engine, compute)
+            kept = self._lent.keys() | self._shared
+            mappings = [m for m in stored if m.runtime not in kept and not lora.trains(m.runtime)]
+            manifest = {mapping.disk: of_stored[mapping.disk] for mapping in mappings}
+        for name, parameter in self.engine.whole_parameters().items():
+            if lora.trains(name):
+                shape = full_shape(name, parameter, self.engine.divided.cuts)
+                mappings.append(TensorMapping.identity(name, name, shape))
+                manifest[name] = torch.empty(shape, dtype=compute, device="meta")
+        return mappings, manifest
+
+    @property
+    def _shared(self) -> set[str]:
+        """Names of what every rank has of the scales of quantised weights, except with pipeline stages."""
+        weights = self.engine.module.quantised if self.engine.pipeline is None else {}
+        return {name + SHARED.format(number) for name in weights for number in range(2)}
+
+    @cached_property
+    def _lent(self) -> dict[str, Tensor]:
+        """The trainer's frozen tensors that its copy reads in place: those that every rank holds whole, on the device
+        and in the copy's dtype. None with pipeline stages, whose ranks lack those of other stages."""
+        engine, lora, lent = self.engine, self.engine.lora, dict[str, Tensor]()
+        if not self.separate or lora is None or engine.pipeline is not None:
+            return lent
+        tensors, specs = engine.stored_tensors()
+        for name, tensor in tensors.items():
+            if lora.trains(name) or not isinstance(tensor, nn.Parameter):
+                continue
+            values = local_values(tensor)
+            is_whole = TensorPlacement.from_tensor(name, tensor, specs).group == GatherGroup()
+            has_dtype = values.dtype in (torch.uint8, engine.precision.compute)
+            if is_whole and has_dtype and values.device.type in (engine.device.type, "meta"):  # meta: in a dry run
+                lent[name] = values
+        return lent
 
     def _build(self) -> PreTrainedModel:
-        """The model with uninitialised storage. Weights are tied as in the trainer, unless an adapter changes one of
-        them."""
-        built = self.engine.built
+        """The model with uninitialised storage. Weights are tied as in the trainer, unless adapters are merged into one
+        of them."""
+        built, lora, module = self.engine.built, self.engine.lora, self.engine.module
         attention = implementation(built.config, "auto")
         model = hf.build_meta(copy.deepcopy(built.config), dtype=self.engine.precision.compute, attention=attention)
         for name in hf.tied_parameters(model).keys() - self._tied().keys():
             hf.untie(model, name)
+        if self.separate and lora is not None:
+            self._weights = separate(model, lora, module.quantised_shapes, module.quantised_form)
+            if self.engine.pipeline is None:
+                for name, weight in self._weights.items():
+                    weight.shared = module.quantised[name].shared
+        lent = {
+            parameter: nn.Parameter(self._lent[name], requires_grad=False)
+            for name, parameter in model.named_parameters()
+            if name in self._lent
+        }
+        # Not while materialize() allocates memory for the others.
+        places = [(owner, leaf, p) for owner in model.modules() for leaf, p in owner._parameters.items() if p in lent]
+        for owner, leaf, _ in places:
+            del owner._parameters[leaf]
         materialize(model, self.engine.device)
+        for owner, leaf, parameter in places:
+            owner.register_parameter(leaf, lent[parameter])
+        self.engine.lent_storages = frozenset(p.untyped_storage().data_ptr() for p in lent.values())
         return model.eval().requires_grad_(False)
 
     def _tied(self) -> dict[str, str]:
         tied, lora = hf.tied_parameters(self.engine.built.module.hf_model), self.engine.lora
-        untied = set() if lora is None else {target.weight for target in lora.targets}
+        untied = set() if lora is None or self.separate else {target.weight for target in lora.targets}
         return {name: owner for name, owner in tied.items() if not {name, owner} & untied}
 
     def _add_adapters(self, state: Mapping[str, Tensor]) -> None:

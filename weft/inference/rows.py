@@ -139,7 +139,9 @@ class _GenerationModel:
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] in fp32: the product in the weight's dtype, the rest in fp32, as in the trainer's head."""
         weight = self._head.weight
-        return self._transform(F.linear(hidden_NH.to(weight.dtype), weight, self._head.bias).float())
+        hidden_NH = hidden_NH.to(weight.dtype)
+        logits_NV, adapter = F.linear(hidden_NH, weight, self._head.bias), getattr(self._head, "lora", None)
+        return self._transform((logits_NV if adapter is None else logits_NV + adapter(hidden_NH)).float())
 
     def laid(self, prompts: Sequence[Sequence[int]], media: Media | None = None) -> _PromptBatch:
         """Lay out prompts as one right-padded batch. media: the images of a prompt, which must be the only one."""

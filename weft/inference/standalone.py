@@ -6,6 +6,7 @@ It allows rollouts on other devices than the trainer's without installing anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from weft.data.image_opener import ImageOpener
 from weft.engine.sleep import OffloadedTensors
 from weft.inference.base import Completion, Request
 from weft.inference.generate import MAX_TOKENS, Generator, Numbered
+from weft.inference.unmerged import destinations, keep_norms, separate
 from weft.inference.weight_sync.checksums import checksum
 from weft.inference.weight_sync.protocol import (
     Delivery,
@@ -33,6 +35,8 @@ from weft.launch import flight
 from weft.launch.machine import host_address
 from weft.models import hf
 from weft.models.lora import LoraPlan, Target, add_delta, untied_for
+from weft.models.quantised import CODES, parts_on_meta
+from weft.ops.low_bit import FORMATS, Format
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.parallel.shards.adapter_files import file_names, plan_lora
 from weft.parallel.shards.boxes import Box
@@ -131,7 +135,10 @@ class Standalone:
 
     def _take(self, part: SyncPart) -> None:
         if part.kind != "adapter":
-            self._weights = self._weights or LoadedWeights(self.path, self.lora, part.manifest, self.dtype, self.device)
+            if self._weights is None:
+                self._weights = LoadedWeights(
+                    self.path, self.lora, part.manifest, self.dtype, self.device, _format_of(part)
+                )
             self._weights.wake()
             self._weights.take_weights(part)
         elif self._weights is None:
@@ -142,7 +149,7 @@ class Standalone:
 
 class LoadedWeights:
     """A model with storage, and the destination of each tensor of a sync. Adapters are merged in place, from a copy of
-    the adapted weights (base)."""
+    the adapted weights (base), or lie beside the base (lora.sampling)."""
 
     def __init__(
         self,
@@ -151,23 +158,34 @@ class LoadedWeights:
         manifest: Mapping[str, TensorHeader],
         dtype: torch.dtype,
         device: torch.device,
+        form: Format | None = None,
     ) -> None:
-        """manifest: of the sync that will fill the model; SyncError if it describes another model."""
+        """manifest: of the sync that will fill the model; SyncError if it describes another model. form: of weights
+        whose codes it has."""
         config = hf.without_noise(hf.read_config(path))
         self.model = hf.build_meta(config, dtype=dtype, attention=None)
         self.plan: LoraPlan | None = None if lora is None else plan_lora(self.model, lora)
-        sent = hf.runtime_names(self.model, manifest)  # a tensor sent under a tied name was trained untied
+        self.separate = lora is not None and lora.samples_separate
+        shapes = self._quantised(manifest, form)
+        parts = dict[str, Tensor]()
+        for name, shape in shapes.items():
+            assert form is not None
+            parts |= {name + end: part for end, part in parts_on_meta(form, shape).items()}
+        sent = hf.runtime_names(self.model, manifest.keys() - parts.keys())
         for name in set(sent.values()) & hf.tied_parameters(self.model).keys():
-            hf.untie(self.model, name)
-        self.mappings: list[TensorMapping] = map_tensors(self.model, manifest)
+            hf.untie(self.model, name)  # a tensor sent under a tied name was trained untied
+        mappings = map_tensors(self.model, [name for name in manifest if name not in parts])
+        self.mappings: list[TensorMapping] = [mapping for mapping in mappings if mapping.runtime not in shapes]
+        self.mappings += [TensorMapping.identity(name, name, tuple(part.shape)) for name, part in parts.items()]
         check_manifest(manifest, {mapping.disk: mapping.shape for mapping in self.mappings})
         self._copied = self._untie_adapted()
+        weights = separate(self.model, self.plan, shapes, form) if self.separate and self.plan is not None else {}
         materialize(self.model, device)
         self.device = device
         self.model.eval().requires_grad_(False)
         hf.rebuild_buffers(self.model)
         move_buffers(self.model, device)
-        self.state = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        self.state = destinations(self.model, weights)
         self.base: dict[str, Tensor] = {}
         self._emptied: OffloadedTensors | None = None
 
@@ -187,11 +205,21 @@ class LoadedWeights:
             self._emptied.restore()
             self._emptied = None
 
+    def _quantised(self, manifest: Mapping[str, TensorHeader], form: Format | None) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every weight that comes as codes. SyncError if the engine is to merge adapters into them."""
+        if form is None:
+            return {}
+        if not self.separate:
+            raise SyncError("the sync brings a quantised base, and this engine merges adapters (lora.sampling)")
+        state = self.model.state_dict()
+        names = [name.removesuffix(CODES) for name in manifest if name.endswith(CODES)]
+        return {name: tuple(state[name].shape) for name in names if name in state}
+
     def _untie_adapted(self) -> dict[str, str]:
         """Untie tied weights of which an adapter changes only one. Returns untied name -> name that it was tied to,
         from which take_weights() fills it."""
         tied = hf.tied_parameters(self.model)
-        untied = () if self.plan is None else untied_for(self.model, self.plan, merged=True)
+        untied = () if self.plan is None else untied_for(self.model, self.plan, merged=not self.separate)
         for name in untied:
             hf.untie(self.model, name)
         return {name: tied[name] for name in untied}
@@ -210,7 +238,7 @@ class LoadedWeights:
             self._local_view(mapping)[...] = mapping.to_runtime(as_torch(entry, data), mapping.box)
         for name, owner in self._copied.items():
             self.state[name].copy_(self.state[owner])
-        if self.plan is not None:
+        if self.plan is not None and not self.separate:
             self.base = {target.weight: self.state[target.weight].clone() for target in self.plan.targets}
         placed = (
             {name: _sum(mapping.to_disk(self._local_view(mapping))) for name, mapping in mappings.items()}
@@ -220,8 +248,8 @@ class LoadedWeights:
         part.finish(placed)
 
     def take_adapter(self, part: SyncPart) -> None:
-        """Set adapted weights to W + s B A, with W from the base, and fully trained modules to the received tensors;
-        finish the part."""
+        """Set adapted weights to W + s B A, with W from the base, or adapters to the received tensors, and so modules
+        that are trained whole; finish the part."""
         plan, stored, values = self.plan, self._adapter_names(), dict[str, Tensor]()
         assert plan is not None
         shapes = {name: shape for target in plan.targets for name, shape in plan.tensors(target).items()}
@@ -231,8 +259,11 @@ class LoadedWeights:
             values[stored[entry.name]] = as_torch(entry, data).to(self.device, copy=True)
         for name in values.keys() & self.state.keys():
             self.state[name].copy_(values[name])
-        for target in plan.targets:
-            self.state[target.weight].copy_(self._merged(plan, target, values))
+        if self.separate:
+            keep_norms(self.model)
+        else:
+            for target in plan.targets:
+                self.state[target.weight].copy_(self._merged(plan, target, values))
         part.finish(self._read_adapter(plan, stored, values) if part.verify else None)
 
     def _adapter_names(self) -> dict[str, str]:
@@ -243,14 +274,15 @@ class LoadedWeights:
         return {file: name for name, file in file_names([*matrices, *trained]).items()}
 
     def _read_adapter(self, plan: LoraPlan, stored: Mapping[str, str], values: Mapping[str, Tensor]) -> dict[str, int]:
-        """Checksums of the adapter's tensors. SyncError if an adapted weight differs from its base with the adapter."""
-        for target in plan.targets:
+        """Checksums of the adapter's tensors. SyncError if a tensor of the model is not the received one in its dtype,
+        or a merged weight is not its base with the adapter."""
+        for name in values.keys() & self.state.keys():
+            if not torch.equal(self.state[name], values[name].to(self.state[name].dtype)):
+                raise SyncError(f"{name} is not what was received")
+        for target in () if self.separate else plan.targets:
             if not torch.equal(self.state[target.weight], self._merged(plan, target, values)):
                 raise SyncError(f"{target.weight} is without its adapter")
-        return {
-            file: _sum(self.state[name].to(values[name].dtype) if name in self.state else values[name])
-            for file, name in stored.items()
-        }
+        return {file: _sum(values[name]) for file, name in stored.items()}
 
     def _merged(self, plan: LoraPlan, target: Target, values: Mapping[str, Tensor]) -> Tensor:
         matrices = {name: values[name].float() for name in plan.tensors(target)}
@@ -260,6 +292,17 @@ class LoadedWeights:
     def _local_view(self, mapping: TensorMapping) -> Tensor:
         target = self.state[mapping.runtime]
         return target[mapping.box.within(Box.from_shape(tuple(target.shape)))]
+
+
+def _format_of(part: SyncPart) -> Format | None:
+    """The format of the quantised weights of a part. SyncError if this version has none of that name."""
+    if part.form is None:
+        return None
+    name, *block = part.form
+    if name not in FORMATS:
+        raise SyncError(f"the sync brings a base in {name!r:.40}, which this engine does not know")
+    form, sizes = FORMATS[name], (block[0], block[1])
+    return form if form.block == sizes else replace(form, block=sizes)  # fp8 in blocks of the files' size
 
 
 def _sum(tensor: Tensor) -> int:

@@ -37,7 +37,7 @@ from weft.models.experts import use_experts_forward
 from weft.models.facts import find_facts
 from weft.models.low_rank import AdapterSwitch, LowRank, embedding_hook, linear_hook
 from weft.models.patterns import similar_names
-from weft.models.train_module import Head, TrainModule
+from weft.models.train_module import Head
 
 Kind = Literal["linear", "embedding", "experts"]
 ALL_LINEAR = "all-linear"
@@ -277,7 +277,7 @@ def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple
 # ---------------------------------------------------------------- in the model
 
 
-def attach(module: TrainModule, plan: LoraPlan) -> None:
+def attach(module: nn.Module, plan: LoraPlan) -> None:
     """Add the adapters, uninitialised, on the device of the weights that they adapt."""
     for target in plan.targets:
         owner = module.get_submodule(target.module)

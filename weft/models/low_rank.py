@@ -58,6 +58,7 @@ class LowRank(nn.Module):
         if dora:
             self.magnitude = nn.Parameter(torch.empty(b_shape[0], device=like.device, dtype=like.dtype))
         self.scale, self.dropout, self.switch, self.frozen = scale, dropout, switch, frozen
+        self.kept_norm: Tensor | None = None  # what norm() returns while neither W nor A and B change
         self._inputs = a_shape[1]
         self._own_inputs: Callable[[Tensor], Tensor] | None = None
         self._sum: Callable[[Tensor], Tensor] | None = None
@@ -99,6 +100,8 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def norm(self, weight: Tensor | QuantisedWeight) -> Tensor:
         """||W + s B A|| over inputs, [out], of all ranks' inputs."""
+        if self.kept_norm is not None:
+            return self.kept_norm
         dtype = self.A.dtype
         whole = weight.dequantised(dtype) if isinstance(weight, QuantisedWeight) else weight
         rows = max(1, _SLAB // whole.shape[1])

@@ -21,6 +21,7 @@ from weft.ops import low_bit
 from weft.ops.low_bit import Format
 
 CODES, SCALES = "_codes", "_scales"  # ends of the parameters' names
+SHARED = "_shared_{}"  # ends of the names, in a sync, of what every rank has of the scales
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,20 @@ class QuantisedWeight:
         return low_bit.dequantise(self.form, bytes_of_box, of_box, self.shared, start, self.whole_shape, dtype)
 
 
+def parts_on_meta(form: Format, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """End of its name -> each tensor that a whole weight of this shape is stored as, on meta."""
+    *lead, width = shape
+    sizes = {CODES: (*lead, width // form.per_byte)} | ({SCALES: form.grid(shape)} if form.sharded else {})
+    parts = {end: torch.empty(size, dtype=torch.uint8, device="meta") for end, size in sizes.items()}
+    return parts | {SHARED.format(i): torch.empty(size, device="meta") for i, size in enumerate(form.shared(shape))}
+
+
+def parts_of(weight: QuantisedWeight) -> dict[str, Tensor]:
+    """The tensors of parts_on_meta, as far as this rank holds them."""
+    stored = {CODES: weight.codes} | ({} if weight.scales is None else {SCALES: weight.scales})
+    return stored | {SHARED.format(i): part for i, part in enumerate(weight.shared or ())}
+
+
 def replace_weight(
     owner: nn.Module, name: str, form: Format, whole_shape: tuple[int, ...], pieces: Sequence[WeightPiece]
 ) -> QuantisedWeight:
@@ -115,11 +130,11 @@ def replace_weight(
     weight = owner._parameters.pop(name)
     assert weight is not None
     stored = QuantisedWeight(owner, name, form, whole_shape, pieces, weight)
-    *lead, width = weight.shape
-    sizes = {CODES: (*lead, width // form.per_byte)} | ({SCALES: form.grid(weight.shape)} if form.sharded else {})
-    for end, shape in sizes.items():
-        values = torch.empty(shape, dtype=torch.uint8, device=weight.device)
-        owner.register_parameter(name + end, nn.Parameter(values, requires_grad=False))
+    parts = parts_on_meta(form, tuple(weight.shape))
+    for end in (CODES, SCALES):
+        if end in parts:
+            values = torch.empty_like(parts[end], device=weight.device)
+            owner.register_parameter(name + end, nn.Parameter(values, requires_grad=False))
     owner.__dict__[name] = stored
     if hf.is_plain_linear(owner):
         owner.forward = MethodType(_linear, owner)

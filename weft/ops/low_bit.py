@@ -47,6 +47,12 @@ class Format:
         *lead, rows, columns = shape
         return (*lead, -(-rows // self.block[0]), -(-columns // (self.block[1] or columns)))
 
+    def shared(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shapes of the fp32 tensors that every rank keeps of a weight of this shape, in the order of seal_scales()."""
+        if self is NF4:
+            return [(-(-math.prod(self.grid(shape)) // nf4.GROUP),), ()]
+        return [] if self.sharded else [self.grid(shape)]
+
     def bytes(self, shape: Sequence[int]) -> float:
         """Bytes of an element, with its share of the scales."""
         if self is NF4:

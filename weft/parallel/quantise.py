@@ -21,9 +21,12 @@ from weft.launch import flight
 from weft.models import hf
 from weft.models.experts import use_experts_forward
 from weft.models.quantised import (
+    CODES,
+    SCALES,
     QuantisedWeight,
     WeightPiece,
     is_bytes,
+    parts_of,
     replace_weight,
     slices_of_codes,
     slices_of_scales,
@@ -31,8 +34,7 @@ from weft.models.quantised import (
 from weft.models.train_module import TrainModule
 from weft.models.transforms import linear_layers
 from weft.ops import low_bit
-from weft.ops.low_bit import FORMATS, MXFP4, NF4, Format
-from weft.ops.nf4 import GROUP
+from weft.ops.low_bit import FORMATS, MXFP4, Format
 from weft.parallel.shards.boxes import Box, local_box, local_values, overlap, slabs
 from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs
 from weft.parallel.shards.layout import TensorMapping
@@ -299,12 +301,25 @@ def empty_scales(module: TrainModule) -> None:
     for weight in module.quantised.values():
         if weight is None:
             continue
-        grid, device = weight.form.grid(weight.whole_shape), weight.codes.device
-        if weight.form is NF4:
-            largest = torch.empty(-(-math.prod(grid) // GROUP), device=device)
-            weight.shared = (largest, largest.new_empty(()))
-        else:
-            weight.shared = () if weight.form.sharded else (torch.empty(grid, device=device),)
+        device, shapes = weight.codes.device, weight.form.shared(weight.whole_shape)
+        weight.shared = tuple(torch.empty(shape, device=device) for shape in shapes)
+
+
+def stored_tensors(module: TrainModule, cuts: ShardSpecs) -> tuple[dict[str, Tensor], ShardSpecs]:
+    """(This rank's shards of the state dict, and of each quantised weight the parts that it is stored as (models/
+    quantised.py:parts_of); how tp and ep divide them)."""
+    tensors, specs = dict(module.state_dict(keep_vars=True)), dict(cuts)
+    for name, weight in module.quantised.items():
+        if weight is not None:
+            tensors |= {name + end: part for end, part in parts_of(weight).items()}
+    form = module.quantised_form
+    for name in module.quantised_shapes.keys() & cuts.keys():
+        assert form is not None
+        ones = (1,) * (len(cuts[name].shape) - 2)
+        specs[name + CODES] = cuts[name].by_blocks((*ones, 1, form.per_byte))
+        if form.sharded:
+            specs[name + SCALES] = cuts[name].by_blocks((*ones, *form.block))
+    return tensors, specs
 
 
 class DequantisedTensors(Mapping[str, Tensor]):

@@ -9,7 +9,9 @@ from weft.config.conditions import SERVERS
 from weft.config.devices import device_lines, device_lists, show_devices
 from weft.config.rl_schema import RlConfig, reward_models
 from weft.engine.engine import Engine
+from weft.inference.embedded import EmbeddedEngine
 from weft.inference.types import Prompt
+from weft.inference.unmerged import stored_layout
 from weft.launch.machine import accelerator
 from weft.launch.options import RlOptions
 from weft.launch.process import Ranks, fake_ranks
@@ -165,11 +167,17 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
         engines = f"{rollout.num_engines} x {engine_size}" if rollout.num_engines else f"engines of {engine_size}"
         note = f"{rollout.engine}: {engines}, of each as much as rollout.gpu_memory_utilization says"
         return EngineRow("rollout", note=note)
-    copy = sum(tensor.nbytes for tensor in manifest_of(policy, policy.precision.compute).values())
+    separate = config.lora.samples_separate
     cache = byte_count(cache_bytes(policy.built.config, size) * rollout.kv_cache_tokens)
     if rollout.engine == "hf":
-        return EngineRow(
-            "rollout", note=f"{rollout.num_engines} processes beside: {byte_count(copy)} each, and a cache"
+        manifest = (
+            stored_layout(policy, policy.precision.compute)[1]
+            if separate
+            else manifest_of(policy, policy.precision.compute)
         )
-    note = f"a whole copy; beside it a cache of up to {cache} ({rollout.kv_cache_tokens:,} tokens)"
-    return EngineRow("rollout", copy, note=note)
+        copy = byte_count(sum(tensor.nbytes for tensor in manifest.values()))
+        return EngineRow("rollout", note=f"{rollout.num_engines} processes beside: {copy} each, and a cache")
+    embedded = EmbeddedEngine(policy)
+    held = "a whole copy" if embedded.copies_base else "adapters, over the policy's own base"
+    note = f"{held}; beside it a cache of up to {cache} ({rollout.kv_cache_tokens:,} tokens)"
+    return EngineRow("rollout", embedded.bytes, note=note)

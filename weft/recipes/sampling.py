@@ -53,9 +53,9 @@ class Sampler:
         needed, room = self.embedded.bytes, engine.room - engine.memory.resident
         if needed > room:
             raise UserError(
-                f"eval.prompts: each rank that answers needs a copy of the model in {engine.precision.compute}, "
-                f"{byte_count(needed)}, but only {byte_count(max(0, room))} are free beside the training state. Leave "
-                "eval.prompts out."
+                f"eval.prompts: each rank that answers needs a copy of the model, {byte_count(needed)}, but only "
+                f"{byte_count(max(0, room))} are free beside the training state. "
+                f"{self.embedded.smaller()}Leave eval.prompts out."
             )
 
     def __call__(self, step: int) -> list[str]:

@@ -111,8 +111,11 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
 
 def _reason(engine: Engine) -> str:
     """The known cause of a difference, and what to do about it."""
-    if engine.lora is not None:
-        return "Adapters lie beside the weights in the trainer, and are merged where it samples: leave lora.rank unset."
+    if engine.lora is not None and not engine.config.lora.samples_separate:
+        where = "Adapters lie beside the weights in the trainer, and are merged where it samples"
+        return f"{where}: set lora.sampling=separate."
+    if engine.lora is not None and engine.module.head.lora is not None:
+        return "The trainer multiplies by the head and its adapter at once: leave the head out of lora.targets."
     if engine.precision.compute != torch.float32:
         return "This is known to work in fp32: set fsdp.param_dtype=fp32."
     if engine.device.type != "cpu":

@@ -92,6 +92,7 @@ class RlRecorder:
         metrics = step.metrics | {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
         metrics |= {
             "sync/seconds": synced.seconds,
+            "sync/mb": synced.bytes / 1e6,
             "sync/gb_per_second": synced.bytes / 1e9 / max(synced.seconds, 1e-9),
             **{name: value for name, value in synced.extra.items() if name in ("sync/changed", "sync/sent_gb")},
         }
@@ -239,7 +240,7 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
         f"{counted(plan.per_rollout, 'optimizer step')} each; rewards {', '.join(rewards)}",
         *few_rollout_steps(config, plan.rollouts, run.task.stream.in_epoch),
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
-        f"temperature {rollout.temperature:g}",
+        f"temperature {rollout.temperature:g}{_on_adapters(config)}",
         *device_lines(config),
         *(f"engines  {least} to {most}: others join when there is room" for least, most in bounds),
         *note_on_staleness(config),
@@ -250,3 +251,10 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
     if rollout.truncated:
         lines.append(f"sampled  {truncation_line(rollout)}")
     show_opening(lines, model, run.run_lock.folder, run.detail)
+
+
+def _on_adapters(config: RlConfig) -> str:
+    if not config.lora.on:
+        return ""
+    beside = config.lora.samples_separate or config.rollout.engine == "vllm"
+    return "; adapters beside the base" if beside else "; adapters merged into it"

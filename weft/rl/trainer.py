@@ -194,8 +194,8 @@ class TrainerRank:
         """Copy the current weights to the embedded engine."""
         flight.enter("sync")
         began = time.perf_counter()
-        self.embedded.wake(version=version)
-        return Synced(version, len(self.engine.built.mappings), self.embedded.bytes, time.perf_counter() - began)
+        tensors, copied = self.embedded.wake(version=version)
+        return Synced(version, tensors, copied, time.perf_counter() - began)
 
     def prove_exact(self) -> str:
         """Returns a line to print. UserError if the embedded engine's logprobs differ from the trainer's."""

@@ -7,7 +7,7 @@ walker gathers whole tensors, and the sending ranks write them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from weft.checkpoint.export import adapter_shards, manifest_of, plan_adapter, plan_export, save_planned, written_shards
 from weft.engine.engine import Engine
+from weft.inference.unmerged import stored_layout
 from weft.inference.weight_sync.protocol import TensorHeader
+from weft.ops.low_bit import Format
 from weft.parallel.shards.boxes import Box, local_values, overlap
-from weft.parallel.shards.cuts import RankBox, rank_boxes
+from weft.parallel.shards.cuts import RankBox, ShardSpecs, rank_boxes
 from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.safetensors_files import TensorFile
 
@@ -30,13 +32,15 @@ ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
 @dataclass(frozen=True)
 class SyncContent:
     """The tensors of a part of a sync. kind, adapter: as in protocol.Part. mappings, manifest: as an export plans them.
-    dtype: of the parameters; None for an adapter."""
+    dtype: of the parameters; None for an adapter. form: of quantised weights that go as they are stored; None: all
+    weights go in that dtype."""
 
     kind: str
     mappings: list[TensorMapping]
     manifest: dict[str, Tensor]
     adapter: dict[str, Any] | None = None
     dtype: torch.dtype | None = None
+    form: Format | None = None
 
     @cached_property
     def entries(self) -> dict[str, TensorHeader]:
@@ -65,9 +69,16 @@ def entry_of(name: str, tensor: Tensor) -> TensorHeader:
 
 
 def weights(engine: Engine, dtype: torch.dtype) -> SyncContent:
-    """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base."""
-    kind = "weights" if engine.lora is None else "base"
+    """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base, whose
+    quantised weights go as they are stored with lora.sampling=separate."""
+    kind, form = "weights" if engine.lora is None else "base", engine.module.quantised_form
+    if form is not None and engine.config.lora.samples_separate:
+        return SyncContent(kind, *stored_layout(engine, dtype), dtype=dtype, form=form)
     return SyncContent(kind, engine.built.mappings, manifest_of(engine, dtype), dtype=dtype)
+
+
+def _local_tensors(engine: Engine, content: SyncContent) -> tuple[Mapping[str, Tensor], ShardSpecs]:
+    return (engine.local_tensors(), engine.divided.cuts) if content.form is None else engine.stored_tensors()
 
 
 def adapter(engine: Engine) -> SyncContent:
@@ -125,8 +136,8 @@ class BucketPlan:
 
     def __init__(self, engine: Engine, content: SyncContent, size: int) -> None:
         """size: bytes at which a bucket is full; a larger tensor gets its own."""
-        cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_rank, engine.tied_copies
-        state = engine.local_tensors()
+        self._content = content
+        (state, cuts), among, borrowed = _local_tensors(engine, content), engine.mesh.stage_rank, engine.tied_copies
         boxes = {name: rank_boxes(state[name], cuts.get(name), among) for name in state if name not in borrowed}
         numbers = {name: number for number, name in enumerate(boxes)}
         self.buckets = list[list[BucketTensor]]()
@@ -143,7 +154,7 @@ class BucketPlan:
 
     def write(self, engine: Engine, buckets: Buckets) -> Iterator[list[BucketTensor]]:
         """Yield the rows of each bucket, after this rank has written its boxes. Not collective."""
-        state = engine.local_tensors()
+        state, _ = _local_tensors(engine, self._content)
         for number, (rows, shares) in enumerate(zip(self.buckets, self._shares, strict=True)):
             memory = buckets.memory(number)
             assert memory is not None
@@ -189,7 +200,8 @@ def gathered(engine: Engine, content: SyncContent, buckets: Buckets) -> Iterator
     it if it has a buffer. Collective."""
     entries, rows, number = content.entries, list[BucketTensor](), 0
     memory = buckets.memory(number)
-    for name, tensor in engine.walk(content.mappings, content.manifest, bucket_bytes=2 * buckets.size):
+    stored = content.form is not None
+    for name, tensor in engine.walk(content.mappings, content.manifest, stored=stored, bucket_bytes=2 * buckets.size):
         row = _next_slot(rows[-1:], entries[name], buckets.size)
         if row is None:
             settle(engine.device, memory)

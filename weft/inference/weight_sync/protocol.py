@@ -9,7 +9,7 @@ the host or of a device that both map, through a process group, or through files
 
     engine                                    sender
     {hello, key, name, member, version, has, holds, base, joined, mapped, torch, nccl}
-                                              {begin: kind, version, verify, transport, manifest, adapter}
+                                              {begin: kind, version, verify, transport, manifest, adapter, form}
                                               {bucket: k, path | bytes | slot, rows: [[name, dtype, shape, offset, ..]]}
     {took: k}                                 .. more buckets; up to two are in flight
                                               {end: buckets}
@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 
 from weft.inference.weight_sync.checksums import checksum
 
-PROTOCOL = 5
+PROTOCOL = 6
 POSITION_BYTES = 4  # of a changed element in a patch: int32
 WORKER_DIED = -1  # sent instead of a version, on behalf of a worker that has died
 LONGEST = 1 << 26  # most bytes of a message
@@ -364,12 +364,14 @@ def _connect(ticket: Ticket, version: int) -> socket.socket:
 
 class SyncPart:
     """One manifest and its tensors. kind: `weights`; `base`, the weights under an adapter; or `adapter`, in peft's
-    format. adapter: the content of its adapter_config.json, else None. verify: whether checksums must be reported."""
+    format. adapter: the content of its adapter_config.json, else None. form: of quantised weights that come as they are
+    stored: name, rows and columns of a block; else None. verify: whether checksums must be reported."""
 
     def __init__(self, delivery: Delivery, message: Mapping[str, Any]) -> None:
         with understood(delivery.channel.peer):
             self.kind, self.version = str(message["begin"]), int(message["version"])
             self.verify, self.adapter = bool(message["verify"]), _of_type(message["adapter"], dict, type(None))
+            self.form = None if message["form"] is None else _form(message["form"])
             self.manifest = {entry.name: entry for entry in map(_entry, message["manifest"])}
             transport_of, transport = _transports[message["transport"]["kind"]], message["transport"]
         self.received: dict[str, int] = {}
@@ -456,6 +458,11 @@ def _number(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TypeError(f"{value!r:.40} is no number of bytes or elements")
     return value
+
+
+def _form(fields: Any) -> tuple[str, int, int]:
+    name, rows, columns = _of_type(fields, list)
+    return _of_type(name, str), _number(rows), _number(columns)
 
 
 def _entry(row: Any) -> TensorHeader:

@@ -6,7 +6,7 @@ because a fused projection is cut part by part. Both axes may divide one tensor:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,6 +54,13 @@ class ShardSpec:
     def for_rank(self, rank: int) -> ShardSpec:
         """The spec of another rank of the axis."""
         return replace(self, rank=rank)
+
+    def by_blocks(self, sizes: Sequence[int]) -> ShardSpec:
+        """The division of a tensor with one element for each block of this one. sizes: of a block along each
+        dimension; ranges begin and end between blocks."""
+        size = sizes[self.dim]
+        ranges = tuple(tuple((first // size, count // size) for first, count in ranges) for ranges in self.ranges)
+        return replace(self, shape=_in_blocks(self.shape, sizes), ranges=ranges)
 
     def boxes(self, box: Box) -> list[tuple[Box, Box, int]]:
         """The content of `box`, a box of this rank's part, as boxes of the whole tensor: (box of the whole tensor, the
@@ -150,6 +157,10 @@ class NestedShardSpec:
         """As in ShardSpec."""
         return (self if rank is None else self.for_rank(rank)).inner.local_shape()
 
+    def by_blocks(self, sizes: Sequence[int]) -> NestedShardSpec:
+        """As in ShardSpec."""
+        return replace(self, outer=self.outer.by_blocks(sizes), inner=self.inner.by_blocks(sizes))
+
     def boxes(self, box: Box) -> list[tuple[Box, Box, int]]:
         """As in ShardSpec."""
         result = []
@@ -231,6 +242,10 @@ def module_shards(module: nn.Module, specs: ShardSpecs, among: tuple[int, int] |
 def full_shape(name: str, tensor: Tensor, specs: ShardSpecs) -> tuple[int, ...]:
     """The shape of a tensor before mesh axes divided it."""
     return specs[name].shape if name in specs else tuple(tensor.shape)
+
+
+def _in_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-length // size) for length, size in zip(shape, sizes, strict=True))
 
 
 def _along(box: Box, dim: int, start: int, size: int) -> Box:

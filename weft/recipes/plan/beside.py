@@ -217,6 +217,8 @@ class Beside:
         if isinstance(self.config, DistillConfig) and self.config.distill.on_policy:
             trained = self.trained
             copy = sum(tensor.nbytes for tensor in manifest_of(trained, trained.setup.precision.compute).values())
+            if self.config.lora.samples_separate:
+                copy = trained.stored  # with adapters as masters; less where the ranks do not shard the base
             rows.append(
                 EngineRow("copy that samples", copy, note="before each step (distill.on_policy), with a KV cache")
             )
