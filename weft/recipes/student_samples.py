@@ -43,8 +43,8 @@ class StudentSampler:
         if needed > room:
             raise UserError(
                 f"distill.on_policy: each rank needs a copy of the student that samples, {byte_count(needed)}, but "
-                f"only {byte_count(max(0, room))} are free beside the training state. {self.embedded.smaller()}Use more "
-                "ranks, or set distill.on_policy=0."
+                f"only {byte_count(max(0, room))} are free beside the training state. {self.embedded.smaller()}Use "
+                "more ranks, or set distill.on_policy=0."
             )
 
     def __call__(self, step: int, documents: Sequence[Document]) -> list[Document]:
