@@ -242,7 +242,8 @@ def test_neither_partner_is_refused() -> None:
 
 LORA = {"alpha": "16", "rslora": "true", "targets": "[q_proj]", "modules_to_save": "[lm_head]"}
 LORA |= {"dora": "true", "init": "pissa"}
-STORED = {"base": "nf4", "dropout": "0.1", "plus_ratio": "16"}  # of adapters, whatever their origin
+# Of adapters, whatever their origin.
+STORED = {"base": "nf4", "dropout": "0.1", "plus_ratio": "16", "sampling": "merged"}
 MUON = {"lr": "0.1", "momentum": "0.9", "scale": "original", "dtype": "fp32", "heads": "true"}
 PUSHED = ("push_at", "push_private", "push_revision")
 
@@ -275,6 +276,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("model.freeze", "[lm_head]", ["lora.rank=8"]),
         *((f"lora.{leaf}", value, []) for leaf, value in {**LORA, **STORED}.items()),
         *((f"lora.{leaf}", value, ["lora.path=a"]) for leaf, value in {"rank": "8", **LORA}.items()),
+        ("lora.sampling", "merged", ["lora.rank=8"]),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=inverse_sqrt"]),

@@ -523,12 +523,6 @@ class LoraConfig:
         """Whether there are adapters."""
         return self.rank is not None or self.path is not None
 
-    @property
-    def samples_separate(self) -> bool:
-        """Whether weft's own engines keep adapters beside the base (lora.sampling)."""
-        separate = self.sampling == "separate" or (self.sampling == "auto" and self.base != "compute")
-        return self.on and separate
-
 
 @with_former_names
 @dataclass(frozen=True, kw_only=True)

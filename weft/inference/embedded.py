@@ -25,7 +25,7 @@ from weft.inference.generate import MAX_TOKENS, Generator, Numbered
 from weft.inference.unmerged import destinations, keep_norms, separate, stored_layout
 from weft.launch import flight
 from weft.models import hf
-from weft.models.lora import add_delta
+from weft.models.lora import add_delta, samples_separate
 from weft.models.quantised import SHARED, QuantisedWeight
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.parallel.shards.boxes import Box, local_values
@@ -49,7 +49,7 @@ class EmbeddedEngine:
         """tokenizer, max_tokens, routes, opener: as in Generator."""
         self.engine, self.tokenizer, self.max_tokens, self.routes = engine, tokenizer, max_tokens, routes
         self.opener = opener
-        self.separate = engine.config.lora.samples_separate
+        self.separate = samples_separate(engine.config.lora)
         self.model: PreTrainedModel | None = None
         self.generator: Generator | None = None
         self._emptied: OffloadedTensors | None = None

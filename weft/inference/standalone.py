@@ -34,7 +34,7 @@ from weft.inference.weight_sync.protocol import (
 from weft.launch import flight
 from weft.launch.machine import host_address
 from weft.models import hf
-from weft.models.lora import LoraPlan, Target, add_delta, untied_for
+from weft.models.lora import LoraPlan, Target, add_delta, samples_separate, untied_for
 from weft.models.quantised import CODES, parts_on_meta
 from weft.ops.low_bit import FORMATS, Format
 from weft.parallel.parallelize import materialize, move_buffers
@@ -165,7 +165,7 @@ class LoadedWeights:
         config = hf.without_noise(hf.read_config(path))
         self.model = hf.build_meta(config, dtype=dtype, attention=None)
         self.plan: LoraPlan | None = None if lora is None else plan_lora(self.model, lora)
-        self.separate = lora is not None and lora.samples_separate
+        self.separate = lora is not None and samples_separate(lora)
         shapes = self._quantised(manifest, form)
         parts = dict[str, Tensor]()
         for name, shape in shapes.items():

@@ -122,6 +122,11 @@ class LoraPlan:
         return is_adapters(name) or any(name.startswith(f"{module}.") for module in self.trained)
 
 
+def samples_separate(lora: LoraConfig) -> bool:
+    """Whether weft's own engines keep adapters beside the base (lora.sampling)."""
+    return lora.on and (lora.sampling == "separate" or (lora.sampling == "auto" and lora.base != "compute"))
+
+
 def scaling(alpha: float, rank: int, rslora: bool) -> float:
     """s: alpha / rank, or alpha / sqrt(rank) with rslora."""
     return alpha / math.sqrt(rank) if rslora else alpha / rank

@@ -15,6 +15,7 @@ from weft.inference.unmerged import stored_layout
 from weft.launch.machine import accelerator
 from weft.launch.options import RlOptions
 from weft.launch.process import Ranks, fake_ranks
+from weft.models.lora import samples_separate
 from weft.observe.opening import few_rollout_steps, print_dry_run
 from weft.observe.tables import EngineRow, engine_table, show
 from weft.parallel.memory import cache_bytes
@@ -167,7 +168,7 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
         engines = f"{rollout.num_engines} x {engine_size}" if rollout.num_engines else f"engines of {engine_size}"
         note = f"{rollout.engine}: {engines}, of each as much as rollout.gpu_memory_utilization says"
         return EngineRow("rollout", note=note)
-    separate = config.lora.samples_separate
+    separate = samples_separate(config.lora)
     cache = byte_count(cache_bytes(policy.built.config, size) * rollout.kv_cache_tokens)
     if rollout.engine == "hf":
         manifest = (

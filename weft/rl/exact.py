@@ -22,6 +22,7 @@ from weft.inference.base import Request, RolloutEngine, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.inference.types import Floats, Prompt, Sample, samples_of
 from weft.launch.consistency import max_over_ranks
+from weft.models.lora import samples_separate
 from weft.rl.corrections import comparable
 from weft.rl.rollouts import rollout_group
 
@@ -111,7 +112,7 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
 
 def _reason(engine: Engine) -> str:
     """The known cause of a difference, and what to do about it."""
-    if engine.lora is not None and not engine.config.lora.samples_separate:
+    if engine.lora is not None and not samples_separate(engine.config.lora):
         where = "Adapters lie beside the weights in the trainer, and are merged where it samples"
         return f"{where}: set lora.sampling=separate."
     if engine.lora is not None and engine.module.head.lora is not None:

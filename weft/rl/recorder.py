@@ -19,6 +19,7 @@ from weft.inference.base import Synced
 from weft.inference.records import EVALUATIONS, write_rollouts
 from weft.inference.types import Sample
 from weft.launch.summary import Phases, RunSummary
+from weft.models.lora import samples_separate
 from weft.observe.closing import print_closing
 from weft.observe.hooks import OnStep
 from weft.observe.opening import ModelOpening, few_rollout_steps, show_opening
@@ -256,5 +257,5 @@ def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> N
 def _on_adapters(config: RlConfig) -> str:
     if not config.lora.on:
         return ""
-    beside = config.lora.samples_separate or config.rollout.engine == "vllm"
+    beside = samples_separate(config.lora) or config.rollout.engine == "vllm"
     return "; adapters beside the base" if beside else "; adapters merged into it"

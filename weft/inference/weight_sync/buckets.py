@@ -20,6 +20,7 @@ from weft.checkpoint.export import adapter_shards, manifest_of, plan_adapter, pl
 from weft.engine.engine import Engine
 from weft.inference.unmerged import stored_layout
 from weft.inference.weight_sync.protocol import TensorHeader
+from weft.models.lora import samples_separate
 from weft.ops.low_bit import Format
 from weft.parallel.shards.boxes import Box, local_values, overlap
 from weft.parallel.shards.cuts import RankBox, ShardSpecs, rank_boxes
@@ -72,7 +73,7 @@ def weights(engine: Engine, dtype: torch.dtype) -> SyncContent:
     """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base, whose
     quantised weights go as they are stored with lora.sampling=separate."""
     kind, form = "weights" if engine.lora is None else "base", engine.module.quantised_form
-    if form is not None and engine.config.lora.samples_separate:
+    if form is not None and samples_separate(engine.config.lora):
         return SyncContent(kind, *stored_layout(engine, dtype), dtype=dtype, form=form)
     return SyncContent(kind, engine.built.mappings, manifest_of(engine, dtype), dtype=dtype)
 

@@ -26,6 +26,7 @@ from weft.engine.scores import parts_pairs
 from weft.engine.step_plan.plan import StepPlan
 from weft.launch.machine import Accelerator
 from weft.launch.options import Device
+from weft.models.lora import samples_separate
 from weft.models.train_module import ScoreHead
 from weft.observe.tables import EngineRow
 from weft.recipes.frozen_models import closes_reference, preference_reference, teacher_beside
@@ -217,7 +218,7 @@ class Beside:
         if isinstance(self.config, DistillConfig) and self.config.distill.on_policy:
             trained = self.trained
             copy = sum(tensor.nbytes for tensor in manifest_of(trained, trained.setup.precision.compute).values())
-            if self.config.lora.samples_separate:
+            if samples_separate(self.config.lora):
                 copy = trained.stored  # with adapters as masters; less where the ranks do not shard the base
             rows.append(
                 EngineRow("copy that samples", copy, note="before each step (distill.on_policy), with a KV cache")
