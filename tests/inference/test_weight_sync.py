@@ -249,7 +249,7 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
         if lora and samples_separate(LoraConfig(**lora)):  # which adds up in another order
             pairs = [(a, b) for of, to in zip(answers, expected, strict=True) for a, b in zip(of, to, strict=True)]
             assert all((a.tokens, a.versions) == (b.tokens, b.versions) for a, b in pairs)
-            assert max(abs(x - y) for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=True)) < 1e-5
+            assert max(abs(x - y) for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=True)) < 5e-5
         else:
             assert answers == expected
 
