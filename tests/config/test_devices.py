@@ -55,9 +55,9 @@ def test_what_follows_from_the_devices(tmp_path: Path) -> None:
     assert "trainer_ranks" not in written["cluster"] and "num_engines" not in written["rollout"]
     (tmp_path / "c.yaml").write_text(to_yaml(loaded))
     assert load_config([str(tmp_path / "c.yaml")], [], RlConfig) == loaded
-    apart = config("rollout.engine=hf", "cluster.devices={trainer: 2, rollout: 3}", "cluster.max_staleness=1")
-    assert (apart.cluster.placement, apart.rollout.num_engines) == ("disaggregated", 3)
-    assert not shares_devices(apart)
+    separate = config("rollout.engine=hf", "cluster.devices={trainer: 2, rollout: 3}", "cluster.max_staleness=1")
+    assert (separate.cluster.placement, separate.rollout.num_engines) == ("disaggregated", 3)
+    assert not shares_devices(separate)
 
 
 def test_what_actors_of_listed_devices_ask_of_a_cluster() -> None:
@@ -66,8 +66,8 @@ def test_what_actors_of_listed_devices_ask_of_a_cluster() -> None:
     places = device_places(config("rollout.engine=hf", WITH_KL, mixed), gpu=True)
     assert (places.devices, places.bundle) == ([4, 5, 7], Bundle(gpus=1.0))
     assert places.roles == {"trainer": [0, 1], "rollout": [1, 2], "reference": [1]}
-    third, whole = Bundle(gpus=0.3333), Bundle(gpus=1.0)
-    assert places.shares == {"trainer": [whole, third], "rollout": [third, whole], "reference": [third]}
+    third, full = Bundle(gpus=0.3333), Bundle(gpus=1.0)
+    assert places.shares == {"trainer": [full, third], "rollout": [third, full], "reference": [third]}
     served = config("rollout.engine=vllm", "rollout.tp=2", WITH_KL, ROLL)
     assert "rollout" not in device_places(served, gpu=True).roles
     resources = actor_resources(served, 16, gpu=True)

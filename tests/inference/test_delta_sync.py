@@ -190,11 +190,11 @@ def test_patches_of_wide_and_of_dense_changes() -> None:
         changed[[0, 17, 4095]] ^= 1
         assert base.begin() == 1
         sent = changed.copy()
-        few, none = base.write(rows, sent, dense=False)
-        assert (few.changed, none.changed, none.length) == (3, 0, 0)
-        assert base.sent == 3 * few.entry.patch_width
-        width = protocol.WIDTHS[few.entry.dtype]
-        result = protocol.patched(memory[:4096].copy(), sent[few.offset : few.end], width)
+        some, none = base.write(rows, sent, dense=False)
+        assert (some.changed, none.changed, none.length) == (3, 0, 0)
+        assert base.sent == 3 * some.entry.patch_width
+        width = protocol.WIDTHS[some.entry.dtype]
+        result = protocol.patched(memory[:4096].copy(), sent[some.offset : some.end], width)
         assert result is not None and (result == changed[:4096]).all()
         base.begin()
         dense, _ = base.write(rows, ~changed, dense=False)

@@ -138,11 +138,11 @@ def device_problem(config: Any) -> str | None:
                 f"cluster.devices gives rollout {len(lists['rollout'])} devices, and each engine has rollout.tp = "
                 f"{rollout.tp}: give it a multiple."
             )
-        elsewhere = [device for device in lists["rollout"] if device not in lists["trainer"]]
-        if sharing and elsewhere:
+        outside = [device for device in lists["rollout"] if device not in lists["trainer"]]
+        if sharing and outside:
             return (
                 f"cluster.devices: rollout shares devices with {sharing[0]}, and trainers are not on "
-                f"{show_devices(elsewhere)}: engines of rollout.engine={rollout.engine} get either devices of trainer "
+                f"{show_devices(outside)}: engines of rollout.engine={rollout.engine} get either devices of trainer "
                 "ranks, or devices that no other role has. Give rollout devices of one kind, or set rollout.engine=hf."
             )
     if teacher_ranks(config) is not None and rl.teacher_in == "loss":

@@ -344,13 +344,13 @@ class EngineSupervisor:
 
     async def _open_sync(self) -> None:
         """Prepare the trainers to send to where the engines are now."""
-        known = dict(self._locations)  # another engine may join meanwhile
-        locations = {self._names[number]: location for number, location in sorted(known.items())}
+        locations_now = dict(self._locations)  # another engine may join meanwhile
+        locations = {self._names[number]: location for number, location in sorted(locations_now.items())}
         hosts = {name: location.host for name, location in locations.items()}
         devices = {name: location.devices for name, location in locations.items()}
         torches = {name: location.torch for name, location in locations.items()}
         self._tickets = (await self._trainers.call_all("open_sync", hosts, 1, devices, torches))[0]
-        self._known_locations = known
+        self._known_locations = locations_now
 
 
 def _is_sync_error(error: ActorError) -> bool:

@@ -170,8 +170,12 @@ class Sender:
     def _has_deltas(self, name: str) -> bool:
         """Whether changed elements are sent alone to this engine: through memory of the host."""
         transport, is_host = self._routes[name][0], self._backend == "gloo"
-        wanted = self.options.sync == "delta" or (self.options.sync == "auto" and transport == "group")
-        return wanted and self.engine.lora is None and (transport == "shared" or (transport == "group" and is_host))
+        asks_for_deltas = self.options.sync == "delta" or (self.options.sync == "auto" and transport == "group")
+        return (
+            asks_for_deltas
+            and self.engine.lora is None
+            and (transport == "shared" or (transport == "group" and is_host))
+        )
 
     def close(self) -> None:
         """Free buckets, remove sent files, stop listening."""
@@ -314,8 +318,8 @@ class Sender:
         active = [] if self.server is None else self.server.active
         gaps = [c for c in active if c.holds != needed]
         if needed is not None and gaps:
-            held = "no version" if gaps[0].holds is None else f"version {gaps[0].holds}"
-            self._note = f"sync     all tensors of version {version}: {gaps[0].name} has {held}, not {needed}"
+            engine_version = "no version" if gaps[0].holds is None else f"version {gaps[0].holds}"
+            self._note = f"sync     all tensors of version {version}: {gaps[0].name} has {engine_version}, not {needed}"
         dense = needed is None or bool(gaps)
         if transport == "files":
             number = self._by_files(content, version, verify, sent)
