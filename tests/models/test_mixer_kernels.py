@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from tests.support.cases import saved_model
-from weft.engine.selfcheck.architecture import hidden_of
+from weft.engine.selfcheck.architecture import hidden_of, small_copies
 from weft.models import hf, mixer_kernels
 from weft.models.mixer_kernels import MixerKernels, describe_kernels, kernels_of
 from weft.models.train_module import TrainModule
@@ -348,6 +348,19 @@ def test_adapters_of_a_mixers_last_projection_are_heard(monkeypatch: pytest.Monk
     assert (row_of(module)[0] - before).abs().max() > 1e-2
     assert "mamba_split_conv1d_scan_combined" not in {name for name, _ in packages.calls}
     assert mixer.training
+
+
+def test_small_copies_are_checked_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before weft has replaced any mixer's forward: transformers' own would call packages with CPU tensors."""
+    module = module_of("qwen3_next")
+    packages = install(monkeypatch, module)
+    monkeypatch.setattr(mixer_kernels, "DEVICES", ())
+    names = inspect.unwrap(type(next(iter(module.mixers.values())).mixer).forward).__globals__
+    for name, function in list(names.items()):
+        if hasattr(function, "weft_chosen"):
+            monkeypatch.setitem(names, name, function.weft_chosen)
+    small_copies(hf.read_config(saved_model("qwen3_next")), "per_document")
+    assert packages.calls == []
 
 
 def test_what_a_row_tells_kernels_is_made_once() -> None:

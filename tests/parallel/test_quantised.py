@@ -166,6 +166,15 @@ def test_two_implementations_agree(shape: tuple[int, ...]) -> None:
     assert (blocks <= 0.17 * scales).all()
 
 
+def test_the_mean_of_scales_does_not_depend_on_the_order_of_sums() -> None:
+    """A CUDA device, and a CPU with other threads, add up in another order."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.randn(100_000, generator=generator).exp()
+    shuffled = scales[torch.randperm(len(scales), generator=generator)]
+    assert scales.mean() != shuffled.mean()  # in fp32
+    assert nf4.quantise_scales(scales)[1].mean == nf4.quantise_scales(shuffled)[1].mean
+
+
 def test_zeros_stay_zeros() -> None:
     codes, scales = nf4.quantise(torch.zeros(2, 64))
     scale_codes, groups = nf4.quantise_scales(scales)
