@@ -371,7 +371,7 @@ def test_several_steps(family: str, mesh: str) -> None:
     check_steps(results, expected(torch.float32), partial(expected, torch.float64))
 
 
-LOSSES_OF_STEPS = [(["orpo"], [1.0]), (["aot"], [1.0]), MIXES[1]]
+LOSSES_OF_STEPS = [(["orpo"], [1.0]), (["aot"], [1.0]), *MIXES]
 
 
 @pytest.mark.parametrize(
