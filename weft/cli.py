@@ -51,6 +51,7 @@ from weft.launch.options import (
     MergeOptions,
     MigrateOptions,
     PlanOptions,
+    PluginsOptions,
     PreviewOptions,
     PushOptions,
     RankOptions,
@@ -60,6 +61,7 @@ from weft.launch.options import (
     RunOptions,
     TrainOptions,
     VerifyOptions,
+    WatchOptions,
 )
 from weft.launch.reports import folder as launchers_folder
 from weft.launch.status import STATUS, SUCCESS, USER_ERROR
@@ -435,6 +437,17 @@ def _report(options: ReportOptions, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _watch(options: WatchOptions, words: Sequence[str]) -> Job:
+    _require_one_process("watch")
+
+    def body() -> None:
+        from weft.observe import watch
+
+        watch.run(options)
+
+    return Job(body, 1, words)
+
+
 def _init(options: InitOptions, words: Sequence[str]) -> Job:
     _require_one_process("init")
     command, overrides = "sft", list(options.words)
@@ -471,8 +484,12 @@ def _keys(options: KeysOptions, words: Sequence[str]) -> Job:
 
 def _engine(options: EngineOptions, words: Sequence[str]) -> Job:
     _require_one_process("engine")
+    if options.what[0] == "check" and len(options.what) == 2:
+        return _plugins(PluginsOptions(what=("engine", options.what[1])), words)
     if tuple(options.what) != ("install", "vllm"):
-        raise UserError("weft engine needs a subcommand: weft engine install vllm [--python DIR]")
+        raise UserError(
+            "weft engine needs a subcommand: weft engine install vllm [--python DIR], or weft engine check NAME"
+        )
 
     def body() -> None:
         from weft.inference.vllm import interpreter
@@ -482,6 +499,29 @@ def _engine(options: EngineOptions, words: Sequence[str]) -> Job:
         interpreter_path = interpreter.install(folder, device, shlex.split(options.torch))
         name = "" if options.python is None else f"; set {override('rollout.python', str(folder))}"
         say(f"vLLM {interpreter_path.version} for {device} is in {folder}{name}")
+
+    return Job(body, 1, words)
+
+
+def _plugins(options: PluginsOptions, words: Sequence[str]) -> Job:
+    _require_one_process("plugins")
+    kinds = ("engine", "environment", "reward")
+    if options.what and (len(options.what) != 2 or options.what[0] not in kinds):
+        raise UserError(
+            f"weft plugins checks one of {', '.join(kinds)} by its name, as in `weft plugins reward short`. An "
+            "algorithm is checked by weft verify with rl.algorithm=NAME."
+        )
+    try:
+        is_row = isinstance(json.loads(options.row), dict)
+    except ValueError:
+        is_row = False
+    if not is_row:
+        raise UserError(f'--row is {options.row!r}: write a JSON object, as in --row \'{{"answer": "7"}}\'.')
+
+    def body() -> None:
+        from weft.recipes import plugins
+
+        plugins.run(options)
 
     return Job(body, 1, words)
 
@@ -647,6 +687,7 @@ COMMANDS = {
         "Measure loss and accuracy on held-out data, or pass@k with rewards.",
         "weft eval RUN|MODEL DATA [section.key=value ...] [options]",
     ),
+    "watch": Command(WatchOptions, _watch, "Watch a run that goes on, in the terminal."),
     "rollouts": Command(RolloutsOptions, _rollouts, "Show the samples of a weft rl run, with their rewards."),
     "report": Command(ReportOptions, _report, "Write an HTML page about a run, or one that compares several."),
     "data": Command(
@@ -686,8 +727,14 @@ COMMANDS = {
     "engine": Command(
         EngineOptions,
         _engine,
-        "Install a rollout engine: weft engine install vllm.",
-        "weft engine install vllm [options]",
+        "Install a rollout engine (weft engine install vllm), or check one of a package (weft engine check NAME).",
+        "weft engine install vllm [options]\n       weft engine check NAME",
+    ),
+    "plugins": Command(
+        PluginsOptions,
+        _plugins,
+        "List the engines, environments, rewards and algorithms of installed packages, or check one.",
+        "weft plugins [KIND NAME] [options]",
     ),
     "migrate": Command(MigrateOptions, _migrate, "Convert another trainer's config to a draft for weft."),
 }

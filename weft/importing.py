@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError, how_to_install
+from weft.plugins import GROUPS, load_plugin, plugin
 
 MAIN = "__main__"  # module of functions that no other process can import
 
@@ -51,8 +52,11 @@ def import_module(path: str, key: str, module_name: str | None = None) -> Any:
 
 
 def import_named(path: str, key: str) -> Any:
-    """The object at `package.module:Name` or `package.module.Name`; errors as of import_module, and UserError if the
+    """The object at `package.module:Name` or `package.module.Name`, or under a name that an installed package gives
+    (weft/plugins.py); errors as of import_module, and UserError if the
     module has no such object."""
+    if key in GROUPS and (entry := plugin(path, key)) is not None:
+        return load_plugin(entry, key)
     module_name, colon, name = path.partition(":")
     if not colon:
         module_name, _, name = path.rpartition(".")

@@ -37,7 +37,10 @@ HOUSE = (
     "engine", "parallel", "models", "ops", "launch", "hub", "config", "rl.algorithms",
 )  # fmt: skip
 # Files that stand beside the folders; they import one another and no folder.
-BELOW = {"errors", "files", "former_modules", "importing", "strict_json", "terminal", "upstream", "version", "versions"}
+BELOW = {
+    "errors", "files", "former_modules", "importing", "plugins", "strict_json", "terminal", "upstream", "version",
+    "versions",
+}  # fmt: skip
 
 
 def room(module: str) -> str:

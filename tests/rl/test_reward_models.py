@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -39,6 +39,7 @@ from weft.errors import ActorError, UserError
 from weft.recipes.plan.beside import Beside
 from weft.recipes.plan.blueprint import Blueprint
 from weft.rl.colocation import DeviceSharing
+from weft.rl.frozen_ranks import FrozenRanks
 from weft.rl.model_engines import policy_config
 from weft.rl.reference_critic import check_readings
 from weft.rl.reward_models import Conversation, ConversationScorer, RewardModelRank
@@ -255,6 +256,30 @@ def test_ranks_of_frozen_models_that_die_are_started_anew(task: Path, tmp_path: 
     with pytest.raises(ActorError, match="failed 2 times .*, and cluster.frozen_restarts is 1.*\n.*rank 0 died"):
         start(task, tmp_path / "ends", *words, "cluster.frozen_restarts=1", hook=strikes)
     assert (tmp_path / "ends/checkpoints/step-000001").is_dir()
+
+
+def test_ranks_that_die_while_they_start_are_started_again() -> None:
+    """Each start spends a restart; one more than there are ends the run."""
+
+    class DyingRanks:
+        name, can_restart, starts, answers = "reference rank", True, 0, 0
+
+        async def call_all(self, method: str, *args: Any) -> list[Any]:
+            self.answers += 1
+            if self.answers == 1:
+                raise ActorError("reference rank 0 died", "killed")
+            return [method]
+
+        async def restart(self) -> None:
+            self.starts += 1
+            if self.starts < 3:
+                raise ActorError("the actors could not be started: an actor died", "failed")
+
+    group: Any = DyingRanks()
+    assert asyncio.run(FrozenRanks(group, 3, lambda text: None).call_all("read_all")) == ["read_all"]
+    assert group.starts == 3
+    with pytest.raises(ActorError, match="failed 3 times .*, and cluster.frozen_restarts is 2"):
+        asyncio.run(FrozenRanks(cast(Any, DyingRanks()), 2, lambda text: None).call_all("read_all"))
 
 
 @pytest.mark.parametrize(("kind", "key"), [("failed", []), ("killed", ["cluster.frozen_restarts=0"])])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
-from weft.config.conditions import BUILT_IN_OPTIMIZERS
+from weft.config.conditions import BUILT_IN_OPTIMIZERS, in_own_process
 from weft.config.keys import schema_keys
 from weft.config.migrate.names import weft_value
 from weft.config.presets import ADAPTER_DEFAULTS
@@ -247,7 +247,7 @@ def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
             "compared its answers with the trainer's over such a base. Set rollout.engine=hf or embedded, or "
             "lora.base=compute.",
         )
-    if config.rollout.transport == "files" and config.rollout.engine == "hf":
+    if config.rollout.transport == "files" and in_own_process(config.rollout.engine):
         yield (
             "rollout.transport",
             f"rollout.transport=files does not go together with lora.base={config.lora.base}: an export would "

@@ -25,6 +25,11 @@ def only_with(name: str, value: str, note: str = "") -> Unread:
     return Unread(lambda c: getattr(getattr(c, section), leaf) != value, f"only {name}={value} reads it{note}")
 
 
+def in_own_process(engine: str) -> bool:
+    """Whether each engine is an object in a process of its own: `hf`, and engines of packages (weft/plugins.py)."""
+    return engine not in ("embedded", *SERVERS)
+
+
 def devices_of(role: str) -> Unread:
     """The key is not read if cluster.devices of `weft rl` names this role."""
     return Unread(lambda c: role in c.cluster.devices, f"cluster.devices names {role}")
@@ -133,6 +138,7 @@ NO_PROFILE = Unread(lambda c: not c.profile.steps, "profile.steps is empty")
 # ---------------------------------------------------------------- weft rl
 
 SERVERS = ("vllm", "sglang")  # engines that are servers in processes of their own
+ENGINES = ("embedded", "hf", *SERVERS)  # weft's own; packages may give others, which run as `hf` does
 REWARD_MODEL = "model:"  # begins a reward of rl.reward that is a model
 ENVIRONMENT_SCHEMES = ("gymnasium", "openenv")  # before the colon of an rl.environment that is no import path
 VERIFIERS = "verifiers"  # before the colon of an rl.agent that is an environment of this package
@@ -186,7 +192,10 @@ ONE_TURN = Unread(
 NO_ENVIRONMENT = Unread(lambda c: c.rl.environment is None, "rl.environment is not set")
 ONLY_EMBEDDED = only_with("rollout.engine", "embedded", " (others have rollout.gpu_memory_utilization)")
 ONLY_SERVERS = Unread(lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")
-ONLY_HF_ENGINE = only_with("rollout.engine", "hf", "; a server that dies ends the run")
+ONLY_HF_ENGINE = Unread(
+    lambda c: not in_own_process(c.rollout.engine),
+    "only rollout.engine=hf and engines of packages read it; a server that dies ends the run",
+)
 ONLY_HF_ENGINES = only_with("rollout.engine", "hf", "; other engines do not join or leave")
 ENGINES_JOIN = Unread(lambda c: bool(c.cluster.engines), "cluster.engines says it")
 ONLY_HF_SYNC = only_with("rollout.engine", "hf", ": other engines get all tensors, or adapters alone")

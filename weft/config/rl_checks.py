@@ -20,7 +20,7 @@ from weft.config.checks import (
     inert_rules,
     pipeline_combinations,
 )
-from weft.config.conditions import ENVIRONMENT_SCHEMES, KEEPS_ALL, REWARD_MODEL, SERVERS, VERIFIERS
+from weft.config.conditions import ENGINES, ENVIRONMENT_SCHEMES, KEEPS_ALL, REWARD_MODEL, SERVERS, VERIFIERS
 from weft.config.devices import device_presets, device_problem
 from weft.config.presets import LIKE
 from weft.config.ranges import MOST_DOCUMENTS
@@ -34,6 +34,8 @@ from weft.config.rl_schema import (
     reward_names,
 )
 from weft.config.yaml12 import override
+from weft.errors import UserError
+from weft.plugins import GROUPS, plugin, plugins
 from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES
 from weft.rl.algorithms.base import AdvantageSpec, TokenLossSpec
 
@@ -126,6 +128,16 @@ def _server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
         instead = _SERVER_OPTIONS.get(name.replace("-", "_"))
         if instead is not None:
             yield "rollout.engine_kwargs", f"rollout.engine_kwargs holds `{name}`, which weft passes itself: {instead}."
+    given, problem = _given("rollout.engine", rollout.engine, ENGINES)
+    if problem or not (given or rollout.engine in ENGINES):
+        names = [*ENGINES, *(entry.name for entry in plugins(GROUPS["rollout.engine"]))]
+        close = difflib.get_close_matches(rollout.engine, names, 1)
+        yield (
+            "rollout.engine",
+            problem
+            or f"rollout.engine is {rollout.engine}: it must be one of {', '.join(names)}."
+            + (f" Did you mean {close[0]}?" if close else ""),
+        )
     if rollout.engine == "sglang" and rollout.python is None:
         yield (
             "rollout.python",
@@ -382,11 +394,16 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
                     "rl.reward",
                     f"rl.reward names {path!r}: write model:PATH, a folder or hub id.",
                 )
-        elif path not in BUILT_IN_REWARDS and not IMPORT_PATH.fullmatch(path):
-            close = difflib.get_close_matches(path, BUILT_IN_REWARDS, 1)
+            continue
+        given, problem = _given("rl.reward", path, BUILT_IN_REWARDS)
+        if problem:
+            yield "rl.reward", problem
+        elif path not in BUILT_IN_REWARDS and not given and not IMPORT_PATH.fullmatch(path):
+            names = [*BUILT_IN_REWARDS, *(entry.name for entry in plugins(GROUPS["rl.reward"]))]
+            close = difflib.get_close_matches(path, names, 1)
             yield (
                 "rl.reward",
-                f"rl.reward names {path}, which is neither one of {', '.join(BUILT_IN_REWARDS)} nor an import path, as "
+                f"rl.reward names {path}, which is neither one of {', '.join(names)} nor an import path, as "
                 "in my_rewards:is_right for the function is_right in my_rewards.py, nor model:PATH of a reward model."
                 + (f" Did you mean {close[0]}?" if close else ""),
             )
@@ -417,6 +434,14 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
         yield from _environment_problems(rl.environment)
 
 
+def _given(key: str, name: str, built_in: tuple[str, ...] = ()) -> tuple[bool, str]:
+    """(Whether an installed package gives this name for a key, the problem of the name or "")."""
+    try:
+        return plugin(name, key, built_in) is not None, ""
+    except UserError as error:
+        return True, str(error)
+
+
 def _environment_problems(environment: str) -> Iterator[tuple[str, str]]:
     scheme, _, name = environment.partition(":")
     if scheme == VERIFIERS:
@@ -425,20 +450,23 @@ def _environment_problems(environment: str) -> Iterator[tuple[str, str]]:
             f"rl.environment is {environment}: an environment of verifiers asks the policy itself, over HTTP. Set "
             f"rl.agent={environment} in its place (docs/how-to/agents.md).",
         )
-    elif scheme == "openenv":
+        return
+    if scheme == "openenv":
         if not re.match(r"https?://[^/\s]", name):
             yield (
                 "rl.environment",
                 f"rl.environment is {environment}: write the server's address, as in openenv:http://localhost:8000.",
             )
-    elif scheme in ENVIRONMENT_SCHEMES:
-        if not name.strip():
-            yield (
-                "rl.environment",
-                f"rl.environment is {environment}: write an id of Gymnasium or an import path, as in "
-                "gymnasium:FrozenLake-v1 or gymnasium:my_games:Maze.",
-            )
-    elif not IMPORT_PATH.fullmatch(environment):
+    elif scheme in ENVIRONMENT_SCHEMES and not name.strip():
+        yield (
+            "rl.environment",
+            f"rl.environment is {environment}: write an id of Gymnasium or an import path, as in "
+            "gymnasium:FrozenLake-v1 or gymnasium:my_games:Maze.",
+        )
+    given, problem = _given("rl.environment", environment)
+    if problem:
+        yield "rl.environment", problem
+    elif scheme not in ENVIRONMENT_SCHEMES and not given and not IMPORT_PATH.fullmatch(environment):
         yield (
             "rl.environment",
             f"rl.environment is {environment}, which is no import path: write package.module:Name, as in "

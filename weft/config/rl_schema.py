@@ -355,10 +355,10 @@ class RlAlgorithm:
 class RolloutConfig:
     """The rollout engine, and how it samples."""
 
-    engine: Literal["embedded", "hf", "vllm", "sglang"] = key(
+    engine: str = key(
         "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `hf`: the same "
-        "generation in processes of its own. `vllm`, `sglang`: servers in processes and environments of their own "
-        "(docs/reference/rollout-engines.md).",
+        "generation in processes of its own. `vllm`, `sglang`: servers in processes and environments of their own. "
+        "Or the name of an engine of an installed package (docs/how-to/extend.md; docs/reference/rollout-engines.md).",
         "embedded",
     )
     max_prompt_tokens: int = key(

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from weft.config.conditions import ENGINES
 from weft.config.schema import LoraConfig
 from weft.data.image_opener import ImageOpener
 from weft.engine.sleep import OffloadedTensors
+from weft.errors import UserError
 from weft.inference.base import Completion, Request
 from weft.inference.generate import MAX_TOKENS, Generator, Numbered
 from weft.inference.unmerged import destinations, keep_norms, separate
@@ -42,6 +44,7 @@ from weft.parallel.shards.adapter_files import file_names, plan_lora
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.layout import TensorMapping, map_tensors
 from weft.parallel.shards.safetensors_files import bytes_of
+from weft.plugins import load_plugin, plugin
 
 
 class Standalone:
@@ -145,6 +148,23 @@ class Standalone:
             raise SyncError("an adapter came, and this engine has no base for it")
         else:
             self._weights.take_adapter(part)
+
+
+def engine_class(name: str) -> type[Standalone]:
+    """The class of engines of this name: Standalone for `hf`, else a package's. UserError if it is none."""
+    if name == "hf":
+        return Standalone
+    entry = plugin(name, "rollout.engine", ENGINES)
+    if entry is None:
+        raise UserError(
+            f"rollout.engine: {name} is neither {', '.join(ENGINES)} nor an engine of an installed package."
+        )
+    loaded = load_plugin(entry, "rollout.engine")
+    if not (isinstance(loaded, type) and issubclass(loaded, Standalone)):
+        raise UserError(
+            f"rollout.engine: {name} is {entry.value}, which is no class of weft.inference.standalone.Standalone."
+        )
+    return loaded
 
 
 class LoadedWeights:

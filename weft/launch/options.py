@@ -275,6 +275,17 @@ class ReportOptions(CommandOptions):
 
     runs: Sequence[str] = argument("run folders; with several, the page compares them", "RUN", nargs="+")
     output: str | None = option("where to write (default: RUN/report.html)", "FILE")
+    follow: bool = option("write the page again until the runs end; it reloads itself in the browser", default=False)
+    every: int = option("seconds between two pages (default: %(default)s)", "SECONDS", default=15, type=_count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions(CommandOptions):
+    """`weft watch`."""
+
+    run: str = argument("run folder of any command that trains", "RUN")
+    once: bool = option("print once, also without a terminal", default=False)
+    every: int = option("seconds between two readings (default: %(default)s)", "SECONDS", default=2, type=_count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,12 +380,26 @@ class KeysOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(CommandOptions):
-    """`weft engine install`."""
+    """`weft engine`."""
 
-    what: Sequence[str] = argument("create or repair an environment with vLLM", "install vllm", nargs="+")
+    what: Sequence[str] = argument(
+        "install vllm: create or repair an environment with vLLM; check NAME: try an engine of an installed package",
+        "COMMAND",
+        nargs="+",
+    )
     python: str | None = option("folder of the environment (default: the folder that rollout.python=null uses)", "DIR")
     torch: str = option("pip arguments for installing torch, such as '--index-url URL'", "ARGUMENTS", default="")
     device: Device = _device()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginsOptions(CommandOptions):
+    """`weft plugins`."""
+
+    what: Sequence[str] = argument(
+        "engine, environment or reward, and a name: check that it keeps what a run relies on", "KIND NAME", nargs="*"
+    )
+    row: str = option("a row of the data that an environment or a reward is given, as JSON", "JSON", default="{}")
 
 
 @dataclass(frozen=True, kw_only=True)

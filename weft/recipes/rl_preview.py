@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from weft.checkpoint.export import manifest_of
-from weft.config.conditions import SERVERS
+from weft.config.conditions import SERVERS, in_own_process
 from weft.config.devices import device_lines, device_lists, show_devices
 from weft.config.rl_schema import RlConfig, reward_models
 from weft.engine.engine import Engine
@@ -170,7 +170,7 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
         return EngineRow("rollout", note=note)
     separate = samples_separate(config.lora)
     cache = byte_count(cache_bytes(policy.built.config, size) * rollout.kv_cache_tokens)
-    if rollout.engine == "hf":
+    if in_own_process(rollout.engine):
         manifest = (
             stored_layout(policy, policy.precision.compute)[1]
             if separate

@@ -18,7 +18,7 @@ from weft.config.rl_schema import RlConfig, reward_models
 from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener
 from weft.inference.servers import CALLS, HostedServer, server_variables
-from weft.inference.standalone import Standalone
+from weft.inference.standalone import Standalone, engine_class
 from weft.launch import flight
 from weft.launch.machine import cpu_cores
 from weft.launch.options import RlOptions
@@ -213,7 +213,7 @@ def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalon
     hf.import_architectures(config.model.imports, config.model.path)
     auto = "bf16" if options.device == "cuda" else "fp32"
     dtype = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
-    return Standalone(
+    return engine_class(config.rollout.engine)(
         config.model.path, config.lora, dtype=DTYPES[auto if dtype == "auto" else dtype], device=options.device,
         tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
         opener=image_opener(config.model.path, config.data),

@@ -51,11 +51,25 @@ class FrozenRanks:
         return await self._group.call_one(number, method, *args)
 
     async def _restart(self, error: ActorError) -> None:
-        """Start all ranks anew after this error, or raise it, if that would not help or the budget is used up."""
-        name, now = self._group.name, time.monotonic()
-        self._restarts = [then for then in self._restarts if now - then < WINDOW]
+        """Start all ranks anew after this error, or raise it, if that would not help or the budget is used up. Ranks
+        that die while they start are another failure."""
+        name, started = self._group.name, False
         if error.kind not in _OF_PROCESSES or not self._limit or not self._group.can_restart:
             raise error
+        while not started:
+            self._spend(error)
+            try:
+                await self._group.restart()
+                started = True
+            except ActorError as failure:
+                error = failure
+        self._is_new = True
+        self._show(f"restart  {name}s load their model again")
+
+    def _spend(self, error: ActorError) -> None:
+        """Count a restart after this error. ActorError if the budget is used up."""
+        name, now = self._group.name, time.monotonic()
+        self._restarts = [then for then in self._restarts if now - then < WINDOW]
         if len(self._restarts) >= self._limit:
             raise ActorError(
                 f"{name}s have failed {len(self._restarts) + 1} times within {WINDOW:g} s, and cluster.frozen_restarts "
@@ -68,6 +82,3 @@ class FrozenRanks:
             f"restart  {name}s are started anew, restart {len(self._restarts)} of {self._limit} within {WINDOW:g} s "
             f"(cluster.frozen_restarts): {first_line(error)}"
         )
-        await self._group.restart()
-        self._is_new = True
-        self._show(f"restart  {name}s load their model again")

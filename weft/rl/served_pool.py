@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.config.conditions import SERVERS
+from weft.config.conditions import SERVERS, in_own_process
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import Part
 from weft.errors import ActorError, UserError
@@ -162,7 +162,7 @@ async def open_engines(
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
     assert standalone is not None
-    if config.rollout.engine == "hf":
+    if in_own_process(config.rollout.engine):
         vocab_size = hf.read_config(config.model.path).get_text_config().vocab_size
         standalone_pool = StandalonePool(
             standalone, trainers, restarts, vocab_size=vocab_size, timeout=config.rollout.timeout,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from weft.config.conditions import in_own_process
 from weft.config.rl_schema import RlConfig
 from weft.data.ends import AnswerEnds
 from weft.inference.types import Sample, SampleGroup, samples_of
@@ -108,7 +109,7 @@ class RlRun:
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
-        limit = rollout.restarts if rollout.engine == "hf" else 0
+        limit = rollout.restarts if in_own_process(rollout.engine) else 0
         self.restarts = EngineRestarts(limit, rollout.restart_window)
         self.other_ranks = {
             role: group

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -37,8 +38,16 @@ _MAX_VALUE = 300  # characters of a value of the config in a table
 
 
 def run(options: ReportOptions) -> tuple[Path, list[str]]:
-    """Writes the page. Returns its path, and notes on what could not be read. Raises UserError if a folder holds no
-    run, or the page cannot be written."""
+    """Writes the page, with options.follow again and again until no run goes on. Returns its path, and notes on what
+    could not be read. Raises UserError if a folder holds no run, or the page cannot be written."""
+    while True:
+        target, runs = _write(options)
+        if not (options.follow and any(reported.is_running for reported in runs)):
+            return target, [note for reported in runs for note in reported.notes]
+        time.sleep(options.every)
+
+
+def _write(options: ReportOptions) -> tuple[Path, list[ReportedRun]]:
     runs = [read_run(Path(path)) for path in options.runs]
     names = [reported.name for reported in runs]
     runs = [replace(r, name=str(r.folder)) if names.count(r.name) > 1 else r for r in runs]
@@ -49,14 +58,17 @@ def run(options: ReportOptions) -> tuple[Path, list[str]]:
         if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
             raise UserError(f"{target}: is no regular file and is not overwritten: remove it, or set --output.")
     try:
-        target.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
+        reloaded = options.every if options.follow and any(reported.is_running for reported in runs) else None
+        written = target.with_name(f"{target.name}.partial") if options.follow else target
+        written.write_text(page(runs, reloaded), encoding="utf-8", errors="backslashreplace")
+        written.replace(target)  # with --follow, so that a browser never reads half a page
     except OSError as error:
         raise UserError(f"--output: {target} cannot be written: {error.strerror}.") from error
-    return target, [note for reported in runs for note in reported.notes]
+    return target, runs
 
 
-def page(runs: Sequence[ReportedRun]) -> str:
-    """The page as HTML."""
+def page(runs: Sequence[ReportedRun], reloaded: int | None = None) -> str:
+    """The page as HTML. reloaded: seconds after which a browser loads it again."""
     template = files("weft.observe.report").joinpath("page.html").read_text(encoding="utf-8")
     # A browser would obey control characters that reverse the order of text: `clean` escapes them.
     environment = Environment(
@@ -75,6 +87,7 @@ def page(runs: Sequence[ReportedRun]) -> str:
     fact_names = dict.fromkeys(name for texts in facts for name in texts)
     return environment.from_string(template).render(
         title=" / ".join(run.name for run in runs),
+        reloaded=reloaded,
         several=is_comparison,
         runs=[_describe(run, index) for index, run in enumerate(runs)],
         tiles=[] if is_comparison else [{"name": n, "number": v, "note": note} for n, (v, note) in figures[0].items()],

@@ -78,8 +78,9 @@ class ReportedRun:
         return any(numeric(line.get(key)) is not None for line in self.lines)
 
 
-def read_run(folder: Path) -> ReportedRun:
-    """Reads everything that the page shows of a run folder. Raises UserError if no step is recorded there."""
+def read_run(folder: Path, *, samples: bool = True) -> ReportedRun:
+    """Reads everything that the page shows of a run folder. samples: whether to read samples of `weft rl`, which are
+    most of it. Raises UserError if no step is recorded there."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         problem = "holds no metrics.jsonl, so it has no step of a run" if folder.is_dir() else "does not exist"
@@ -100,7 +101,7 @@ def read_run(folder: Path) -> ReportedRun:
         except UserError as error:
             notes.append(str(error))
     try:
-        rollouts = best_and_worst(folder)
+        rollouts = best_and_worst(folder) if samples else None
     except UserError as error:
         rollouts = None
         notes.append(str(error))
@@ -114,11 +115,11 @@ def read_run(folder: Path) -> ReportedRun:
         samples=[sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample],
         checkpoints=_checkpoints(folder / "checkpoints"),
         rollouts=rollouts,
-        over_time=samples_over_time(folder, notes),
+        over_time=samples_over_time(folder, notes) if samples else (),
         starts=starts,
         failures=_read_failures(folder, starts, notes),
         system=[_plain(line) for line in _read_lines(folder / SYSTEM, notes)],
-        is_running=_is_running(folder),
+        is_running=_is_running(folder, has_ended=bool(starts and starts[-1].get("ended"))),
         notes=list(dict.fromkeys(notes)),
     )
 
@@ -233,15 +234,16 @@ def _read_failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> li
     return sorted(failures, key=lambda failure: (failure["lost_peer"], not failure["message"]))[:_MAX_RANKS]
 
 
-def _is_running(folder: Path) -> bool:
-    """Whether the run goes on: a process of this machine holds its lock, or its last step ended just now."""
+def _is_running(folder: Path, has_ended: bool) -> bool:
+    """Whether the run goes on: a process of this machine holds its lock, or, on another machine, its last step ended
+    just now. has_ended: whether the end of the last start is recorded."""
     lock = folder / LOCK
     try:
         if lock.is_symlink() or not lock.is_file():
             return False
         with lock.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return time.time() - (folder / "metrics.jsonl").stat().st_mtime < _RUNNING_SECONDS
+        return not has_ended and time.time() - (folder / "metrics.jsonl").stat().st_mtime < _RUNNING_SECONDS
     except BlockingIOError:
         return True
     except OSError:

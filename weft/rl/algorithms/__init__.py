@@ -1,5 +1,7 @@
 """The algorithms of `weft rl`. Each file declares one (base.py) in DECLARES; nothing else lists them.
 
+Installed packages add others: an entry point of the group weft.algorithms names such a tuple (weft/plugins.py).
+
 The config, the engine's losses, `weft verify` and docs/reference/algorithms.md read the three tables below. Imports
 neither torch nor numpy, and nothing of weft's other folders.
 """
@@ -10,6 +12,8 @@ import importlib
 import pkgutil
 from typing import TypeVar
 
+from weft.errors import UserError
+from weft.plugins import GROUPS, load_plugin, plugins
 from weft.rl.algorithms.base import AdvantageSpec, AlgorithmSpec, Spec, TokenLossSpec
 
 __all__ = ["ADVANTAGES", "ALGORITHMS", "TOKEN_LOSSES", "needs_critic"]
@@ -22,6 +26,13 @@ def _read_declarations() -> list[Spec]:
     """All declarations, file by file, in the order of the algorithms' papers."""
     names = [info.name for info in pkgutil.iter_modules(__path__) if info.name not in _HELPERS]
     files: list[tuple[Spec, ...]] = [importlib.import_module(f"{__name__}.{name}").DECLARES for name in names]
+    for entry in plugins(GROUPS["rl.algorithm"]):
+        declared = load_plugin(entry, "rl.algorithm")
+        if not (isinstance(declared, tuple) and all(isinstance(spec, Spec) for spec in declared)):
+            raise UserError(f"rl.algorithm: {entry.value} is no tuple of what weft.rl.algorithms.base declares.")
+        if entry.name not in {spec.name for spec in declared if isinstance(spec, AlgorithmSpec)}:
+            raise UserError(f"rl.algorithm: {entry.value} declares no algorithm of the name {entry.name}.")
+        files.append(declared)
     files.sort(key=lambda specs: next(spec.paper for spec in specs if isinstance(spec, AlgorithmSpec)))
     return [spec for specs in files for spec in specs]
 
@@ -29,7 +40,12 @@ def _read_declarations() -> list[Spec]:
 def _by_name(kind: type[T]) -> dict[str, T]:
     specs = [spec for spec in _DECLARED if isinstance(spec, kind)]
     table = {spec.name: spec for spec in specs}
-    assert len(table) == len(specs), f"two declarations of {kind.__name__} have the same name"
+    if len(table) < len(specs):
+        repeated = next(spec.name for spec in specs if sum(spec.name == other.name for other in specs) > 1)
+        raise UserError(
+            f"rl.algorithm: {repeated} is declared twice, by packages or by one and weft (weft.algorithms): uninstall "
+            "one of the packages."
+        )
     return table
 
 

@@ -1,0 +1,129 @@
+"""`weft watch`: a run that goes on, in the terminal, from its files alone. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from weft.errors import UserError
+from weft.launch.options import WatchOptions
+from weft.observe.progress import duration
+from weft.observe.report.read import ReportedRun, read_run
+from weft.terminal import Console, clean
+
+_SHOWN = 10  # last values in the table
+_BARS = " ▁▂▃▄▅▆▇█"
+_PLOTTED = 30  # steps of a curve
+# Metrics in order; others of a run are not shown.
+_METRICS = (
+    "loss", "reward", "reward_std", "kl", "entropy", "eval/loss", "eval/reward", "grad_norm", "lr",
+    "completions/mean_length", "completions/clipped_ratio", "staleness/mean", "staleness/max", "rollout/replaced",
+    "rollout/untrained", "rollout/engine_restarts", "tokens_per_second", "memory_gib",
+)  # fmt: skip
+
+
+def run(options: WatchOptions) -> None:
+    """Show the run until it ends, or once with --once or without a terminal. UserError if the folder holds no run."""
+    folder, console = Path(options.run), Console()
+    if options.once or not console.is_terminal:
+        console.print(view(_read(folder)))
+        return
+    with Live(view(_read(folder)), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            reported = _read(folder)
+            live.update(view(reported), refresh=True)
+            if isinstance(reported, ReportedRun) and not reported.is_running:
+                break
+            time.sleep(options.every)
+    console.print(view(reported))
+
+
+def _read(folder: Path) -> ReportedRun | str:
+    """The run; what it waits for, if no step has ended."""
+    try:
+        return read_run(folder, samples=False)
+    except UserError as error:
+        if folder.is_dir() and (folder / "starts.jsonl").is_file():
+            return str(error)
+        raise
+
+
+def view(reported: ReportedRun | str) -> Table:
+    """The picture of a run at one moment."""
+    picture = Table.grid()
+    if isinstance(reported, str):
+        picture.add_row(Text(clean(reported)))
+        return picture
+    lines = [line for line in reported.lines if line["step"]]
+    for text, style in _head(reported, lines):
+        picture.add_row(Text(clean(text), style=style))
+    table = Table(box=None, pad_edge=False)
+    for title, justify in (("metric", "left"), ("now", "right"), (f"mean of {_SHOWN}", "right"), ("curve", "left")):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    for name in _METRICS:
+        values = reported.values(name)
+        if values:
+            recent = values[-_SHOWN:]
+            table.add_row(name, f"{values[-1]:.4g}", f"{sum(recent) / len(recent):.4g}", curve(values[-_PLOTTED:]))
+    picture.add_row()
+    picture.add_row(table)
+    return picture
+
+
+def _head(reported: ReportedRun, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """(line, style) above the table: the run's state, its last step, shares of time, samples, starts and failures."""
+    start = reported.starts[-1] if reported.starts else {}
+    state, style = "goes on", "bold"
+    if not reported.is_running and start.get("error"):
+        state, style = f"failed: {start['error']}", "bold red"
+    elif not reported.is_running:
+        ended = reported.summary or start.get("ended")
+        state, style = ("has ended", "bold green") if ended else ("was killed: no end is recorded", "bold red")
+    out = [(f"{reported.folder}  {state}", style)]
+    if lines:
+        last, total = lines[-1], int(reported.config.get("train", {}).get("steps") or 0)
+        age = time.time() - (reported.folder / "metrics.jsonl").stat().st_mtime
+        of = f" of {total}" if total else ""
+        out.append((f"step     {last['step']}{of}; written {duration(age)} ago", ""))
+    if shares := phase_shares(lines[-_SHOWN:]):
+        out.append(("time     " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), ""))
+    drawn = [line for line in lines[-_SHOWN:] if isinstance(line.get("rollout/untrained"), int | float)]
+    rl = reported.config.get("rl", {})
+    if drawn and rl:
+        count = int(rl.get("prompts_per_step") or 64) * int(rl.get("group_size") or 8)
+        kept = 1 - sum(float(line["rollout/untrained"]) for line in drawn) / (count * len(drawn))
+        out.append((f"samples  {count} in a rollout step; {kept:.1%} of the last {len(drawn)} steps' are trained", ""))
+    if len(reported.starts) > 1:
+        began = datetime.fromisoformat(str(reported.starts[0]["started"]))
+        hours = (datetime.now(UTC) - began).total_seconds()
+        out.append((f"starts   {len(reported.starts)}, the first {duration(hours)} ago", ""))
+    if not reported.is_running:
+        out += [(f"rank {f.get('rank')}  {f.get('message', '')}", "red") for f in reported.failures[:3]]
+    return out
+
+
+def phase_shares(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The share of each phase in the seconds of these lines, by the controller's clock, the largest first: trainers are
+    idle while engines generate, and engines in the others. Empty without seconds. While both overlap
+    (cluster.max_staleness), the shares are of the sum."""
+    seconds: dict[str, float] = {}
+    for line in lines:
+        for key, value in line.items():
+            if key.startswith("seconds/") and isinstance(value, int | float):
+                seconds[key.removeprefix("seconds/")] = seconds.get(key.removeprefix("seconds/"), 0.0) + value
+    total = sum(seconds.values())
+    return {name: value / total for name, value in sorted(seconds.items(), key=lambda item: -item[1])} if total else {}
+
+
+def curve(values: Sequence[float]) -> str:
+    """The values as bars, the least and the largest as the lowest and the highest."""
+    low, high = min(values), max(values)
+    width = (high - low) or 1.0
+    return "".join(_BARS[1 + round((value - low) / width * 7)] for value in values)

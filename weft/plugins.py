@@ -1,0 +1,52 @@
+"""Names that installed packages give to their engines, environments, rewards and algorithms, as entry points."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from weft.errors import UserError, first_line
+
+# Config key -> the group of entry points whose names it may have.
+GROUPS = {
+    "rollout.engine": "weft.engines",
+    "rl.environment": "weft.environments",
+    "rl.reward": "weft.rewards",
+    "rl.algorithm": "weft.algorithms",
+}
+
+
+@functools.cache
+def plugins(group: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a group, by name. Nothing of the packages is imported."""
+    return tuple(sorted(entry_points(group=group), key=lambda entry: entry.name))
+
+
+def plugin(name: str, key: str, built_in: tuple[str, ...] = ()) -> EntryPoint | None:
+    """The entry point of this name for a config key, or None. UserError if two packages give the name, or weft does
+    itself. built_in: weft's own names."""
+    entries = [entry for entry in plugins(GROUPS[key]) if entry.name == name]
+    if len({(package_of(entry), entry.value) for entry in entries}) > 1 or (entries and name in built_in):
+        givers = [*(["weft"] if name in built_in else []), *(f"{package_of(e)} ({e.value})" for e in entries)]
+        raise UserError(
+            f"{key}: {name} is a name that {' and '.join(givers)} give ({GROUPS[key]}): uninstall one of the packages, "
+            "or name the import path."
+        )
+    return entries[0] if entries else None
+
+
+def load_plugin(entry: EntryPoint, key: str) -> Any:
+    """What an entry point names. UserError if it cannot be imported."""
+    try:
+        return entry.load()
+    except Exception as error:  # whatever the package's modules raise
+        raise UserError(
+            f"{key}: {entry.name} is {entry.value} of {package_of(entry)}, which cannot be imported: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def package_of(entry: EntryPoint) -> str:
+    """Name and version of the package that gives an entry point."""
+    return "an unnamed package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
