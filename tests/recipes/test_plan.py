@@ -148,7 +148,7 @@ def sent(path: str, mesh: str, sections: dict[str, Any], lengths: list[int]) -> 
     engine = open_engine(path, mesh, **sections)
     step = Step(lengths, CrossEntropy())
     plan = plan_of(engine, step)
-    _, watch = watched_step(engine, plan, rows_of(engine, plan, step), step.objective)
+    _, watch = watched_step(engine, plan, rows_of(engine, plan, step), step)
     totals: Totals = defaultdict(int)
     for kind, total in watch.collectives.totals.items():
         totals[kind.ranks, kind.operation] += total.bytes
