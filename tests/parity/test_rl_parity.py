@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from tests.parallel.test_kept_bases import SOURCES
 from tests.support.cases import MESHES, describe, saved_model, world_of
 from tests.support.pool import run
 from tests.support.rl_samples import group
@@ -93,14 +94,18 @@ CASES = [
                           "rl.entropy_coef=0.1", "rl.entropy_aggregation=sequence_mean")),
     ("qwen3_moe", "2xtp2", ("rl.algorithm=gspo", "rl.epochs=2")),
     ("qwen3_moe", "ep2", ("rl.algorithm=gspo", "rl.epochs=2", "rl.kl_coef=0.1")),
-    pytest.param("qwen3", "2xtp2", ("rl.epochs=2", "rl.kl_coef=0.1", "lora.rank=4",
+    ("llama", "1", ("lora.rank=4", "lora.init=olora", "lora.base=fp8", "lora.modules_to_save=[lm_head]",
+                    "optimizer.name=sgd", "optimizer.eps=null")),
+    pytest.param("qwen3", "2xtp2", ("rl.epochs=2", "rl.kl_coef=0.1", "lora.rank=4", "lora.init=pissa",
+                                    "lora.rslora=true", "lora.sampling=separate",
                                     "optimizer.name=sgd", "optimizer.eps=null"), marks=pytest.mark.table),
     pytest.param("llama_tied", "2xtp2", (*PPO, "reference.tp=1", "reference.dp_shard=4", "critic.dp_shard=1",
                                          "critic.tp=4"), marks=pytest.mark.table),
     ("qwen3", "pp2v", ("rl.kl_coef=0.05", "rl.entropy_coef=0.01", "rl.minibatches=2")),  # tied, both ends on one rank
     ("llama", "pp2x2", PPO),
     ("qwen3_moe", "pp2ix2", ("rl.algorithm=gspo", "rl.epochs=2", "rl.kl_coef=0.1", "model.recompute=full")),
-    ("llama", "pp2", ("rl.epochs=2", "rl.correction=icepop", "lora.rank=4", "rl.kl_coef=0.1",
+    ("llama", "pp2", ("rl.epochs=2", "rl.correction=icepop", "lora.rank=4", "lora.base=nf4", "lora.dora=true",
+                      "rl.kl_coef=0.1",
                       "optimizer.name=sgd", "optimizer.eps=null")),
     pytest.param("llama", "pp2xcp2", (), marks=pytest.mark.table),  # the update reads the old policy itself
     pytest.param("llama_tied", "2xtp2", (*PPO, "reference.pp=2", "reference.dp_shard=1", "critic.dp_shard=1",
@@ -123,6 +128,18 @@ def test_updates_are_those_of_one_plain_process(family: str, mesh: str, keys: tu
     names = {figure.name for figure in verdict.figures}
     assert "the engine samples what the trainer reads" in names and "weights after 6 updates" in names
     assert ("critic: gradients, every parameter" in names) == (keys[: len(PPO)] == PPO)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_updates_over_a_base_as_it_is_on_disk(form: str, tmp_path: Path) -> None:
+    """The reference is transformers' own decoding of the same files."""
+    write, targets = SOURCES[form]
+    path = write(tmp_path / "source")
+    byte_tokenizer().save_pretrained(path)
+    keys = ("lora.rank=4", f"lora.base={form}", f"lora.targets=[{','.join(targets)}]", "optimizer.name=sgd")
+    verdict = run(1, verdict_of, None, str(path), "1", (*keys, "optimizer.eps=null"))[0]
+    assert verdict.passed, describe(verdict)
 
 
 def recorded(path: str, folder: str) -> Verdict | None:
