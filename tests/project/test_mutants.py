@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -17,11 +18,16 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.run import MUTANTS, ROOT
 
 
+@cache
+def dumped(path: Path) -> str:
+    return ast.dump(ast.parse(path.read_text()))
+
+
 def test_every_mutant_can_be_planted() -> None:
     assert len(MUTANTS) >= 150 and len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     for mutant in MUTANTS:
         path, text = mutant.planted(ROOT / "weft")
-        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(path.read_text())), mutant.name
+        assert ast.dump(ast.parse(text)) != dumped(path), mutant.name
         assert all((ROOT / test.split("::")[0]).exists() for test in mutant.tests.split()), mutant.name
 
 
