@@ -200,7 +200,7 @@ def make_spec(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> E
 
 
 def build(spec: EngineSpec, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
-    """Build the model on the meta device, and freeze what is not trained. weights: False opens no file of weights.
+    """Build the model on the meta device, and freeze all that is not trained. weights: False opens no file of weights.
 
     Raises UserError if the model lacks one of the readouts, or if the config's auxiliary loss or parameter groups do
     not fit the model.

@@ -284,7 +284,7 @@ class Engine:
         return self._metrics(unread, read(unread.reduced.vector, unread.reduced.planned))
 
     def _accumulate(self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss) -> _Unread:
-        """accumulate() up to what the host waits for."""
+        """accumulate() up to the point at which the host waits for the device."""
         assert self.optimizer is not None, "this engine was opened for inference"
         self.require_awake("parameters", "gradients")
         self._prepare_forwards()

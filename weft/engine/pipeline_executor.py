@@ -52,7 +52,7 @@ class _Done:
 
 
 class PipelineExecutor(Executor):
-    """Runs the stages of one rank. Losses, metrics and readouts are those of the last stage."""
+    """Runs the stages of one rank. Losses, metrics and readouts come from the last stage."""
 
     staged = True
 

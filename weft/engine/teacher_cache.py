@@ -51,7 +51,7 @@ class HiddenCache:
     """One teacher's folder. width: H. dtype: of its hidden states."""
 
     def __init__(self, folder: Path, width: int, dtype: torch.dtype, teacher: Mapping[str, str]) -> None:
-        """teacher: what identifies it. Raises UserError if the folder is that of another teacher, or unusable."""
+        """teacher: its identity. Raises UserError if the folder belongs to another teacher, or is unusable."""
         self.folder, self.width, self.dtype = folder, width, dtype
         self._entries: dict[bytes, tuple[str, int, int, bytes]] = {}
         self._read: dict[str, int] = {}  # bytes of each index that are in `_entries`

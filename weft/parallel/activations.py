@@ -82,7 +82,7 @@ class Saved:
         return round(((stored + outside) * rows + self._in_flight(numbers, activations)) * tokens)
 
     def recomputed(self, tokens: int, activations: Activations, layers: Sequence[int] | None = None) -> int:
-        """Bytes that the largest layer stores while backward recomputes it, or a tile of it, beyond what is kept."""
+        """Bytes that the largest layer stores while backward recomputes it, or a tile of it, beyond kept tensors."""
         numbers, recompute = range(len(self.layers)) if layers is None else layers, activations.recompute
         tile = min(1.0, (activations.tile or 0) / max(1, tokens))
         most = 0.0
@@ -271,7 +271,7 @@ def _attend(
 
 
 class _Attended(torch.autograd.Function):
-    """Saves what the kernels of ops/attention.py save: inputs, output and the logsumexp of each query."""
+    """Saves the tensors that the kernels of ops/attention.py save: inputs, output and the logsumexp of each query."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:

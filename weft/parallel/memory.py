@@ -229,7 +229,7 @@ def _elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int, compute: int) -> int:
-    """Bytes of gathered parameters; those of integers, the bytes of quantised weights, keep their dtype."""
+    """Bytes of gathered parameters. Integers, the bytes of quantised weights, keep their dtype."""
 
     def elements(parameters: Iterable[nn.Parameter]) -> int:
         sharded = (p for p in parameters if isinstance(p, DTensor))  # FSDP leaves others as they are

@@ -132,7 +132,7 @@ def _apply_overrides(module: TrainModule, units: list[Unit], overrides: Mapping[
 
 
 def parameters_by_unit(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
-    """Parameters of each unit, without those of its inner units; `units` in the order of find_units."""
+    """Parameters of each unit, without the parameters of its inner units; `units` in the order of find_units."""
     seen_ids: set[int] = set()
     owned = []
     for unit in units:

@@ -1,4 +1,4 @@
-"""Losses: what a class has to keep to (base.py), and the losses of weft."""
+"""Losses: the interface of a class (base.py), and the losses of weft."""
 
 from weft.engine.losses.base import Batch as Batch
 from weft.engine.losses.base import CrossEntropy as CrossEntropy

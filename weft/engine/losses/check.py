@@ -1,4 +1,4 @@
-"""Checks of what an objective returns: it may be a user's own class."""
+"""Checks of the values that a loss returns: it may be a user's class."""
 
 from __future__ import annotations
 

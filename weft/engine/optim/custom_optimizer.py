@@ -215,7 +215,7 @@ class _Trial:
         return reference
 
     def _check_alone(self, reference: _Run, parts: Sequence[_Run]) -> None:
-        """Raise UserError unless each tensor takes the same steps alone as beside the others of its group."""
+        """Raise UserError unless each tensor makes the same steps alone and together with the others of its group."""
         advice = (
             "so its steps would depend on which stage has a tensor. It can be used with mesh.pp=1; adamw, sgd and "
             "others that step each tensor by itself, in stages, too."

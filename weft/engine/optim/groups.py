@@ -110,7 +110,7 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
 def describe_groups(
     named_parameters: NamedParameters, config: OptimizerConfig, cuts: Mapping[str, AnyShardSpec] | None = None
 ) -> list[OptimizerGroupRow]:
-    """Rows of the table that is printed at start: parameters with and without weight decay, those of each optimizer
+    """Rows of the table printed at start: parameters with and without weight decay, parameters of each optimizer
     group, and frozen ones. cuts: how tp divides parameters, to count elements over all ranks."""
     names = _names(named_parameters)
     treated = param_group_rules(((name, p) for p, aliases in names.items() for name in aliases), config)

@@ -84,7 +84,7 @@ def cost(shape: Sequence[int]) -> int:
 
 
 def deal(boxes: Sequence[tuple[str, Box]], ranks: int) -> list[Matrix]:
-    """Matrices dealt to ranks, the costliest first, each to the rank with the least to do. The same on every rank."""
+    """Matrices assigned to ranks, the costliest first, each to the rank with the least work. The same on every rank."""
     loads = [0] * ranks
     matrices = []
     for name, box in sorted(boxes, key=lambda item: (-cost(item[1].size[-2:]), item[0], item[1].start)):
@@ -188,7 +188,7 @@ class Muon(torch.optim.Optimizer):
             self._take(current, rates)
 
     def _momentum_of(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of what is orthogonalised, after the momentum was updated."""
+        """This rank's shard of the matrix to orthogonalise, after the update of the momentum."""
         state, gradient = self.state[parameter], local_shard(parameter.grad).float()
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)

@@ -99,7 +99,7 @@ def state_bytes(
 
 
 def lossy_parts(config: OptimizerConfig, master: torch.dtype) -> list[str]:
-    """What of the optimizer is not exact, for people. docs/how-to/optimizers.md has what was measured."""
+    """The inexact parts of the optimizer, as text. docs/how-to/optimizers.md has measured errors."""
     parts = []
     if config.name in OPTIMIZERS:
         state = {torch.int8: "in codes of 8 bits", torch.bfloat16: "rounded to bf16"}
@@ -192,7 +192,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> Non
 
 
 def clipping_factor(norm: float, max_norm: float | None) -> float:
-    """What clip_gradients multiplies gradients of this norm by; 1.0 leaves them as they are."""
+    """The factor by which clip_gradients multiplies gradients of this norm; 1.0 leaves them unchanged."""
     return 1.0 if max_norm is None or not math.isfinite(norm) else min(1.0, max_norm / (norm + 1e-6))
 
 

@@ -49,7 +49,7 @@ LENGTHS = (256, 1, 140, 129)
 # For the RMS error of each document, relative to the RMS of the row. per_document itself: up to 1.1e-2, 1.5e-3, 7e-7.
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "kernels", "triton")  # of modules with state
-FOLDER = Path("~/.cache/weft/kernels")  # beside what data.cache keeps
+FOLDER = Path("~/.cache/weft/kernels")  # next to the files of data.cache
 
 
 def check_on_device(

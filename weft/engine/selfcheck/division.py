@@ -1,5 +1,5 @@
 """Checks tensor and expert parallelism before a model is divided: a small random copy of its architecture is divided
-over threads that act as ranks, and readouts and all gradients must equal those of the undivided copy."""
+over threads that act as ranks, and readouts and all gradients must equal the undivided copy's."""
 
 from __future__ import annotations
 

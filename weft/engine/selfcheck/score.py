@@ -1,4 +1,4 @@
-"""Check of a head of scores: on a small copy, weft's scores are those of the family's class in transformers."""
+"""Check of a head of scores: on a small copy, weft's scores equal the scores of the family's class in transformers."""
 
 from __future__ import annotations
 

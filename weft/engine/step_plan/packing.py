@@ -150,7 +150,7 @@ class _Refinement:
         return rows
 
     def _leaders(self) -> Ints:
-        """Cost of each micro-batch: that of its dearest row."""
+        """Cost of each micro-batch: the cost of its dearest row."""
         return self.row_costs[:: self.ranks]
 
     def _sort(self) -> None:

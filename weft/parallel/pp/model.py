@@ -189,7 +189,7 @@ def keep_stages(
     device: torch.device,
     token_parts: int = 1,
 ) -> None:
-    """Reduce a whole model, in place, to what the stages of a rank of pp hold. dtype, device, token_parts: see
+    """Reduce a whole model, in place, to the modules of the stages of a rank of pp. dtype, device, token_parts: see
     EmptyModule."""
     layers, stages = module.facts.layers, pipeline.placement.stages_of(rank)
     outside = _modules_outside_layers(module)

@@ -1,4 +1,4 @@
-"""Where every tensor of a checkpoint lies in the model: the map that loading, export and weight sync share.
+"""The position of every tensor of a checkpoint in the model: the map that loading, export and weight sync share.
 
 transformers stores some families in another layout than it runs them in (single experts, fused projections,
 transposes). Its conversion rules run once, on stand-ins that record which box of which parameter each result is. After

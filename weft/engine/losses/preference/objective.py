@@ -107,7 +107,7 @@ class PreferenceLoss:
         self._metrics: dict[str, Tensor] = {}  # [examples], of those
 
     def begin(self, step: StepAnswers) -> None:
-        """Takes what is known of the next step, and differentiates the losses of answers that were read first."""
+        """Accepts data of the next step, and differentiates the losses of answers that were read first."""
         self._step = step
         columns = [step.chosen, step.rejected] if len(step.rejected) else [step.chosen]
         documents = torch.stack(columns)
