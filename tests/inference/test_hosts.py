@@ -22,7 +22,7 @@ from weft.inference.base import Completion, Request, SamplingParams, Synced
 from weft.inference.servers import CALLS, HostedServer, server_variables
 from weft.inference.weight_sync.protocol import Ticket
 from weft.launch.ray_actors import ActorGroup, Bundle, actor_group, check_capacity, ray_session
-from weft.rl.engine_supervisor import EngineRestarts
+from weft.rl.restarts import RestartBudget
 from weft.rl.served_pool import ServedPool, check_hosts, open_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -107,7 +107,7 @@ def test_engines_on_hosts(cluster: None, tmp_path: Path, monkeypatch: pytest.Mon
 
     async def body(group: ActorGroup) -> None:
         await a_host_that_cannot(group, config, tmp_path)
-        pool: Any = await open_engines(config, trainers, group, run, "fp32", EngineRestarts(0, 1.0))  # type: ignore[arg-type]
+        pool: Any = await open_engines(config, trainers, group, run, "fp32", RestartBudget(0, 1.0, "rollout.restarts"))  # type: ignore[arg-type]
         assert list(trainers.hosts) == ["vllm-0", "vllm-1"]
         assert len(set(trainers.hosts.values())) == 2 and OTHER_HOST in trainers.hosts.values()
         assert all("VLLM_TRIED=yes" in log_of(run, number) for number in range(ENGINES))

@@ -32,7 +32,7 @@ from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
 from weft.inference.weight_sync.transports import SLOTS
 from weft.launch.machine import free_port
 from weft.rl.batch_pool import StandalonePool
-from weft.rl.engine_supervisor import EngineRestarts
+from weft.rl.restarts import RestartBudget
 from weft.rl.served_pool import open_engines
 from weft.rl.trainer import RankDevices
 
@@ -249,7 +249,7 @@ def opened(tmp_path: Path, *words: str) -> tuple[AnsweringActors, AnsweringActor
         devices=[("device-0", "device-1"), ("device-1", "device-0")],
         torch_version=["2.13.0", "2.12.1"],
     )
-    restarts = EngineRestarts(0, 1.0)
+    restarts = RestartBudget(0, 1.0, "rollout.restarts")
 
     async def open_all() -> None:
         pool = await open_engines(config, trainers, engines, tmp_path, "bf16", restarts)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from weft.inference.types import Sample
 from weft.rl import batch_pool, placement
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool
 from weft.rl.colocation import DeviceSharing, sleeping_parts
-from weft.rl.engine_supervisor import EngineRestarts
+from weft.rl.restarts import RestartBudget
 from weft.rl.trainer import TrainerRank
 
 KEYS = [
@@ -73,7 +73,9 @@ def open_switch(
         return trainer, DeviceSharing(EmbeddedPool(trainers), [trainers] * shared, parts=parts)
     standalone: Any = LocalActor(Standalone(path, dtype=torch.float32))
     keep = config.rollout.on_weight_update == "continue"
-    pool = StandalonePool(standalone, trainers, EngineRestarts(0, 1.0), vocab_size=1000, timeout=60.0, keep=keep)
+    pool = StandalonePool(
+        standalone, trainers, RestartBudget(0, 1.0, "rollout.restarts"), vocab_size=1000, timeout=60.0, keep=keep
+    )
     asyncio.run(pool.open())
     return trainer, DeviceSharing(pool, [trainers] * shared, parts=parts)
 

@@ -32,7 +32,7 @@ from weft.inference.weight_sync.sender import SyncFailure
 from weft.launch.options import RlOptions
 from weft.recipes import rl
 from weft.rl.batch_pool import StandalonePool, require_completions
-from weft.rl.engine_supervisor import EngineRestarts
+from weft.rl.restarts import RestartBudget
 
 EXACT = ["rollout.engine=hf", "rl.on_policy=exact", "train.steps=3", "rollout.timeout=20"]
 RESTARTS = "rollout/engine_restarts"
@@ -313,7 +313,7 @@ def test_while_trainers_train_a_new_engine_waits_for_the_next_sync(trains: bool)
 
     async def play() -> tuple[list[tuple[int, tuple[str, ...]]], int]:
         sides: Any = Sides()
-        restarts = EngineRestarts(3, 60.0, show=lambda text: None)
+        restarts = RestartBudget(3, 60.0, "rollout.restarts", show=lambda text: None)
         pool = StandalonePool(sides, sides, restarts, vocab_size=9, timeout=1.0)
         await pool.open()
         await pool.sync(1)
@@ -372,7 +372,9 @@ def test_requests_under_way_begin_again_after_a_sync_that_failed() -> None:
 
     async def play() -> tuple[int, list[tuple[int, tuple[str, ...]]]]:
         sides: Any = Forgetful()
-        pool = StandalonePool(sides, sides, EngineRestarts(3, 60.0, show=lambda text: None), vocab_size=9, timeout=1.0)
+        pool = StandalonePool(
+            sides, sides, RestartBudget(3, 60.0, "rollout.restarts", show=lambda text: None), vocab_size=9, timeout=1.0
+        )
         await pool.open()
         await pool.sync(1)
         requests = [Request(f"{n}", (1,), (n,), SamplingParams(1)) for n in range(6)]
@@ -455,3 +457,26 @@ def test_engines_that_cannot_join_are_refused(words: list[str], message: str) ->
     needed = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]", "rollout.engine=hf"]
     with pytest.raises(UserError, match=message):
         load_config([], [*needed, *words], RlConfig)
+
+
+def test_a_budget_counts_engines_one_by_one_and_the_ranks_of_a_model_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("weft.rl.restarts.time.monotonic", lambda: now[0])
+    shown, error = list[str](), ActorError("reference rank 1 died", "killed")
+    engines = RestartBudget(1, 60.0, "rollout.restarts", shown.append)
+    engines.spend("engine", 0, error)
+    engines.spend("engine", 1, error)
+    with pytest.raises(ActorError, match=r"engine 1 has failed 2 times within 60 s, and rollout.restarts is 1\."):
+        engines.spend("engine", 1, error)
+    assert engines.metrics() == {"rollout/engine_restarts": 2.0}
+    models = RestartBudget(1, 60.0, "cluster.frozen_restarts", shown.append)
+    models.spend("reference rank", None, error)
+    with pytest.raises(ActorError, match=r"reference ranks have failed 2 times .* cluster.frozen_restarts is 1\."):
+        models.spend("reference rank", None, error)
+    now[0] = 61.0
+    models.spend("reference rank", None, error)  # the window is over
+    assert shown[0].startswith("restart  engine 0 is replaced, restart 1 of 1 within 60 s (rollout.restarts): ")
+    assert shown[2].startswith("restart  reference ranks are started anew, restart 1 of 1 within 60 s (cluster.fro")
+    assert len(shown) == 4

@@ -42,6 +42,7 @@ from weft.rl.colocation import DeviceSharing
 from weft.rl.frozen_ranks import FrozenRanks
 from weft.rl.model_engines import policy_config
 from weft.rl.reference_critic import check_readings
+from weft.rl.restarts import RestartBudget
 from weft.rl.reward_models import Conversation, ConversationScorer, RewardModelRank
 from weft.rl.rewards.calls import RewardOutcome
 from weft.rl.trainer import TrainerRank
@@ -258,6 +259,10 @@ def test_ranks_of_frozen_models_that_die_are_started_anew(task: Path, tmp_path: 
     assert (tmp_path / "ends/checkpoints/step-000001").is_dir()
 
 
+def budget(limit: int) -> RestartBudget:
+    return RestartBudget(limit, 3600.0, "cluster.frozen_restarts", lambda text: None)
+
+
 def test_ranks_that_die_while_they_start_are_started_again() -> None:
     """Each start spends a restart; one more than there are ends the run."""
 
@@ -276,10 +281,10 @@ def test_ranks_that_die_while_they_start_are_started_again() -> None:
                 raise ActorError("the actors could not be started: an actor died", "failed")
 
     group: Any = DyingRanks()
-    assert asyncio.run(FrozenRanks(group, 3, lambda text: None).call_all("read_all")) == ["read_all"]
+    assert asyncio.run(FrozenRanks(group, budget(3)).call_all("read_all")) == ["read_all"]
     assert group.starts == 3
     with pytest.raises(ActorError, match="failed 3 times .*, and cluster.frozen_restarts is 2"):
-        asyncio.run(FrozenRanks(cast(Any, DyingRanks()), 2, lambda text: None).call_all("read_all"))
+        asyncio.run(FrozenRanks(cast(Any, DyingRanks()), budget(2)).call_all("read_all"))
 
 
 @pytest.mark.parametrize(("kind", "key"), [("failed", []), ("killed", ["cluster.frozen_restarts=0"])])

@@ -14,7 +14,8 @@ from weft.errors import ActorError
 from weft.inference.base import Completion, EnginePart, Request, Synced
 from weft.inference.weight_sync.protocol import Ticket
 from weft.launch.ray_actors import ActorGroup
-from weft.rl.engine_supervisor import EngineLocation, EngineRestarts, EngineSupervisor
+from weft.rl.engine_supervisor import EngineLocation, EngineSupervisor
+from weft.rl.restarts import RestartBudget
 
 _MAX_LOGPROB = 1e-3  # rounding may put the logprob of a certain token above 0
 
@@ -174,7 +175,7 @@ class StandalonePool(BatchPool):
     method, turn = "advance", 0.2
 
     def __init__(
-        self, actors: ActorGroup, trainers: ActorGroup, restarts: EngineRestarts, *, vocab_size: int, timeout: float,
+        self, actors: ActorGroup, trainers: ActorGroup, restarts: RestartBudget, *, vocab_size: int, timeout: float,
         keep: bool = True, first: int | None = None,
     ) -> None:  # fmt: skip
         """timeout: rollout.timeout. first: as in EngineSupervisor. keep: whether unfinished requests continue with new

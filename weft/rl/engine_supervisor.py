@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,49 +20,9 @@ from weft.inference.weight_sync.protocol import WORKER_DIED, Delivery, SyncError
 from weft.inference.weight_sync.sender import SyncFailure
 from weft.launch.monitor import SilenceClock
 from weft.launch.ray_actors import ActorGroup
-from weft.terminal import say
+from weft.rl.restarts import RestartBudget
 
 _SENDER_SECONDS = 5.0  # for telling the sender that an engine has failed
-
-
-class EngineRestarts:
-    """The budget of restarts of a run's engines, and their messages.
-
-    limit: restarts of one engine within `window` seconds. show: prints a line.
-    """
-
-    def __init__(self, limit: int, window: float, show: Callable[[str], None] = say) -> None:
-        self.limit, self.window, self.show = limit, window, show
-        self._restarts: dict[int, deque[float]] = {}
-        self._count = 0
-        self.engines: int | None = None  # that are there, if they join and leave
-
-    def spend(self, name: str, number: int, error: ActorError) -> None:
-        """Count a restart of engine `number` after this error. ActorError, which names the error, if its budget is used
-        up."""
-        now, earlier = time.monotonic(), self._restarts.setdefault(number, deque())
-        while earlier and now - earlier[0] > self.window:
-            earlier.popleft()
-        if len(earlier) >= self.limit:
-            raise self.exhausted(f"{name} {number} has failed {len(earlier) + 1} times", error)
-        earlier.append(now)
-        self._count += 1
-        self.show(
-            f"restart  {name} {number} is replaced, restart {len(earlier)} of {self.limit} within {self.window:g} s "
-            f"(rollout.restarts): {first_line(error)}"
-        )
-
-    def exhausted(self, reason: str, error: ActorError) -> ActorError:
-        """The error that ends a run whose engines keep failing. error: the last one."""
-        text = f"{reason} within {self.window:g} s, and rollout.restarts is {self.limit}. The last error:\n{error}"
-        return ActorError(text, error.kind, error.report)
-
-    def metrics(self) -> dict[str, float]:
-        """`rollout/engine_restarts`: since the last call; and `rollout/engines`, if their number changes. Empty if the
-        run's engines are never replaced."""
-        count, self._count = self._count, 0
-        numbers = {} if self.engines is None else {"rollout/engines": float(self.engines)}
-        return {"rollout/engine_restarts": float(count), **numbers} if self.limit else {}
 
 
 @dataclass(frozen=True)
@@ -112,7 +71,7 @@ class EngineSupervisor:
 
     def __init__(
         self, pool: SupervisedPool, actors: ActorGroup, trainers: ActorGroup, names: Sequence[str],
-        restarts: EngineRestarts, timeout: float, first: int | None = None,
+        restarts: RestartBudget, timeout: float, first: int | None = None,
     ) -> None:  # fmt: skip
         """names: of the engines, for weight sync. timeout: rollout.timeout. first: number of the engines that are there
         from the start; others join when the cluster has room, and may leave (cluster.engines). None: all."""

@@ -6,27 +6,20 @@ arguments. What it returns is what it would have returned.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
-from weft.errors import ActorError, first_line
+from weft.errors import ActorError
 from weft.launch.ray_actors import ActorGroup
-from weft.terminal import say
+from weft.rl.restarts import RestartBudget
 
-WINDOW = 3600.0  # seconds within which cluster.frozen_restarts counts
 _OF_PROCESSES = ("killed", "hang", "peer")  # kinds of failure that new processes may not have
 
 
 class FrozenRanks:
-    """The ranks of a reference or a reward model, called as an ActorGroup is.
+    """The ranks of a reference or a reward model, called as an ActorGroup is."""
 
-    limit: restarts within WINDOW, cluster.frozen_restarts. show: prints a line.
-    """
-
-    def __init__(self, group: ActorGroup, limit: int, show: Callable[[str], None] = say) -> None:
-        self._group, self._limit, self._show = group, limit, show
-        self._restarts: list[float] = []
+    def __init__(self, group: ActorGroup, restarts: RestartBudget) -> None:
+        self._group, self._restarts = group, restarts
         self._opened: tuple[Any, ...] | None = None  # the arguments of open_run
         self._is_new = False
 
@@ -54,31 +47,14 @@ class FrozenRanks:
         """Start all ranks anew after this error, or raise it, if that would not help or the budget is used up. Ranks
         that die while they start are another failure."""
         name, started = self._group.name, False
-        if error.kind not in _OF_PROCESSES or not self._limit or not self._group.can_restart:
+        if error.kind not in _OF_PROCESSES or not self._restarts.limit or not self._group.can_restart:
             raise error
         while not started:
-            self._spend(error)
+            self._restarts.spend(name, None, error)
             try:
                 await self._group.restart()
                 started = True
             except ActorError as failure:
                 error = failure
         self._is_new = True
-        self._show(f"restart  {name}s load their model again")
-
-    def _spend(self, error: ActorError) -> None:
-        """Count a restart after this error. ActorError if the budget is used up."""
-        name, now = self._group.name, time.monotonic()
-        self._restarts = [then for then in self._restarts if now - then < WINDOW]
-        if len(self._restarts) >= self._limit:
-            raise ActorError(
-                f"{name}s have failed {len(self._restarts) + 1} times within {WINDOW:g} s, and cluster.frozen_restarts "
-                f"is {self._limit}. The last error:\n{error}",
-                error.kind,
-                error.report,
-            ) from error
-        self._restarts.append(now)
-        self._show(
-            f"restart  {name}s are started anew, restart {len(self._restarts)} of {self._limit} within {WINDOW:g} s "
-            f"(cluster.frozen_restarts): {first_line(error)}"
-        )
+        self._restarts.show(f"restart  {name}s load their model again")

@@ -18,8 +18,9 @@ from weft.inference.weight_sync.sender import SyncFailure
 from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.models import hf
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool
-from weft.rl.engine_supervisor import EngineRestarts, decline_on_error
+from weft.rl.engine_supervisor import decline_on_error
 from weft.rl.placement import shared_ranks
+from weft.rl.restarts import RestartBudget
 from weft.rl.trainer_group import RankGroup
 
 
@@ -149,7 +150,7 @@ async def open_engines(
     standalone: ActorGroup | None,
     run: Path,
     compute: str,
-    restarts: EngineRestarts,
+    restarts: RestartBudget,
     parts: Sequence[Part] = (),
     sharing: Sequence[RankGroup] = (),
 ) -> EmbeddedPool | StandalonePool | ServedPool:

@@ -19,15 +19,17 @@ from weft.observe.hooks import OnStep
 from weft.observe.resume import Start
 from weft.rl.actors import Actors
 from weft.rl.agents.agents import Agents
-from weft.rl.engine_supervisor import EngineRestarts
 from weft.rl.environments.episodes import Episodes
 from weft.rl.evaluate import HeldOutPrompts
 from weft.rl.frozen_ranks import FrozenRanks
 from weft.rl.meter import Show
 from weft.rl.prompts import Prompts, PromptStream
 from weft.rl.reference_critic import CRITIC, Role
+from weft.rl.restarts import RestartBudget
 from weft.rl.rewards.base import Failures, Rewards
 from weft.rl.trainer_group import RankGroup, TrainerGroup
+
+_WINDOW = 3600.0  # seconds within which cluster.frozen_restarts counts
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,19 @@ class RlRun:
     updates: int = 0  # optimizer steps that were not skipped, which the learning rate depends on
     other_ranks: dict[Role, RankGroup] = field(init=False)  # separate ranks of other models
     trainer_group: TrainerGroup = field(init=False)
-    restarts: EngineRestarts = field(init=False)
+    restarts: RestartBudget = field(init=False)
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
         limit = rollout.restarts if in_own_process(rollout.engine) else 0
-        self.restarts = EngineRestarts(limit, rollout.restart_window)
+        self.restarts = RestartBudget(limit, rollout.restart_window, "rollout.restarts")
+
+        def budget() -> RestartBudget:
+            limit, key = self.config.cluster.frozen_restarts, "cluster.frozen_restarts"
+            return RestartBudget(limit, _WINDOW, key, lambda text: self.restarts.show(text))
+
         self.other_ranks = {
-            role: group
-            if role == CRITIC
-            else FrozenRanks(group, self.config.cluster.frozen_restarts, lambda text: self.restarts.show(text))
+            role: group if role == CRITIC else FrozenRanks(group, budget())
             for role, group in self.actors.reference_critic.items()
         }
         self.trainer_group = TrainerGroup(self.config, self.actors.trainers, self.other_ranks)
