@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 from tests.rl.test_rl_run import WEFT, _is_rank, begun, cluster, command, lines_of, still_there, task, weft, weights
+from tests.support.local_rl import write_teacher
 from tests.support.machine import business
 from weft.inference.records import FOLDER, read_rollouts, rollout_files
 
@@ -89,22 +92,28 @@ LONG = ["train.steps=24", "rl.minibatches=1", "checkpoint.every=4", ALONE]
 EXACT = ["rollout.engine=hf", "rl.on_policy=exact", "rollout.restarts=50", "rollout.timeout=60", *LONG]
 
 
-def run_struck(words: list[str], run: Path, is_target: Callable[[psutil.Process], bool], kills: int) -> str:
-    """Run a command line, of whose processes some are killed at random moments; returns what it
-    prints."""
-    chance, since = random.Random(0), time.monotonic()
-    with subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        while kills and process.poll() is None and time.monotonic() - since < 600 * business():
-            time.sleep(chance.uniform(0.5, 6.0))
-            children = [] if not run.exists() else psutil.Process(process.pid).children(recursive=True)
-            if struck := [child for child in children if is_target(child)]:
+def run_struck(
+    words: list[str], run: Path, targets: Mapping[str, Callable[[psutil.Process], bool]], kills: int, pause: float = 6.0
+) -> tuple[str, Counter[str]]:
+    """Run a command line, of whose processes some are killed at random moments, up to `pause` seconds apart; returns
+    what it prints, and the kills of each target."""
+    chance, since, struck = random.Random(0), time.monotonic(), Counter[str]()
+    with tempfile.TemporaryFile("w+") as file:
+        with subprocess.Popen(words, text=True, stdout=file, stderr=subprocess.STDOUT) as process:
+            while struck.total() < kills and process.poll() is None and time.monotonic() - since < 900 * business():
+                time.sleep(chance.uniform(0.5, pause))
+                children = [] if not run.exists() else psutil.Process(process.pid).children(recursive=True)
+                name = chance.choice([*targets])
                 with suppress(psutil.NoSuchProcess):
-                    chance.choice(struck).kill()
-                    kills -= 1
-        out, _ = process.communicate(timeout=900 * business())
+                    if running := [child for child in children if targets[name](child)]:
+                        chance.choice(running).kill()
+                        struck[name] += 1
+            process.wait(timeout=900 * business())
+        file.seek(0)
+        out = file.read()
     assert process.returncode == 0, out
-    assert kills == 0, out
-    return out
+    assert struck.total() == kills, f"{struck}\n{out}"
+    return out, struck
 
 
 def same(run: Path, unbroken: Path) -> None:
@@ -124,8 +133,39 @@ def test_engines_that_are_killed_at_random_change_nothing(task: Path) -> None:
     weft([*command(task, unbroken, *EXACT, "rollout.num_engines=2")])
     started = run / "opening.txt"
     words = command(task, run, *EXACT, "rollout.num_engines=2")
-    out = run_struck(words, run, lambda p: started.exists() and _is_engine(p), 8)
+    out, _ = run_struck(words, run, {"engine": lambda p: started.exists() and _is_engine(p)}, 8)
     assert out.count("is replaced, restart") >= 8
+    same(run, unbroken)
+
+
+def test_random_parts_that_are_killed_change_nothing(task: Path) -> None:
+    """Engines, the reference's rank, and reward processes, in one run: its metrics, weights and samples are those of
+    the unbroken one. WEFT_SOAK_KILLS says how many; WEFT_SOAK_STEPS, how long the run is."""
+    kills, steps = int(os.environ.get("WEFT_SOAK_KILLS", "12")), int(os.environ.get("WEFT_SOAK_STEPS", "60"))
+    model, started = task / "written", task / "parts/opening.txt"
+    if not model.exists():
+        write_teacher(task / "adder", model)
+    keys = [
+        *EXACT, "model.init=pretrained", "rollout.num_engines=2", "reference.ranks=1", "rl.kl_coef=0.01",
+        "rl.reward=[tests.support.reward_functions:slow_length, length]", f"train.steps={steps}",
+        "rollout.restarts=1000", "cluster.frozen_restarts=1000", f"checkpoint.every={steps}", f"model.path={model}",
+    ]  # fmt: skip
+    run, unbroken = task / "parts", task / "parts-unbroken"
+    weft([*command(task, unbroken, *keys)])
+
+    def is_reference(process: psutil.Process) -> bool:
+        ranks = [child for child in psutil.Process(process.ppid()).children() if _is_rank(child, "0")]
+        oldest = min(ranks, key=lambda child: child.create_time(), default=None)  # the trainer
+        return started.exists() and _is_rank(process, "0") and process != oldest
+
+    def is_reward(process: psutil.Process) -> bool:
+        return started.exists() and "weft.rl.rewards.worker" in process.cmdline() and not process.children()
+
+    targets = {"engine": lambda p: started.exists() and _is_engine(p), "reference": is_reference, "reward": is_reward}
+    out, struck = run_struck([*command(task, run, *keys)], run, targets, kills, pause=4.0)
+    print(f"kills: {dict(struck)}, of {steps} steps")
+    assert out.count("rollout engine") and min(struck[name] for name in targets) > 0
+    assert "reference ranks are started anew" in out
     same(run, unbroken)
 
 
@@ -133,7 +173,8 @@ def test_a_run_whose_trainer_is_killed_is_resumed_and_is_the_unbroken_one(task: 
     run, unbroken = task / "restarted", task / "restarted-unbroken"
     weft([*command(task, unbroken, *EXACT)])
     words = [*command(task, run, *EXACT), "--restarts", "3"]
-    out = run_struck(words, run, lambda p: _is_rank(p, "0") and (run / "checkpoints/latest").exists(), 1)
+    targets = {"trainer": lambda p: _is_rank(p, "0") and (run / "checkpoints/latest").exists()}
+    out, _ = run_struck(words, run, targets, 1)
     assert "restart 1 of 3: the attempt failed" in out and "trainer rank 0 died" in out
     assert re.search(r"resumed  step \d+ of 24", out)
     same(run, unbroken)

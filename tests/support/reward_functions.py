@@ -144,3 +144,9 @@ def wide(images: list[list[Any]], completion_ids: list[list[int]], **columns: An
     assert all(image.mode == "RGB" for shown in images for image in shown)
     assert sizes == [[tuple(pair) for pair in size] for size in columns["size"]], (sizes, columns["size"])
     return [float(sum(ids) % 3) for ids in completion_ids]
+
+
+def slow_length(completions: list[str], **columns: Any) -> list[float]:
+    """The number of different characters, a while later: tests kill its process meanwhile."""
+    time.sleep(0.1)
+    return [len(set(text)) / 4 for text in completions]
