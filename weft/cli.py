@@ -509,7 +509,7 @@ def _plugins(options: PluginsOptions, words: Sequence[str]) -> Job:
     if options.what and (len(options.what) != 2 or options.what[0] not in kinds):
         raise UserError(
             f"weft plugins checks one of {', '.join(kinds)} by its name, as in `weft plugins reward short`. An "
-            "algorithm is checked by weft verify with rl.algorithm=NAME."
+            "algorithm is checked by weft verify, where rl.algorithm names it."
         )
     try:
         is_row = isinstance(json.loads(options.row), dict)

@@ -274,7 +274,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("fsdp.loss_scale_interval", "10", []),
         ("schedule.decay_ratio", "0.2", []),
         ("model.freeze", "[lm_head]", ["lora.rank=8"]),
-        *((f"lora.{leaf}", value, []) for leaf, value in {**LORA, **STORED}.items()),
+        *((f"lora.{leaf}", value, ["eval.prompts=[a]"]) for leaf, value in {**LORA, **STORED}.items()),
         *((f"lora.{leaf}", value, ["lora.path=a"]) for leaf, value in {"rank": "8", **LORA}.items()),
         ("lora.sampling", "merged", ["lora.rank=8"]),
         ("schedule.decay", "linear", []),

@@ -44,8 +44,11 @@ READS = {
     "engine/engine.py Engine.accumulate": 1,  # the metrics, and whether the loss is finite: after all micro-batches
     "engine/optim/optimizer.py global_norm": 1,  # the norm: it is reported, and says whether and by how much to clip
 }
-# In torch and transformers, on numbers that are on the host by their own choice wherever the parameters are.
-ON_THE_HOST = {"torch/optim/adam.py"}  # step counters of an AdamW that is not fused
+# On numbers that are on the host wherever the parameters are, or where these are on the host.
+ON_THE_HOST = {
+    "torch/optim/adam.py",  # step counters of an AdamW that is not fused
+    "engine/optim/block_step.py exact_root",  # by numpy, of parameters on the host
+}
 
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "repeat_interleave.Tensor", "equal")
 _BY_MASK = ("index.Tensor", "index_put", "_index_put_impl")

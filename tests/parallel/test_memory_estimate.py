@@ -35,7 +35,7 @@ def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[MemoryNeeds
         ("llama", "2", {"model": {"freeze": ("*.mlp",)}, "optimizer": {"state_dtype": "bf16"}}),
         ("llama", "2", {"optimizer": {"state_dtype": "int8"}}),
         ("llama", "tp2", {"optimizer": {"name": "muon"}}),
-        ("qwen3_moe", "ep2", {"optimizer": {"name": "adafactor"}}),
+        ("qwen3_moe", "2", {"optimizer": {"name": "adafactor"}}),
         ("llama_tied", "2x2", {"optimizer": {"name": "sgd"}}),
         ("qwen3_moe", "4", {"fsdp": {"overrides": {"*.self_attn": "replicate", "*.mlp.gate": 2}}}),
         ("llama", "2", {"lora": {"rank": 4}, "fsdp": {"param_dtype": "bf16"}}),

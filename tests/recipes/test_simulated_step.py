@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from weft.engine.losses.base import CrossEntropy
 from weft.errors import UserError
 from weft.launch.machine import accelerator
 from weft.launch.process import join
+from weft.launch.simulated import Simulation, fills_host, host_memory
 from weft.recipes.plan.beside import answers_of_example
 from weft.recipes.plan.blueprint import Blueprint
 from weft.recipes.plan.memory import Memory, memory_by_stage
@@ -466,3 +468,24 @@ def test_contexts_and_fragments_are_added_to_a_simulated_peak(capsys: pytest.Cap
         out = " ".join(capsys.readouterr().out.split())
         assert f"with 2 GiB for CUDA and NCCL contexts and fragments: 42 GiB of {room} GiB" in out
         assert ("does not fit" not in out) == fits
+
+
+def test_host_memory_is_a_threads_own() -> None:
+    """Threads build rows while the step runs. Two that overlapped once left a process in host memory for good, so that
+    its later simulations saw no operation."""
+    simulation, entered, done = Simulation("cuda", 2**36, (9, 0)), threading.Event(), threading.Event()
+
+    def build() -> None:
+        with host_memory():
+            entered.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=build)
+    with simulation.running():
+        with host_memory():
+            thread.start()
+            assert entered.wait(10)
+        assert not fills_host()
+        done.set()
+        thread.join()
+        assert not fills_host()

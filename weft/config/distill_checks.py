@@ -160,20 +160,20 @@ def _teacher_ranks(config: DistillConfig) -> Iterator[tuple[str, str]]:
         yield (
             "teacher.ranks",
             f"teacher.ranks, but {distill.named[0]} is no model that weft opens: its ranks would have nothing to read. "
-            "Set teacher.ranks=null.",
+            "Leave teacher.ranks out.",
         )
     if distill.cache == "disk":
         yield (
             "teacher.ranks",
             "teacher.ranks with distill.cache=disk: the teacher is opened only for what the folder lacks, and its "
-            "ranks would wait. Set distill.cache=off, or teacher.ranks=null.",
+            "ranks would wait. Set distill.cache=off, or leave teacher.ranks out.",
         )
     if distill.on_policy:
         yield (
             "teacher.ranks",
             f"teacher.ranks with distill.on_policy={distill.on_policy:g}: the student samples when a step begins, so "
-            "that the teacher could not read a step ahead, and both would wait in turn. Set teacher.ranks=null, or "
-            "distill.on_policy=0.",
+            "that the teacher could not read a step ahead, and both would wait in turn. Leave teacher.ranks "
+            "out, or set distill.on_policy=0.",
         )
 
 

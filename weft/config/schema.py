@@ -242,7 +242,7 @@ class FsdpConfig:
         "Modules that are gathered as units of their own: a list of `layers` (each decoder layer), `head` (with the "
         "final norm), `embedding`, and names of classes in the model, such as Qwen3MoeExperts; units may lie inside "
         "others, and the root holds the rest. `auto` is [layers, head], less what tied weights forbid; on a single "
-        "CUDA device, where nothing is communicated, it is [] for models of up to 2 GiB in the compute dtype.",
+        "CUDA device it is [] for models of up to 2 GiB in the compute dtype, because units take the host time.",
         "auto",
     )
     overrides: dict[str, Literal["full", "replicate"] | int] = key(  # noqa: RUF009 - key() is dataclasses.field()

@@ -7,6 +7,7 @@ Code that chooses kernels or sizes by the device calls `device_kind`; code that 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -47,7 +48,7 @@ class Simulation:
 
 
 _current: Simulation | None = None
-_in_host_memory = False
+_thread = threading.local()  # in_host: rows are built in other threads, beside the step's operations
 
 
 def is_simulated() -> bool:
@@ -96,18 +97,17 @@ def on_host() -> AbstractContextManager[Any]:
 
 @contextmanager
 def host_memory() -> Iterator[None]:
-    """Inside, a simulated accelerator gets no tensors: new ones are in the memory of the host."""
-    global _in_host_memory
-    before, _in_host_memory = _in_host_memory, True
+    """Inside, a simulated accelerator gets no tensors from this thread: new ones are in the memory of the host."""
+    before, _thread.in_host = getattr(_thread, "in_host", False), True
     try:
         yield
     finally:
-        _in_host_memory = before
+        _thread.in_host = before
 
 
 def fills_host() -> bool:
     """Whether new tensors are in the memory of the host, beside a simulated accelerator."""
-    return _in_host_memory and _current is not None and _current.kind == "cuda"
+    return getattr(_thread, "in_host", False) and _current is not None and _current.kind == "cuda"
 
 
 def has_ended(work: Any) -> bool:

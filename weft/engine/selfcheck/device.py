@@ -48,8 +48,8 @@ from weft.versions import all_gather_single, installed_version, reduce_scatter_s
 LENGTHS = (256, 1, 140, 129)
 # For the RMS error of each document, relative to the RMS of the row. per_document itself: up to 1.1e-2, 1.5e-3, 7e-7.
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
-# Sums along a sequence are in another order on a device: in fp32 they are off by more than a product is. Mistakes change
-# results by 1e-3 and more.
+# Sums along a sequence are in another order on a device: in fp32 they are off by more than a product is. Mistakes
+# change results by 1e-3 and more.
 _STATE_TOLERANCES = TOLERANCES | {torch.float32: 1e-4}
 KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "kernels", "triton")  # of modules with state
 FOLDER = Path("~/.cache/weft/kernels")  # next to the files of data.cache
