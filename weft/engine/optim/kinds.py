@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.config.schema import OptimizerConfig
 from weft.engine.optim.placement import Placements
 from weft.parallel.fsdp import DTYPES
+from weft.parallel.mesh import local_shard
 from weft.parallel.shards.boxes import Box
 
 # Name of a parameter -> the boxes of its matrices, where an optimizer treats them as such.
@@ -55,6 +56,28 @@ class OptimizerKind:
     build: Callable[[OptimizerConfig, ParameterSet], torch.optim.Optimizer]
     moments: Callable[[OptimizerConfig, torch.dtype], tuple[torch.dtype, ...]]
     state_bytes: Callable[[OptimizerConfig, torch.dtype, WholeTensor, int], int]
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """Steps one parameter after the other, whose elements do not know of one another: shards are updated as whole
+    tensors are. state_dtype: of the tensors of the state."""
+
+    def __init__(self, params: Any, state_dtype: torch.dtype, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self.state_dtype = state_dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, local_shard(parameter.grad).float(), group)
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter, and its state. gradient: this rank's shard, in fp32."""
+        raise NotImplementedError
 
 
 def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:

@@ -10,32 +10,21 @@ element's place in its shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.config.schema import OptimizerConfig
-from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, state_dtype
+from weft.engine.optim.kinds import ElementwiseOptimizer, OptimizerKind, ParameterSet, WholeTensor, state_dtype
 from weft.parallel.mesh import local_shard
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(ElementwiseOptimizer):
     """Lion with its momentum in `state_dtype`, computed in fp32."""
 
     def __init__(self, params: Any, state_dtype: torch.dtype, lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
-        self.state_dtype = state_dtype
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every parameter that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, local_shard(parameter.grad).float(), group)
+        super().__init__(params, state_dtype, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state, shard, (beta1, beta2) = self.state[parameter], local_shard(parameter), group["betas"]

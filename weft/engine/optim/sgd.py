@@ -6,32 +6,21 @@ parameter at a time, and rounds both to nearest in their own dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.config.schema import OptimizerConfig
-from weft.engine.optim.kinds import OptimizerKind, ParameterSet, WholeTensor, state_dtype
+from weft.engine.optim.kinds import ElementwiseOptimizer, OptimizerKind, ParameterSet, WholeTensor, state_dtype
 from weft.parallel.mesh import local_shard
 
 
-class RoundedSGD(torch.optim.Optimizer):
+class RoundedSGD(ElementwiseOptimizer):
     """SGD with momentum in `state_dtype`; weight decay is added to the gradient, as in torch."""
 
     def __init__(self, params: Any, state_dtype: torch.dtype, lr: float, momentum: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.state_dtype = state_dtype
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every parameter that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, local_shard(parameter.grad).float(), group)
+        super().__init__(params, state_dtype, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state, shard = self.state[parameter], local_shard(parameter)
