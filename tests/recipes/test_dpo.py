@@ -122,7 +122,8 @@ def test_a_reference_on_ranks_of_its_own_is_that_of_plain_transformers(
     assert done.returncode == 0, done.stderr
     assert f"a reference on {frozen} rank" in foreseen
     assert line_of(done.stdout, "against") == foreseen
-    tolerance = {"rel": 1e-6, "abs": 1e-6} if world == 2 else {"rel": 1e-5, "abs": 1e-5}  # other summations
+    # With more ranks sums have another order, and updates carry that on.
+    tolerance = {"rel": 1e-6, "abs": 1e-6} if world == 2 else {"rel": 3e-5, "abs": 1e-5}
     assert len(losses(tmp_path / "apart")) >= 4
     for ours, theirs in zip(losses(tmp_path / "apart"), losses(tmp_path / "turns"), strict=True):
         assert ours == pytest.approx(theirs, **tolerance)
