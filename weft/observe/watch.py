@@ -97,7 +97,7 @@ def _head(reported: ReportedRun, lines: Sequence[Mapping[str, Any]]) -> list[tup
     drawn = [line for line in lines[-_SHOWN:] if isinstance(line.get("rollout/untrained"), int | float)]
     rl = reported.config.get("rl", {})
     if drawn and rl:
-        count = int(rl.get("prompts_per_step") or 64) * int(rl.get("group_size") or 8)
+        count = int(rl["prompts_per_step"]) * int(rl["group_size"])
         kept = 1 - sum(float(line["rollout/untrained"]) for line in drawn) / (count * len(drawn))
         out.append((f"samples  {count} in a rollout step; {kept:.1%} of the last {len(drawn)} steps' are trained", ""))
     if len(reported.starts) > 1:
