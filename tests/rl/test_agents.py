@@ -40,6 +40,7 @@ from weft.rl.advantages import advantages
 from weft.rl.agents.agents import Agents, load_agents
 from weft.rl.agents.base import check_agent
 from weft.rl.agents.chat_api import parse_request
+from weft.rl.agents.http_server import HttpRequest, HttpResponse, HttpServer
 from weft.rl.agents.session import AgentCall, Session, chains, samples_of_calls
 from weft.rl.documents import ReadSamples, TrainedSamples, note_beginnings
 from weft.rl.exact import require_exact
@@ -165,7 +166,7 @@ def test_what_is_trained_is_what_agents_heard() -> None:
     counts = {name: [len(group.samples) // GROUP, group.samples[0].notes["calls"]] for name, group in by_play.items()}
     assert counts == {
         "follow": [1, 3], "forget": [2, 3], "fork": [2, 3], "team": [3, 5], "again": [2, 2], "leave": [1, 1],
-        "stream": [1, 2],
+        "stream": [1, 2], "respond": [3, 4],
     }  # fmt: skip
     for group in groups:
         for episode in group.episodes:
@@ -338,7 +339,8 @@ REFUSED = {
     "n": (2, "which this endpoint does not do"), "model": ("gpt-9", "is not served here"),
     "messages": ([{"role": "assistant", "content": "x"}], "the last message is the assistant's"),
     "max_tokens": (0, "must be 1 or more"), "best_of": (2, "has no effect here"),
-    "tool_choice": ("required", "the policy decides itself"),
+    "tool_choice": ("required", "the policy decides itself"), "tools": ("add", "must be a list of objects"),
+    "stop": (5, "must be a text or a list"), "chat_template_kwargs": ("x", "must be an object"),
 }  # fmt: skip
 
 
@@ -410,8 +412,9 @@ def test_what_would_be_ignored_is_refused() -> None:
     answers = asked(Scripted("four"), *({**body, name: value} for name, (value, _) in REFUSED.items()))
     for (status, answer), (name, (_, message)) in zip(answers, REFUSED.items(), strict=True):
         assert status == (404 if name == "model" else 400) and message in answer["error"]["message"], (name, answer)
+        assert answer["error"]["param"] in (name, None)
     assert asked(Scripted("four"), body, key="other")[0][0] == 401
-    status, answer = asked(Scripted("four"), body, path="/responses")[0]
+    status, answer = asked(Scripted("four"), body, path="/completions")[0]
     assert status == 404 and "there are POST /v1/chat/completions" in answer["error"]["message"]
     long = {**body, "messages": [{"role": "user", "content": "2" * 2500}]}
     assert asked(Scripted("four"), long)[0][1]["error"]["code"] == "context_length_exceeded"
@@ -469,6 +472,25 @@ def test_the_client_of_openai() -> None:
 
     text, streamed, token_ids, longer = asyncio.run(ask())
     assert text == streamed == "four" and longer[: len(token_ids)] == token_ids
+
+
+def test_an_error_of_the_endpoint_is_answered() -> None:
+    """With 500 and its words; the server goes on."""
+
+    async def run_them() -> list[tuple[int, str]]:
+        async def handle(request: HttpRequest) -> HttpResponse:
+            raise LookupError(f"no {request.path}")
+
+        server = HttpServer(handle)
+        await server.start("127.0.0.1", 0)
+        try:
+            url = f"http://127.0.0.1:{server.port}"
+            return [await asyncio.to_thread(post, url, "k", path, {}) for path in ("/a", "/b")]
+        finally:
+            await server.close()
+
+    answers = asyncio.run(run_them())
+    assert [status for status, _ in answers] == [500, 500] and "LookupError: no /b" in answers[1][1]
 
 
 @pytest.mark.parametrize(

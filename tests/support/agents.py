@@ -40,6 +40,18 @@ class RecordingClient:
         message: dict[str, Any] = choice["message"]
         return message
 
+    def respond(self, **keys: Any) -> dict[str, Any]:
+        """The same over the Responses API; a stream's response is that of its last event."""
+        body = {"model": "policy", "include": ["message.output_text.logprobs"], "return_token_ids": True, **keys}
+        status, text = post(self.base_url, self.api_key, "/responses", body)
+        assert status == 200, text
+        if keys.get("stream"):
+            text = json.dumps(json.loads(text.strip().rpartition("\ndata: ")[2])["response"])
+        value: dict[str, Any] = json.loads(text)
+        logprobs = [entry["logprob"] for entry in value["output"][0]["content"][0]["logprobs"]]
+        self.heard.append((value["prompt_token_ids"], value["token_ids"], logprobs))
+        return value
+
 
 def said(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
@@ -116,7 +128,16 @@ def stream(client: RecordingClient, row: Any) -> None:
     client.ask([*row["messages"], answer, said("user", "go on")], max_tokens=3)
 
 
-PLAYS = {play.__name__: play for play in (follow, forget, fork, team, again, leave, stream)}
+def respond(client: RecordingClient, row: Any) -> None:
+    """OpenAI's other API: a response; one that continues it by its id; one by its items, in events; and as a chat."""
+    first = client.respond(input=row["messages"], max_output_tokens=5)
+    client.respond(input="go on", previous_response_id=first["id"], max_output_tokens=4)
+    client.respond(input=[*row["messages"], *first["output"], said("user", "and?")], stream=True, max_output_tokens=4)
+    answer = said("assistant", first["output"][0]["content"][0]["text"])
+    client.ask([*row["messages"], answer, said("user", "so?")], max_tokens=4)
+
+
+PLAYS = {play.__name__: play for play in (follow, forget, fork, team, again, leave, stream, respond)}
 
 
 def solve(row: Any, base_url: str, api_key: str) -> dict[str, Any]:

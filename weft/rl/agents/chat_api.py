@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ from weft.errors import UserError
 from weft.rl.agents.http_server import HttpError
 
 # Keys of a request that change nothing about the answer.
-_WITHOUT_EFFECT = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
-_READ = {
-    "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stop", "max_tokens", "max_completion_tokens",
-    "stream", "stream_options", "logprobs", "top_logprobs", "n", "chat_template_kwargs", "return_token_ids",
+_WITHOUT_EFFECT = {
+    "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
 }  # fmt: skip
+_READ = {
+    "messages", "stop", "max_tokens", "max_completion_tokens", "stream_options", "logprobs",
+}  # fmt: skip
+_READ_BY_ALL = {"model", "tools", "tool_choice", "stream", "chat_template_kwargs", "return_token_ids"}
 # Keys that the config of the run decides -> the key. A request may name the same value.
 _DECIDED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 # Keys that may only have the value that changes nothing.
@@ -58,6 +60,31 @@ class ChatRequest:
 
 def parse_request(body: bytes, models: Sequence[str], rollout: RolloutConfig) -> ChatRequest:
     """Read a request. models: the names by which the policy is served. HttpError for what cannot be answered."""
+    value = read_body(body, models)
+    refuse(value, rollout, _READ, _NEUTRAL)
+    stop = value.get("stop", ())
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
+        raise HttpError(400, "`stop` must be a text or a list of texts, none of them empty", param="stop")
+    limit = "max_completion_tokens" if "max_completion_tokens" in value else "max_tokens"
+    options = value.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise HttpError(400, "`stream_options` must be an object", param="stream_options")
+    return ChatRequest(
+        messages=messages_of(value.get("messages")),
+        tools=offered(value, value.get("tools", [])),
+        kwargs=value.get("chat_template_kwargs", {}),
+        max_tokens=most_tokens(value, limit),
+        stop=tuple(stops),
+        stream=bool(value.get("stream")),
+        usage=bool(options.get("include_usage")),
+        logprobs=bool(value.get("logprobs")),
+        token_ids=bool(value.get("return_token_ids")),
+    )
+
+
+def read_body(body: bytes, models: Sequence[str]) -> dict[str, Any]:
+    """The keys of a request that are not null. HttpError for what is no object, and for a model that is not served."""
     try:
         value = json.loads(body)
     except ValueError as error:
@@ -71,58 +98,63 @@ def parse_request(body: bytes, models: Sequence[str], rollout: RolloutConfig) ->
             f"the model {value.get('model')!r} is not served here, only {models[0]!r} is, the policy that is trained. "
             "An agent that asks other models needs another client for them.",
             "model_not_found",
+            "model",
         )
-    _refuse(value, rollout)
-    messages = _messages(value.get("messages"))
-    stop = value.get("stop", ())
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise HttpError(400, "`stop` must be a text or a list of texts, none of them empty")
-    limit = value.get("max_completion_tokens", value.get("max_tokens"))
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise HttpError(400, f"`max_tokens` is {limit!r}; it must be 1 or more")
-    tools, choice = value.get("tools", []), value.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise HttpError(400, f"`tool_choice` is {choice!r}; the policy decides itself: `auto` or `none`")
-    return ChatRequest(
-        messages=messages,
-        tools=tuple(tools) if choice == "auto" else (),
-        kwargs=value.get("chat_template_kwargs", {}),
-        max_tokens=limit,
-        stop=stops,
-        stream=bool(value.get("stream")),
-        usage=bool((value.get("stream_options") or {}).get("include_usage")),
-        logprobs=bool(value.get("logprobs")),
-        token_ids=bool(value.get("return_token_ids")),
-    )
+    return value
 
 
-def _refuse(value: Mapping[str, Any], rollout: RolloutConfig) -> None:
-    """Raise HttpError for keys whose values would be ignored."""
+def refuse(value: Mapping[str, Any], rollout: RolloutConfig, read: Set[str], neutral: Mapping[str, Any]) -> None:
+    """Raise HttpError for keys whose values would be ignored. read: keys of this API that are read. neutral: the values
+    of other keys that change nothing."""
     for name, key in _DECIDED.items():
         if name in value and value[name] != getattr(rollout, key):
             raise HttpError(
                 400,
                 f"`{name}` is {value[name]!r}, but the run samples with rollout.{key}={getattr(rollout, key):g}, which "
                 f"its loss assumes of every token: leave `{name}` out, or set the key.",
+                param=name,
             )
-    for name, neutral in _NEUTRAL.items():
-        if name in value and value[name] != neutral:
-            raise HttpError(400, f"`{name}` is {value[name]!r}, which this endpoint does not do: leave it out")
-    accepted = _READ | _WITHOUT_EFFECT | _DECIDED.keys() | _NEUTRAL.keys()
+    for name, unchanged in neutral.items():
+        if name in value and value[name] != unchanged:
+            raise HttpError(
+                400, f"`{name}` is {value[name]!r}, which this endpoint does not do: leave it out", param=name
+            )
+    accepted = read | _READ_BY_ALL | _WITHOUT_EFFECT | _DECIDED.keys() | neutral.keys()
     if unknown := sorted(value.keys() - accepted):
         reason = "; seeds are those of the run (train.seed)" if "seed" in unknown else ""
-        raise HttpError(400, f"`{unknown[0]}` has no effect here: leave it out{reason}")
+        raise HttpError(400, f"`{unknown[0]}` has no effect here: leave it out{reason}", param=unknown[0])
+    if not isinstance(value.get("chat_template_kwargs", {}), dict):
+        raise HttpError(400, "`chat_template_kwargs` must be an object", param="chat_template_kwargs")
 
 
-def _messages(raw: Any) -> tuple[Mapping[str, Any], ...]:
-    """The messages of a request, with contents as texts."""
+def most_tokens(value: Mapping[str, Any], name: str) -> int | None:
+    """The limit of tokens under this name. HttpError if it is no positive number."""
+    limit = value.get(name)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise HttpError(400, f"`{name}` is {limit!r}; it must be 1 or more", param=name)
+    return limit
+
+
+def offered(value: Mapping[str, Any], tools: Any) -> tuple[Mapping[str, Any], ...]:
+    """The tools that the policy may call, by `tool_choice`. tools: of the request, as of chat completions."""
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise HttpError(400, "`tools` must be a list of objects", param="tools")
+    choice = value.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise HttpError(
+            400, f"`tool_choice` is {choice!r}; the policy decides itself: `auto` or `none`", param="tool_choice"
+        )
+    return tuple(tools) if choice == "auto" else ()
+
+
+def messages_of(raw: Any) -> tuple[Mapping[str, Any], ...]:
+    """The messages of a request, with contents as texts. HttpError for what is none."""
     try:
         messages = read_messages("the request", "messages", raw)
     except UserError as error:
         raise HttpError(400, str(error)) from error
     if messages[-1]["role"] == "assistant":
-        raise HttpError(400, "the last message is the assistant's: end `messages` with one that is to be answered")
+        raise HttpError(400, "the last message is the assistant's: end with one that is to be answered")
     return tuple({**message, "content": text_of(message.get("content"))} for message in messages)
 
 
@@ -193,7 +225,7 @@ def completion_body(request: ChatRequest, answer: ChatAnswer, model: str) -> byt
     """The response to a request: a chat.completion, or the events of a stream."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish}
     if request.logprobs:
-        choice["logprobs"] = {"content": list(_logprobs(answer)), "refusal": None}
+        choice["logprobs"] = {"content": logprobs_of(answer), "refusal": None}
     if request.token_ids:
         choice["token_ids"] = list(answer.ids)
     usage = {
@@ -217,6 +249,9 @@ def completion_body(request: ChatRequest, answer: ChatAnswer, model: str) -> byt
     return "".join(f"data: {line}\n\n" for line in (*map(json.dumps, chunks), "[DONE]")).encode()
 
 
-def _logprobs(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
-    for piece, logprob in zip(answer.pieces, answer.logprobs, strict=True):
-        yield {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+def logprobs_of(answer: ChatAnswer) -> list[dict[str, Any]]:
+    """One entry for each sampled token, with the end token."""
+    return [
+        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, logprob in zip(answer.pieces, answer.logprobs, strict=True)
+    ]

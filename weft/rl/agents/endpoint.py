@@ -1,4 +1,4 @@
-"""The endpoint that agents ask: /v1/chat/completions and /v1/models, as OpenAI has them, and /v1/reward."""
+"""The endpoint that agents ask: chat completions, responses and models, as OpenAI has them, and /v1/reward."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
-from weft.rl.agents.chat_api import completion_body, parse_request, parses_calls
+from weft.rl.agents.chat_api import ChatRequest, completion_body, parse_request, parses_calls
 from weft.rl.agents.http_server import HttpError, HttpRequest, HttpResponse, HttpServer
 from weft.rl.agents.process import outcome
+from weft.rl.agents.responses_api import ResponsesRequest, parse_responses_request, responses_body
 from weft.rl.agents.session import Session
 from weft.rl.chat import ChatRenderer
 
@@ -22,7 +23,7 @@ class Endpoint:
     """Answers calls of agents; an API key is a session. base_url: as in OPENAI_BASE_URL."""
 
     def __init__(self, chats: ChatRenderer, config: RlConfig) -> None:
-        self._rollout, self._models = config.rollout, (MODEL, config.model.path)
+        self._served = (MODEL, config.model.path), config.rollout
         self._parses_calls = parses_calls(chats.template_source)
         self._sessions: dict[str, Session] = {}
         self._server = HttpServer(self._handle)
@@ -63,7 +64,10 @@ class Endpoint:
             )
         match request.method, request.path:
             case "POST", "/v1/chat/completions":
-                return await self._chat(session, request)
+                return await self._answer(session, request, parse_request(request.body, *self._served))
+            case "POST", "/v1/responses":
+                asked = parse_responses_request(request.body, *self._served, session.calls)
+                return await self._answer(session, request, asked)
             case "GET", "/v1/models":
                 listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "weft"}]
                 return HttpResponse(200, json.dumps({"object": "list", "data": listed}).encode())
@@ -75,19 +79,23 @@ class Endpoint:
                 return HttpResponse(200, b"{}")
         raise HttpError(
             404,
-            f"{request.method} {request.path} is not served: there are POST /v1/chat/completions, GET /v1/models and "
-            "POST /v1/reward",
+            f"{request.method} {request.path} is not served: there are POST /v1/chat/completions, POST /v1/responses, "
+            "GET /v1/models and POST /v1/reward",
         )
 
-    async def _chat(self, session: Session, request: HttpRequest) -> HttpResponse:
-        chat_request = parse_request(request.body, self._models, self._rollout)
-        if chat_request.tools and not self._parses_calls:
+    async def _answer(self, session: Session, request: HttpRequest, asked: ChatRequest) -> HttpResponse:
+        if asked.tools and not self._parses_calls:
             raise HttpError(
                 400,
                 "the chat template of this model writes calls of tools in a format that this endpoint cannot parse "
                 "(it reads <tool_call>{...}</tool_call>, as of Qwen3 and Hermes): describe tools in a message, and "
                 "parse calls in the agent",
+                param="tools",
             )
-        call = await session.answer(chat_request, retry=request.headers.get(_RETRY, "0") != "0")
-        kind = "text/event-stream" if chat_request.stream else "application/json"
-        return HttpResponse(200, completion_body(chat_request, call.answer, MODEL), kind, lambda: session.forget(call))
+        call = await session.answer(asked, retry=request.headers.get(_RETRY, "0") != "0")
+        if isinstance(asked, ResponsesRequest):
+            body = responses_body(asked, call.answer, MODEL)
+        else:
+            body = completion_body(asked, call.answer, MODEL)
+        kind = "text/event-stream" if asked.stream else "application/json"
+        return HttpResponse(200, body, kind, lambda: session.forget(call))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from weft.errors import first_line
+
 _MOST_HEAD, _MOST_BODY = 1 << 16, 1 << 26  # bytes
 _CHUNKED = "chunked"
 
@@ -41,15 +43,16 @@ Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 class HttpError(Exception):
-    """Answered with this status and an error body as OpenAI's. code: as in OpenAI's `error.code`."""
+    """Answered with this status and an error body as OpenAI's. code, param: as in OpenAI's `error`; param is the key of
+    the request."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code, self.param = status, message, code, param
 
     def response(self) -> HttpResponse:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return HttpResponse(self.status, json.dumps({"error": error}).encode())
 
 
@@ -127,6 +130,9 @@ class HttpServer:
                 return await handling, watching.result() if watching.done() else b""
             except HttpError as error:
                 return error.response(), watching.result() if watching.done() else b""
+            except Exception as error:  # of the handler: the client hears of it, and other connections go on
+                failed = HttpError(500, f"{type(error).__name__}: {first_line(error)}")
+                return failed.response(), watching.result() if watching.done() else b""
         finally:
             for task in (handling, watching):
                 task.cancel()
