@@ -41,6 +41,7 @@ LEFT_OUT = ("verification/bugs/", "rollout/vllm/", "config/reference.py", "confi
 EXCLUDED = (
     "project/test_containers.py",
     "project/test_house.py",
+    "project/test_names.py",
     "project/test_mutants.py",
     "project/test_docs.py",
     "project/test_examples.py",
