@@ -29,7 +29,7 @@ def test_what_it_says() -> None:
     assert meter.text() == "rollout step 3: 0/256 samples, 1,234 tokens/s"
     meter.done = 96
     with meter.scoring(8), meter.scoring(4):
-        assert meter.text() == "rollout step 3: 96/256 samples, 1,234 tokens/s, 12 rewards waited for"
+        assert meter.text() == "rollout step 3: 96/256 samples, 1,234 tokens/s, 12 rewards pending"
     meter.done = 256
     assert meter.text() == "rollout step 3: 256/256 samples"
 

@@ -21,11 +21,11 @@ class Meter:
         self._began, self._before = clock(), drawn()
 
     def text(self) -> str:
-        """For example `rollout step 3: 96/256 samples, 1,234 tokens/s, 12 rewards waited for`."""
+        """For example `rollout step 3: 96/256 samples, 1,234 tokens/s, 12 rewards pending`."""
         rate = (self._drawn() - self._before) / max(self._clock() - self._began, 1e-9)
         words = [f"{self.name}: {self.done:,}/{self.expected:,} samples"]
         words += [f"{rate:,.0f} tokens/s"] if self.done < self.expected else []
-        words += [f"{self.pending:,} rewards waited for"] if self.pending else []
+        words += [f"{self.pending:,} rewards pending"] if self.pending else []
         return ", ".join(words)
 
     @contextmanager
