@@ -25,6 +25,7 @@ from weft.engine.document_sums import read_sums
 from weft.engine.engine import Engine
 from weft.engine.losses.load import choose_objective
 from weft.engine.optim.custom_optimizer import find_class
+from weft.engine.optim.optimizer import lossy_parts
 from weft.engine.selfcheck.kinds import kinds_of
 from weft.engine.selfcheck.shrink import fewer_layers
 from weft.engine.teachers import Teacher
@@ -34,6 +35,7 @@ from weft.launch.options import VerifyOptions
 from weft.launch.process import Ranks, join
 from weft.launch.scratch import scratch_folder
 from weft.models import hf
+from weft.parallel.fsdp import DTYPES
 from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
 from weft.recipes import answers
@@ -58,7 +60,9 @@ from weft.verify.dpo_harness import (
 from weft.verify.harness import Figure, Verdict, cut_documents, verify, worst_five
 from weft.verify.image_documents import steps_for, takes_images
 from weft.verify.image_reference import Images
+from weft.verify.masters import compare_steps, rounds_steps
 from weft.verify.narrow import compare_as_configured
+from weft.verify.observed import Step
 from weft.verify.plants import planted
 from weft.verify.reward_harness import answer_data, awkward_answers, verify_reward
 from weft.verify.rl_harness import verify_rl
@@ -72,10 +76,6 @@ from weft.verify.training import disturb_weights
 EPSILON = 1e-5
 LEARNING_RATE = 1e-3  # the updates of a smaller one would be lost in the rounding of the weights
 Config = TypeVar("Config", SftConfig, RlConfig)
-_BF16_MASTERS = (
-    "masters  in bf16 (fsdp.master_dtype, optimizer.rounding): not exact. Their rounding is not compared with one "
-    "process: steps were compared with masters in fp32"
-)
 # Peak memory, as multiples of the fp32 weights. In the host's memory: the reference and the results of both sides
 # (measured with one rank), and the records of each further rank. On an accelerator: the training reference, whose
 # optimizer has two states, and a copy of its gradients, beside the engine.
@@ -141,11 +141,11 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
         steps += forest_steps(hf.vocabulary_size(subject.path))[:1]
     shown, images, image_plan = steps_for(engine, subject.path, steps)
     verdict = verify(engine, subject.path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)
-    remarks = [remark] if remark else []
-    if config.fsdp.master_dtype == "bf16":
-        remarks.append(_BF16_MASTERS)
     if verdict is not None:
-        verdict = replace(verdict, remarks=[*verdict.remarks, *remarks])
+        verdict = replace(verdict, remarks=[*verdict.remarks, *([remark] if remark else [])])
+    if verdict is not None:
+        verdict = replace(verdict, remarks=[*verdict.remarks, *lossy_features(config)])
+    verdict = _with_lossy_steps(verdict, config, exact, subject, ranks, steps)
     same_dtypes = Precision.from_config(config.fsdp, ranks.device) == Precision.from_config(exact.fsdp, ranks.device)
     if same_dtypes and not config.model.transforms:
         return verdict
@@ -156,6 +156,22 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     if verdict is None:
         return None
     return replace(verdict, figures=[*verdict.figures, *figures], remarks=[*verdict.remarks, remark])
+
+
+def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
+    """A line for each feature of the config that rounds, with what it is compared with. steps: whether compare_steps
+    compares steps with masters in bf16."""
+    master, base = DTYPES[config.fsdp.master_dtype], config.lora.base
+    same = "compared with one process that rounds in the same way"
+    lines = [
+        f"lossy    optimizer: {part}; {same}"
+        for part in lossy_parts(config.optimizer, master if steps else torch.float32)
+    ]
+    if not steps and master == torch.bfloat16:
+        lines.append("lossy    masters in bf16: not exact; compared by `weft verify` with a config of sft, not here")
+    if config.lora.on and base != "compute":
+        lines.append(f"lossy    lora.base={base}: not exact; compared with peft over a base rounded in the same way")
+    return lines
 
 
 def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
@@ -176,7 +192,10 @@ def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyO
     trainer = TrainerRank(exact, ranks.device.type)
     figures = score_figures(trainer.reward_models, ranks)
     verdict = verify_rl(trainer, LEARNING_RATE, rollouts)
-    return None if verdict is None else replace(verdict, figures=[*figures, *verdict.figures])
+    if verdict is None:
+        return None
+    remarks = [*verdict.remarks, *lossy_features(config, steps=False)]
+    return replace(verdict, figures=[*figures, *verdict.figures], remarks=remarks)
 
 
 def check_distillation(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
@@ -228,7 +247,8 @@ def check_reward(config: Any, subject: VerifiedModel, ranks: Ranks, options: Ver
     prepared = RecipeSteps(engine, recipe, documents, counts, paired=recipe.pairs is not None)
     figures, worst = verify_reward(engine, subject.path, prepared, steps, exact.reward, LEARNING_RATE, images)
     seen = ", with images" * bool(images)
-    return Verdict(figures, worst, [f"reward   {exact.reward.loss}{seen}, in fp32"]) if figures else None
+    remarks = [f"reward   {exact.reward.loss}{seen}, in fp32", *lossy_features(config, steps=False)]
+    return Verdict(figures, worst, remarks) if figures else None
 
 
 def _without_balance(config: Config) -> Config:
@@ -283,6 +303,18 @@ def check_preferences(config: Any, subject: VerifiedModel, ranks: Ranks, options
     seen = ", with images" * bool(images)
     remark = f"dpo      {losses}{f' against {against}' if exact.preference.has_reference else ''}{seen}, in fp32"
     return _joined(verdict, figures, worst, remark)
+
+
+def _with_lossy_steps(
+    verdict: Verdict | None, config: Any, exact: Any, subject: VerifiedModel, ranks: Ranks, steps: Sequence[Step]
+) -> Verdict | None:
+    """The verdict, with figures of the optimizer's steps from equal gradients, if something in a step is rounded."""
+    fsdp = replace(exact.fsdp, master_dtype=config.fsdp.master_dtype)
+    if not rounds_steps(exact.optimizer, DTYPES[fsdp.master_dtype]):
+        return verdict
+    engine = Engine(EngineConfig.from_config(replace(exact, fsdp=fsdp)), ranks)
+    figures = compare_steps(engine, subject.path, steps[:3], LEARNING_RATE)
+    return None if verdict is None else replace(verdict, figures=[*verdict.figures, *figures])
 
 
 CHECKS = {"rl": check_rl, "dpo": check_preferences, "distill": check_distillation, "reward": check_reward}

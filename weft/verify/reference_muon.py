@@ -1,4 +1,4 @@
-"""The reference's Muon: whole matrices in one process, in the weights' dtype. Imports nothing of weft."""
+"""The reference's Muon: whole matrices in one process, in fp32 or the weights' wider dtype. Imports nothing of weft."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class PlainMuon(torch.optim.AdamW):
         self, groups: Any, parts: Mapping[nn.Parameter, Sequence[Part]], *, betas: tuple[float, float], eps: float,
         momentum: float, scale: str,
     ) -> None:  # fmt: skip
-        super().__init__(groups, lr=0.0, betas=betas, eps=eps)
+        dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+        # In 16 bits only the fused kernel computes a step of AdamW in fp32.
+        super().__init__(groups, lr=0.0, betas=betas, eps=eps, fused=torch.bfloat16 in dtypes)
         self.parts, self.momentum, self.scale = parts, momentum, scale
 
     @torch.no_grad()
@@ -32,20 +34,23 @@ class PlainMuon(torch.optim.AdamW):
         super().step()
 
     def _one(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        state = self.state[parameter]
+        assert parameter.grad is not None
+        wide = max(parameter.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
+        gradient, parameter.grad = parameter.grad.to(wide), None
+        state, weight = self.state[parameter], parameter.to(wide)
         before = state.get("momentum", torch.zeros_like(gradient))
-        state["momentum"] = torch.lerp(gradient, before, self.momentum)
-        update = torch.lerp(gradient, state["momentum"], self.momentum)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        momentum = torch.lerp(gradient, before, self.momentum)
+        update = torch.lerp(gradient, momentum, self.momentum)
+        state["momentum"] = momentum.to(parameter.dtype).to(wide)
+        weight = weight * (1 - group["lr"] * group["weight_decay"])
         for start, size in self.parts[parameter]:
             slices = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
             rows, columns = size[-2:]
             original, matched = math.sqrt(max(1, rows / columns)), 0.2 * math.sqrt(max(rows, columns))
             scale = original if self.scale == "original" else matched
             step = orthogonal(update[slices].reshape(rows, columns)).reshape(size)
-            parameter[slices] -= group["lr"] * scale * step
+            weight[slices] -= group["lr"] * scale * step
+        parameter.copy_(weight)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ class Optimizer:
     groups: (patterns of names, factor of the learning rate, decay or None); the first that matches a parameter counts.
     coded: AdamW's state is in 8 bits; that of tensors with fewer than 4096 elements or 64 columns, or without decay,
     stays in fp32. seed, aliases: of its random bits: the run's seed, and other names of parameters than those here.
+    state: dtype of other state. rounding: of weights in bf16, as in CodedAdamW.
     matrices: parts of parameters that Muon orthogonalises; muon_rate: their factor of the learning rate.
     """
 
@@ -41,6 +42,8 @@ class Optimizer:
     muon_rate: float = 1.0
     muon_momentum: float = 0.95
     muon_scale: str = "match_rms_adamw"
+    state: torch.dtype = torch.float32
+    rounding: str = "nearest"
 
     def over(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """A fresh optimizer. named: (name, parameter); a tied parameter comes under each name."""
@@ -48,17 +51,23 @@ class Optimizer:
         for name, parameter in named:
             names.setdefault(parameter, []).append(name)
         groups = [self._group(parameter, tensor_names) for parameter, tensor_names in names.items()]
+        dtype = next(iter(names)).dtype
         if self.name == "sgd":
+            if self.momentum > 0 and (self.state != dtype or dtype == torch.bfloat16):
+                return PlainSGD(groups, self.momentum, self.state)
             return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
         if self.name == "lion":
-            return PlainLion(groups, self.betas)
+            return PlainLion(groups, self.betas, self.state)
         if self.name == "adafactor":  # as transformers' Trainer sets it up
             return Adafactor(groups, lr=0.0, scale_parameter=False, relative_step=False)
-        if self.coded:
+        if self.name == "adamw" and (self.coded or self.state != dtype or self.rounding != "nearest"):
             first = {parameter: tensor_names[0] for parameter, tensor_names in names.items()}
             aliases = {parameter: self.aliases.get(name, name) for parameter, name in first.items()}
-            coded = {parameter: has_codes(name, parameter) for parameter, name in first.items()}
-            return CodedAdamW(groups, aliases, coded, betas=self.betas, eps=self.eps, seed=self.seed)
+            coded = {parameter: self.coded and has_codes(name, parameter) for parameter, name in first.items()}
+            return CodedAdamW(
+                groups, aliases, coded, betas=self.betas, eps=self.eps, seed=self.seed, state=self.state,
+                rounding=self.rounding,
+            )  # fmt: skip
         if self.name == "muon":
             parts = {
                 parameter: matrices
@@ -71,7 +80,9 @@ class Optimizer:
                 groups, parts, betas=self.betas, eps=self.eps, momentum=self.muon_momentum, scale=self.muon_scale
             )
         if self.name == "adamw":
-            return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps)
+            # In 16 bits only the fused kernel computes a step in fp32.
+            fused = dtype == torch.bfloat16
+            return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=fused)
         module, _, kind = self.name.replace(":", ".").rpartition(".")
         built: torch.optim.Optimizer = getattr(importlib.import_module(module), kind)(groups, lr=1.0, **self.options)
         return built
@@ -88,11 +99,35 @@ class Optimizer:
 
 
 class PlainLion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023, algorithm 2) with decoupled decay."""
+    """Lion (Chen et al. 2023, algorithm 2) with decoupled decay, computed in fp32. stored: dtype of the momentum."""
 
-    def __init__(self, groups: Any, betas: tuple[float, float]) -> None:
+    def __init__(self, groups: Any, betas: tuple[float, float], stored: torch.dtype = torch.float32) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
-        self.betas = betas
+        self.betas, self.stored = betas, stored
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter that has a gradient."""
+        (beta1, beta2), stored = self.betas, self.stored
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad.to(max(parameter.dtype, torch.float32, key=lambda x: x.itemsize))
+                before = self.state[parameter].get("exp_avg", torch.zeros_like(parameter)).to(gradient)
+                direction = torch.sign(beta1 * before + (1 - beta1) * gradient)
+                kept = parameter.to(gradient) * (1 - group["lr"] * group["weight_decay"])
+                parameter.copy_(kept - group["lr"] * direction)
+                after = beta2 * before + (1 - beta2) * gradient
+                self.state[parameter]["exp_avg"] = after if stored == torch.float32 else after.to(stored)
+
+
+class PlainSGD(torch.optim.Optimizer):
+    """torch.optim.SGD, computed in fp32, with its momentum in another dtype than the weights."""
+
+    def __init__(self, groups: Any, momentum: float, stored: torch.dtype) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self.momentum, self.stored = momentum, stored
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -101,10 +136,10 @@ class PlainLion(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                before = self.state[parameter].get("exp_avg", torch.zeros_like(parameter))
-                direction = torch.sign(self.betas[0] * before + (1 - self.betas[0]) * parameter.grad)
-                parameter -= group["lr"] * (direction + group["weight_decay"] * parameter)
-                self.state[parameter]["exp_avg"] = self.betas[1] * before + (1 - self.betas[1]) * parameter.grad
+                weight, before = parameter.float(), self.state[parameter].get("momentum_buffer", 0.0)
+                velocity = self.momentum * before + (parameter.grad.float() + group["weight_decay"] * weight)
+                parameter.copy_(weight - group["lr"] * velocity)
+                self.state[parameter]["momentum_buffer"] = velocity.to(self.stored).float()
 
 
 def has_codes(name: str, parameter: Tensor) -> bool:

@@ -174,8 +174,7 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     updates[parameter] = self._momentum_of(parameter)
-                    rates[parameter] = group["lr"]
-                    local_shard(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+                    rates[parameter] = group["lr"], 1 - group["lr"] * group["weight_decay"]
         # A parameter without a gradient has none on any rank.
         matrices = [matrix for matrix in self._matrices if self._parameters[matrix.name] in updates]
         rounds = rounds_of(matrices, len(self._boxes))
@@ -238,8 +237,11 @@ class Muon(torch.optim.Optimizer):
         )
         return _MatrixExchange(matrices, received, sizes, work, sent)
 
-    def _take(self, exchange: _MatrixExchange, rates: Mapping[nn.Parameter, float]) -> None:
-        """Orthogonalise this rank's matrices of a round, send the results, and step what comes back."""
+    def _take(self, exchange: _MatrixExchange, rates: Mapping[nn.Parameter, tuple[float, float]]) -> None:
+        """Orthogonalise this rank's matrices of a round, send the results, and step what comes back.
+
+        rates: the learning rate, and the share of a weight that decay leaves.
+        """
         _wait(exchange)
         matrices, local = exchange.matrices, self._local(exchange.matrices)
         gathered = [torch.empty(m.box.size, dtype=self.dtype, device=exchange.received.device) for m in local]
@@ -268,13 +270,14 @@ class Muon(torch.optim.Optimizer):
         offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
         for matrix in matrices:
             parameter = self._parameters[matrix.name]
-            shard, rate = local_shard(parameter), rates[parameter] * step_scale(self.scale, matrix.shape)
+            shard, (rate, decay) = local_shard(parameter), rates[parameter]
+            rate *= step_scale(self.scale, matrix.shape)
             for rank_box in self._placement_of[matrix.name].boxes:
                 shared_box = overlap(matrix.box, rank_box.box)
                 if shared_box is not None:
                     offset = offsets[matrix.rank]
                     values = back.received[offset : offset + shared_box.numel].view(shared_box.size)
-                    _subtract(shard, rank_box, shared_box, values, rate)
+                    _step(shard, rank_box, shared_box, values, rate, decay)
                     offsets[matrix.rank] += shared_box.numel
 
     def orthogonalise(self, matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -299,10 +302,10 @@ def _shared(matrix: Matrix, boxes: Boxes, *, only_sent: bool) -> list[Box]:
     return [part for part in parts if part is not None]
 
 
-def _subtract(shard: Tensor, rank_box: RankBox, box: Box, values: Tensor, rate: float) -> None:
-    """shard[box] -= rate x values, in fp32."""
+def _step(shard: Tensor, rank_box: RankBox, box: Box, values: Tensor, rate: float, decay: float) -> None:
+    """shard[box] = decay x shard[box] - rate x values, in fp32, rounded once: in bf16 decay by itself would be lost."""
     target = shard[rank_box.within(box)]
-    target.copy_(target.float().sub_(values.float().mul_(rate)))
+    target.copy_(target.float().mul(decay).sub_(values.float().mul_(rate)))
 
 
 def _wait(exchange: _MatrixExchange) -> None:

@@ -104,9 +104,10 @@ def lossy_parts(config: OptimizerConfig, master: torch.dtype) -> list[str]:
     if config.name in OPTIMIZERS:
         state = {torch.int8: "in codes of 8 bits", torch.bfloat16: "rounded to bf16"}
         parts += [f"{state[dtype]}: not exact" for dtype in moments(config, master, None)[:1] if dtype in state]
-    if config.name == "adamw" and master == torch.bfloat16:
+    if master == torch.bfloat16:
         how = {"nearest": "to nearest", "stochastic": "at random", "kahan": "with what is lost kept in bf16"}
-        parts.append(f"masters rounded {how[config.rounding]}: not exact")
+        rounding = config.rounding if config.name == "adamw" else "nearest"
+        parts.append(f"masters rounded {how[rounding]}: not exact")
     return parts
 
 
@@ -187,7 +188,12 @@ def clip_gradients(
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply the gradients that there are by a number."""
     gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if factor != 1.0 and gradients:
+    if factor == 1.0 or not gradients:
+        return
+    if gradients[0].is_cpu:  # where the list kernel rounds the factor to bf16 first (torch 2.13)
+        for gradient in gradients:
+            gradient.mul_(factor)
+    else:
         torch._foreach_mul_(gradients, factor)
 
 

@@ -1,7 +1,8 @@
-"""SGD: torch's own, or one whose momentum has another dtype than the parameters (optimizer.state_dtype).
+"""SGD: torch's own, or one whose momentum or parameters are in bf16 (optimizer.state_dtype, fsdp.master_dtype).
 
-torch's keeps state in the parameter's dtype. The other computes an update in fp32 from stored state and parameter, one
-parameter at a time, and rounds both to nearest in their own dtypes.
+torch's keeps state in the parameter's dtype, and rounds each operation to it. The other computes an update in fp32 from
+stored state and parameter, one parameter at a time, and rounds both to nearest in their dtypes. Its operations are
+rounded one by one, so that an element does not depend on its place in a shard.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class RoundedSGD(ElementwiseOptimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         stored, weight = local_shard(state["momentum_buffer"]), shard.float()
-        gradient = gradient.add(weight, alpha=group["weight_decay"])
+        gradient = gradient + weight * group["weight_decay"]
         # From zero this is the first gradient itself, as in torch.
         velocity = stored.float().mul_(group["momentum"]).add_(gradient)
-        shard.copy_(weight.add_(velocity, alpha=-group["lr"]))
+        shard.copy_(weight.sub_(velocity * group["lr"]))
         stored.copy_(velocity)
 
 
 def build_sgd(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
     """SGD, with momentum where config.momentum is above 0."""
     state = state_dtype(config, parameters.dtype)
-    if config.momentum > 0 and state != parameters.dtype:
+    if config.momentum > 0 and (state != parameters.dtype or state == torch.bfloat16):
         return RoundedSGD(parameters.groups, state, config.lr, config.momentum)
     # The fused SGD kernel has no rule for DTensors.
     return torch.optim.SGD(parameters.groups, lr=config.lr, momentum=config.momentum, foreach=True)

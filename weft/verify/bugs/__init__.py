@@ -24,6 +24,7 @@ ACCURACY = "evaluation: accuracy"
 TOKEN_ROWS = "gradients of each token's row, float16"
 BALANCE_SCALE = "scale of the auxiliary loss, float16"
 AGREE = "ranks that hold the same agree"
+MASTERS = "masters in bfloat16: weights that differ"
 # Tests that compare an SFT run with the reference, step by step.
 RUN_LOSSES = "tests/verify/test_plants.py: losses of a run"
 RUN_RATES = "tests/verify/test_plants.py: learning rates of a run"

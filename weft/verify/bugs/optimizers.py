@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from weft.engine.optim.low_bit import has_codes
-from weft.verify.bugs import Original, Plant, bug
+from weft.parallel.mesh import local_shard
+from weft.verify.bugs import MASTERS, Original, Plant, bug
 
 
 @bug(
@@ -64,3 +65,29 @@ def bits_by_local_place(plant: Plant, original: Original, rows: Any, grid: Any, 
     if local != rows:
         plant.hit()
     return original(local, replace(grid, lead=0), rows.columns, device)
+
+
+@bug(
+    "B33", "weft.engine.optim.placement:Placements.sum_",
+    "Adafactor's rows, columns and norms are those of the part that each rank holds",
+    caught_by="weights after 3 steps", issue="", ranks=2,
+    needs="optimizer.name=adafactor",
+)  # fmt: skip
+def rows_of_shards(plant: Plant, original: Original, self: Any, x: Any) -> None:
+    before = x.clone()
+    original(self, x)
+    if not x.equal(before):
+        plant.hit()
+        x.copy_(before)
+
+
+@bug(
+    "B33", "weft.engine.optim.optimizer:multiply_gradients",
+    "the factor of clipping is rounded to bf16, as torch's list kernel does on a CPU",
+    caught_by=MASTERS, issue="", needs="fsdp.master_dtype=bf16",
+)  # fmt: skip
+def factor_in_bf16(plant: Plant, original: Original, parameters: Any, factor: float) -> None:
+    gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
+    if factor != 1.0 and gradients:
+        plant.hit()
+        torch._foreach_mul_(gradients, factor)
