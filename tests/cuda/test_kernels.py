@@ -25,6 +25,7 @@ from weft.engine.selfcheck.device import TOLERANCES, check_on_device, errors
 from weft.ops.attention import KERNELS, choose
 from weft.ops.attention_call import Bounds, Call
 from weft.ops.per_document import per_document
+from weft.versions import installed_version
 
 DEVICE = torch.device(os.environ.get("WEFT_CUDA_TESTS_DEVICE", "cuda"))
 ON_CUDA = DEVICE.type == "cuda"
@@ -58,6 +59,11 @@ def run_of(name: str) -> Callable[[Call], Tensor]:
     return KERNELS[name].run if ON_CUDA else per_document
 
 
+def needs_package(name: str) -> None:
+    if ON_CUDA and not installed_version(KERNELS[name].package or "torch"):
+        pytest.skip(f"{KERNELS[name].package} is not installed")
+
+
 # ---------------------------------------------------------------- numbers
 
 # kernel, widths (D, E), dtype, traits
@@ -69,6 +75,11 @@ CASES: list[tuple[str, tuple[int, int], torch.dtype, dict[str, Any]]] = [
     ("varlen", (192, 128), BF16, {"window": 5000}),
     ("varlen", (128, 128), BF16, {"padded": True, "window": 64}),
     ("varlen", (12, 20), BF16, {"window": 1}),
+    *(("fa4", widths, BF16, {}) for widths in ((64, 64), (96, 96), (128, 128))),
+    *(("fa4", (128, 128), dtype, {"window": 100}) for dtype in (BF16, FP16)),
+    ("fa4", (128, 64), FP16, {"window": 5000}),
+    ("fa4", (64, 64), BF16, {"padded": True, "window": 64}),
+    ("fa4", (12, 20), BF16, {"window": 1}),
     ("flex", (64, 64), BF16, {"sinks": True, "window": 100}),
     ("flex", (80, 80), FP16, {"softcap": 5.0, "window": 129}),
     ("flex", (96, 96), BF16, {"padded": True, "sinks": True}),
@@ -99,6 +110,7 @@ def check_errors(name: str, call: Call) -> None:
 @pytest.mark.parametrize(("name", "widths", "dtype", "traits"), CASES, ids=say)
 def test_outputs_and_gradients(name: str, widths: tuple[int, int], dtype: torch.dtype, traits: dict[str, Any]) -> None:
     """Against per_document in fp64 on the same inputs."""
+    needs_package(name)
     call = call_of(widths, dtype, **traits)
     assert not ON_CUDA or KERNELS[name].suits(DEVICE, dtype, call.traits)
     check_errors(name, call)
@@ -114,6 +126,8 @@ def test_flex_in_heads_of_512() -> None:
 ISOLATED = [
     ("varlen", {}),
     ("varlen", {"window": 100}),
+    ("fa4", {}),
+    ("fa4", {"window": 100}),
     ("flex", {"sinks": True, "window": 100}),
     ("per_document", {}),
 ]
@@ -122,6 +136,7 @@ ISOLATED = [
 @pytest.mark.parametrize(("name", "traits"), ISOLATED, ids=say)
 def test_documents_do_not_see_each_other(name: str, traits: dict[str, Any]) -> None:
     """In bf16. Another document in the third place moves no bit of others' outputs, and its loss reaches no other."""
+    needs_package(name)
     call = call_of((64, 64), BF16, **traits)
     inside = torch.zeros(sum(LENGTHS), dtype=torch.bool, device=DEVICE)
     inside[sum(LENGTHS[:2]) : sum(LENGTHS[:3])] = True
@@ -139,7 +154,7 @@ def test_documents_do_not_see_each_other(name: str, traits: dict[str, Any]) -> N
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="is about CUDA's memory")
-@pytest.mark.parametrize(("name", "traits"), [ISOLATED[1], ISOLATED[2]], ids=say)
+@pytest.mark.parametrize(("name", "traits"), [ISOLATED[1], ISOLATED[4]], ids=say)
 def test_memory_grows_linearly_with_the_row(name: str, traits: dict[str, Any]) -> None:
     """Forward and backward of 8k, 16k and 32k tokens; a [T, T] of one byte each would be 1 GiB. No graph is added."""
     peaks, graphs = [], []

@@ -71,9 +71,9 @@ class ModelConfig:
         "error.",
         (),
     )
-    attention: Literal["auto", "per_document", "varlen", "flex"] = key(
+    attention: Literal["auto", "per_document", "varlen", "fa4", "flex"] = key(
         "Attention kernel; `auto` takes the fastest that is right for this model, dtype and device, "
-        "and RUN/opening.txt names the choice.",
+        "and RUN/opening.txt names the choice. `fa4` needs the package flash-attn-4 and a GPU from Hopper on.",
         "auto",
     )
     recompute: RecomputeSetting = key(  # noqa: RUF009 - key() is dataclasses.field()
@@ -130,7 +130,7 @@ class ModelConfig:
     fused_norms: bool | Literal["auto"] = key(
         "Compute each RMSNorm as torch's fused kernel, where its class has the same values and gradients in fp32 (not "
         "Gemma's 1 + weight); in 16 bits it rounds once where stock modules round twice. `auto`: on CUDA, but not "
-        "with rl.on_policy=exact.",
+        "with rl.on_policy=exact. Engines in the trainer's ranks follow it.",
         "auto",
     )
     transforms: tuple[Literal["fp8"], ...] = key(

@@ -20,11 +20,12 @@ from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
 from weft.ops.context import attend_in_context
 from weft.ops.decode import one_token
 from weft.ops.exact_attention import attend_exactly
+from weft.ops.flash4 import FLASH4, flash4_attention
 from weft.ops.per_document import per_document
 from weft.ops.recompute import compiled_kernel
 from weft.ops.shapes import shapes_of_flash
 from weft.ops.tree_attention import attend_trees, suits_trees
-from weft.versions import varlen_attention
+from weft.versions import installed_version, varlen_attention
 
 EXACT = "exact"  # used instead of the table's kernels with rl.on_policy=exact
 
@@ -34,13 +35,23 @@ EXACT = "exact"  # used instead of the table's kernels with rl.on_policy=exact
 
 def varlen(call: Call) -> Tensor:
     """torch's variable-length flash attention (CUDA, 16-bit): one kernel for all documents of the row."""
+    return _in_one_call(call)
+
+
+def flash4(call: Call) -> Tensor:
+    """The same by the package flash-attn-4."""
+    return _in_one_call(call, flash4_attention)
+
+
+def _in_one_call(call: Call, kernel: Callable[..., Tensor] | None = None) -> Tensor:
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
     cumulative, longest = _cumulative(call)
     cu_keys, longest_key = cumulative, longest
     if call.bounds.cu_keys is not None:
         cu_keys, longest_key = call.bounds.cu_keys, call.bounds.longest_keys
     left_window = -1 if call.window is None else call.window - 1
-    out = flash_rows(query, key, value, cumulative, cu_keys, longest, longest_key, call.scaling, (left_window, 0))
+    window = (left_window, 0)
+    out = flash_rows(query, key, value, cumulative, cu_keys, longest, longest_key, call.scaling, window, kernel)
     return out.unflatten(0, (call.query_BHTD.shape[0], -1)).transpose(1, 2)
 
 
@@ -54,16 +65,17 @@ def flash_rows(
     longest_key: int,
     scale: float,
     window: tuple[int, int],
+    kernel: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Flash attention of documents laid end to end: [tokens, H, E] from tensors [tokens, heads, width].
 
     cu_queries, cu_keys: cumulative lengths of the documents, int32. window: tokens that a token sees to its left and to
-    its right; -1: unlimited. The kernel needs one head width for queries, keys and values, a multiple of 8; heads are
-    padded with zeros, which do not change the result.
+    its right; -1: unlimited. kernel: in place of torch's varlen_attn, with its arguments. It needs one head width for
+    queries, keys and values, a multiple of 8; heads are padded with zeros, which do not change the result.
     """
     width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    out: Tensor = varlen_attention()(
+    out: Tensor = (kernel or varlen_attention())(
         q, k, v, cu_queries, cu_keys, longest, longest_key, scale=scale, window_size=window
     )
     return out[..., : value.shape[-1]]
@@ -93,7 +105,8 @@ def flex(call: Call) -> Tensor:
 @dataclass(frozen=True)
 class Kernel:
     """A kernel and the calls that it supports. any_scores: supports soft-caps, sinks, and tokens that see later ones.
-    widths: supported head widths of queries, keys and values. capability: the least of a CUDA device."""
+    widths: supported head widths of queries, keys and values. capability: the least of a CUDA device. package: that has
+    to be installed."""
 
     run: Callable[[Call], Tensor]
     cuda_only: bool
@@ -101,6 +114,7 @@ class Kernel:
     any_scores: bool
     widths: range = range(1, 2**16)
     capability: tuple[int, int] = (0, 0)
+    package: str = ""
 
     def suits(self, device: torch.device, dtype: torch.dtype, traits: Traits) -> bool:
         return (
@@ -109,14 +123,26 @@ class Kernel:
             and (self.any_scores or not (traits.softcap or traits.sinks or traits.images))
             and traits.width in self.widths
             and traits.value_width in self.widths
+            and (not self.package or bool(installed_version(self.package)))
         )
 
 
 # In order of preference: `auto` takes the first that suits the call. Flash kernels begin with Ampere, as do flex's
-# tiles, and support widths up to 256. flex needs 16 or more; beyond 256 its tiles do not fit every GPU's shared memory,
-# while torch's memory-efficient kernel, which per_document runs there, takes any width.
-_AMPERE = (8, 0)
+# tiles, and support widths up to 256; flash-attn-4's with Hopper, and on Blackwell they end at 128. flex needs 16 or
+# more; beyond 256 its tiles do not fit every GPU's shared memory, while torch's memory-efficient kernel, which
+# per_document runs there, takes any width.
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+# No name has "flash" in it: transformers would look for a package of its own.
 KERNELS: dict[str, Kernel] = {
+    "fa4": Kernel(
+        flash4,
+        cuda_only=True,
+        needs_16_bit=True,
+        any_scores=False,
+        widths=range(1, 129),
+        capability=_HOPPER,
+        package=FLASH4,
+    ),
     "varlen": Kernel(
         varlen, cuda_only=True, needs_16_bit=True, any_scores=False, widths=range(1, 257), capability=_AMPERE
     ),
@@ -130,10 +156,12 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype, traits: Tr
     ValueError if the preferred one does not."""
     if preference == "auto":
         return next(name for name, kernel in KERNELS.items() if kernel.suits(device, dtype, traits))
-    if not KERNELS[preference].suits(device, dtype, traits):
+    kernel = KERNELS[preference]
+    if not kernel.suits(device, dtype, traits):
+        lacks = kernel.package and not installed_version(kernel.package)
         raise ValueError(
             f"model.attention={preference} cannot serve a call in {dtype} on {device.type} with {traits}. "
-            "Set model.attention=auto."
+            f"{f'Install {kernel.package} or set' if lacks else 'Set'} model.attention=auto."
         )
     return preference
 

@@ -40,6 +40,7 @@ from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention import choose
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
+from weft.ops.flash4 import FLASH4
 from weft.ops.per_document import per_document
 from weft.version import __version__
 from weft.versions import all_gather_single, installed_version, reduce_scatter_single
@@ -51,7 +52,8 @@ TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 # Sums along a sequence are in another order on a device: in fp32 they are off by more than a product is. Mistakes
 # change results by 1e-3 and more.
 _STATE_TOLERANCES = TOLERANCES | {torch.float32: 1e-4}
-KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "kernels", "triton")  # of modules with state
+# Of modules with state, and of attention.
+KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "kernels", "triton", FLASH4)
 FOLDER = Path("~/.cache/weft/kernels")  # next to the files of data.cache
 
 
@@ -108,7 +110,9 @@ def _checks(
     if support.uses_bounds and support.attends and kernel != "per_document":
         yield (
             f"model.attention={kernel}",
-            "Set model.attention=per_document",
+            f"Uninstall {FLASH4} or set model.attention=varlen"
+            if any(choose(kernel, device, dtype, traits) == "fa4" for traits in support.attention)
+            else "Set model.attention=per_document",
             lambda: _attention_failures(small, kernel, support.layout, device, dtype),
         )
     transposed = {bool(part.is_transposed) for part in find_experts(small).values() if hf.is_fused_experts(part)}
