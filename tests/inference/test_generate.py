@@ -34,6 +34,7 @@ from weft.inference.generate import Generator
 from weft.inference.rows import CachedRows
 from weft.inference.token_sampling import kept_tokens, sample_tokens, uniforms
 from weft.models import hf
+from weft.models.fused_norms import FusedNorm
 from weft.models.routing import differ, replace_choices
 from weft.recipes.rl import sampling_of
 from weft.rl.model_engines import notes_on_generation
@@ -75,6 +76,19 @@ def assert_logprobs(family: str, prompt: Sequence[int], completion: Completion, 
 
 
 # ---------------------------------------------------------------- what is generated
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
+def test_fused_norms_generate_the_same(family: str) -> None:
+    """As on CUDA, where norms are most of what the host launches; Gemma's formula stays as it is."""
+    model = build(family)
+    completions = Generator(model, fused_norms=True).generate(requests(SamplingParams(12, 0.0)))
+    assert any(isinstance(module, FusedNorm) for module in model.modules()) == (family != "gemma3_text")
+    for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
+        assert_logprobs(family, prompt, completion)
+    unfused = build(family)
+    Generator(unfused)
+    assert not any(isinstance(module, FusedNorm) for module in unfused.modules())
 
 
 @pytest.mark.parametrize(

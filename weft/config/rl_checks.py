@@ -334,8 +334,8 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     if config.model.fused_norms is True:
         yield (
             "rl.on_policy",
-            "rl.on_policy is exact, but model.fused_norms changes how the trainer computes, and not how engines do: "
-            "set model.fused_norms=auto.",
+            "rl.on_policy is exact, but model.fused_norms changes how the trainer computes, and not how every engine "
+            "does: set model.fused_norms=auto.",
         )
     if config.model.transforms:
         yield (

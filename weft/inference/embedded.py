@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.checkpoint.export import manifest_of
 from weft.data.image_opener import ImageOpener
+from weft.engine.builder import fuses_norms
 from weft.engine.engine import Engine
 from weft.engine.selfcheck.architecture import implementation
 from weft.engine.sleep import OffloadedTensors
@@ -101,7 +102,10 @@ class EmbeddedEngine:
             hf.rebuild_buffers(model)
             move_buffers(model, self.engine.device)
             exact = self.engine.config.exact
-            self.generator = Generator(model, version, self.tokenizer, self.max_tokens, exact, self.routes, self.opener)
+            self.generator = Generator(
+                model, version, self.tokenizer, self.max_tokens, exact, self.routes, self.opener,
+                fused_norms=fuses_norms(self.engine.config, self.engine.device),
+            )  # fmt: skip
         else:
             assert not self.generator.busy
             self.generator.version = version

@@ -26,6 +26,7 @@ from weft.inference.rows import Routes
 from weft.inference.token_sampling import SampledTokens, sample_tokens, uniforms
 from weft.launch import flight
 from weft.models import hf
+from weft.models.fused_norms import fuse_norms
 from weft.ops.exact import numerics
 
 MAX_TOKENS = 65_536  # default of max_tokens; runs set rollout.kv_cache_tokens
@@ -130,16 +131,20 @@ class Generator:
         exact: bool = False,
         routes: bool = False,
         opener: ImageOpener | None = None,
+        fused_norms: bool | None = None,
     ) -> None:
         """tokenizer: needed only for stop texts. max_tokens: capacity of the cache in tokens; a sample counts with its
         greatest possible length. One sample can always run. exact: as in EngineConfig. routes: whether to record the
-        chosen experts. opener: opens images of requests."""
+        chosen experts. opener: opens images of requests. fused_norms: whether to fuse RMSNorms, which are most of
+        the operations that the host launches for a token; None: on CUDA, unless `exact`."""
         hf.register_kernels()
         resolve_attention(model.config)
         if exact:
             compute_exactly(model)
         else:
             hf.set_attention(model, implementation(model.config, "auto"))
+        if fused_norms or (fused_norms is None and not exact and model.device.type == "cuda"):
+            fuse_norms(model)
         self.version, self.max_tokens, self.work = version, max_tokens, GeneratorStats()
         self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval(), routes), exact
         self._device, self._opener = model.device, opener
