@@ -4,7 +4,8 @@ so that a mixer runs on the whole row at once; torch's code by documents (ops/by
 transformers decides when it is imported which function a mixer calls: a package's, where it is installed, else torch's,
 which knows nothing of documents. The decorated function passes on only arguments that the chosen one has: a version
 without `seq_idx` would drop it silently. So this file inspects the decorated functions and requires the argument.
-Packages' functions need a GPU, whatever the tensors; `dispatch_by_device` lets them run there alone.
+Packages' functions need a GPU, whatever the tensors, and compile for minutes; `dispatch_by_device` lets them run there
+alone, and in 16 bits alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from weft.ops.attention_call import Bounds
 
 DEVICES = ("cuda",)
-_DTYPES = (torch.bfloat16, torch.float16)  # fla refuses fp32
+_DTYPES = (torch.bfloat16, torch.float16)  # in fp32 torch's code is the truth
 # Kernel -> (its package on PyPI, the argument with the beginnings of documents).
 KERNELS = {
     "causal_conv1d_fn": ("causal-conv1d", "seq_idx"),
@@ -231,8 +232,8 @@ def by_torch() -> Iterator[None]:
 
 
 def dispatch_by_device(mixer: type[nn.Module]) -> None:
-    """Let this class of mixers call packages' functions on a GPU alone; elsewhere, as in the checks of small copies at
-    the start, torch's. Where no package is installed, nothing changes."""
+    """Let this class of mixers call packages' functions on a GPU and in 16 bits alone; elsewhere, as in the checks of
+    small copies at the start and in fp32, torch's. Where no package is installed, nothing changes."""
     module = inspect.unwrap(mixer.forward).__globals__
     for name, function in functions_of(mixer).items():
         choice = choice_of(function)
@@ -245,7 +246,7 @@ def _dispatched(chosen: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(with_torch)
     def call(*args: Any, **kwargs: Any) -> Any:
-        packages = not _by_torch and args[0].device.type in DEVICES
+        packages = not _by_torch and args[0].device.type in DEVICES and args[0].dtype in _DTYPES
         return chosen(*args, **kwargs) if packages else with_torch(*args, **kwargs)
 
     call.__dict__["weft_chosen"] = chosen
