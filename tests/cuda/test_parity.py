@@ -9,6 +9,7 @@ import torch
 
 from tests.cuda.cases import FP32, kind
 from tests.support.cases import describe, open_engine, parity, saved_model
+from weft.engine.optim.muon import newton_schulz
 from weft.launch.process import Ranks
 from weft.verify import harness
 from weft.verify.documents import awkward_steps
@@ -52,9 +53,22 @@ def test_switches(name: str, device: torch.device, ranks: Ranks) -> None:
     check(family, device, sections)
 
 
-def test_muon_is_torchs_on_the_same_device(device: torch.device, ranks: Ranks) -> None:
-    """Its iterations are in bf16, whose products a CPU rounds differently."""
+def test_muon_is_the_references_in_fp32(device: torch.device, ranks: Ranks) -> None:
+    """`auto` orthogonalises in bf16 on a device, whose rounding is no part of the promise."""
     path = saved_model("qwen3_moe")
-    engine = open_engine(path, "1", device=kind(device), optimizer={"name": "muon"}, **FP32)
+    optimizer = {"name": "muon", "muon_dtype": "fp32"}
+    engine = open_engine(path, "1", device=kind(device), optimizer=optimizer, **FP32)
     verdict = harness.verify(engine, path, awkward_steps(128), [1e-3] * 3)
     assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize("shape", [(64, 160), (160, 64)])
+def test_matrices_orthogonalised_together_in_bf16_are_torchs(shape: tuple[int, int], device: torch.device) -> None:
+    matrices = torch.randn(5, *shape, device=device)
+    together = newton_schulz(matrices, torch.bfloat16)
+    for matrix, result in zip(matrices, together, strict=True):
+        step = torch.nn.Parameter(torch.zeros(shape, device=device))
+        step.grad = matrix.clone()
+        torch.optim.Muon([step], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="original").step()
+        expected = -step.detach() / max(1.0, shape[0] / shape[1]) ** 0.5
+        assert float((result - expected).norm() / expected.norm()) < 2e-2

@@ -27,7 +27,7 @@ from weft.recipes import sft, training
 from weft.verify.plants import planted
 
 STEPS = 10
-TIMES = ("seconds", "tokens_per_second", "memory_gib", "eval/seconds")
+TIMES = ("seconds", "tokens_per_second", "mfu", "memory_gib", "eval/seconds")
 Sections = dict[str, dict[str, Any]]
 _home = tempfile.TemporaryDirectory(prefix="weft-resume-")
 
