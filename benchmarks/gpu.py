@@ -65,16 +65,16 @@ _SFT = (
     "planner says; estimate: with activations and the head."
 )
 PARTS = (
-    Part("run", 50, "A run of weft sft", "Qwen3-0.6B with random weights, from a config: 25 steps with a checkpoint "
-         "after 20, then the last 5 again from it. Output in run.txt."),
+    Part("run", 50, "A run of weft sft", "Eight layers of Qwen3-0.6B with 32,768 tokens and random weights, from a "
+         "config: 25 steps with a checkpoint after 20, then the last 5 again from it. Output in run.txt."),
     Part("two", 75, "Two devices", "A step on two ranks beside one rank's: relative differences of loss and gradient "
          "norm in fp32, and tokens/s in bf16, with small models.", accelerators=2),
-    Part("rates", 10, "Rates", "bf16 products of random matrices, copies, and what the host pays: the floor of all "
+    Part("rates", 15, "Rates", "bf16 products of random matrices, copies, and what the host pays: the floor of all "
          "that follows."),
-    Part("profile", 50, "Profiles", "A step of 0.6B that is too short for the device; 0.6B without recomputation and "
+    Part("profile", 40, "Profiles", "A step of 0.6B that is too short for the device; 0.6B without recomputation and "
          "4B with it: two steps by kind of work, and the gaps of the device of a third, with the frame of the host in "
          "them. By kernel in profile-*.txt; the traces are beside them."),
-    Part("sft-4b", 90, "SFT, Qwen3-4B", _SFT),
+    Part("sft-4b", 100, "SFT, Qwen3-4B", _SFT),
     Part("sft-0.6b", 45, "SFT, Qwen3-0.6B", _SFT),
     Part("tests", 130, "tests/cuda", "Flex attention, which is compiled, comes last. Output in tests.txt."),
     Part("head", 15, "The head", "Logprobs of 8192 tokens, H 2560, V 151,936, bf16, forward and backward. matmul "
@@ -193,7 +193,8 @@ def measured(parts: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     take("host_rate", "rates", "rate", 1e9, what="host to device, pinned")
     take("launch", "profile", "us of an operation", 1e-6, model="0.6b, 256 tokens")
     # Of a long document: attention takes most of the time where documents are long.
-    take("attention_rate", "kernels", "TFLOP/s", 1e12, kernel="varlen", documents="1")
+    for kernel in ("fa4", "varlen"):  # the first is what model.attention=auto takes where it is installed
+        take("attention_rate", "kernels", "TFLOP/s", 1e12, kernel=kernel, documents="1")
     return figures
 
 
@@ -284,9 +285,10 @@ def start(words: list[str], options: argparse.Namespace, log: IO[str]) -> Popen[
     """This program as the parts' process, in a process group of its own, with the weft of this repository."""
     command = [sys.executable, str(Path(__file__).resolve()), *words, "--device", options.device, "--out", options.out]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as weft's commands set it
     return Popen(
         [*command, *(["--tiny"] if options.tiny else [])],
-        stdout=log, stderr=STDOUT, env={**os.environ, "PYTHONPATH": path}, process_group=0,
+        stdout=log, stderr=STDOUT, env={**allocator, **os.environ, "PYTHONPATH": path}, process_group=0,
     )  # fmt: skip
 
 

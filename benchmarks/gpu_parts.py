@@ -68,6 +68,8 @@ def rates(run: PartRun) -> None:
     device = run.device
     size = run.pick(8192, 256)
     run.attempt(run.add(what=f"matmul {size}^3"), lambda: {"rate": matmul_rate(device) / 1e12, "unit": "TFLOP/s"})
+    lasting = run.add(what=f"matmul {size}^3, after two seconds of it")
+    run.attempt(lasting, lambda: {"rate": _lasting_rate(device, size, run.pick(1500, 3)) / 1e12, "unit": "TFLOP/s"})
     tokens = run.pick(8192, 64)
     for shape in ("4b", "0.6b"):
         row = run.add(what=f"matmuls of a {shape} layer, forward and backward, {tokens} tokens")
@@ -87,6 +89,18 @@ def rates(run: PartRun) -> None:
         run.add(what="pinning of host memory"),
         lambda: {"rate": size / _pin_seconds(device, size) / 1e9, "unit": "GB/s"},
     )
+
+
+def _lasting_rate(device: Device, size: int, products: int) -> float:
+    """FLOP/s of the last half of so many products: at its limit of power a card lowers its clock after a second."""
+    dtype = torch.bfloat16 if device.cuda else torch.float32
+    a, b = (torch.randn(size, size, device=device.kind, dtype=dtype) for _ in range(2))
+    for _ in range(products):
+        a @ b
+    began = device.now()
+    for _ in range(products):
+        a @ b
+    return products * 2.0 * size**3 / (device.now() - began)
 
 
 def _copy_rates(run: PartRun, elements: int) -> None:
@@ -255,7 +269,7 @@ def _timed_loss(device: Device, name: str, options: argparse.Namespace, tokens: 
 def kernels(run: PartRun) -> None:
     """Each kernel of ops/attention.py at the shape of a 4B layer, forward and backward."""
     tokens = run.pick(16_384, 64)
-    for name in ("varlen", "per_document", "flex"):  # the last is compiled, which takes long
+    for name in ("fa4", "varlen", "per_document", "flex"):  # the last is compiled, which takes long
         for lengths in (document_lengths(tokens, 0), [tokens]):
             row = run.add(kernel=name, documents=len(lengths), longest=max(lengths))
             run.attempt(row, partial(_time_kernel, run, name, tuple(lengths)), like=name)

@@ -55,7 +55,8 @@ def _write_config(run: PartRun, folder: Path) -> Path:
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
     )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder / "model")
-    config = config_of("0.6b", run.tiny) | {"eos_token_id": words.index("<end>"), "bos_token_id": None}
+    config = config_of("0.6b", run.tiny, run.pick(8, 2)) | {"vocab_size": run.pick(32_768, 512)}
+    config |= {"eos_token_id": words.index("<end>"), "bos_token_id": None}
     (folder / "model/config.json").write_text(json.dumps(config))
     source, documents = np.random.default_rng(0), run.pick(16, 2)
     with (folder / "data.jsonl").open("w") as stream:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.device import Device, matmul_rate
 from benchmarks.gpu_rows import PartRun, Row
+from weft.config.recompute import RecomputePolicy, RecomputeSetting, policy_of
 from weft.config.schema import ModelConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
@@ -180,7 +181,7 @@ class Masters:
             torch._foreach_copy_(list(parameters), masters)
 
 
-def bare_step(path: str, device: Device, recompute: str, compile: bool) -> Step:
+def bare_step(path: str, device: Device, recompute: RecomputeSetting, compile: bool) -> Step:
     """What one would write by hand."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -189,8 +190,10 @@ def bare_step(path: str, device: Device, recompute: str, compile: bool) -> Step:
     with torch.device(device.kind):
         config = AutoConfig.from_pretrained(path)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="weft_auto").train()
-    if recompute == "full":
+    if (policy := policy_of(recompute)) is not None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        for number, layer in enumerate(model.model.layers):
+            layer.gradient_checkpointing = policy.covers(number)
     if compile:
         hf.register_kernels(traced=False)
         for layer in model.model.layers:
@@ -255,7 +258,7 @@ class Sizes:
             config, engine.built.flops, count, resident, resident * layer_parameters // elements, engine.memory.gathered
         )
 
-    def activations(self, layers: int, tokens: int, recompute: str) -> int:
+    def activations(self, layers: int, tokens: int, recompute: RecomputeSetting) -> int:
         """In bf16, of decoder layers."""
         config = self.config
         hidden, width = config["hidden_size"], config["head_dim"]
@@ -263,13 +266,15 @@ class Sizes:
         experts = config.get("num_experts_per_tok", 0)
         inner = experts * config["moe_intermediate_size"] if experts else config["intermediate_size"]
         layer = tokens * (16 * hidden + 10 * heads + 8 * inner + 4 * experts * hidden)
-        return 2 * layer + layers * tokens * 2 * hidden if recompute == "full" else layers * layer
+        policy = policy_of(recompute)
+        repeated = 0 if policy is None else sum(map(policy.covers, range(layers)))
+        return (layers - repeated) * layer + (2 * layer + repeated * tokens * 2 * hidden if repeated else 0)
 
     def planned(self, layers: int) -> int:
         """What weft's planner says of so many layers."""
         return self.resident - (self.layers - layers) * self.layer + self.gathered
 
-    def needed(self, trainer: str, layers: int, tokens: int, recompute: str) -> int:
+    def needed(self, trainer: str, layers: int, tokens: int, recompute: RecomputeSetting) -> int:
         """Of the whole step."""
         vocabulary = self.config["vocab_size"]
         # bare: logits of a part in bf16 and fp32, and both gradients; beside the fp32 copies of a part's gradients.
@@ -278,7 +283,7 @@ class Sizes:
         unsharded = self.gathered if trainer == "bare" else 0
         return self.planned(layers) - unsharded + head + self.activations(layers, tokens, recompute)
 
-    def fitting(self, tokens: int, room: float, recompute: str = "full") -> int:
+    def fitting(self, tokens: int, room: float, recompute: RecomputeSetting = "full") -> int:
         """As many layers as both weft and the bare loop have room for; at least 1."""
 
         def fits(layers: int) -> bool:
@@ -295,13 +300,18 @@ class SftCase:
     """tokens: of the row."""
 
     tokens: int
-    recompute: str
+    recompute: RecomputeSetting
     compile: bool
 
 
 # Those that tell most first. Of 4B, 80 GB have no room for a long row without recomputation.
 CASES = {
-    "4b": (SftCase(16_384, "full", False), SftCase(16_384, "full", True), SftCase(8192, "none", False)),
+    "4b": (
+        SftCase(16_384, "full", False),
+        SftCase(16_384, RecomputePolicy(every=2), True),
+        SftCase(16_384, "full", True),
+        SftCase(8192, "none", False),
+    ),
     "0.6b": (SftCase(8192, "none", False), SftCase(8192, "none", True), SftCase(16_384, "none", False)),
 }
 TINY_CASES = (SftCase(96, "full", False), SftCase(48, "none", True))
@@ -337,7 +347,7 @@ class Contest:
         tokens = case.tokens
         layer_count = f"{self.layers} of {self.whole.layers}" if self.layers < self.whole.layers else str(self.layers)
         row = self.run.add(
-            row=tokens, recompute=case.recompute, compile="yes" if case.compile else "no", layers=layer_count
+            row=tokens, recompute=str(case.recompute), compile="yes" if case.compile else "no", layers=layer_count
         )
         makes: dict[str, Callable[[], Step]] = {
             "weft": lambda: weft_step(

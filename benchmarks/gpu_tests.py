@@ -1,5 +1,6 @@
 """A plugin of pytest for benchmarks/gpu.py: `pytest -p benchmarks.gpu_tests` writes each outcome and each warning to
-the file that an environment variable names, and puts tests of flex attention, which is compiled, behind all others."""
+the file that an environment variable names, with tracebacks, which pytest prints only at its end; and it puts tests of
+flex attention, which is compiled, behind all others."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Of each phase that tells something."""
     if report.when == "call" or report.outcome != "passed":
-        _write(test=report.nodeid, outcome=report.outcome, seconds=report.duration)
+        text = {"text": report.longreprtext} if report.outcome == "failed" else {}
+        _write(test=report.nodeid, outcome=report.outcome, seconds=report.duration, **text)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
