@@ -40,10 +40,10 @@ def load_plugin(entry: EntryPoint, key: str) -> Any:
     """What an entry point names. UserError if it cannot be imported."""
     try:
         return entry.load()
-    except Exception as error:  # whatever the package's modules raise
+    except (Exception, SystemExit) as error:  # whatever the package's modules raise
         raise UserError(
             f"{key}: {entry.name} is {entry.value} of {package_of(entry)}, which cannot be imported: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"{type(error).__name__}: {first_line(error)}. Mend the package, or uninstall it."
         ) from error
 
 

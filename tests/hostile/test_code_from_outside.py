@@ -25,7 +25,7 @@ PLACES = {
     ("weft/models/hf.py", "import_architectures", "import_module"): "model.imports, never in the model's folder",
     ("weft/models/hf_processor.py", "_family", "import_module"): "modules of transformers, by names that it lists",
     ("weft/models/hf_processor.py", "_without_torchvision", "import_module"): "the same",
-    ("weft/rl/algorithms/__init__.py", "_read_declarations", "import_module"): "the files of that folder",
+    ("weft/rl/algorithms/__init__.py", "_built_in", "import_module"): "the files of that folder",
     ("weft/rl/rewards/calls.py", "_load", "pickle.loads"): "functions of the program that calls weft.rl",
     ("weft/rl/user_process.py", "receive", "pickle.loads"): "a pipe to the controller",
     ("weft/rl/workers.py", "Worker._ask", "pickle.loads"): "a pipe to a process of rl.reward or rl.environment",

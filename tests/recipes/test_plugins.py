@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from weft.importing import import_named
 from weft.inference import standalone
 from weft.inference.standalone import Standalone
 from weft.recipes.plugins import check_engine, check_environment, check_reward
+from weft.rl import algorithms
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +65,87 @@ def test_a_package_is_installed_and_checked(installed: Path, tmp_path: Path) -> 
     assert "advantage: sign" in shown and "counting" in shown and "short" in shown
     message = weft(installed, "rl", *words, "rl.algorithm=sgin", status=2)
     assert "sign" in message
+
+
+BROKEN = """
+[weft.algorithms]
+tilted = broken.without:DECLARES
+quits = broken.quits:DECLARES
+wrong = broken:NOTHING
+[weft.engines]
+slow = broken.without:Engine
+[weft.environments]
+maze = broken.without:Maze
+[weft.rewards]
+nice = broken.without:nice
+"""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a package whose names cannot be used, as pip installs it."""
+    folder = tmp_path_factory.mktemp("broken")
+    files = {
+        "broken/__init__.py": "NOTHING = 3",
+        "broken/without.py": "import nothing_of_this_name",
+        "broken/quits.py": "raise SystemExit('no licence')",
+        "broken-0.3.dist-info/METADATA": "Metadata-Version: 2.1\nName: broken\nVersion: 0.3\n",
+        "broken-0.3.dist-info/entry_points.txt": BROKEN,
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_broken_package_is_an_error_of_those_who_name_it(broken: Path, tmp_path: Path) -> None:
+    """The error has the package, the entry point and the exception. Other configs do not see it; a list does."""
+    task = make_task(tmp_path)
+    words = [
+        f"model.path={task}/adder", f"data.path={task}/additions.jsonl", "model.init=random", "rl.prompts_per_step=2",
+        "rollout.max_prompt_tokens=6", "rollout.max_new_tokens=4", "step.max_tokens_per_device=64", "--dry-run",
+        "data.columns={answer: completion}",
+    ]  # fmt: skip
+    length = ["rl.reward=[length]", "rl.reward_options={length.longest: 4}"]
+    named = [
+        [*length, "rl.algorithm=tilted"], [*length, "rl.algorithm=quits"], [*length, "rl.algorithm=wrong"],
+        [*length, "rl.advantage=tilt"], [*length, "rl.environment=maze"], ["rl.reward=[nice]"],
+        [*length, "rollout.engine=slow"],
+    ]  # fmt: skip
+    program = "import json, sys\nfrom weft.cli import main\nfor words in json.loads(sys.argv[1]): print(main(words))"
+    lines = json.dumps([["rl", *words, *length], *(["rl", *words, *more] for more in named), ["plugins"]])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(broken)]), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, lines], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    shown, *errors, listed = re.split(r"^[02]\n", done.stdout, flags=re.MULTILINE)[:-1]
+    assert "cannot be" not in shown and "Traceback" not in done.stdout, done.stdout
+    missing = "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'. Mend the package"
+    expected = [
+        f"rl.algorithm: tilted is broken.without:DECLARES of broken 0.3, which {missing}",
+        "rl.algorithm: quits is broken.quits:DECLARES of broken 0.3, which cannot be imported: SystemExit: no licence",
+        "rl.algorithm: broken:NOTHING of broken 0.3 is no tuple of what",
+        f"rl.advantage is tilt: it must be one of gae, grpo, .* {missing}",
+        f"rl.environment: maze is broken.without:Maze of broken 0.3, which {missing}",
+        f"rl.reward: .*nice is broken.without:nice of broken 0.3, which {missing}",
+        f"rollout.engine: slow is broken.without:Engine of broken 0.3, which {missing}",
+    ]
+    for error, pattern in zip(errors, expected, strict=True):
+        assert error.startswith("error: ") and re.search(pattern, " ".join(error.split())), error
+    assert listed.count("cannot be used: ") == 6 and listed.count("broken 0.3, which cannot be imported") == 5
+
+
+def test_names_of_algorithms_that_cannot_be_used() -> None:
+    """One that weft has, and one that the declarations do not."""
+    value = "weft.rl.algorithms.grpo:DECLARES"
+    entries = tuple(EntryPoint(name, value, "weft.algorithms") for name in ("again", "grpo"))
+    with (
+        mock.patch.object(plugins, "plugins", return_value=entries),
+        mock.patch.object(algorithms, "plugins", return_value=entries),
+    ):
+        added, unusable = algorithms._of_packages(algorithms._built_in())
+    assert added == [] and "declares no algorithm of the name again" in unusable["again"]
+    assert unusable["grpo"].startswith("rl.algorithm: grpo is a name that weft and")
 
 
 @pytest.mark.table

@@ -36,7 +36,7 @@ from weft.config.rl_schema import (
 from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.plugins import GROUPS, plugin, plugins
-from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES
+from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES, UNUSABLE
 from weft.rl.algorithms.base import AdvantageSpec, TokenLossSpec
 
 
@@ -522,6 +522,8 @@ def _eval_combinations(evaluation: RlEvalConfig) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:
+    if rl.algorithm in UNUSABLE:
+        yield "rl.algorithm", UNUSABLE[rl.algorithm]
     if rl.preset is not None and rl.algorithm not in LIKE[rl.preset]:
         algorithms = ", ".join(LIKE[rl.preset])
         yield (
@@ -535,7 +537,8 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
             yield (
                 f"rl.{leaf}",
                 f"rl.{leaf} is {named}: it must be one of {', '.join(built_in)}, or the import path of a function of "
-                f"your own, as in my_rl:{leaf}.",
+                f"your own, as in my_rl:{leaf}."
+                + "".join(f" What a package declares is missing: {problem}" for problem in UNUSABLE.values()),
             )
     if rl.prompts_per_step * rl.group_size > MOST_DOCUMENTS:
         yield (

@@ -41,12 +41,12 @@ from weft.config.schema import (
     TrainConfig,
 )
 from weft.errors import how_to_install
-from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES, needs_critic
+from weft.rl.algorithms import ADVANTAGES, ALGORITHMS, TOKEN_LOSSES, UNUSABLE, needs_critic
 
 if TYPE_CHECKING:
     AlgorithmName = str
 else:
-    AlgorithmName = Literal[tuple(ALGORITHMS)]
+    AlgorithmName = Literal[tuple({**ALGORITHMS, **UNUSABLE})]  # the config says why a name cannot be used
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -25,7 +25,8 @@ from weft.inference.weight_sync.protocol import SyncError
 from weft.inference.weight_sync.sender import EngineTarget, Sender
 from weft.launch.options import PluginsOptions
 from weft.launch.process import join
-from weft.plugins import GROUPS, package_of, plugins
+from weft.plugins import GROUPS, load_plugin, package_of, plugins
+from weft.rl.algorithms import UNUSABLE
 from weft.rl.environments.base import Reply, load_class
 from weft.rl.environments.pool import EnvironmentPool
 from weft.rl.environments.worker import plain
@@ -44,9 +45,16 @@ _ANSWERS = ("This is a stand-in for an answer.", "", "7", '{"text": "7"}')
 def run(options: PluginsOptions) -> None:
     """List the names of all groups, or check one. UserError for the first promise that is broken."""
     if not options.what:
-        for group in GROUPS.values():
+        for key, group in GROUPS.items():
             for entry in plugins(group):
                 say(f"{group.removeprefix('weft.'):<13} {entry.name:<20} {entry.value}  of {package_of(entry)}")
+                problem = UNUSABLE.get(entry.name, "") if key == "rl.algorithm" else ""
+                try:
+                    load_plugin(entry, key)
+                except UserError as error:
+                    problem = str(error)
+                if problem:
+                    say(f"{'':<13} cannot be used: {problem}")
         return
     kind, name = options.what
     row = json.loads(options.row)

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from weft.checkpoint.remote.uploads import Uploads, upload_all
 from weft.checkpoint.remote.uploads import prepare as prepare_uploads
+from weft.config.conditions import ENGINES
 from weft.config.rl_schema import RlConfig, reward_models
 from weft.data.encode import load_tokenizer, read_encoding
 from weft.data.ends import answer_ends, template_ends
@@ -29,6 +30,7 @@ from weft.engine.optim.schedule import learning_rate
 from weft.errors import StoppedError, UserError
 from weft.inference.base import SamplingParams
 from weft.inference.records import import_arrow, read_rollouts, recorded_files
+from weft.inference.standalone import engine_class
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.launch import flight
 from weft.launch.launch import note_run
@@ -157,6 +159,8 @@ def check_task(config: RlConfig) -> PretrainedConfig:
     choose_policy_loss(config.rl.policy_loss)
     check_reward_models(config)
     environment_class(config)
+    if config.rollout.engine not in ENGINES:
+        engine_class(config.rollout.engine)
     if config.rl.agent is not None:
         check_agent(config.rl.agent)
     shape = hf.read_config(config.model.path).get_text_config()

@@ -1,8 +1,9 @@
 """The algorithms of `weft rl`. Each file declares one (base.py) in DECLARES; nothing else lists them.
 
-Installed packages add others: an entry point of the group weft.algorithms names such a tuple (weft/plugins.py).
+Installed packages add others: an entry point of the group weft.algorithms names such a tuple (weft/plugins.py). A
+package that cannot be used is an error only if a config names its algorithm.
 
-The config, the engine's losses, `weft verify` and docs/reference/algorithms.md read the three tables below. Imports
+The config, the engine's losses, `weft verify` and docs/reference/algorithms.md read the tables below. Imports
 neither torch nor numpy, and nothing of weft's other folders.
 """
 
@@ -10,49 +11,60 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TypeVar
 
 from weft.errors import UserError
-from weft.plugins import GROUPS, load_plugin, plugins
+from weft.plugins import GROUPS, load_plugin, package_of, plugin, plugins
 from weft.rl.algorithms.base import AdvantageSpec, AlgorithmSpec, Spec, TokenLossSpec
 
-__all__ = ["ADVANTAGES", "ALGORITHMS", "TOKEN_LOSSES", "needs_critic"]
+__all__ = ["ADVANTAGES", "ALGORITHMS", "TOKEN_LOSSES", "UNUSABLE", "needs_critic"]
 
 _HELPERS = ("base", "plain", "returns", "tables")
-T = TypeVar("T", AdvantageSpec, TokenLossSpec, AlgorithmSpec)
+_KEY = "rl.algorithm"
 
 
-def _read_declarations() -> list[Spec]:
-    """All declarations, file by file, in the order of the algorithms' papers."""
+def _built_in() -> list[tuple[Spec, ...]]:
     names = [info.name for info in pkgutil.iter_modules(__path__) if info.name not in _HELPERS]
-    files: list[tuple[Spec, ...]] = [importlib.import_module(f"{__name__}.{name}").DECLARES for name in names]
-    for entry in plugins(GROUPS["rl.algorithm"]):
-        declared = load_plugin(entry, "rl.algorithm")
-        if not (isinstance(declared, tuple) and all(isinstance(spec, Spec) for spec in declared)):
-            raise UserError(f"rl.algorithm: {entry.value} is no tuple of what weft.rl.algorithms.base declares.")
-        if entry.name not in {spec.name for spec in declared if isinstance(spec, AlgorithmSpec)}:
-            raise UserError(f"rl.algorithm: {entry.value} declares no algorithm of the name {entry.name}.")
-        files.append(declared)
-    files.sort(key=lambda specs: next(spec.paper for spec in specs if isinstance(spec, AlgorithmSpec)))
-    return [spec for specs in files for spec in specs]
+    return [importlib.import_module(f"{__name__}.{name}").DECLARES for name in names]
 
 
-def _by_name(kind: type[T]) -> dict[str, T]:
-    specs = [spec for spec in _DECLARED if isinstance(spec, kind)]
-    table = {spec.name: spec for spec in specs}
-    if len(table) < len(specs):
-        repeated = next(spec.name for spec in specs if sum(spec.name == other.name for other in specs) > 1)
-        raise UserError(
-            f"rl.algorithm: {repeated} is declared twice, by packages or by one and weft (weft.algorithms): uninstall "
-            "one of the packages."
-        )
-    return table
+def _of_packages(built_in: list[tuple[Spec, ...]]) -> tuple[list[tuple[Spec, ...]], dict[str, str]]:
+    """(Declarations of packages, by the name of an algorithm: why the package that gives it cannot be used)."""
+    givers = {(type(spec), spec.name): "weft" for specs in built_in for spec in specs}
+    algorithms = tuple(name for kind, name in givers if kind is AlgorithmSpec)
+    files, unusable = list[tuple[Spec, ...]](), dict[str, str]()
+    for entry in {entry.name: entry for entry in plugins(GROUPS[_KEY])}.values():
+        try:
+            plugin(entry.name, _KEY, algorithms)
+            declared = load_plugin(entry, _KEY)
+            giver = f"{entry.value} of {package_of(entry)}"
+            if not (isinstance(declared, tuple) and all(isinstance(spec, Spec) for spec in declared)):
+                raise UserError(f"{_KEY}: {giver} is no tuple of what weft.rl.algorithms.base declares.")
+            if entry.name not in {spec.name for spec in declared if isinstance(spec, AlgorithmSpec)}:
+                raise UserError(f"{_KEY}: {giver} declares no algorithm of the name {entry.name}.")
+            for spec in declared:
+                if (other := givers.setdefault((type(spec), spec.name), giver)) != giver:
+                    raise UserError(
+                        f"{_KEY}: {entry.name} is {giver}, which declares {spec.name}, as {other} does: uninstall one "
+                        "of the packages."
+                    )
+        except UserError as error:
+            unusable[entry.name] = str(error)
+        else:
+            files.append(declared)
+    return files, unusable
 
 
-_DECLARED = _read_declarations()
-ALGORITHMS = _by_name(AlgorithmSpec)  # the values of rl.algorithm
-ADVANTAGES = _by_name(AdvantageSpec)  # the values of rl.advantage, beside import paths
-TOKEN_LOSSES = _by_name(TokenLossSpec)  # the values of rl.policy_loss, beside import paths
+_FILES = _built_in()
+_ADDED, UNUSABLE = _of_packages(_FILES)
+# File by file, in the order of the algorithms' papers.
+_FILES = sorted(
+    [*_FILES, *_ADDED], key=lambda specs: next(spec.paper for spec in specs if isinstance(spec, AlgorithmSpec))
+)
+_DECLARED = [spec for specs in _FILES for spec in specs]
+ALGORITHMS = {spec.name: spec for spec in _DECLARED if isinstance(spec, AlgorithmSpec)}  # the values of rl.algorithm
+# The values of rl.advantage and of rl.policy_loss, beside import paths.
+ADVANTAGES = {spec.name: spec for spec in _DECLARED if isinstance(spec, AdvantageSpec)}
+TOKEN_LOSSES = {spec.name: spec for spec in _DECLARED if isinstance(spec, TokenLossSpec)}
 
 
 def needs_critic(advantage: str) -> bool:
