@@ -35,7 +35,7 @@ from weft.errors import UserError
 from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.inference.types import Prompt, SampleGroup, samples_of
-from weft.rl import trainer
+from weft.rl import batch_pool, trainer
 from weft.rl.advantages import advantages
 from weft.rl.agents.agents import Agents, load_agents
 from weft.rl.agents.base import check_agent
@@ -242,6 +242,28 @@ def test_runs_are_equal_and_can_be_replayed(tmp_path: Path) -> None:
         run_config(config, replay=recorded)
     trained, replayed = weights_of(tmp_path / "one"), weights_of(tmp_path / "again")
     assert all(torch.equal(tensor, replayed[name]) for name, tensor in trained.items())
+
+
+def test_an_agent_that_is_killed_leaves_no_request_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn of the engine is one token here, so that the calls of killed agents are being answered when all other
+    episodes have ended. They cost their episodes, and training goes on."""
+    monkeypatch.setattr(batch_pool.BatchPool, "turn", 0.0)
+    shutil.copytree(saved_model("qwen3", vocab_size=len(TOKENIZER), max_position_embeddings=2048), tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    plays = ("deserts", "stays", "stays")
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "play": play} for n, play in enumerate(plays)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        f"model.path={tmp_path}/model", f"data.path={tmp_path}/rows.jsonl", "rl.agent=tests.support.agents:deserts",
+        "rl.prompts_per_step=3", "rl.group_size=2", "rollout.max_prompt_tokens=200", "rollout.max_new_tokens=1800",
+        "step.max_tokens_per_device=2048", "train.steps=2", "checkpoint.async=false", f"run.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    run_config(load_config([], words, RlConfig))
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2]
+    for step in rollouts_of(tmp_path / "run").values():
+        errors = [json.loads(row["notes"]).get("error", "") for row in step]
+        assert [error.endswith(": its process was ended by signal 9") for error in errors].count(True) == 2
+        assert errors.count("") == 4
 
 
 # ---------------------------------------------------------------- failures, rewards and refusals

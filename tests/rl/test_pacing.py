@@ -18,11 +18,11 @@ from tests.support.rl_samples import sharing
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
-from weft.inference.base import Request, SamplingParams
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.generate import Generator
 from weft.inference.types import Prompt, SampleGroup, samples_of
 from weft.launch.summary import Phases
-from weft.rl.batch_pool import BatchPool
+from weft.rl.batch_pool import BatchPool, EmbeddedPool
 from weft.rl.corrections import note_on_staleness
 from weft.rl.rollouts import EarlyStop, rewarded_groups, rollout_group
 
@@ -64,6 +64,63 @@ def test_the_slowest_groups_are_stopped(needed: int, filtered: tuple[int, ...], 
     assert all(sample.finish == "length" for sample in samples_of(groups))
     assert after == open_generator(saved_model("qwen3")).generate([following])[0]
     actors.end()
+
+
+class HoldingActors:
+    """An actor that never finishes a request by itself. work: how often it was called with requests to work on."""
+
+    work = 0
+
+    def __init__(self) -> None:
+        self.held: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return 1
+
+    async def call_one(self, number: int, method: str, requests: dict[int, Request], seconds: float) -> Any:
+        self.held |= requests
+        self.work += bool(self.held)
+        await asyncio.sleep(0)
+        return {}, 0
+
+    async def call_all(self, method: str) -> list[Any]:
+        ended = {key: [Completion((), (), "abort", ()) for _ in request.seeds] for key, request in self.held.items()}
+        self.held = {}
+        await asyncio.sleep(0)
+        return [ended]
+
+
+@pytest.mark.parametrize("ends", ["abort", "cancel"])
+def test_an_end_leaves_no_request_behind(ends: str) -> None:
+    """Whenever an abort comes, or the one who asks goes: before the request is dealt, sent or begun, or while it is
+    worked on. The pool forgets it, and no actor works on it any longer."""
+
+    async def play(steps: int) -> tuple[str, int]:
+        actors: Any = HoldingActors()
+        pool = EmbeddedPool(actors)
+        asking = asyncio.ensure_future(pool.generate(Request("a", (5,), (1,), SamplingParams(9))))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if ends == "cancel":
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await pool.sleep()
+        else:
+            await pool.abort()
+        (outcome,) = await asyncio.wait_for(asyncio.gather(asking, return_exceptions=True), 5)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        work = actors.work
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert actors.work == work and not actors.held and not pool._running and not pool._waiting, steps
+        assert pool._idle == {0} and not pool._working, steps
+        return "cancelled" if isinstance(outcome, asyncio.CancelledError) else outcome[0].finish, work
+
+    outcomes = [asyncio.run(play(steps)) for steps in range(1, 12)]
+    finish = {"abort": "abort", "cancel": "cancelled"}[ends]
+    assert outcomes[0] == ("cancelled", 0) and outcomes[-1][0] == finish and outcomes[-1][1] > 0
+    assert sum(work == 0 for _, work in outcomes) == {"abort": 3, "cancel": 2}[ends]  # not sent, or not begun
 
 
 @pytest.mark.covers("rollout.oversample")

@@ -6,7 +6,9 @@ import asyncio
 import http.client
 import json
 import os
+import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -167,3 +169,13 @@ async def fails(row: Any, base_url: str, api_key: str) -> float | None:
             post(base_url, api_key, "/reward", {"reward": 0.5, "why": "posted"})
             return None
     return 1.0
+
+
+def deserts(row: Any, base_url: str, api_key: str) -> float:
+    """Of the play `deserts`, it ends while its call is being answered; else it asks and is done."""
+    client = RecordingClient(base_url, api_key)
+    if row["play"] == "deserts":
+        threading.Thread(target=client.ask, args=(row["messages"],), daemon=True).start()
+        time.sleep(0.4)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(len(str(client.ask(row["messages"], max_tokens=4)["content"])) % 3)

@@ -60,6 +60,7 @@ class BatchPool:
         self._dealing = False
         if self._is_paused:
             return
+        self._waiting = [entry for entry in self._waiting if not entry[1].done()]  # whose agents have ended
         shares = deal_requests([request for request, _ in self._waiting], len(self._idle))
         for number, share in zip(sorted(self._idle), shares, strict=False):
             if share:
@@ -145,6 +146,13 @@ class BatchPool:
         """What the actors have of the requests that they are working on."""
         return await self.actors.call_all("end")
 
+    async def _end_unwanted(self) -> None:
+        """End the requests whose answers nobody waits for: their agents were killed, or have ended."""
+        entries = [*self._waiting, *self._running.values()]
+        assert all(future.done() for _, future in entries), "requests are being answered"
+        if entries:
+            await self.abort()
+
     async def wake(self, part: EnginePart) -> None:
         """Does nothing: the next sync allocates memory."""
 
@@ -160,6 +168,7 @@ class EmbeddedPool(BatchPool):
 
     async def sleep(self) -> None:
         """Free the engines' memory."""
+        await self._end_unwanted()
         await self.actors.call_all("sleep_engine")
 
     async def sync(self, version: int) -> Synced:
@@ -214,7 +223,8 @@ class StandalonePool(BatchPool):
         return await self._supervisor.call_ready("end")
 
     async def sleep(self) -> None:
-        """Free the engines' memory; they must be idle."""
+        """Free the engines' memory; nobody may wait for an answer."""
+        await self._end_unwanted()
         await self.hold()
         await self._supervisor.call_ready("sleep")
 
