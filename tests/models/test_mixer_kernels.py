@@ -338,6 +338,16 @@ def test_packages_are_called_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert packages.calls == []
 
 
+def test_in_fp32_torchs_functions_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a GPU: packages' kernels compile for minutes, and torch's code is the truth."""
+    module = module_of("bamba").train()
+    monkeypatch.setattr(mixer_kernels, "_DTYPES", (torch.bfloat16,))
+    true = row_of(module)
+    packages = install(monkeypatch, module)
+    agree(row_of(module), true)
+    assert packages.calls == []
+
+
 def test_adapters_of_a_mixers_last_projection_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """mamba-ssm's fused kernel for training takes the projection's weight, and would leave out its adapter."""
     module = module_of("nemotron_h").train()

@@ -248,7 +248,7 @@ def test_gaps_of_the_device_have_the_frame_that_the_host_was_in() -> None:
 def test_constants_for_the_planner_are_those_of_the_rows() -> None:
     parts = {
         "rates": [
-            {"what": "matmul 8192^3", "rate": 800.0}, {"what": "matmuls of a 4b layer, forward", "rate": 700.0},
+            {"what": "matmul 8192^3", "rate": 800.0}, {"what": "matmul 8192^3, after two seconds of it", "rate": 700.0},
             {"what": "device to device, read + written", "rate": 2800.0},
             {"what": "host to device, pinned", "note": "failed: x"},
         ],
