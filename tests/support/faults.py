@@ -116,6 +116,16 @@ def _signal(number: signal.Signals) -> Callable[[Any], None]:
     return lambda record: os.kill(os.getpid(), number)
 
 
+def _terminate_launcher(record: Any) -> None:
+    """Until the launcher has passed the signal on to this rank: on a busy machine the run would end before."""
+    from weft.launch.stopping import StopSignals
+
+    os.kill(os.getppid(), signal.SIGTERM)
+    end = time.monotonic() + 20
+    while (listening := StopSignals._listening) is not None and not listening.number and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def _raise(error: Callable[[], BaseException]) -> Callable[[Any], None]:
     def do(record: Any) -> None:
         raise error()
@@ -195,7 +205,7 @@ DO: dict[str, Callable[[Any], None]] = {
     "kill": _signal(signal.SIGKILL),
     "terminate": _signal(signal.SIGTERM),
     "interrupt": _signal(signal.SIGINT),
-    "terminate the launcher": lambda record: os.kill(os.getppid(), signal.SIGTERM),
+    "terminate the launcher": _terminate_launcher,
     "stop": _signal(signal.SIGSTOP),
     "stop for a while": _wake_later,
     "raise": _raise(lambda: RuntimeError("boom")),
