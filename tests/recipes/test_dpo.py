@@ -29,8 +29,7 @@ from weft.data.documents import Documents
 from weft.data.preferences import parse_answers
 from weft.data.records import ROLES, ParseOptions
 from weft.engine.losses.preference.answers import Pairs, divergence_score
-from weft.engine.losses.preference.pairs import discopop
-from weft.engine.losses.preference.without_reference import cpo
+from weft.engine.losses.preference.formulas import cpo, discopop
 from weft.errors import UserError
 from weft.launch.options import MeasureOptions, TrainOptions
 from weft.observe.measured import measured_config

@@ -1,23 +1,19 @@
-"""The losses of `weft dpo`: what the config has to know of each. A new one is a function in a file of
-weft/engine/losses/preference, and a line here. Imports no torch."""
+"""The losses of `weft dpo`: what the config has to know of each. A new one is a function in
+weft/engine/losses/preference/formulas.py, and a line here. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-Family = Literal["pairs", "whole_step", "without_reference", "unpaired"]
 
 
 @dataclass(frozen=True)
 class LossFacts:
-    """family: the file of weft/engine/losses/preference with a function of the loss's name. reference: whether it reads
-    a reference model. paired: whether it compares the two answers of a pair, else it reads answers one by one.
-    whole_step: whether an answer's gradient depends on more than its own pair, so that all answers of the step are read
-    first. margin: whether it subtracts the column `margin`. smoothing: whether it reads preference.label_smoothing.
-    tail: whether preference.ld_alpha has a meaning: the loss is of sums over tokens. source: of the formula."""
+    """reference: whether it reads a reference model. paired: whether it compares the two answers of a pair, else it
+    reads answers one by one. whole_step: whether an answer's gradient depends on more than its own pair, so that all
+    answers of the step are read first. margin: whether it subtracts the column `margin`. smoothing: whether it reads
+    preference.label_smoothing. tail: whether preference.ld_alpha has a meaning: the loss is of sums over tokens.
+    source: of the formula."""
 
-    family: Family
     source: str
     reference: bool = True
     paired: bool = True
@@ -28,47 +24,29 @@ class LossFacts:
 
 
 LOSSES: dict[str, LossFacts] = {
-    "sigmoid": LossFacts("pairs", "DPO, arXiv:2305.18290, equation 7", margin=True, smoothing=True),
-    "hinge": LossFacts("pairs", "SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657", margin=True),
-    "ipo": LossFacts("pairs", "IPO, arXiv:2310.12036, equation 17, of means over tokens"),
-    "robust": LossFacts("pairs", "robust DPO, arXiv:2403.00409, equation 14", margin=True, smoothing=True),
-    "exo_pair": LossFacts("pairs", "EXO, arXiv:2402.00856, equation 16", margin=True, smoothing=True),
-    "nca_pair": LossFacts("pairs", "NCA, arXiv:2402.05369"),
-    "bco_pair": LossFacts("pairs", "BCO, arXiv:2404.04656, without its shift"),
-    "sppo_hard": LossFacts("pairs", "SPPO, arXiv:2405.00675, equation 4.7 with probabilities 1 and 0"),
-    "apo_zero": LossFacts("pairs", "APO, arXiv:2408.06266, equation 7"),
-    "apo_down": LossFacts("pairs", "APO, arXiv:2408.06266, equation 8"),
-    "discopop": LossFacts("pairs", "DiscoPOP, arXiv:2406.08414, equation 5", margin=True),
-    "sigmoid_norm": LossFacts("pairs", "length-normalised DPO, of means over tokens (Tulu 3, arXiv:2411.15124)"),
-    "sft": LossFacts(
-        "pairs", "RPO, arXiv:2404.19733: cross entropy of the chosen answers", reference=False, tail=False
-    ),
-    "aot": LossFacts("whole_step", "AOT, arXiv:2406.05882", whole_step=True, smoothing=True),
-    "aot_unpaired": LossFacts("whole_step", "AOT, arXiv:2406.05882", whole_step=True, smoothing=True),
-    "simpo": LossFacts(
-        "without_reference",
-        "SimPO, arXiv:2405.14734, equation 6",
-        reference=False,
-        margin=True,
-        smoothing=True,
-        tail=False,
-    ),
-    "cpo": LossFacts(
-        "without_reference",
-        "CPO, arXiv:2401.08417, equation 3",
-        reference=False,
-        margin=True,
-        smoothing=True,
-        tail=False,
-    ),
-    "orpo": LossFacts("without_reference", "ORPO, arXiv:2403.07691, equations 6 and 7", reference=False, tail=False),
-    "kto": LossFacts("unpaired", "KTO, arXiv:2402.01306, equation 8", paired=False, tail=False),
-    "apo_zero_unpaired": LossFacts(
-        "unpaired", "APO, arXiv:2408.06266, equation 7, answer by answer", paired=False, tail=False
-    ),
+    "sigmoid": LossFacts("DPO, arXiv:2305.18290, equation 7", margin=True, smoothing=True),
+    "hinge": LossFacts("SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657", margin=True),
+    "ipo": LossFacts("IPO, arXiv:2310.12036, equation 17, of means over tokens"),
+    "robust": LossFacts("robust DPO, arXiv:2403.00409, equation 14", margin=True, smoothing=True),
+    "exo_pair": LossFacts("EXO, arXiv:2402.00856, equation 16", margin=True, smoothing=True),
+    "nca_pair": LossFacts("NCA, arXiv:2402.05369"),
+    "bco_pair": LossFacts("BCO, arXiv:2404.04656, without its shift"),
+    "sppo_hard": LossFacts("SPPO, arXiv:2405.00675, equation 4.7 with probabilities 1 and 0"),
+    "apo_zero": LossFacts("APO, arXiv:2408.06266, equation 7"),
+    "apo_down": LossFacts("APO, arXiv:2408.06266, equation 8"),
+    "discopop": LossFacts("DiscoPOP, arXiv:2406.08414, equation 5", margin=True),
+    "sigmoid_norm": LossFacts("length-normalised DPO, of means over tokens (Tulu 3, arXiv:2411.15124)"),
+    "sft": LossFacts("RPO, arXiv:2404.19733: cross entropy of the chosen answers", reference=False, tail=False),
+    "aot": LossFacts("AOT, arXiv:2406.05882", whole_step=True, smoothing=True),
+    "aot_unpaired": LossFacts("AOT, arXiv:2406.05882", whole_step=True, smoothing=True),
+    "simpo": LossFacts("SimPO, arXiv:2405.14734, equation 6", reference=False, margin=True, smoothing=True, tail=False),
+    "cpo": LossFacts("CPO, arXiv:2401.08417, equation 3", reference=False, margin=True, smoothing=True, tail=False),
+    "orpo": LossFacts("ORPO, arXiv:2403.07691, equations 6 and 7", reference=False, tail=False),
+    "kto": LossFacts("KTO, arXiv:2402.01306, equation 8", paired=False, tail=False),
+    "apo_zero_unpaired": LossFacts("APO, arXiv:2408.06266, equation 7, answer by answer", paired=False, tail=False),
 }
 # A function of the user's: nothing is known of it, so the whole step is read first.
-OF_USER = LossFacts("pairs", "", whole_step=True, margin=True, smoothing=True)
+OF_USER = LossFacts("", whole_step=True, margin=True, smoothing=True)
 
 
 def facts_of(name: str) -> LossFacts:

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.config.dpo_schema import PreferenceConfig
 from weft.config.preference_losses import LOSSES
 from weft.engine.losses.base import Batch, LossOutput
-from weft.engine.losses.preference import pairs, unpaired, whole_step, without_reference
+from weft.engine.losses.preference import formulas
 from weft.engine.losses.preference.answers import Pairs, Singles
 from weft.errors import UserError
 from weft.importing import import_named
@@ -26,9 +26,6 @@ from weft.importing import import_named
 if TYPE_CHECKING:
     from weft.engine.step_plan.plan import StepPlan
 
-_FILES: dict[str, Any] = {
-    "pairs": pairs, "whole_step": whole_step, "without_reference": without_reference, "unpaired": unpaired,
-}  # fmt: skip
 LossFunction = Callable[[Any], Tensor]
 
 
@@ -78,9 +75,7 @@ def load_losses(config: PreferenceConfig) -> list[tuple[float, LossFunction]]:
     """(Factor, function) of each loss. Raises UserError for an import path that leads to no function."""
     out: list[tuple[float, LossFunction]] = []
     for name, weight in zip(config.losses, config.weights or (1.0,) * len(config.losses), strict=True):
-        function: Any = (
-            getattr(_FILES[LOSSES[name].family], name) if name in LOSSES else import_named(name, "preference.loss")
-        )
+        function: Any = getattr(formulas, name) if name in LOSSES else import_named(name, "preference.loss")
         if not callable(function):
             raise UserError(
                 f"preference.loss: {name} is no function of the pairs (weft/engine/losses/preference/answers.py)."
