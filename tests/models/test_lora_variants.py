@@ -22,9 +22,8 @@ from weft.launch.options import MergeOptions
 from weft.parallel.shards.adapter_files import file_names
 from weft.recipes import merge
 from weft.verify.documents import awkward_steps
-from weft.verify.low_bit_reference import nf4_and_back
 from weft.verify.observed import to_documents
-from weft.verify.peft_reference import PeftReference
+from weft.verify.peft_reference import PeftReference, nf4_and_back
 from weft.verify.plants import planted
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -19,7 +19,7 @@ from weft.errors import UserError
 from weft.ops import low_bit, nf4
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.source import open_model_weights
-from weft.verify.low_bit_reference import rounded_base
+from weft.verify.peft_reference import rounded_base
 from weft.verify.plants import planted
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -15,7 +15,7 @@ from tests.support.pool import run
 from weft.errors import UserError
 from weft.ops import nf4
 from weft.parallel import quantise
-from weft.verify.low_bit_reference import nf4_and_back, rounded_base
+from weft.verify.peft_reference import nf4_and_back, rounded_base
 from weft.verify.plants import planted
 
 EXPERTS = ("all-linear", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -41,11 +41,8 @@ from weft.launch.summary import Phases
 from weft.verify import reference, reference_optimizer
 from weft.verify.bugs import BALANCE_SCALE, MASTERS, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
 from weft.verify.bugs.adapters import BASE, QUANTISED
-from weft.verify.bugs.distillation import LISTED
-from weft.verify.bugs.evaluation import HELD_OUT
-from weft.verify.bugs.resuming import RESUMED
-from weft.verify.bugs.reward import PREFERRED
-from weft.verify.bugs.rl import UPDATE
+from weft.verify.bugs.commands import LISTED, PREFERRED, UPDATE
+from weft.verify.bugs.training import HELD_OUT, RESUMED
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents

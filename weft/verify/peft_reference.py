@@ -1,5 +1,11 @@
-"""The reference for adapters: peft's own model in one plain process. Imports only the plain reference and an error
-class of weft."""
+"""The reference for adapters: peft's own model in one plain process, and the formats of quantised bases, written once
+more. Imports only the plain reference and an error class of weft.
+
+nf4: levels and blocks are those of QLoRA (arXiv:2305.14314) as bitsandbytes stores them: 64 elements share a scale, 256
+scales share one, and scales are 8-bit numbers about their mean (arXiv:2110.02861). Every value is compared with every
+level. int8: each row by its largest magnitude / 127 (arXiv:2208.07339). fp8: each block by its largest magnitude / 448,
+to e4m3 (arXiv:2412.19437).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +18,77 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import UserError
-from weft.verify.low_bit_reference import rounded_base
 from weft.verify.reference import Reference
+
+_NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+
+
+def rounded_base(weight: Tensor, form: str, block: tuple[int, int]) -> Tensor:
+    """The weight that its bytes say, in its own dtype. block: of fp8."""
+    if form == "nf4":
+        return nf4_and_back(weight)
+    if form == "int8":
+        return int8_and_back(weight)
+    return fp8_and_back(weight, block)
+
+
+def int8_and_back(weight: Tensor) -> Tensor:
+    """By rows of the last dimension."""
+    rows = []
+    for row in weight.float().reshape(-1, weight.shape[-1]):
+        largest = row.abs().max()
+        codes = torch.round(row * (127.0 / largest)) if largest > 0 else torch.zeros_like(row)
+        rows.append(codes * largest * (1 / 127))
+    return torch.stack(rows).reshape(weight.shape).to(weight.dtype)
+
+
+def fp8_and_back(weight: Tensor, block: tuple[int, int]) -> Tensor:
+    """By blocks of the last two dimensions; those at the edges may be smaller."""
+    out = torch.empty_like(weight)
+    for matrix, rounded in zip(weight.reshape(-1, *weight.shape[-2:]), out.view(-1, *weight.shape[-2:]), strict=True):
+        for row in range(0, matrix.shape[0], block[0]):
+            for column in range(0, matrix.shape[1], block[1]):
+                part = (slice(row, row + block[0]), slice(column, column + block[1]))
+                values = matrix[part].float()
+                scale = values.abs().max() / values.new_tensor(448.0)
+                ratio = values / scale if scale > 0 else values
+                rounded[part] = ratio.to(torch.float8_e4m3fn).float() * scale
+    return out
+
+
+def nf4_and_back(weight: Tensor) -> Tensor:
+    """The weight that its bytes say, in its own dtype. Its size must be a multiple of 64."""
+    blocks = weight.float().reshape(-1, 64)
+    scales = blocks.abs().amax(1)
+    values = _rounded(blocks * (1.0 / scales[:, None].clamp(min=1e-38)), torch.tensor(_NF4))
+    mean = scales.double().mean().float()
+    rounded = torch.cat([_rounded_scales(group) for group in (scales - mean).split(256)]) + mean
+    return (values * rounded[:, None]).reshape(weight.shape).to(weight.dtype)
+
+
+def _rounded_scales(scales: Tensor) -> Tensor:
+    largest = scales.abs().max()
+    return _rounded(scales * (1.0 / largest.clamp(min=1e-38)), _eight_bits()) * largest
+
+
+def _rounded(values: Tensor, levels: Tensor) -> Tensor:
+    """Each value as the nearest level."""
+    levels = levels.to(values.device)
+    rows = [levels[(row[:, None] - levels).abs().argmin(-1)] for row in values.flatten().split(4096)]
+    return torch.cat(rows).view_as(values)
+
+
+def _eight_bits() -> Tensor:
+    levels = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        middles = 10 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
+        levels += [*middles.tolist(), *(-middles).tolist()]
+    return torch.tensor(sorted(levels))
 
 
 class PeftReference(Reference):

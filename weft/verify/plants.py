@@ -22,16 +22,11 @@ from weft.verify.bugs import (  # they register their bugs
     Bug,
     Plant,
     adapters,  # noqa: F401
+    commands,  # noqa: F401
     context_parallel,  # noqa: F401
-    distillation,  # noqa: F401
-    evaluation,  # noqa: F401
     expert_parallel,  # noqa: F401
     optimizers,  # noqa: F401
     pipeline_parallel,  # noqa: F401
-    preferences,  # noqa: F401
-    resuming,  # noqa: F401
-    reward,  # noqa: F401
-    rl,  # noqa: F401
     step,  # noqa: F401
     tensor_parallel,  # noqa: F401
     training,  # noqa: F401

@@ -1,4 +1,5 @@
-"""Bugs in stored weights, in updates and metrics, in the schedule, in the order of the data, and in flags."""
+"""Bugs in stored weights, in updates and metrics, in the schedule, in the order of the data, in flags,
+in the held-out loss, and in resumed runs."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.engine.metrics import MetricSums
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.verify.bugs import (
@@ -382,3 +384,110 @@ def gradient_of_a_tile(plant: Plant, original: Original, self: Any, gradients: A
 def results_out_of_order(plant: Plant, original: Original, self: Any) -> Any:
     plant.hit()
     return {**original(self), "matmuls": (item.roll(1, -1) for item in original(self)["matmuls"])}
+
+
+# ---------------------------------------------------------------- the held-out loss
+
+HELD_OUT = "tests/recipes/test_eval.py: the held-out loss is the reference's token mean"
+
+
+@bug(
+    "B34", "weft.engine.engine:Engine.evaluate",
+    "the held-out loss is the mean of the means of ranks and batches",
+    caught_by=HELD_OUT, issue="huggingface/transformers#39241", ranks=2, needs="held-out documents",
+)  # fmt: skip
+def held_out_mean_of_means(plant: Plant, original: Original, *args: Any) -> MetricSums:
+    means, sums = MetricSums(), original(*args)
+    for name, total in sums._sums.items():
+        weight = float(sums._weights[name])
+        plant.hits += weight not in (0.0, 1.0)
+        means.add(name, total / (weight or 1.0), float(weight > 0))
+    return means
+
+
+@bug(
+    "B34", "weft.recipes.evaluate:split_by_tokens",
+    "held-out documents beyond a multiple of the ranks are dropped",
+    caught_by=HELD_OUT, issue="verl-project/verl#78", ranks=2, needs="held-out documents",
+)  # fmt: skip
+def held_out_documents_dropped(plant: Plant, original: Original, metas: Any, limit: int) -> Iterator[tuple[int, int]]:
+    world = dist.get_world_size()
+    for first, last in original(metas, limit):
+        remainder = (last - first) % world if last - first > world else 0
+        plant.hits += remainder > 0
+        yield first, last - remainder
+
+
+@bug(
+    "B34", "weft.recipes.evaluate:split_by_tokens",
+    "held-out documents are evaluated twice, to fill up the ranks",
+    caught_by=HELD_OUT, issue="pytorch/pytorch#25162", ranks=2, needs="held-out documents",
+)  # fmt: skip
+def held_out_documents_twice(plant: Plant, original: Original, metas: Any, limit: int) -> Iterator[tuple[int, int]]:
+    yield from original(metas, limit)
+    missing = -len(metas) % dist.get_world_size()
+    if missing:
+        plant.hit()
+        yield 0, min(missing, len(metas))
+
+
+# ---------------------------------------------------------------- resumed runs: a part of the state begins anew
+
+RESUMED = "tests/checkpoint/test_resume.py: a resumed run is the unbroken one"
+
+
+@bug(
+    "B18", "weft.recipes.training:learning_rate",
+    "a resumed run begins its learning rate schedule again",
+    caught_by=RESUMED, issue="verl-project/verl#7953", needs="a run that is resumed",
+)  # fmt: skip
+def rate_restarted(plant: Plant, original: Original, step: int, *args: Any) -> float:
+    done = plant.memory.setdefault("done", step - 1)
+    plant.hits += done > 0
+    return float(original(step - done, *args))
+
+
+@bug(
+    "B19", "weft.data.order:StepSampler.starting_at",
+    "a resumed run begins the data again",
+    caught_by=RESUMED, issue="huggingface/accelerate#4071", needs="a run that is resumed",
+)  # fmt: skip
+def place_in_data_lost(plant: Plant, original: Original, self: Any, number: int) -> Iterator[Any]:
+    plant.hits += number > 1
+    for step in original(self, 1):
+        if step.number + number - 1 <= self.total:
+            yield replace(step, number=step.number + number - 1)
+
+
+@bug(
+    "B20", "weft.checkpoint.resume:read_rng",
+    "every rank takes up the first rank's random numbers",
+    caught_by=RESUMED, issue="radixark/miles#3187", ranks=2, needs="a run that is resumed",
+)  # fmt: skip
+def first_ranks_random_numbers(plant: Plant, original: Original, state: Any, rank: int) -> Any:
+    plant.hits += rank > 0
+    return original(state, 0)
+
+
+@bug(
+    "B20", "weft.checkpoint.resume:load_state",
+    "each rank takes up moments of zero",
+    caught_by=RESUMED, issue="KempnerInstitute/KempnerForge#115", needs="a run that is resumed",
+)  # fmt: skip
+def moments_lost(plant: Plant, original: Original, engine: Any, state: Any) -> None:
+    original(engine, state)
+    for moments in engine.optimizer.state.values():
+        for value in moments.values():
+            if value.ndim:
+                plant.hit()
+                value.zero_()
+
+
+@bug(
+    "B21", "weft.checkpoint.state:is_writer",
+    "a checkpoint holds the first rank's shards only",
+    caught_by=RESUMED, issue="huggingface/accelerate#4206", ranks=2, needs="a run that is resumed",
+)  # fmt: skip
+def first_shards_only(plant: Plant, original: Original, shard: Any, number: int) -> bool:
+    plant.hits += dist.get_rank() > 0 and bool(original(shard, number))
+    return dist.get_rank() == 0 and bool(original(shard, number))
