@@ -269,7 +269,10 @@ def _fps(location: str, part: Mapping[str, Any]) -> float | None:
 def _of_text(location: str, text: str, folder: str) -> Image:
     scheme = text[:8].partition(":")[0].lower()
     if scheme == "data":
-        return Image(data=_of_data_uri(location, text))
+        head, comma, body = text.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise UserError(f"{location}: {text[:40]!r}... is no data: URI of base64: write data:image/png;base64,...")
+        return Image(data=_decoded(location, body))
     if scheme in ("http", "https"):
         return Image(url=text)
     if scheme == "file":
@@ -287,13 +290,6 @@ def _of_file_url(location: str, text: str) -> str:
         return unquote(urlsplit(text).path)
     except ValueError as error:  # brackets that hold no address
         raise UserError(f"{location}: {text[:80]!r} is no file: URL ({error}): write a path.") from None
-
-
-def _of_data_uri(location: str, text: str) -> bytes:
-    head, comma, body = text.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise UserError(f"{location}: {text[:40]!r}... is no data: URI of base64: write data:image/png;base64,...")
-    return _decoded(location, body)
 
 
 def _decoded(location: str, text: str) -> bytes:

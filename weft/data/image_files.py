@@ -146,7 +146,8 @@ def open_image(image: Image, location: str, checks: ImageChecks) -> Iterator[tup
     need_pillow(name)
     try:
         if image.picture is not None:
-            yield _checked(image.picture.copy(), name, checks), _pixel_bytes(image.picture), 0
+            width, height = image.picture.size
+            yield _checked(image.picture.copy(), name, checks), int(width * height * len(image.picture.getbands())), 0
             return
         if image.path is None:
             assert image.data is not None
@@ -210,12 +211,6 @@ def check_size(size: tuple[int, int], name: str, checks: ImageChecks) -> None:
         )
     if min(size) < 1:
         raise BadRowError(f"{name}: has {width} x {height} pixels. Remove it.")
-
-
-def _pixel_bytes(picture: Any) -> int:
-    """Bytes of its pixels."""
-    width, height = picture.size
-    return int(width * height * len(picture.getbands()))
 
 
 def _reason(image: Image, error: Exception) -> str:

@@ -120,7 +120,11 @@ class Images:
         fetched, sizes = list[Image | Video](), list[MediaInfo]()
         for media, name in zip(record.images, names, strict=True):
             if isinstance(media, Video):
-                self._check_videos(name)
+                if not self.video_placeholder:
+                    raise BadRowError(
+                        f"{name}: weft does not know how {self.processor().kind} of model.path reads videos; those of "
+                        "Qwen2-VL, Qwen2.5-VL and Qwen3-VL are known. Remove it, or write its frames as images."
+                    )
                 file = None if media.file is None else fetch_image(media.file, name, self.checks.fetch)
                 fetched.append(replace(media, file=file))
                 sizes.append(measure_video(replace(media, file=file), name, self.checks))
@@ -129,13 +133,6 @@ class Images:
                 fetched.append(image)
                 sizes.append(measure_image(image, name, self.checks))
         return replace(record, images=tuple(fetched)), sizes
-
-    def _check_videos(self, name: str) -> None:
-        if not self.video_placeholder:
-            raise BadRowError(
-                f"{name}: weft does not know how {self.processor().kind} of model.path reads videos; those of "
-                "Qwen2-VL, Qwen2.5-VL and Qwen3-VL are known. Remove it, or write its frames as images."
-            )
 
     def refuse_marks(self, record: Record, texts: Iterator[str]) -> None:
         """Raises BadRowError if a text contains a token that stands for an image or a video."""

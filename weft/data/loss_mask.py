@@ -105,7 +105,13 @@ class AssistantMasks:
         if index not in rendering.regions:
             raise AmbiguousAnswerError(f"the template does not render message {index + 1}", rendering)
         start, end = rendering.regions[index]
-        turns = self._around(chat, kwargs, index)
+        # The format is learned once for answers to tool results and once for others; from this conversation if the
+        # template rejects the examples.
+        after_tool = index > 0 and chat.messages[index - 1]["role"] in _TOOL_ROLES
+        key = after_tool, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
+        if key not in self._turns:
+            self._turns[key] = self._learn(after_tool, kwargs)
+        turns = self._turns[key] or self._study(chat, kwargs, index)
         header = _header(rendering.region_text(index), turns)
         if header is None:  # the examples that the format was learned from do not cover this conversation
             turns = self._study(chat, kwargs, index)
@@ -130,15 +136,6 @@ class AssistantMasks:
         raise AmbiguousAnswerError(
             f"no special token ends message {index + 1}, so that a model would never stop", rendering
         )
-
-    def _around(self, chat: ChatInput, kwargs: Mapping[str, Any], index: int) -> TurnFormat:
-        """The turn format of the answer at index `index`: learned once for answers to tool results and once for others;
-        from this conversation if the template rejects the examples."""
-        after_tool = index > 0 and chat.messages[index - 1]["role"] in _TOOL_ROLES
-        key = after_tool, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
-        if key not in self._turns:
-            self._turns[key] = self._learn(after_tool, kwargs)
-        return self._turns[key] or self._study(chat, kwargs, index)
 
     def _learn(self, after_tool: bool, kwargs: Mapping[str, Any]) -> TurnFormat | None:
         """The turn format in the middle and at the end of example conversations; None if the template rejects all."""

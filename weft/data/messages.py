@@ -392,16 +392,13 @@ def _check_content(
     if content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content")):
         return
     if content is None and "content" not in value:
-        raise UserError(_no_content(location, value, rules))
+        present = ", ".join(f"`{name}`" for name in value)
+        likely = next((name for name in _LIKELY_KEYS["content"] if isinstance(value.get(name), str | list)), None)
+        advice = f" Set {override('data.message_keys', {**rules.keys, 'content': likely})}." if likely else ""
+        raise UserError(
+            f"{location}: `content` must be a string or a list of text parts, not null. It has {present}.{advice}"
+        )
     raise UserError(f"{location}: `content` must be a string or a list of text parts, not {describe_type(content)}.")
-
-
-def _no_content(location: str, value: Mapping[str, Any], rules: MessageRules) -> str:
-    """The error message about a message without content. It lists the keys that are there."""
-    present = ", ".join(f"`{name}`" for name in value)
-    likely = next((name for name in _LIKELY_KEYS["content"] if isinstance(value.get(name), str | list)), None)
-    advice = f" Set {override('data.message_keys', {**rules.keys, 'content': likely})}." if likely else ""
-    return f"{location}: `content` must be a string or a list of text parts, not null. It has {present}.{advice}"
 
 
 def _check_part(location: str, part: Any, rules: MessageRules, read: Sequence[str], answers: bool) -> None:

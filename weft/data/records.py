@@ -531,7 +531,16 @@ def read_tokens(location: str, row: Mapping[str, Any]) -> tuple[list[int], list[
     ids = _integers(location, row, "input_ids")
     if not ids or not 0 <= min(ids) <= max(ids) <= _LARGEST:
         raise UserError(f"{location}: `input_ids` must be token ids, one or more, from 0.")
-    _check_whole(location, row, len(ids))
+    # A row with padding or several documents would be trained as one document.
+    length = len(ids)
+    mask, positions = row.get("attention_mask"), row.get("position_ids")
+    if mask is not None and (not isinstance(mask, list) or mask != [1] * length):
+        raise UserError(f"{location}: `attention_mask` leaves tokens out: weft pads by itself, so leave padding out.")
+    if positions is not None and positions != list(range(length)):
+        raise UserError(
+            f"{location}: `position_ids` start over: the row has several documents. weft packs by itself: write one a "
+            "row."
+        )
     named = [name for name in ("labels", *_MASKS) if row.get(name) is not None]
     if len(named) > 1:
         raise UserError(f"{location}: has `{named[0]}` and `{named[1]}`, which both mark the trained tokens. Keep one.")
@@ -557,18 +566,6 @@ def _of_mask(location: str, name: str, values: list[int]) -> list[int]:
     if not set(values) <= {0, 1}:
         raise UserError(f"{location}: `{name}` must be 1 for each token that is trained, and 0 for others.")
     return values
-
-
-def _check_whole(location: str, row: Mapping[str, Any], length: int) -> None:
-    """Raises UserError if a row has padding or several documents: all of it would be trained as one document."""
-    mask, positions = row.get("attention_mask"), row.get("position_ids")
-    if mask is not None and (not isinstance(mask, list) or mask != [1] * length):
-        raise UserError(f"{location}: `attention_mask` leaves tokens out: weft pads by itself, so leave padding out.")
-    if positions is not None and positions != list(range(length)):
-        raise UserError(
-            f"{location}: `position_ids` start over: the row has several documents. weft packs by itself: write one a "
-            "row."
-        )
 
 
 def _integers(location: str, row: Mapping[str, Any], name: str) -> list[int]:

@@ -57,18 +57,15 @@ class StepDocuments(Documents):
     def __init__(self, documents: Documents) -> None:
         self.__dict__.update(vars(documents))
         measures = documents.measures()
-        counts = documents.trained + self._first_marks()
-        self._measures = measures._replace(
-            length=measures.length + 1, weight=counts.astype(np.float64), loss_tokens=counts
-        )
-
-    def _first_marks(self) -> Array:
-        """[documents] 1 if the first token ends a step, which happens where a prompt has no token, else 0."""
+        # Count 1 where the first token ends a step, which happens where a prompt has no token.
         first = [np.empty(0, np.int64)]
         for selection in self._selections:
             table, indices = selection.table, selection.indices
             first.append((table.trained[table.ends[indices] - table.lengths[indices]] > 0).astype(np.int64))
-        return np.concatenate(first)
+        counts = documents.trained + np.concatenate(first)
+        self._measures = measures._replace(
+            length=measures.length + 1, weight=counts.astype(np.float64), loss_tokens=counts
+        )
 
     def build(self, index: int) -> Document:
         document = super().build(index)
