@@ -304,7 +304,17 @@ class Engine:
         if self.pipeline is not None:
             sums.add("bubble", self.bubble(plan), 1.0)
         self._trained = type(objective).__name__
-        return self._reduce(plan, rows.sources, sums, losses, checksums)
+        # One all-reduce also carries whether any loss was not finite, and compares plans and what several ranks hold
+        # alike.
+        flight.enter("reduce", documents=[source for row in rows.sources for source in row])
+        finite = torch.stack(losses).isfinite()
+        sums.add("_nonfinite", (~finite).sum(), 1.0)
+        if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
+            sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
+        self._executor.load.add_to(sums, self.mesh.loss_group)
+        self._replicas.add_to(sums, checksums, self.device)
+        reduced = sums.reduced(self.mesh.world_group, {"the plan of the step": plan.fingerprint()})
+        return _Unread(reduced, rows.sources, finite, checksums)
 
     def step(
         self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss, lr: float
@@ -316,26 +326,6 @@ class Engine:
             result = self.apply(lr)
             return result.metrics, result
         return self.accumulate(plan, documents, objective), self.apply(lr)
-
-    def _reduce(
-        self,
-        plan: StepPlan,
-        sources: list[list[str]],
-        sums: MetricSums,
-        losses: list[Tensor],
-        checksums: list[ReplicaChecksum],
-    ) -> _Unread:
-        """Reduce all metrics in one all-reduce, which also carries whether any loss was not finite, and compares plans
-        and what several ranks hold alike."""
-        flight.enter("reduce", documents=[source for row in sources for source in row])
-        finite = torch.stack(losses).isfinite()
-        sums.add("_nonfinite", (~finite).sum(), 1.0)
-        if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
-            sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
-        self._executor.load.add_to(sums, self.mesh.loss_group)
-        self._replicas.add_to(sums, checksums, self.device)
-        reduced = sums.reduced(self.mesh.world_group, {"the plan of the step": plan.fingerprint()})
-        return _Unread(reduced, sources, finite, checksums)
 
     def _metrics(self, unread: _Unread, values: Sequence[float]) -> dict[str, float | None]:
         """The metrics of a step from its sums on the host; raises what accumulate() raises. Collective where a loss was

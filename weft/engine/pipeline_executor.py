@@ -26,7 +26,6 @@ from weft.engine.step_plan.plan import StepPlan
 from weft.launch import flight
 from weft.launch.consistency import ReplicaChecksum
 from weft.launch.timing import waiting
-from weft.models.train_module import TrainModule
 from weft.ops.exact import numerics
 from weft.parallel.fsdp import end_backward, reduce_now, reduce_when
 from weft.parallel.mesh import Mesh
@@ -72,7 +71,14 @@ class PipelineExecutor(Executor):
         self.placement = pipeline.placement
         self.has_loss = self.placement.last == self.axis.rank
         self.weights = WeightGradients(self.module) if self.schedule in DELAYED else None
-        self.units = _units_of_chunks(self.module, pipeline, self.axis.rank)
+        # The root is a unit of the model's first stage if this rank has it, else of the rank's last stage.
+        self.units: list[list[FSDPModule]] = [[] for _ in range(pipeline.placement.chunks)]
+        for name, child in self.module.named_modules():
+            if isinstance(child, FSDPModule):
+                stage = pipeline.stage_of(name, self.module.facts.layers)
+                if name == "" and self.axis.rank != 0:
+                    stage = pipeline.placement.stage_of(self.axis.rank, pipeline.placement.chunks - 1)
+                self.units[pipeline.placement.chunk_of(stage)].append(child)
 
     def train(
         self, rows: StepRows, objective: Loss, scaling: LossScaling, sums: MetricSums, *, routed: bool
@@ -224,19 +230,6 @@ class PipelineExecutor(Executor):
             return self.costs[stage] * plan.costs[action.micro][loss_rank] * (2.0 if full_backward else 1.0)
 
         return bubble(orders, self.placement, cost)
-
-
-def _units_of_chunks(module: TrainModule, pipeline: Pipeline, rank: int) -> list[list[FSDPModule]]:
-    """The FSDP units of each of a rank's stages. The root belongs to the model's first stage if this rank has it, else
-    to the rank's last stage."""
-    units: list[list[FSDPModule]] = [[] for _ in range(pipeline.placement.chunks)]
-    for name, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            stage = pipeline.stage_of(name, module.facts.layers)
-            if name == "" and rank != 0:
-                stage = pipeline.placement.stage_of(rank, pipeline.placement.chunks - 1)
-            units[pipeline.placement.chunk_of(stage)].append(child)
-    return units
 
 
 class _RowCache:

@@ -96,17 +96,12 @@ def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
     if not heads or kind not in windows:
         return None
     name = windows[kind]
-    return AttentionFacts(heads, _head_width(config, heads), getattr(config, name, None) if name else None)
-
-
-def _head_width(config: Any, heads: int) -> float:
-    """The mean width of a head's keys and values. MLA's configs have the parts of its keys, and as head_dim at most the
-    rotated one."""
+    # MLA's configs have the parts of its keys, and as head_dim at most the rotated one.
     keys: float = getattr(config, "head_dim", None) or config.hidden_size / heads
     plain, values = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
     if plain is not None:
         keys = plain + config.qk_rope_head_dim
-    return (keys + (values or keys)) / 2
+    return AttentionFacts(heads, (keys + (values or keys)) / 2, getattr(config, name, None) if name else None)
 
 
 def with_adapters(facts: FlopFacts, plan: LoraPlan, module: TrainModule) -> FlopFacts:

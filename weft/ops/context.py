@@ -48,7 +48,12 @@ def _shared(call: Call, context: ContextRow, run: AttentionFunction) -> Tensor:
     if axis.ulysses is None:
         return ring_attention(call, context, run)
     out = ring_attention(heads_for_tokens(call, context, axis.ulysses), context, run)
-    return _tokens_for_heads(out, context, axis.ulysses)
+    # S tokens of this rank's heads -> n tokens of all heads, [1, H, n, E].
+    size, counts = context.axis.ulysses_size, context.counts()
+    tokens = counts[context.axis.rank % size]
+    sent = out[0].transpose(0, 1).flatten(1).index_select(0, context.order(out.device)[1])
+    received = all_to_all(sent, axis.ulysses, counts, [tokens] * size).unflatten(0, (size, tokens))
+    return received.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
 
 
 def ring_attention(call: Call, context: ContextRow, run: AttentionFunction) -> Tensor:
@@ -100,15 +105,6 @@ def heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> Ca
 def _by_rank(x_HTD: Tensor, size: int) -> Tensor:
     """[H, T, D] -> [ranks, T, heads of a rank x D]."""
     return x_HTD.unflatten(0, (size, -1)).transpose(1, 2).flatten(2)
-
-
-def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> Tensor:
-    """S tokens of this rank's heads -> n tokens of all heads, [1, H, n, E]."""
-    size, counts = context.axis.ulysses_size, context.counts()
-    tokens = counts[context.axis.rank % size]
-    sent = out[0].transpose(0, 1).flatten(1).index_select(0, context.order(out.device)[1])
-    received = all_to_all(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
-    return received.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
 
 
 def gather_documents(x_1nH: Tensor, context: ContextRow) -> Tensor:

@@ -393,7 +393,8 @@ class _PairReader(_Reader):
             log_q.tanh_().mul_(self.teacher.scaling.outer)
         if self.agreement is not None:
             self.agreement[rows] = (self._likeliest(log_p) == self._likeliest(log_q)).to(self.wide)
-        one_softmax = self._one_softmax()
+        # Whether logprob and the divergence are of the same softmax. Equal on all ranks of a divided vocabulary.
+        one_softmax = self.ratio == 1.0 and self.shard is None and self.common == len(self.student.weight)
         lse = self._log_sum_exp([log_p, log_q] if one_softmax else [log_p, log_q, z])
         log_p.sub_(lse[0, :, None])
         log_q.sub_(lse[1, :, None])
@@ -416,10 +417,6 @@ class _PairReader(_Reader):
             z.sub_(lse[2, :, None]).exp_().mul_(-g_logprob)
             z[:, : self.common].addcmul_(s, g_divergence).addcmul_(p, g_divergence * sums[1, :, None], value=-1.0)
         self._finish_gradient(x, z, slope, (is_inside, local), g_logprob)
-
-    def _one_softmax(self) -> bool:
-        """Whether logprob and the divergence are of the same softmax. Equal on all ranks of a divided vocabulary."""
-        return self.ratio == 1.0 and self.shard is None and self.common == len(self.student.weight)
 
 
 class _ListReader(_Reader):

@@ -94,7 +94,7 @@ def memory_needs(
         optimizer=moments(lambda p: _elements_on_rank([p])),
         gathered=_gathered(parameters, units, reshard, precision.compute.itemsize),
         unsharded=sum(p.numel() * p.element_size() for p in parameters)
-        + _elements(trained) * (master + average)
+        + sum(p.numel() for p in trained) * (master + average)
         + moments(nn.Parameter.numel),
         average=_elements_on_rank(trained) * average,
     )
@@ -222,10 +222,6 @@ def _largest_shard(parameter: nn.Parameter) -> list[int]:
             if isinstance(placement, Shard):
                 shape[placement.dim] = math.ceil(shape[placement.dim] / parameter.device_mesh.size(axis))
     return shape
-
-
-def _elements(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int, compute: int) -> int:

@@ -24,7 +24,13 @@ _TOLERANCE = 1e-3  # of a gradient's largest element: objectives compute in fp32
 def check_terms(output: Any, objective: Loss) -> LossOutput:
     """The LossOutput of an objective. Raises UserError if it returned something else."""
     if isinstance(output, LossOutput) and isinstance(output.loss_sum, Tensor) and not output.loss_sum.ndim:
-        _check_metrics(output.metrics, objective)
+        for name, pair in output.metrics.items():
+            if isinstance(pair, tuple) and len(pair) == 2 and all(_is_number(value) for value in pair):
+                continue
+            raise UserError(
+                f"train.loss: metric `{name}` of {type(objective).__name__} is {_in_words(pair)}; it must be a pair "
+                "(sum, weight) of two numbers, which are added up over all rows and divided at the end."
+            )
         return output
     value = output.loss_sum if isinstance(output, LossOutput) else output
     shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
@@ -33,16 +39,6 @@ def check_terms(output: Any, objective: Loss) -> LossOutput:
         f"a {type(value).__name__}{shape}; it must be LossOutput(loss_sum=...), the sum over all predictions of the "
         "batch, a tensor without dimensions. docs/how-to/objective.md shows one that is whole."
     )
-
-
-def _check_metrics(metrics: Any, objective: Loss) -> None:
-    for name, pair in metrics.items():
-        if isinstance(pair, tuple) and len(pair) == 2 and all(_is_number(value) for value in pair):
-            continue
-        raise UserError(
-            f"train.loss: metric `{name}` of {type(objective).__name__} is {_in_words(pair)}; it must be a pair "
-            "(sum, weight) of two numbers, which are added up over all rows and divided at the end."
-        )
 
 
 def _is_number(value: Any) -> bool:

@@ -176,7 +176,12 @@ class PolicyLoss:
             self._read.append((batch.documents, batch.document_N, logprob.detach()))
         old = logprob.detach() if self.old_is_current else batch.arrays["old_logprobs"]
         tokens = PolicyTokens(logprob, old, batch.arrays["advantages"], batch)
-        loss = self._policy_loss(tokens)
+        loss = self.loss(tokens, self.config)
+        if not isinstance(loss, Tensor) or loss.shape != tokens.logprob.shape:
+            raise UserError(
+                f"rl.policy_loss: {self.config.policy_loss} must give a loss for each of the {len(tokens.logprob)} "
+                f"tokens, not {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}."
+            )
         if config.corrects:
             loss = loss * self._correction(batch, old)
         means = {"entropy": entropy, **self._ratio_metrics(tokens)}
@@ -198,7 +203,11 @@ class PolicyLoss:
         loss_sum = (batch.weights_N * loss).sum()
         metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()} | shares
         if self._ratio != "ratio" and self._clipping != "none":  # a sample has one ratio
-            metrics["clip_ratio/samples_mean"] = self._clipped_samples(batch, means["clip_ratio/region_mean"])
+            # Of each sample, the share of tokens whose gradient was cut.
+            clipped = means["clip_ratio/region_mean"]
+            count = batch.document_sum(torch.ones_like(clipped))
+            share = batch.document_sum(clipped) / count.clamp(min=1)
+            metrics["clip_ratio/samples_mean"] = share.sum(), (count > 0).sum()
         return LossOutput(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})
 
     def _entropy_share(self, batch: Batch) -> Tensor | float:
@@ -211,22 +220,6 @@ class PolicyLoss:
             count = batch.per_token_document_sum(torch.ones_like(batch.weights_N))
             entropies = 1 / (count * self._samples)
         return entropies * self._divisor / batch.weights_N
-
-    @staticmethod
-    def _clipped_samples(batch: Batch, clipped: Tensor) -> tuple[Tensor, Tensor]:
-        """(Sum over the row's samples of the share of tokens whose gradient was cut, number of these samples)."""
-        count = batch.document_sum(torch.ones_like(clipped))
-        share = batch.document_sum(clipped) / count.clamp(min=1)
-        return share.sum(), (count > 0).sum()
-
-    def _policy_loss(self, tokens: PolicyTokens) -> Tensor:
-        loss = self.loss(tokens, self.config)
-        if not isinstance(loss, Tensor) or loss.shape != tokens.logprob.shape:
-            raise UserError(
-                f"rl.policy_loss: {self.config.policy_loss} must give a loss for each of the {len(tokens.logprob)} "
-                f"tokens, not {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}."
-            )
-        return loss
 
     def _correction(self, batch: Batch, old: Tensor) -> Tensor:
         """[N] factors on the tokens' losses."""

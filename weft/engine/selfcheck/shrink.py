@@ -60,17 +60,13 @@ def _with_layers(config: PretrainedConfig, numbers: list[int]) -> PretrainedConf
         elif len(value) == total:
             setattr(text, name, type(value)(value[i] for i in numbers))
     text.num_hidden_layers = len(numbers)
-    _renumber(text, numbers)
-    return small
-
-
-def _renumber(text: Any, numbers: list[int]) -> None:
-    """Renumber per_layer_config: values of single layers, by number (head widths in gemma4)."""
+    # Values of single layers, by number (head widths in gemma4).
     per_layer = text.to_dict().get("per_layer_config")
     if per_layer:
         text.per_layer_config = {
             new: per_layer[str(old)] for new, old in enumerate(numbers) if str(old) in per_layer
         } or None
+    return small
 
 
 def _has_all_kinds(config: PretrainedConfig, kinds: LayerKinds) -> bool:
@@ -97,7 +93,11 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     for name in _TOKEN_IDS:
         if getattr(text, name, None) is not None:
             setattr(text, name, 0)
-    _early_long_context(text)
+    for rope in rope_parameters(text):
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = _ORIGINAL_POSITIONS
+    if getattr(text, "original_max_position_embeddings", None):
+        text.original_max_position_embeddings = _ORIGINAL_POSITIONS
     if hasattr(text, "initializer_range"):
         text.initializer_range = _INITIALIZER_RANGE
     if getattr(small, "vision_config", None) is not None:
@@ -178,11 +178,3 @@ def _narrow_heads(text: Any) -> None:
     for name in _WITH_HIDDEN if heads is not None else ("num_heads",):
         if isinstance(value := getattr(text, name, None), int):
             setattr(text, name, max(1, value * text.hidden_size // hidden))
-
-
-def _early_long_context(text: Any) -> None:
-    for rope in rope_parameters(text):
-        if "original_max_position_embeddings" in rope:
-            rope["original_max_position_embeddings"] = _ORIGINAL_POSITIONS
-    if getattr(text, "original_max_position_embeddings", None):
-        text.original_max_position_embeddings = _ORIGINAL_POSITIONS

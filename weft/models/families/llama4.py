@@ -18,7 +18,13 @@ def by_document(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> tup
         return query, bounds
     config: Any = module.config
     if config.attn_temperature_tuning and not module.use_rope:
-        query = query * _temperature_ratio(module, bounds, query)
+        # f(document position) / f(row position), f(p) = log1p(floor((p + 1) / floor_scale)) attn_scale + 1
+        row = torch.arange(query.shape[2], device=query.device)
+        document = torch.cat([torch.arange(n, device=query.device) for n in bounds.lengths])
+        scale: Any = module.attn_scale
+        floor: Any = module.floor_scale
+        new, old = (torch.log1p(torch.floor((p.float() + 1.0) / floor)) * scale + 1.0 for p in (document, row))
+        query = query * (new / old).to(query.dtype)[None, None, :, None]
     if config.layer_types[module.layer_idx] == "chunked_attention":
         return query, _chunked(bounds, config.attention_chunk_size, query.device)
     return query, bounds
@@ -29,16 +35,6 @@ def _chunked(bounds: Bounds, size: int, device: torch.device) -> Bounds:
         lengths = tuple(min(size, n - start) for n in bounds.lengths for start in range(0, n, size))
         bounds.cache["chunked"] = Bounds.packed(lengths, device)
     return bounds.cache["chunked"]
-
-
-def _temperature_ratio(module: nn.Module, bounds: Bounds, query: Tensor) -> Tensor:
-    """[1, 1, T, 1] f(document position) / f(row position), f(p) = log1p(floor((p + 1) / floor_scale)) attn_scale + 1"""
-    row = torch.arange(query.shape[2], device=query.device)
-    document = torch.cat([torch.arange(n, device=query.device) for n in bounds.lengths])
-    scale: Any = module.attn_scale
-    floor: Any = module.floor_scale
-    new, old = (torch.log1p(torch.floor((p.float() + 1.0) / floor)) * scale + 1.0 for p in (document, row))
-    return (new / old).to(query.dtype)[None, None, :, None]
 
 
 ADAPTERS = {"llama4_text": by_document}

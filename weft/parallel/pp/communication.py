@@ -60,18 +60,15 @@ class P2PCommunicator:
         self._connected = True
         value = torch.zeros(1, device=self.device)
         for onward in (True, False):
-            for source, end in self._pairs(onward):
+            # Each pair of ranks once, in the same order on all ranks.
+            ranks = [self.placement.rank_of(stage) for stage in range(self.placement.stages)]
+            ranks = ranks if onward else ranks[::-1]
+            for source, end in dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b):
                 group = self.axis.channels[P2PChannel.between(onward, source, end)]
                 if self.axis.rank == source:
                     _wait(dist.isend(value, group=group, group_dst=end), self.device)
                 elif self.axis.rank == end:
                     _wait(dist.irecv(value, group=group, group_src=source), self.device)
-
-    def _pairs(self, onward: bool) -> list[tuple[int, int]]:
-        """(sending rank, receiving rank), each pair once, in the same order on all ranks."""
-        ranks = [self.placement.rank_of(stage) for stage in range(self.placement.stages)]
-        ranks = ranks if onward else ranks[::-1]
-        return list(dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b))
 
     def request(self, message: P2PMessage, shape: Sequence[int]) -> None:
         """Begin to receive a message for a stage of this rank, unless that has begun or this rank is the sender. shape:

@@ -60,7 +60,9 @@ class ShardSpec:
         dimension; ranges begin and end between blocks."""
         size = sizes[self.dim]
         ranges = tuple(tuple((first // size, count // size) for first, count in ranges) for ranges in self.ranges)
-        return replace(self, shape=_in_blocks(self.shape, sizes), ranges=ranges)
+        return replace(
+            self, shape=tuple(-(-length // size) for length, size in zip(self.shape, sizes, strict=True)), ranges=ranges
+        )
 
     def boxes(self, box: Box) -> list[tuple[Box, Box, int]]:
         """The content of `box`, a box of this rank's part, as boxes of the whole tensor: (box of the whole tensor, the
@@ -242,10 +244,6 @@ def module_shards(module: nn.Module, specs: ShardSpecs, among: tuple[int, int] |
 def full_shape(name: str, tensor: Tensor, specs: ShardSpecs) -> tuple[int, ...]:
     """The shape of a tensor before mesh axes divided it."""
     return specs[name].shape if name in specs else tuple(tensor.shape)
-
-
-def _in_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(-(-length // size) for length, size in zip(shape, sizes, strict=True))
 
 
 def _along(box: Box, dim: int, start: int, size: int) -> Box:
