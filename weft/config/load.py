@@ -151,7 +151,15 @@ def read_config_file(path: str) -> Node:
     if file.is_dir():
         raise UserError(f"{path}: is a folder; name a YAML file in it.")
     if os.path.lexists(file):
-        return _expand_dotted(read_file(path))
+        # Read `optimizer.lr: 1` at the top of a file as on the command line: as a key in a section.
+        tree = read_file(path)
+        expanded = Node({}, tree.location)
+        for name, child in tree.value.items():
+            node = child
+            for part in reversed(name.split(".")[1:]):
+                node = Node({part: node}, child.location)
+            _merge(expanded, Node({name.split(".")[0]: node}, child.location))
+        return expanded
     if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml", ".toml", ".json")):
         raise UserError(f"{path}: no such config file; to set a key write {path}=VALUE.")
     raise UserError(f"{path}: no such config file.{near_names(file)}")
@@ -160,17 +168,6 @@ def read_config_file(path: str) -> Node:
 def plain_sections(tree: Node) -> dict[str, dict[str, Any]]:
     """Section -> key -> value of a file's tree, without places."""
     return {name: dict(_plain(node).value) for name, node in tree.value.items() if node.is_section}
-
-
-def _expand_dotted(tree: Node) -> Node:
-    """Read `optimizer.lr: 1` at the top of a file as on the command line: as a key in a section."""
-    expanded = Node({}, tree.location)
-    for name, child in tree.value.items():
-        node = child
-        for part in reversed(name.split(".")[1:]):
-            node = Node({part: node}, child.location)
-        _merge(expanded, Node({name.split(".")[0]: node}, child.location))
-    return expanded
 
 
 def _merged(sources: Sequence[Node], schema: type) -> Node:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -109,24 +109,18 @@ def reaping() -> Iterator[Reaper]:
 
 def descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
     """The processes that descend from `roots`, without these."""
-    parents: Mapping[int, list[psutil.Process]] = _children()
-    descendants_found, waiting = dict[psutil.Process, None](), list(roots)
-    while waiting:
-        parent = waiting.pop()
-        for child in parents.get(parent.pid, ()):
-            if child not in descendants_found:
-                descendants_found[child] = None
-                waiting.append(child)
-    return list(descendants_found)
-
-
-def _children() -> dict[int, list[psutil.Process]]:
-    """Process id -> its children, of all processes of this machine."""
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             children.setdefault(process.ppid(), []).append(process)
-    return children
+    descendants_found, waiting = dict[psutil.Process, None](), list(roots)
+    while waiting:
+        parent = waiting.pop()
+        for child in children.get(parent.pid, ()):
+            if child not in descendants_found:
+                descendants_found[child] = None
+                waiting.append(child)
+    return list(descendants_found)
 
 
 class _Notes:

@@ -71,7 +71,12 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     plain = isinstance(error, UserError | RanksDisagreeError | FloatingPointError | ActorError)
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     if isinstance(error, RecursionError):
-        plain, message = True, _too_deep(error)
+        calls = traceback.extract_tb(error.__traceback__)
+        own_calls = [call for call in calls if Path(call.filename).is_relative_to(PACKAGE)] or calls
+        location = (
+            f" ({own_calls[-1].name}, {Path(own_calls[-1].filename).name}:{own_calls[-1].lineno})" if own_calls else ""
+        )
+        plain, message = True, f"an input is nested too deeply{location}: --debug shows where. Make it flatter."
     if kind == "user" and isinstance(error, OSError):
         plain, message = True, f"{error.filename}: {error.strerror}. Name another file or folder."
     message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # notes say where and why
@@ -84,16 +89,6 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
         rank, time.monotonic(), message, trace, kind, activity, plain=plain, waited=kind == "hang", collectives=last,
         within=flight.recorder.patience,
     )  # fmt: skip
-
-
-def _too_deep(error: RecursionError) -> str:
-    """The message for input that is nested too deeply for Python, by its reader."""
-    calls = traceback.extract_tb(error.__traceback__)
-    own_calls = [call for call in calls if Path(call.filename).is_relative_to(PACKAGE)] or calls
-    location = (
-        f" ({own_calls[-1].name}, {Path(own_calls[-1].filename).name}:{own_calls[-1].lineno})" if own_calls else ""
-    )
-    return f"an input is nested too deeply{location}: --debug shows where. Make it flatter."
 
 
 def of_verdict(rank: int) -> RankReport:

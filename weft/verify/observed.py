@@ -64,7 +64,10 @@ def observe(
     observed = Observed()
     with following(engine, routes) as replay:
         if held_out:
-            observed.evaluated = _evaluated(engine, held_out)
+            documents, metas = to_documents(engine, held_out)
+            sums = engine.evaluate(engine.plan(metas), documents, HeldOutLoss())
+            result = sums.reduce(engine.mesh.world_group)
+            observed.evaluated = result["accuracy"] or 0.0, result["exact"] or 0.0
         if image_step:
             budget = budget_behind(engine, image_step, images)
             if budget is not None:
@@ -119,14 +122,6 @@ def _observe(
     except RanksDisagreeError as error:  # the same on all ranks
         observed.disagreement = " ".join(str(error).split())
     observed.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
-
-
-def _evaluated(engine: Engine, step: Step) -> tuple[float, float]:
-    """(Accuracy, share of exact documents), as a run's evaluation gives them."""
-    documents, metas = to_documents(engine, step)
-    sums = engine.evaluate(engine.plan(metas), documents, HeldOutLoss())
-    result = sums.reduce(engine.mesh.world_group)
-    return result["accuracy"] or 0.0, result["exact"] or 0.0
 
 
 def short_budget(engine: Engine, step: Step, images: Images = _NONE) -> int:

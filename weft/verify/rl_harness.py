@@ -87,7 +87,14 @@ def verify_rl(trainer: TrainerRank, lr: float, rollouts: Rollouts | None = None)
     figures: list[Figure] = []
     if rollouts is None:
         rollouts = awkward_rollouts(trainer, trainer.engine.built.config.get_text_config().vocab_size)
-        figures.append(_mismatch(trainer, rollouts))
+        samples = [sample for groups in rollouts for sample in samples_of(groups)]
+        parts: list[Any] = [None] * trainer.ranks.world
+        dist.all_gather_object(parts, trainer.read("policy", samples), group=trainer.ranks.group)
+        flight.enter(flight.ENDLESS)
+        pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
+        figures.append(
+            Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)
+        )
         for groups in rollouts:
             disturb(groups)
     for engine in (trainer.engine, trainer.reference, trainer.teacher, trainer.critic):
@@ -172,16 +179,6 @@ def _read(trainer: TrainerRank, samples: Sequence[Sample]) -> None:
     dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)
     flight.enter(flight.ENDLESS)
     set_readings(samples, parts)
-
-
-def _mismatch(trainer: TrainerRank, rollouts: Rollouts) -> Figure:
-    """The figure for the difference between logprobs that the engine recorded and those that the trainer reads."""
-    samples = [sample for groups in rollouts for sample in samples_of(groups)]
-    parts: list[Any] = [None] * trainer.ranks.world
-    dist.all_gather_object(parts, trainer.read("policy", samples), group=trainer.ranks.group)
-    flight.enter(flight.ENDLESS)
-    pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
-    return Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)
 
 
 def _difference(actual: Floats, expected: Floats) -> float:

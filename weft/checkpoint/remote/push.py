@@ -75,7 +75,14 @@ def _reason(name: str, error: Exception) -> str:
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if status is None:
-        return _unanswered(error)
+        if isinstance(error, OfflineModeIsEnabled):
+            return _OFFLINE
+        if {cls.__name__ for cls in type(error).__mro__} & _UNANSWERED:
+            return (
+                f"{constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({first_line(error)}): try again where there is "
+                "a network"
+            )
+        return f"{type(error).__name__}: {first_line(error)}"
     server_message = getattr(error, "server_message", None) or ""
     answer = f"the hub answers {status}" + (f" ({first_line(ValueError(server_message))})" if server_message else "")
     if status == 401:
@@ -92,17 +99,6 @@ def _reason(name: str, error: Exception) -> str:
     if status >= 500:
         return f"{answer}, it has an internal error: try again later"
     return f"{answer}: {first_line(error)}"
-
-
-def _unanswered(error: Exception) -> str:
-    if isinstance(error, OfflineModeIsEnabled):
-        return _OFFLINE
-    if {cls.__name__ for cls in type(error).__mro__} & _UNANSWERED:
-        return (
-            f"{constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({first_line(error)}): try again where there is a "
-            "network"
-        )
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 # ---------------------------------------------------------------- uploads

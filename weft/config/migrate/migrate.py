@@ -103,7 +103,10 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
         settle_roles(draft, settings, gpus)
     _settle(draft, settings)
     _drop_idle(draft)
-    _name_loss(draft)
+    # Write the loss of a command that is known by its section, if the draft has no other key of this section.
+    key = {"dpo": "preference.loss", "reward": "reward.loss"}.get(draft.command)
+    if key is not None and not any(name.partition(".")[0] == key.partition(".")[0] for name in draft.values):
+        draft.take(key, draft.keys[key].default, key, f"the loss of `weft {draft.command}`")
     _mark_defaults(draft)
     if draft.differs:
         nearest = draft.value("rl.algorithm")
@@ -458,13 +461,6 @@ def _drop_idle(draft: Draft) -> None:
     for rule in rules_of(draft.schema).inert:
         if rule.key in draft.values and rule.when(config):
             draft.drop(rule.key, f"{rule.key} would have no effect: {rule.because}.")
-
-
-def _name_loss(draft: Draft) -> None:
-    """Write the loss of a command that is known by its section, if the draft has no other key of this section."""
-    key = {"dpo": "preference.loss", "reward": "reward.loss"}.get(draft.command)
-    if key is not None and not any(name.partition(".")[0] == key.partition(".")[0] for name in draft.values):
-        draft.take(key, draft.keys[key].default, key, f"the loss of `weft {draft.command}`")
 
 
 def _mark_defaults(draft: Draft) -> None:

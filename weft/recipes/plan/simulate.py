@@ -78,7 +78,9 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
     _check(config)
     began = time.perf_counter()
     simulation = Simulation("cpu") if assumed is None else Simulation("cuda", assumed.memory, assumed.capability)
-    _forget_meshes()
+    # DTensor's caches are keyed by the shape of a mesh, and hold process groups that no longer exist.
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
     with fake_ranks(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
         engine = Engine(config, ranks, weights=False, readouts=step.objective.readouts)
         step.readings.open(engine)
@@ -92,7 +94,10 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
             try:
                 persistent, watch = watched_step(engine, plan, rows, step)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise _depends(engine, error) from error
+                raise UserError(
+                    f"--simulate: the code of model_type {engine.module.facts.model_type!r} depends on values of "
+                    f"tensors ({first_line(error)}), and in a simulation there are none: leave --simulate out."
+                ) from error
     stage = None if engine.mesh.pp is None else engine.mesh.pp.rank
     seconds = time.perf_counter() - began
     return Simulated(
@@ -167,19 +172,6 @@ def _check(config: EngineConfig, section: str = "fsdp") -> None:
             "model.compile: what compiled layers keep in memory is not simulated: set model.compile=false, or leave "
             "out --simulate."
         )
-
-
-def _depends(engine: Engine, error: Exception) -> UserError:
-    return UserError(
-        f"--simulate: the code of model_type {engine.module.facts.model_type!r} depends on values of tensors "
-        f"({first_line(error)}), and in a simulation there are none: leave --simulate out."
-    )
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's caches, which are keyed by the shape of a mesh and hold process groups that no longer exist."""
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
 
 
 def _products(engine: Engine) -> AbstractContextManager[Any]:

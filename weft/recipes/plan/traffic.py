@@ -161,10 +161,16 @@ def _of_tp(
         if not isinstance(model.module.head, ScoreHead):
             predicted = load.predicted * hidden
             yield transfer("gradient of the head's input", "all-reduce", predicted, load.micro_batches, "backward")
+    # Gradients of weights that all ranks of tp have whole, and use for their part of the work.
+    stages, elements = model.stages(mesh.pp), 0
+    for weight, inside in model.undivided(mesh.tp):
+        on_stage = stages is None or holdings.coordinates.pp in stages[1].holders[weight.name]
+        if on_stage and (sequence or inside):
+            elements += shard_elements(weight.shape, mesh.shards, 0)
     yield transfer(
         "gradients of what ranks have alike",
         "all-reduce",
-        _replicated_gradients(model, mesh, holdings, sequence),
+        float(elements * model.setup.precision.master.itemsize),
         1,
         "step",
     )
@@ -174,17 +180,6 @@ def _norm_follows(model: Blueprint) -> bool:
     """Whether a layer ends with a norm of its last block's output, as gemma3's do."""
     _, layer = model.module.layers[0]
     return any(re.match(r"post_(feedforward|mlp|ffn)", name) for name, _ in layer.named_children())
-
-
-def _replicated_gradients(model: Blueprint, mesh: MeshSizes, holdings: RankShare, sequence: bool) -> float:
-    """Bytes of gradients that are summed over tp once per step: of weights that all ranks of tp have whole, and use for
-    their part of the work."""
-    stages, elements = model.stages(mesh.pp), 0
-    for weight, inside in model.undivided(mesh.tp):
-        on_stage = stages is None or holdings.coordinates.pp in stages[1].holders[weight.name]
-        if on_stage and (sequence or inside):
-            elements += shard_elements(weight.shape, mesh.shards, 0)
-    return float(elements * model.setup.precision.master.itemsize)
 
 
 # ---------------------------------------------------------------- cp
