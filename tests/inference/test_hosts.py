@@ -44,7 +44,7 @@ class IdleTrainers:
 
 def config_of(folder: Path, python: Path) -> RlConfig:
     (folder / "model").mkdir(exist_ok=True)
-    (folder / "model/config.json").write_text("{}")
+    (folder / "model/config.json").write_text('{"model_type": "llama", "vocab_size": 100000}')
     (folder / "data.jsonl").write_text("{}\n")
     overrides = [
         f"model.path={folder}/model",
@@ -158,7 +158,7 @@ async def many_requests_and_orders(pool: ServedPool) -> None:
 async def a_server_that_dies(pool: ServedPool, run: Path) -> None:
     """Of two engines the first, which also has another request to wait for."""
     await pool.pause()
-    pending = asyncio.ensure_future(pool.generate(request("held")))
+    pending = asyncio.ensure_future(pool.actors.call_one(0, "ask", "generate", request("held")))
     await asyncio.sleep(0.3)
     began, server = time.monotonic(), server_of(run, 0)
     server.kill()

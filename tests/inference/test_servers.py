@@ -43,6 +43,7 @@ from weft.inference.vllm.interpreter import Interpreter, _steps, find, home
 from weft.inference.vllm.mapping import body_of, completion_of
 from weft.inference.vllm.server import Settings, command, environment, place_parts, settings_of
 from weft.inference.weight_sync.protocol import SyncError, Ticket
+from weft.rl.restarts import RestartBudget
 from weft.rl.served_pool import ServedPool
 
 CPU = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=True)
@@ -659,14 +660,16 @@ def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path)
             assert (ask, method) == ("ask", "generate")
             self.got[number].append(request.id)
             await asyncio.sleep(0.01)
-            return []
+            return [Completion((5,), (-0.5,), "length", ((1, 1),))] * len(request.seeds)
 
     def request_of(name: str, seeds: int, longest: int) -> Request:
         return Request(name, (1, 2), tuple(range(seeds)), SamplingParams(longest))
 
     async def run() -> list[list[str]]:
         actors: Any = ServerActors()
-        pool = ServedPool(actors, actors, {}, tmp_path)
+        config = config_of(tmp_path, "rollout.engine=vllm", "rollout.num_engines=2")
+        pool = ServedPool(config, actors, actors, RestartBudget(0, 1.0, "key"), tmp_path, "fp32", 9)
+        pool._supervisor.ready = {0, 1}
         requests = [
             request_of("long", 4, 100),
             request_of("a", 4, 10),

@@ -269,11 +269,13 @@ def test_trainers_are_told_what_engines_see(tmp_path: Path) -> None:
 
 
 def test_servers_see_the_devices_of_the_ranks_in_whose_place_they_are(tmp_path: Path) -> None:
-    trainers, engines = opened(tmp_path, "rollout.engine=vllm", "rollout.num_engines=2", "rollout.tp=2")
+    trainers, engines = opened(
+        tmp_path, f"model.path={saved_model('llama')}", "rollout.engine=vllm", "rollout.num_engines=2", "rollout.tp=2"
+    )
     hosts, workers, devices, torches = trainers.asked["open_sync"]
     assert (list(hosts), workers) == (["vllm-0", "vllm-1"], 2)
     assert torches == {"vllm-0": "2.13.0", "vllm-1": "2.12.1"}
-    assert devices == {"vllm-0": ["device-0", "device-1"], "vllm-1": ["device-2", "device-3"]}
+    assert devices == {"vllm-0": ("device-0", "device-1"), "vllm-1": ("device-2", "device-3")}
     assert [engines.asked[f"start {n}"][-1] for n in (0, 1)] == ["0,1", "2,3"]
 
 

@@ -70,7 +70,8 @@ class StruckGroup(LocalGroup):
         self.restarted.append(number)
 
     async def call_one(self, number: int, method: str, *args: Any) -> Any:
-        strike = self._due(number, method) if self.name == "rollout engine" else None
+        struck = str(args[0]) if method == "ask" else method  # ask: of a server
+        strike = self._due(number, struck) if self.name == "rollout engine" else None
         died = ActorError(f"rollout engine {number} died", "killed")
         if number in self.dead or (strike is not None and strike.how == "dies"):
             self.dead.add(number)
@@ -450,7 +451,7 @@ def test_engines_that_join_and_leave_change_no_sample(name: str, task: Path, unb
         (["cluster.engines={min: 1, max: 2}", "cluster.placement=colocated"], "cluster.engines says it"),
         (["cluster.engines={min: 1, max: 2}", "rollout.restarts=0"], "set rollout.restarts=1 or more"),
         (["cluster.engines={min: 1, max: 2}", "cluster.devices={trainer: 1, rollout: 1}"], "are both set"),
-        (["cluster.engines={min: 1, max: 2}", "rollout.engine=vllm"], "only rollout.engine=hf reads it"),
+        (["cluster.engines={min: 1, max: 2}", "rollout.engine=embedded"], "rollout.engine=embedded has no processes"),
     ],
 )
 def test_engines_that_cannot_join_are_refused(words: list[str], message: str) -> None:

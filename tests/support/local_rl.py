@@ -22,6 +22,8 @@ import transformers
 from safetensors.torch import load_file
 
 from examples.make_arithmetic_demo import make_model, make_tokenizer, problems, write
+from tests.support.contract_server import ContractServer
+from weft.config.conditions import SERVERS
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import image_opener
@@ -163,10 +165,13 @@ def local_actors(
         for role in own_ranks(config)
     }
     engines = None
-    if config.rollout.engine == "hf":
+    if config.rollout.engine in SERVERS:
+        servers = config.cluster.engines.get("max", config.rollout.count)
+        engines = kind("rollout engine", [partial(ContractServer, config)] * servers, hook)
+    elif config.rollout.engine == "hf":
         opener = image_opener(config.model.path, config.data)
         exact = config.rl.on_policy == "exact"
-        make = partial(Standalone, config.model.path, dtype=torch.float32, opener=opener, exact=exact)
+        make = partial(Standalone, config.model.path, config.lora, dtype=torch.float32, opener=opener, exact=exact)
         engines = kind("rollout engine", [make] * config.cluster.engines.get("max", config.rollout.count), hook)
     try:
         model_groups = {role: cast(ActorGroup, group) for role, group in models.items()}

@@ -138,6 +138,7 @@ NO_PROFILE = Unread(lambda c: not c.profile.steps, "profile.steps is empty")
 # ---------------------------------------------------------------- weft rl
 
 SERVERS = ("vllm", "sglang")  # engines that are servers in processes of their own
+TAKES_DELTAS = ("hf", "vllm")  # engines that patch the weights that they have
 ENGINES = ("embedded", "hf", *SERVERS)  # weft's own; packages may give others, which run as `hf` does
 REWARD_MODEL = "model:"  # begins a reward of rl.reward that is a model
 ENVIRONMENT_SCHEMES = ("gymnasium", "openenv")  # before the colon of an rl.environment that is no import path
@@ -192,13 +193,11 @@ ONE_TURN = Unread(
 NO_ENVIRONMENT = Unread(lambda c: c.rl.environment is None, "rl.environment is not set")
 ONLY_EMBEDDED = only_with("rollout.engine", "embedded", " (others have rollout.gpu_memory_utilization)")
 ONLY_SERVERS = Unread(lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")
-ONLY_HF_ENGINE = Unread(
-    lambda c: not in_own_process(c.rollout.engine),
-    "only rollout.engine=hf and engines of packages read it; a server that dies ends the run",
-)
-ONLY_HF_ENGINES = only_with("rollout.engine", "hf", "; other engines do not join or leave")
 ENGINES_JOIN = Unread(lambda c: bool(c.cluster.engines), "cluster.engines says it")
-ONLY_HF_SYNC = only_with("rollout.engine", "hf", ": other engines get all tensors, or adapters alone")
+NO_DELTAS = Unread(
+    lambda c: c.rollout.engine not in TAKES_DELTAS,
+    "only engines of weft's own in other processes (hf, vllm) patch what they have; others get all tensors",
+)
 NO_RESTARTS = Unread(lambda c: c.rollout.restarts == 0, "rollout.restarts is 0: no engine is replaced")
 KEEPS_ALL_TOKENS = Unread(lambda c: not c.rollout.truncated, "rollout.top_p, top_k and min_p leave no token out")
 NO_ENGINE_PROCESSES = Unread(lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")

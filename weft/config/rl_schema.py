@@ -411,10 +411,10 @@ class RolloutConfig:
     sync: Literal["full", "delta", "auto"] = key(
         "What a sync sends to engines that have the last one's weights: all tensors (`full`), or only elements whose "
         "bytes have changed, each with its position (`delta`: 6 bytes for one of bf16, and a copy of the weights in "
-        "the sending rank's memory). `auto`: `delta` through a process group on CPU, `full` otherwise "
-        "(docs/explanation/weight-sync.md).",
+        "the sending rank's memory, and in each vLLM worker's). `auto`: `delta` through a process group on CPU, `full` "
+        "otherwise (docs/explanation/weight-sync.md).",
         "full",
-        unread=(when.ONLY_HF_SYNC,),
+        unread=(when.NO_DELTAS,),
     )
     bucket_mb: int = key(
         "Megabytes of weights that are on their way to the engines at once, which is the memory that a sync takes. A "
@@ -492,13 +492,13 @@ class RolloutConfig:
         "(docs/reference/rollout-engines.md). 0: any failure ends the run.",
         3,
         within=NOT_NEGATIVE,
-        unread=(when.ONLY_HF_ENGINE,),
+        unread=(when.NO_ENGINE_PROCESSES,),
     )
     restart_window: float = key(
         "Seconds within which rollout.restarts counts.",
         3600.0,
         within=POSITIVE,
-        unread=(when.ONLY_HF_ENGINE, when.NO_RESTARTS),
+        unread=(when.NO_ENGINE_PROCESSES, when.NO_RESTARTS),
     )
 
     @property
@@ -549,7 +549,7 @@ class ClusterConfig:
         "many as rollout.num_engines says.",
         default_factory=dict,
         within=ENGINE_COUNTS,
-        unread=(when.ONLY_HF_ENGINES,),
+        unread=(when.NO_ENGINE_PROCESSES,),
     )
     offload_during_rollout: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
         "What of the trainers (policy, and models beside it in their ranks) waits in the host's memory while engines "

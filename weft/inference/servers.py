@@ -39,8 +39,9 @@ def interpreter_of(config: RlConfig) -> Interpreter:
 
 
 def server_names(config: RlConfig) -> list[str]:
-    """The names of the engines, such as "vllm-0", for messages, logs and weight sync."""
-    return [f"{config.rollout.engine}-{number}" for number in range(config.rollout.count)]
+    """The names of the engines, such as "vllm-0", for messages, logs and weight sync; of those that may join, too."""
+    count = config.cluster.engines.get("max", config.rollout.count)
+    return [f"{config.rollout.engine}-{number}" for number in range(count)]
 
 
 def server_variables() -> dict[str, str]:
@@ -85,9 +86,11 @@ class HostedServer:
                 )
 
     async def start(self, run: str, compute: str, devices: str | None = None) -> None:
-        """Start the server and wait until it responds. It must not sample before the first sync. run: the run's folder;
-        the log goes to RUN/engines on this host. compute: the trainers' compute dtype, such as "bf16". devices:
-        CUDA_VISIBLE_DEVICES of the server; None: the actor's."""
+        """Start the server, unless it runs, and wait until it responds. It must not sample before the first sync. run:
+        the run's folder; the log goes to RUN/engines on this host. compute: the trainers' compute dtype, such as
+        "bf16". devices: CUDA_VISIBLE_DEVICES of the server; None: the actor's."""
+        if self._engine is not None:
+            return
         flight.watch(self._config.rollout.timeout, "rollout.timeout")
         flight.enter("serve")
         self._beating = asyncio.create_task(_beat())

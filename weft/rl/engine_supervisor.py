@@ -8,10 +8,12 @@ sync. Requests depend on their seeds only, so any engine with the same weights c
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from weft.errors import ActorError, first_line
@@ -63,6 +65,14 @@ class SupervisedPool(Protocol):
         ...
 
 
+class ReadingPool(SupervisedPool, Protocol):
+    """The same for engines that read weights from a directory."""
+
+    async def read(self, number: int, folder: Path, version: int) -> None:
+        """Let an engine read weights."""
+        ...
+
+
 class EngineSupervisor:
     """Starts the engines of a pool, fills them with weights, and replaces those that fail.
 
@@ -71,15 +81,16 @@ class EngineSupervisor:
 
     def __init__(
         self, pool: SupervisedPool, actors: ActorGroup, trainers: ActorGroup, names: Sequence[str],
-        restarts: RestartBudget, timeout: float, first: int | None = None,
+        restarts: RestartBudget, timeout: float, first: int | None = None, workers: int = 1,
     ) -> None:  # fmt: skip
         """names: of the engines, for weight sync. timeout: rollout.timeout. first: number of the engines that are there
-        from the start; others join when the cluster has room, and may leave (cluster.engines). None: all."""
+        from the start; others join when the cluster has room, and may leave (cluster.engines). None: all. workers:
+        processes of each engine that receive weights."""
         self.actors, self.restarts = actors, restarts
         self._first = len(actors) if first is None else first
         self._members = set(range(self._first))
         self._coming: dict[int, asyncio.Task[None]] = {}
-        self._pool, self._trainers, self._names = pool, trainers, list(names)
+        self._pool, self._trainers, self._names, self._workers = pool, trainers, list(names), workers
         self._patience = SilenceClock.patience(timeout)
         self.ready = set[int]()
         self.failure: Exception | None = None
@@ -91,6 +102,11 @@ class EngineSupervisor:
         self._sending = asyncio.Lock()
         self._attempt = 0  # number of the last transfer of weights
         self._version: int | None = None  # of the trainers' weights, while they are those of the last sync
+
+    async def locate(self, locations: Mapping[int, EngineLocation]) -> None:
+        """Prepare the trainers to send to where engines will start. UserError if a transport cannot reach one."""
+        self._locations |= locations
+        await self._open_sync()
 
     async def open(self) -> None:
         """Start all engines, but those that join later. ActorError if one cannot be started."""
@@ -140,8 +156,9 @@ class EngineSupervisor:
             self.failure = error
             self._pool.end_requests(error)
 
-    async def call_ready(self, method: str, *args: Any) -> list[Any]:
-        """Call this method on all engines with weights; returns the results of those that do not fail."""
+    async def call_ready(self, method: str, *args: Any, among: Collection[int] | None = None) -> list[Any]:
+        """Call this method on all engines with weights, or those of them in `among`; returns the results of those that
+        do not fail."""
 
         async def call(number: int) -> list[Any]:
             try:
@@ -150,7 +167,8 @@ class EngineSupervisor:
                 self.lost(number, error)
                 return []
 
-        return [result for results in await asyncio.gather(*map(call, sorted(self.ready))) for result in results]
+        numbers = sorted(self.ready if among is None else self.ready & set(among))
+        return [result for results in await asyncio.gather(*map(call, numbers)) for result in results]
 
     async def close(self) -> None:
         """Stop replacing engines."""
@@ -210,6 +228,8 @@ class EngineSupervisor:
         except ActorError as error:
             if self._replaceable(error):
                 self._come(number, error)
+            elif error.kind == "user":  # its host lacks what engines need: the others go on
+                self.restarts.show(f"engines  {self.actors.name} {number} stays away: {first_line(error)}")
             else:
                 self.fail(error)
             return
@@ -273,7 +293,9 @@ class EngineSupervisor:
                 errors[number] = ActorError(text, "hang")
             elif (failure := task.result()) is not None:
                 errors[number] = failure
-        failed = {n: failure for n, failure in errors.items() if not _is_sync_error(failure)}
+        # After a sync that all engines have confirmed, an engine's error is no other engine's fault.
+        confirmed = isinstance(sent, Synced)
+        failed = {n: failure for n, failure in errors.items() if confirmed or not _is_sync_error(failure)}
         if isinstance(sent, SyncFailure):
             if sent.engine in names:
                 failed.setdefault(names[sent.engine], sent.error())
@@ -289,9 +311,12 @@ class EngineSupervisor:
                     self.lost(number, error)
             return None
         for number in set(numbers) - failed.keys():
-            self.ready.add(number)
-            self._pool.engine_is_ready(number)
+            self._is_ready(number)
         return sent
+
+    def _is_ready(self, number: int) -> None:
+        self.ready.add(number)
+        self._pool.engine_is_ready(number)
 
     async def _receive(self, number: int, ticket: Ticket, version: int) -> ActorError | None:
         """Let an engine receive weights; returns its error."""
@@ -308,13 +333,41 @@ class EngineSupervisor:
         hosts = {name: location.host for name, location in locations.items()}
         devices = {name: location.devices for name, location in locations.items()}
         torches = {name: location.torch for name, location in locations.items()}
-        self._tickets = (await self._trainers.call_all("open_sync", hosts, 1, devices, torches))[0]
+        self._tickets = (await self._trainers.call_all("open_sync", hosts, self._workers, devices, torches))[0]
         self._known_locations = locations_now
 
 
+class FolderSupervisor(EngineSupervisor):
+    """The same for engines that read weights from a HuggingFace directory, which the trainers write."""
+
+    def __init__(self, folder: Path, pool: ReadingPool, *args: Any, **options: Any) -> None:
+        """folder: where directories are written. args, options: as for EngineSupervisor."""
+        super().__init__(pool, *args, **options)
+        self._folder, self._readers = folder, pool
+
+    async def _send(self, version: int, numbers: Sequence[int]) -> Synced | None:
+        folder = self._folder / f"version-{version}"
+        synced: Synced = (await self._trainers.call_all("export", str(folder), version))[0]
+        reading = (self._readers.read(number, folder, version) for number in numbers)
+        for number, failure in zip(numbers, await asyncio.gather(*reading, return_exceptions=True), strict=True):
+            if isinstance(failure, ActorError):
+                self.lost(number, failure)
+            elif failure is not None:
+                raise failure
+            else:
+                self._is_ready(number)
+        shutil.rmtree(folder)
+        return synced
+
+
 def _is_sync_error(error: ActorError) -> bool:
-    """Whether an engine reports that a sync failed, which may be another engine's fault."""
-    return error.kind == "failed" and error.report is not None and "SyncError" in error.report.message
+    """Whether an engine reports that a sync failed, which may be another engine's fault. An engine that is a server
+    reports an ActorError in its place, whose cause the traceback names."""
+    return (
+        error.kind == "failed"
+        and error.report is not None
+        and "SyncError: " in f"{error.report.message}\n{error.report.traceback}"
+    )
 
 
 async def decline_on_error(taking: Awaitable[Any], ticket: Ticket, attempt: int | None = None) -> Any:

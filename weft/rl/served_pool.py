@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from weft.config.conditions import SERVERS, in_own_process
 from weft.config.rl_schema import RlConfig
@@ -14,11 +14,10 @@ from weft.errors import ActorError, UserError
 from weft.inference.base import Completion, EnginePart, Request, Synced
 from weft.inference.servers import interpreter_of, server_names
 from weft.inference.weight_sync.protocol import Ticket
-from weft.inference.weight_sync.sender import SyncFailure
 from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.models import hf
-from weft.rl.batch_pool import EmbeddedPool, StandalonePool
-from weft.rl.engine_supervisor import decline_on_error
+from weft.rl.batch_pool import EmbeddedPool, StandalonePool, require_completions
+from weft.rl.engine_supervisor import EngineLocation, EngineSupervisor, FolderSupervisor
 from weft.rl.placement import shared_ranks
 from weft.rl.restarts import RestartBudget
 from weft.rl.trainer_group import RankGroup
@@ -27,88 +26,186 @@ from weft.rl.trainer_group import RankGroup
 class ServedPool:
     """A RolloutEngine over actors that each run a server (HostedServer), on any host.
 
-    All samples of a request go to the engine with the least work, so that they share the prompt's cache. vLLM gets
-    weights by weight sync, SGLang from HuggingFace directories.
+    All samples of a request go to the engine with the least work, so that they share the prompt's cache. Engines that
+    fail are replaced (EngineSupervisor), and their requests are redone with their seeds. vLLM gets weights by weight
+    sync, SGLang from HuggingFace directories.
     """
 
     def __init__(
-        self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], folder: Path
-    ) -> None:
-        """tickets: of each vLLM engine; empty for SGLang. folder: where SGLang's directories are written."""
-        self.actors = actors
-        self._trainers, self._tickets, self._folder = (
-            trainers,
-            [engine_tickets[0] for engine_tickets in tickets.values()],
-            folder,
-        )
+        self, config: RlConfig, actors: ActorGroup, trainers: ActorGroup, restarts: RestartBudget, run: Path,
+        compute: str, vocab_size: int, devices: Sequence[tuple[str | None, list[str]]] = (),
+    ) -> None:  # fmt: skip
+        """run, compute: as in HostedServer.start. devices: of the first engines, from devices_of_trainers()."""
+        self.actors, self.drawn = actors, 0  # drawn: tokens of completed requests
+        self._run, self._compute, self._vocab_size, self._devices = run, compute, vocab_size, devices
         self._loads = [0] * len(actors)
-        self.drawn = 0  # tokens of completed requests
+        self._losses = [0] * len(actors)  # how often each engine has failed
+        self._waiting = set[asyncio.Future[None]]()  # requests that no engine has
+        self._running = set[asyncio.Future[Any]]()
+        self._is_paused, self._asleep = False, set[int]()
+        self._first = config.rollout.count
+        arguments = (actors, trainers, server_names(config), restarts, config.rollout.timeout, self._first)
+        self._supervisor = (
+            EngineSupervisor(self, *arguments, workers=config.rollout.tp)
+            if config.rollout.engine == "vllm"
+            else FolderSupervisor(run / "engines", self, *arguments)
+        )
+
+    async def locate(self) -> None:
+        """Refuse a transport that cannot reach an engine, before any starts."""
+        if not isinstance(self._supervisor, FolderSupervisor):
+            await self._supervisor.locate({n: await self._location(n) for n in range(self._first)})
+
+    async def open(self) -> None:
+        """Start the engines; they have no weights. ActorError if one does not start: what cannot start at first, as
+        with an unknown option, would not start a second time either."""
+        await gather_calls([self.start_engine(number) for number in range(self._first)])
+        await self._supervisor.open()
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed of the request."""
-        index = min(range(len(self._loads)), key=lambda n: (self._loads[n], n))
         load = len(request.seeds) * (len(request.tokens) + request.sampling.max_new_tokens)
-        self._loads[index] += load
+        failures = 0
+        while True:
+            number = await self._engine_with_room()
+            losses = self._losses[number]
+            self._loads[number] += load
+            try:
+                completions = await self._completed(number, request)
+                self.drawn += sum(len(completion.tokens) for completion in completions)
+                return completions
+            except ActorError as error:
+                failures += 1
+                self._fail_if_fatal(request, failures, error)
+                if losses == self._losses[number]:  # else the engine that failed has been replaced already
+                    self._supervisor.lost(number, error)
+            finally:
+                self._loads[number] -= load
+
+    async def _completed(self, number: int, request: Request) -> list[Completion]:
+        """The answer of an engine. ActorError if it fails, or if the answer is no completion."""
+        call = asyncio.ensure_future(self.actors.call_one(number, "ask", "generate", request))
+        self._running.add(call)
         try:
-            completions: list[Completion] = await self.actors.call_one(index, "ask", "generate", request)
-            self.drawn += sum(len(completion.tokens) for completion in completions)
+            completions: list[Completion] = await call
+            require_completions(request, completions, self._vocab_size)
             return completions
+        except asyncio.CancelledError:
+            if self._supervisor.failure is not None and call.cancelled():
+                raise self._supervisor.failure from None
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            text = f"{self.actors.name} {number} has answered what is no completion: {type(error).__name__}: {error}"
+            raise ActorError(text, "failed") from error
         finally:
-            self._loads[index] -= load
+            self._running.discard(call)
+
+    async def _engine_with_room(self) -> int:
+        """The engine with the least work of those that have weights; waits until there is one."""
+        while True:
+            if self._supervisor.failure is not None:
+                raise self._supervisor.failure
+            if self._supervisor.ready and not self._is_paused:
+                return min(self._supervisor.ready, key=lambda number: (self._loads[number], number))
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(turn)
+            try:
+                await turn
+            finally:
+                self._waiting.discard(turn)
+
+    def _fail_if_fatal(self, request: Request, failures: int, error: ActorError) -> None:
+        """End the run if too many of several engines have failed while they worked on this request."""
+        restarts = self._supervisor.restarts
+        if failures > restarts.limit > 0 and len(self.actors) > 1:
+            text = f"{failures} engines have failed while they worked on {request.id}"
+            self._supervisor.fail(restarts.exhausted(text, error))
+
+    def _deal(self) -> None:
+        """Let waiting requests look for an engine."""
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(None)
 
     async def sync(self, version: int) -> Synced:
         """Send the trainers' current weights to every engine."""
-        synced: Synced
-        if self._tickets:
-            taking = [
-                decline_on_error(self.actors.call_one(n, "ask", "receive", ticket, version), ticket)
-                for n, ticket in enumerate(self._tickets)
-            ]
-            try:
-                (synced, *_), *_ = await gather_calls([self._send(version), *taking])
-            except ActorError as error:
-                raise self.actors.blamed(error) from error
-            return synced
-        folder = self._folder / f"version-{version}"
-        synced = (await self._trainers.call_all("export", str(folder), version))[0]
-        await self.actors.call_all("reload", folder, version)
-        shutil.rmtree(folder)
-        return synced
-
-    async def _send(self, version: int) -> list[Synced]:
-        """What the trainers have sent. ActorError if they could not."""
-        sent = await self._trainers.call_all("send", version)
-        if isinstance(sent[0], SyncFailure):
-            raise sent[0].error()
-        return sent
+        return await self._supervisor.sync(version)
 
     async def hold(self) -> None:
-        """Does nothing: only a sync sends weights."""
+        """See RolloutEngine."""
+        await self._supervisor.hold()
 
     async def pause(self) -> None:
         """Pause all requests."""
-        await self.actors.call_all("ask", "pause")
+        self._is_paused = True
+        await self._supervisor.call_ready("ask", "pause")
 
     async def resume(self) -> None:
         """Continue all requests."""
-        await self.actors.call_all("ask", "resume")
+        await self._supervisor.call_ready("ask", "resume")
+        self._is_paused = False
+        self._deal()
 
     async def abort(self) -> None:
-        """End all requests."""
-        await self.actors.call_all("ask", "abort")
+        """End running requests with the tokens they have, and cancel waiting ones."""
+        for turn in self._waiting:
+            turn.cancel()
+        await self._supervisor.call_ready("ask", "abort")
 
     async def sleep(self) -> None:
         """Free the engines' memory."""
-        await self.actors.call_all("ask", "sleep")
+        await self.hold()
+        self._asleep = set(self._supervisor.ready)
+        await self._supervisor.call_ready("ask", "sleep")
 
     async def wake(self, part: EnginePart) -> None:
-        """Allocate memory again; see RolloutEngine.wake."""
-        await self.actors.call_all("ask", "wake", part)
+        """Allocate memory again; see RolloutEngine.wake. An engine that was replaced meanwhile is awake."""
+        await self._supervisor.call_ready("ask", "wake", part, among=self._asleep)
 
     async def close(self) -> None:
         """End all engines; errors of engines that have already ended are ignored."""
+        await self._supervisor.close()
         ending = [self.actors.call_one(number, "close") for number in range(len(self.actors))]
         await asyncio.gather(*ending, return_exceptions=True)
+
+    # ------------------------------------------------------------ engines that fail
+
+    async def start_engine(self, number: int) -> EngineLocation:
+        """See SupervisedPool."""
+        visible = self._devices[number][0] if number < len(self._devices) else None
+        await self.actors.call_one(number, "start", str(self._run), self._compute, visible)
+        return await self._location(number)
+
+    async def _location(self, number: int) -> EngineLocation:
+        uuids = self._devices[number][1] if number < len(self._devices) else []
+        host, torch = [await self.actors.call_one(number, method) for method in ("host", "torch_version")]
+        return EngineLocation(host, tuple(uuids), torch)
+
+    async def receive(self, number: int, ticket: Ticket, version: int) -> None:
+        """See SupervisedPool."""
+        await self.actors.call_one(number, "ask", "receive", ticket, version)
+
+    async def read(self, number: int, folder: Path, version: int) -> None:
+        """See ReadingPool."""
+        await self.actors.call_one(number, "reload", folder, version)
+
+    def engine_is_ready(self, number: int) -> None:
+        """See SupervisedPool."""
+        self._deal()
+
+    def engine_is_lost(self, number: int) -> None:
+        """See SupervisedPool."""
+        self._losses[number] += 1
+        self._asleep.discard(number)
+
+    async def begin_again(self, number: int, runs: bool) -> None:
+        """Does nothing: a server keeps its requests until it has weights again."""
+
+    def end_requests(self, error: Exception) -> None:
+        """See SupervisedPool."""
+        self._deal()
+        for call in self._running:
+            call.cancel()
 
 
 def check_engines(config: RlConfig) -> None:
@@ -121,7 +218,8 @@ def check_engines(config: RlConfig) -> None:
 async def check_hosts(config: RlConfig, standalone: ActorGroup | None) -> None:
     """Like check_engines(), on the hosts where Ray has placed the engines, before anything is loaded."""
     if standalone is not None and config.rollout.engine in SERVERS:
-        await standalone.call_all("check", Path(config.model.path).expanduser().is_dir())
+        is_local = Path(config.model.path).expanduser().is_dir()
+        await gather_calls([standalone.call_one(n, "check", is_local) for n in range(config.rollout.count)])
 
 
 async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tuple[str | None, list[str]]]:
@@ -163,8 +261,8 @@ async def open_engines(
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
     assert standalone is not None
+    vocab_size = hf.read_config(config.model.path).get_text_config().vocab_size
     if in_own_process(config.rollout.engine):
-        vocab_size = hf.read_config(config.model.path).get_text_config().vocab_size
         standalone_pool = StandalonePool(
             standalone, trainers, restarts, vocab_size=vocab_size, timeout=config.rollout.timeout,
             keep=config.rollout.on_weight_update == "continue",
@@ -172,22 +270,13 @@ async def open_engines(
         )  # fmt: skip
         await standalone_pool.open()
         return standalone_pool
-    takes = config.rollout.engine == "vllm"
-    hosts = dict(zip(server_names(config), await standalone.call_all("host"), strict=True)) if takes else {}
     devices = await devices_of_trainers(config, trainers)
-    visible = dict(zip(hosts, (uuids for _, uuids in devices), strict=False))  # hosts: empty for SGLang
-    torches = dict(zip(hosts, await standalone.call_all("torch_version"), strict=True)) if takes else {}
-    tickets = (await trainers.call_all("open_sync", hosts, config.rollout.tp, visible, torches))[0]
-    run = run.absolute()
-    pool = ServedPool(standalone, trainers, tickets, run / "engines")
+    pool = ServedPool(config, standalone, trainers, restarts, run.absolute(), compute, vocab_size, devices)
     try:
+        await pool.locate()
         if parts:
             await gather_calls([group.call_all("sleep", list(parts)) for group in sharing])
-        starting = [
-            standalone.call_one(n, "start", str(run), compute, visible_devices)
-            for n, (visible_devices, _) in enumerate(devices)
-        ]
-        await gather_calls(starting)
+        await pool.open()
     except BaseException:
         await pool.close()
         raise

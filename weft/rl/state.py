@@ -8,7 +8,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.config.conditions import in_own_process
 from weft.config.rl_schema import RlConfig
 from weft.data.ends import AnswerEnds
 from weft.inference.types import Sample, SampleGroup, samples_of
@@ -111,7 +110,7 @@ class RlRun:
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
-        limit = rollout.restarts if in_own_process(rollout.engine) else 0
+        limit = 0 if rollout.engine == "embedded" else rollout.restarts
         self.restarts = RestartBudget(limit, rollout.restart_window, "rollout.restarts")
 
         def budget() -> RestartBudget:
