@@ -105,7 +105,10 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
             ["lora.rank=4", "lora.sampling=merged", "rollout.engine=vllm"],
             "Set lora.sampling=auto, or rollout.engine=hf",
         ),
-        (["lora.rank=4", "lora.base=nf4", "rollout.engine=vllm"], "Set rollout.engine=hf or embedded, or lora.base"),
+        (
+            ["lora.rank=4", "lora.base=nf4", "rollout.engine=vllm", "rollout.engine_kwargs={quantization: fp8}"],
+            "rollout.engine_kwargs.quantization: vLLM has no weights that round as lora.base=nf4 does",
+        ),
         (
             ["lora.rank=4", "lora.base=nf4", "rollout.engine=hf", "rollout.transport=files"],
             "Set rollout.transport=auto, or lora.base=compute",

@@ -229,7 +229,10 @@ def test_a_run_with_deltas_is_the_run_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.engine=vllm"], "rollout.sync would have no effect: only rollout.engine=hf reads it"),
+        (
+            ["rollout.engine=sglang", "rollout.python=/p"],
+            "rollout.sync would have no effect: only engines of weft's own",
+        ),
         (["rollout.engine=hf", "lora.rank=4"], "with lora only adapters are sent: set rollout.sync=full"),
         (["rollout.engine=hf", "rollout.transport=files"], "rollout.transport=files does not go through memory that"),
         (["rollout.engine=hf", "cluster.placement=colocated"], "engines free their weights while trainers train"),

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.inference.test_weight_sync import KEY, VERSIONS, train_and_send
 from tests.support import pool
-from tests.support.cases import saved_model
+from tests.support.cases import open_engine, saved_model
 from tests.vllm.test_vllm_engine import PROMPTS, is_of, plain, settings
-from weft.inference.base import Completion, Request, SamplingParams
+from weft.checkpoint.export import save_huggingface
+from weft.inference.base import Completion, Request, SamplingParams, Synced
 from weft.inference.vllm.engine import VllmEngine
 from weft.inference.weight_sync.protocol import Ticket
-from weft.inference.weight_sync.sender import SyncOptions
+from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
 from weft.launch.machine import free_port
 from weft.launch.options import MergeOptions
 from weft.recipes import merge
@@ -96,3 +98,68 @@ def test_after_each_sync_it_samples_from_what_was_exported(name: str, tmp_path: 
     last, logs = tmp_path / str(VERSIONS[-1]), tmp_path / "engines"
     fresh_answers = fresh(Path(path), logs, last, lora["rank"]) if lora else fresh(last, logs)
     assert answers[-1] == asyncio.run(fresh_answers)
+
+
+SYNCS, GAP = 6, 5  # versions, and the one before which the trainer forgets what the engine has
+
+
+def send_deltas(path: str, port: int, folder: str) -> list[Synced]:
+    """Sends what a small learning rate changes, and exports the last version."""
+    trainer = open_engine(path, "1")
+    options = SyncOptions("shared", 30_000, 2, 200.0, None, torch.bfloat16, "delta")
+    sender = Sender(trainer, [EngineTarget("it")], options, port=port, key=KEY)
+    generator, synced = torch.Generator().manual_seed(3), list[Synced]()
+    for version in range(1, SYNCS + 1):
+        with torch.no_grad():  # about what a step of Adam does at this learning rate
+            for parameter in trainer.module.parameters():
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                local.add_(1e-5 * (2 * torch.rand(local.shape, generator=generator) - 1))
+        if version == GAP:
+            sender._bases["shared"].version = 2
+        synced.append(sender.send(version))
+    sender.close()
+    save_huggingface(trainer, Path(folder))
+    return synced
+
+
+@pytest.mark.timeout(600)
+def test_deltas_lead_to_what_an_export_leads_to(tmp_path: Path) -> None:
+    """Of bf16 weights, over six syncs, every other read back from vLLM; a gap forces a full one. In the end vLLM
+    samples exactly what a vLLM that was started from the export samples."""
+    path, port, results = saved_model("qwen3", **LARGE), free_port(), list[Synced]()
+
+    async def follow_all() -> list[Completion]:
+        options = {"load_format": "dummy", "skip_tokenizer_init": True}
+        engine = await VllmEngine.start(
+            settings(Path(path), tmp_path / "engines", options=options, max_tokens=128, dtype="bfloat16"), version=None
+        )
+        ticket = Ticket("127.0.0.1", port, KEY, "it", 0, 200.0)
+        sending = asyncio.create_task(
+            asyncio.to_thread(lambda: results.extend(pool.run(1, send_deltas, path, port, str(tmp_path / "last"))[0]))
+        )
+        try:
+            for version in range(1, SYNCS + 1):
+                await engine.receive(ticket, version)
+            await sending
+            return await sample(engine)
+        finally:
+            await engine.close()
+
+    async def fresh_one() -> list[Completion]:
+        fresh_settings = settings(
+            tmp_path / "last", tmp_path / "engines", name="fresh", options={"skip_tokenizer_init": True},
+            max_tokens=128, dtype="bfloat16",
+        )  # fmt: skip
+        engine = await VllmEngine.start(fresh_settings, version=SYNCS)
+        try:
+            return await sample(engine)
+        finally:
+            await engine.close()
+
+    patched = asyncio.run(follow_all())
+    shares = [synced.extra["sync/sent_gb"] * 1e9 / synced.bytes for synced in results]
+    print("share of the bytes that was sent:", [f"{share:.3f}" for share in shares])
+    dense = [n for n, share in enumerate(shares, 1) if share == pytest.approx(1.0)]
+    assert dense == [1, GAP] and max(share for n, share in enumerate(shares, 1) if n not in dense) < 0.7
+    assert [bool(synced.note) for synced in results] == [n == GAP for n in range(1, SYNCS + 1)]
+    assert patched == asyncio.run(fresh_one())

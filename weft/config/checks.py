@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
-from weft.config.conditions import BUILT_IN_OPTIMIZERS, in_own_process
+from weft.config.conditions import BUILT_IN_OPTIMIZERS
 from weft.config.keys import schema_keys
 from weft.config.migrate.names import weft_value
 from weft.config.presets import ADAPTER_DEFAULTS
@@ -240,14 +240,14 @@ def _quantised_combinations(config: Any) -> Iterator[tuple[str, str]]:
             )
     if not hasattr(config, "rollout"):
         return
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine == "vllm" and "quantization" in config.rollout.engine_kwargs:
         yield (
-            "rollout.engine",
-            f"rollout.engine=vllm does not go together with lora.base={config.lora.base} in this version: nobody has "
-            "compared its answers with the trainer's over such a base. Set rollout.engine=hf or embedded, or "
-            "lora.base=compute.",
+            "rollout.engine_kwargs",
+            f"rollout.engine_kwargs.quantization: vLLM has no weights that round as lora.base={config.lora.base} does, "
+            "so it would sample from another base than the trainer trains over. Leave it out: vLLM gets the base's "
+            "values in rollout.dtype, once. Or set lora.base=compute.",
         )
-    if config.rollout.transport == "files" and in_own_process(config.rollout.engine):
+    if config.rollout.transport == "files" and config.rollout.engine != "embedded":
         yield (
             "rollout.transport",
             f"rollout.transport=files does not go together with lora.base={config.lora.base}: an export would "

@@ -30,6 +30,9 @@ class VllmSyncWorker:
     parallel_config: Any
     device: Any
     rank: int
+    # With deltas (rollout.sync): what was sent last, by name, and its version. vLLM joins and packs its own tensors.
+    _weft_sent: dict[str, protocol.Bytes] | None = None
+    _weft_holds: int | None = None
 
     def weft_receive(self, ticket: str, version: int, has: int | None, based: bool, folder: str) -> dict[str, Any]:
         """Receive one sync: weights, or an adapter and possibly its base.
@@ -41,15 +44,21 @@ class VllmSyncWorker:
         """
         try:
             worker_ticket = protocol.Ticket.from_json({**json.loads(ticket), "member": self.rank})
-            adapter = verify = False
-            with protocol.Delivery(worker_ticket, version, has=has, base=based) as delivery:
+            adapter = verify = patches = False
+            holds, self._weft_holds = self._weft_holds, None
+            with protocol.Delivery(worker_ticket, version, has=has, base=based, holds=holds) as delivery:
                 for part in delivery.parts():
+                    patches = part.deltas
                     if part.kind == "adapter":
                         adapter, verify = True, part.verify
                         _write_adapter(part, Path(folder) if self.rank == 0 else None)
+                    elif part.deltas:
+                        self._weft_patch(part)
                     else:
+                        self._weft_sent = None
                         self._weft_load(_tensors(part), part.verify)
                     part.finish()
+            self._weft_holds = version if patches else None
             return {"adapter": adapter, "verify": verify}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
@@ -98,6 +107,18 @@ class VllmSyncWorker:
             return {}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
+
+    def _weft_patch(self, part: protocol.SyncPart) -> None:
+        """Renew what was sent last by a part's tensors and patches, and load all of it. Patches that do not fit are
+        reported, and nothing is loaded: all tensors come again."""
+        sent = self._weft_sent = {} if self._weft_sent is None else self._weft_sent
+        for entry, data in part.tensors(sent.__getitem__):
+            if data is not sent.get(entry.name):
+                sent[entry.name] = data.copy()
+        if not part.mismatched:  # copies, because a later patch changes these bytes in place
+            entries = part.manifest.values()
+            tensors = ((entry.name, protocol.as_torch(entry, sent[entry.name]).clone()) for entry in entries)
+            self._weft_load(tensors, part.verify)
 
     def _weft_load(self, tensors: Iterator[tuple[str, Tensor]], verify: bool) -> None:
         """Load all weights. A failed load leaves layers half filled, and the next load would continue with them. So

@@ -69,11 +69,12 @@ def entry_of(name: str, tensor: Tensor) -> TensorHeader:
     return TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def weights(engine: Engine, dtype: torch.dtype) -> SyncContent:
+def weights(engine: Engine, dtype: torch.dtype, *, stored: bool = True) -> SyncContent:
     """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base, whose
-    quantised weights go as they are stored with lora.sampling=separate."""
+    quantised weights go as they are stored with lora.sampling=separate. stored: whether engines take such weights;
+    otherwise their dequantised values go."""
     kind, form = "weights" if engine.lora is None else "base", engine.module.quantised_form
-    if form is not None and samples_separate(engine.config.lora):
+    if form is not None and stored and samples_separate(engine.config.lora):
         return SyncContent(kind, *stored_layout(engine, dtype), dtype=dtype, form=form)
     return SyncContent(kind, engine.built.mappings, manifest_of(engine, dtype), dtype=dtype)
 

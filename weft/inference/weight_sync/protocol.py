@@ -9,7 +9,8 @@ the host or of a device that both map, through a process group, or through files
 
     engine                                    sender
     {hello, key, name, member, version, has, holds, base, joined, mapped, torch, nccl}
-                                              {begin: kind, version, verify, transport, manifest, adapter, form}
+                                              {begin: kind, version, verify, transport, manifest, adapter, form,
+                                               deltas}
                                               {bucket: k, path | bytes | slot, rows: [[name, dtype, shape, offset, ..]]}
     {took: k}                                 .. more buckets; up to two are in flight
                                               {end: buckets}
@@ -51,7 +52,7 @@ from numpy.typing import NDArray
 
 from weft.inference.weight_sync.checksums import checksum
 
-PROTOCOL = 6
+PROTOCOL = 7
 POSITION_BYTES = 4  # of a changed element in a patch: int32
 WORKER_DIED = -1  # sent instead of a version, on behalf of a worker that has died
 LONGEST = 1 << 26  # most bytes of a message
@@ -365,13 +366,15 @@ def _connect(ticket: Ticket, version: int) -> socket.socket:
 class SyncPart:
     """One manifest and its tensors. kind: `weights`; `base`, the weights under an adapter; or `adapter`, in peft's
     format. adapter: the content of its adapter_config.json, else None. form: of quantised weights that come as they are
-    stored: name, rows and columns of a block; else None. verify: whether checksums must be reported."""
+    stored: name, rows and columns of a block; else None. verify: whether checksums must be reported. deltas: whether
+    later syncs may bring patches of these tensors."""
 
     def __init__(self, delivery: Delivery, message: Mapping[str, Any]) -> None:
         with understood(delivery.channel.peer):
             self.kind, self.version = str(message["begin"]), int(message["version"])
             self.verify, self.adapter = bool(message["verify"]), _of_type(message["adapter"], dict, type(None))
             self.form = None if message["form"] is None else _form(message["form"])
+            self.deltas = bool(message["deltas"])
             self.manifest = {entry.name: entry for entry in map(_entry, message["manifest"])}
             transport_of, transport = _transports[message["transport"]["kind"]], message["transport"]
         self.received: dict[str, int] = {}

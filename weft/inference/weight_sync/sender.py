@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint.snapshot import DTYPES
+from weft.config.conditions import TAKES_DELTAS, in_own_process
 from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
 from weft.errors import ActorError, UserError
@@ -63,7 +64,8 @@ class SyncOptions:
     trainer's host, else a process group. bucket_bytes: total size of the bucket buffers. verify_every: one of this many
     syncs is verified; 0: only when an engine is new or lacks the last version (verify_is_due). timeout: seconds of any
     single wait. folder: for transport `files`. dtype: of the engines' weights; None: the trainer's compute dtype. sync:
-    whether changed elements are sent alone (delta.py); `auto`: through a process group on CPU."""
+    whether changed elements are sent alone (delta.py); `auto`: through a process group on CPU. stored:
+    whether engines take a quantised base as it is stored (buckets.weights)."""
 
     transport: Literal["auto", "ipc", "shared", "group", "files"] = "auto"
     bucket_bytes: int = 1 << 27
@@ -72,6 +74,7 @@ class SyncOptions:
     folder: Path | None = None
     dtype: torch.dtype | None = None
     sync: Literal["full", "delta", "auto"] = "full"
+    stored: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def options_of(config: RlConfig, run: Path) -> SyncOptions:
     rollout = config.rollout
     return SyncOptions(
         rollout.transport, rollout.bucket_mb * 10**6, rollout.verify_every, timeout, run / "sync",
-        DTYPES[rollout.dtype], rollout.sync if rollout.engine == "hf" else "full",
+        DTYPES[rollout.dtype], rollout.sync if rollout.engine in TAKES_DELTAS else "full",
+        in_own_process(rollout.engine),
     )  # fmt: skip
 
 
@@ -140,7 +144,9 @@ class Sender:
         self._group = BroadcastGroup(address, self._backend, self.options.timeout)
         self._adapters = engine.lora is not None
         dtype = self.options.dtype or engine.precision.compute
-        self._contents = [contents.weights(engine, dtype)] + ([contents.adapter(engine)] if self._adapters else [])
+        self._contents = [contents.weights(engine, dtype, stored=self.options.stored)] + (
+            [contents.adapter(engine)] if self._adapters else []
+        )
         self._names: Collection[str] = self._routes.keys()  # the engines that the current sync sends to
         self._count, self._waited = 0, 0.0
         self._last: int | None = None  # the version that all engines confirmed
@@ -176,6 +182,9 @@ class Sender:
             and self.engine.lora is None
             and (transport == "shared" or (transport == "group" and is_host))
         )
+
+    def _sends_deltas(self, transport: Transport) -> bool:
+        return any(self._routes[name][0] == transport and self._has_deltas(name) for name in self._routes)
 
     def close(self) -> None:
         """Free buckets, remove sent files, stop listening."""
@@ -295,9 +304,7 @@ class Sender:
         sent = dict[str, int]()
         had = [connection.has for connection in self.server.active] if self.server is not None else []
         verify = verify_is_due(self._count, self.options.verify_every, had, self._last)
-        base = None
-        if any(self._routes[name][0] == transport and self._has_deltas(name) for name in self._routes):
-            base = self._bases.setdefault(transport, DeltaBase())
+        base = self._bases.setdefault(transport, DeltaBase()) if self._sends_deltas(transport) else None
         if self._sent(content, transport, version, verify, sent, base):
             # What an engine has is not what was noted: all tensors are sent.
             self._lead(SyncServer.again, version)
@@ -372,14 +379,15 @@ class Sender:
     def _begin(
         self, server: SyncServer, content: SyncContent, transport: Transport, version: int, verify: bool
     ) -> None:
+        deltas = self._sends_deltas(transport)
         if transport == "ipc":
             memories = self._memories[transport]
             assert isinstance(memories, IpcBuckets)
-            server.begin(content, version, memories.describe(server.active), verify)
+            server.begin(content, version, memories.describe(server.active), verify, deltas)
         elif transport != "group":
-            server.begin(content, version, [{"kind": transport}] * len(server.active), verify)
+            server.begin(content, version, [{"kind": transport}] * len(server.active), verify, deltas)
         elif server.active:
-            server.begin(content, version, self._group.describe(server.active), verify)
+            server.begin(content, version, self._group.describe(server.active), verify, deltas)
             self._group.join()
 
     def _post(self, server: SyncServer, transport: Transport, number: int, rows: list[BucketTensor]) -> None:

@@ -218,15 +218,18 @@ class SyncServer:
             channel, *worker, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl, hello.holds
         )
 
-    def begin(self, content: SyncContent, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
-        """Announce a part. transports: per active connection, the message fields of its transport."""
+    def begin(
+        self, content: SyncContent, version: int, transports: Sequence[Mapping[str, Any]], verify: bool, deltas: bool
+    ) -> None:
+        """Announce a part. transports: per active connection, the message fields of its transport. deltas: as in
+        SyncPart."""
         manifest = [[entry.name, entry.dtype, entry.shape] for entry in content.entries.values()]
         form = None if content.form is None else [content.form.name, *content.form.block]
         for connection, transport in zip(self.active, transports, strict=True):
             with _at_engine(connection.name):
                 connection.channel.write(
                     begin=content.kind, version=version, verify=verify, transport=transport, manifest=manifest,
-                    adapter=content.adapter, form=form,
+                    adapter=content.adapter, form=form, deltas=deltas,
                 )  # fmt: skip
 
     def post(self, number: int, rows: Sequence[BucketTensor], location: Mapping[str, Any]) -> None:
