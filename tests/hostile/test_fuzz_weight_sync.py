@@ -18,10 +18,10 @@ TICKET = Ticket("127.0.0.1", 1, "key", "engine-0")
 ENTRY = ["a", "float32", [2, 3]]
 BEGIN = {
     "begin": "weights", "version": 3, "verify": True, "transport": {"kind": "shared"}, "manifest": [ENTRY],
-    "adapter": None, "form": ["fp8", 128, 128],
+    "adapter": None, "form": ["fp8", 128, 128], "deltas": False,
 }  # fmt: skip
 HELLO = {
-    "hello": 6, "version": 3, "has": None, "holds": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "hello": 7, "version": 3, "has": None, "holds": None, "base": True, "joined": None, "mapped": None, "key": "key",
     "torch": "", "nccl": "",
     "name": "engine-0", "member": 0,
 }  # fmt: skip

@@ -125,7 +125,7 @@ class Attempt:
         try:
             server.welcome([ticket], self.asked)
             server.active = server.connections
-            server.begin(SyncContent("weights", [], MANIFEST), self.version, [{"kind": "shared"}], True)
+            server.begin(SyncContent("weights", [], MANIFEST), self.version, [{"kind": "shared"}], True, False)
             slots.memory(0).copy_(self.memory)
             server.post(0, self.rows, {"path": slots.path(0)})
             server.wait_taken(0, self.version)
@@ -417,7 +417,9 @@ def test_the_keys_of_sync() -> None:
     keys = {"engine": "vllm", "transport": "group", "bucket_mb": 3, "verify_every": 7, "dtype": "bf16", "timeout": 50.0}
     overrides = [*NEEDED, *(f"rollout.{key}={value}" for key, value in keys.items())]
     config = load_config([], overrides, RlConfig)
-    assert options_of(config, Path("run")) == SyncOptions("group", 3_000_000, 7, 50.0, Path("run/sync"), torch.bfloat16)
+    assert options_of(config, Path("run")) == SyncOptions(
+        "group", 3_000_000, 7, 50.0, Path("run/sync"), torch.bfloat16, stored=False
+    )
     short = load_config([], [*overrides, "train.timeout=10"], RlConfig)
     assert options_of(short, Path("run")).timeout == 8.0  # the other ranks wait in a collective meanwhile
     with pytest.raises(UserError, match="rollout.transport would have no effect"):
@@ -440,7 +442,7 @@ def framed(text: bytes) -> bytes:
 
 
 HELLO = {
-    "hello": 6, "version": 3, "has": None, "holds": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "hello": 7, "version": 3, "has": None, "holds": None, "base": True, "joined": None, "mapped": None, "key": "key",
     "torch": "", "nccl": "",
     "name": "engine-0", "member": 0,
 }  # fmt: skip
