@@ -116,7 +116,7 @@ def test_ranks_take_up_random_numbers_of_the_same_place_only(
 EACH_STEP = ("1 rank, sync", "2 ranks, async, a row for each document")
 TABLE = (
     "1 rank, sync", "4 ranks, sync, one module in groups of 2, one frozen",
-    "2 -> 3", "FSDP 4 -> HSDP 2x2", "HSDP 2x2 -> 1", "2 x tp 2 -> 3", "ep 4 -> HSDP 2 x ep 2",
+    "2 -> 3", "2 -> cp 2", "FSDP 4 -> HSDP 2x2", "HSDP 2x2 -> 1", "2 x tp 2 -> 3", "ep 4 -> HSDP 2 x ep 2",
 )  # fmt: skip
 
 
