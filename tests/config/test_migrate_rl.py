@@ -233,6 +233,89 @@ def test_drafts_of_verl_load(tmp_path: Path, algorithm: str) -> None:
     assert config.rl.minibatches == 4
 
 
+SCRIPT = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$HOME/d.parquet"
+    " actor_rollout_ref.model.path=org/m"
+)
+ASYNC = SCRIPT + (
+    " data.train_batch_size=0 actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.ppo_mini_batch_size=32"
+    " actor_rollout_ref.rollout.tensor_model_parallel_size=2 rollout.n_gpus_per_node=8 trainer.n_gpus_per_node=4"
+    " rollout.total_rollout_steps=6400 async_training.require_batches=2 async_training.trigger_parameter_sync_step=4"
+)
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+# what a script of verl says -> keys of the draft, quantities that differ
+OF_VERL: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "fully async": (
+        f"{ASYNC} async_training.staleness_threshold=0.5",
+        {"rl.prompts_per_step": 256, "rl.minibatches": 8, "train.steps": 200, "train.epochs": None,
+         "cluster.placement": "disaggregated", "cluster.trainer_ranks": 4, "rollout.num_engines": 4,
+         "cluster.max_staleness": 1},
+        {"samples ahead of the weights"},
+    ),
+    "fully async, a whole version ahead": (
+        f"{ASYNC} async_training.staleness_threshold=2", {"cluster.max_staleness": 2}, set()
+    ),
+    "one step off policy": (
+        f"{SCRIPT} rollout.n_gpus_per_node=6 trainer.n_gpus_per_node=2 actor_rollout_ref.rollout.n=4"
+        " actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        {"cluster.placement": "disaggregated", "rollout.num_engines": 6, "cluster.max_staleness": 1}, set(),
+    ),
+    "the section `reward` of 2026": (
+        f"{SCRIPT} actor_rollout_ref.rollout.n=4 reward.reward_manager.name=dapo +{OVERLONG}.enable=True"
+        f" +{OVERLONG}.len=512 +{OVERLONG}.penalty_factor=0.5 reward.custom_reward_function.path=mine/score.py",
+        {"rl.overlong_buffer": 512, "rl.overlong_penalty": 0.5, "rl.reward": ["mine.score:compute_score"]}, set(),
+    ),
+    "one sample of a prompt": (
+        f"{SCRIPT} actor_rollout_ref.rollout.n=1", {"rl.advantage": "reinforce++"},
+        {"advantage of a group of one sample"},
+    ),
+    "bounds of IcePop": (
+        f"{SCRIPT} actor_rollout_ref.rollout.n=4 algorithm.rollout_correction.rollout_is=token"
+        " algorithm.rollout_correction.rollout_is_threshold=0.5_4.0",
+        {"rl.correction": "icepop", "rl.correction_limits": [0.5, 4.0]}, set(),
+    ),
+    "two data sets": (
+        f"{SCRIPT} actor_rollout_ref.rollout.n=4 data.train_files=\"['a/gsm8k/x.parquet','a/math/x.parquet']\"",
+        {"rl.reward": ["regex"]}, {"reward of the other files"},
+    ),
+    "a variable that only the run knows": (
+        f"{SCRIPT} actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.temperature=$TEMPERATURE",
+        {"rollout.temperature": 1.0}, {"actor_rollout_ref.rollout.temperature"},
+    ),
+    "branches, probes and uv": (
+        "DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}\nTP=${ROLLOUT_TP:-}\n"
+        'case "${DEVICE}" in\n  cpu | gpu)\n    case "${MACHINE}" in\n      gb200)\n        N=4\n        EXTRA+=(\n'
+        "          x.y=1\n        )\n        ;;\n      *)\n        N=8\n        ;;\n    esac\n    TP=${TP:-2}\n    ;;\n"
+        "  npu)\n    TP=16\n    ;;\nesac\nLAUNCH=(uv run --frozen --extra vllm python3)\n"
+        f'"${{LAUNCH[@]}}" {SCRIPT.partition(" ")[2]} actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=${{N}}'
+        " actor_rollout_ref.rollout.tensor_model_parallel_size=${TP}",
+        {"cluster.trainer_ranks": 8, "rollout.tp": 2, "rollout.num_engines": 4}, set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_VERL)
+def test_scripts_of_verl_in_2026(tmp_path: Path, name: str) -> None:
+    text, expected, differing = OF_VERL[name]
+    (tmp_path / "a.sh").write_text(text + "\n")
+    values, differs, draft = drafted(tmp_path / "a.sh")
+    assert {key: values.get(key) for key in expected} == expected
+    assert {*differs} - {"reward", "schedule of the learning rate"} == differing
+    assert "weft does not know it" not in draft
+    (tmp_path / "mine.yaml").write_text(draft)
+    (tmp_path / "d.jsonl").write_text("")
+    given = [
+        "data.sources=null",
+        f"data.path={tmp_path}/d.jsonl",
+    ]
+    given += (
+        ["rl.reward=[math]"] if "rl.reward_options" not in values else ["rl.reward_options={regex.pattern: '(.+)'}"]
+    )
+    load_config(
+        [str(tmp_path / "mine.yaml")], [*given, "rollout.python=/usr/bin/python3", "rl.algorithm=grpo"], RlConfig
+    )
+
+
 def test_drafts_of_trl_load(tmp_path: Path) -> None:
     _, _, text = trl_draft(tmp_path, "{}")
     (tmp_path / "draft.yaml").write_text(text)

@@ -47,9 +47,16 @@ class Algorithm:
         return self.settings.get(name, self.defaults[name])
 
     def number(self, name: str) -> float:
-        """The value of a name as a number; 0 for null and for what is no number."""
+        """The value of a name as a number; 0 for null. Of a text that is no number, as of a variable that only the run
+        knows, the trainer's default, and the draft says so."""
         value = self.value(name)
-        return next(numbers_of(value), 0) if value is not None else 0
+        number = next(numbers_of(value), None)
+        if number is None and isinstance(value, str) and value.lower() not in ("null", "none", "~", ""):
+            default = self.defaults[name]
+            if all(quantity.name != name for quantity in self.draft.quantities):
+                self.differs(name, f"{value}, which is known only where it runs", f"as by default, {show(default)}")
+            number = next(numbers_of(default), None)
+        return number or 0
 
     def on(self, name: str) -> bool:
         """Whether a switch is on."""
@@ -101,6 +108,17 @@ class Algorithm:
         if limits != KEEPS_ALL and engine in SERVERS:
             self.take("rollout.allow_truncated", True, names["top_p"],
                       f"{short} trains such samples as if all tokens were drawn from")  # fmt: skip
+
+    def alone(self, advantage: str) -> str:
+        """The advantage, set anew where a prompt has one sample, which an advantage of groups compares with nothing."""
+        if self.draft.value("rl.group_size") != 1 or advantage not in ("grpo", "rloo", "reinforce++_baseline"):
+            return advantage
+        for key in ("rl.algorithm", "rl.advantage"):
+            self.take(key, "reinforce++", key, f"{advantage} needs two samples of a prompt")
+        self.draft.values.pop("rl.advantage_norm", None)
+        self.differs("advantage of a group of one sample", f"{advantage}: the reward itself",
+                     "reinforce++: returns, whitened over all tokens")  # fmt: skip
+        return "reinforce++"
 
     def clip_ratio(self, low: float, high: float, name: str, origin: str, dual: float | None, dual_name: str) -> None:
         """Set rl.clip and rl.dual_clip of a clipped loss. name, dual_name: that decide them."""

@@ -16,9 +16,12 @@ from weft.files import regular_file
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?)-([^{}]*))?\})")
 _ARRAY = re.compile(r"(\w+)(\+?)=\((.*)", re.DOTALL)
 _ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_PROBE = re.compile(r"\$\([^()`]*\|\|\s*echo\s+(\w+)\s*\)")  # $(command && echo this || echo that): that
+_PATTERNS = re.compile(r"(?m)^\s*[\w*?.-]+(?:\s*\|\s*[\w*?.-]+)+\)")  # of a branch of `case`: gpu | npu)
+_EITHER = "\x1f"  # in place of their |, which elsewhere ends a command
 _PYTHON = re.compile(r"(?ms)python[\d.]* - <<-?\s*(['\"]?)(\w+)\1.*?^\s*\2\s*$")  # a program in the script
 _MAX_WORD = 100_000  # characters of a word: variables that hold variables can grow exponentially
 # A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
@@ -57,6 +60,8 @@ def _read_words(text: str) -> dict[str, list[str]]:
     arrays, passed = dict[str, list[str]](), set[str]()
     array = ""  # that the lines being read fill
     text = _PYTHON.sub("", re.sub(r"(?m)(^|\s)#.*$", "", text))
+    text = _PROBE.sub(r"\1", text)
+    text = _PATTERNS.sub(lambda match: re.sub(r"\s*\|\s*", _EITHER, match[0]), text)
     for words in _lines(text):
         words = _computed(words, variables)
         if not array:
@@ -127,8 +132,8 @@ class _Branches:
         elif first == "else" and self.blocks:
             self.blocks[-1] = (block, True, not done)
             return self.command_in_branch(tail, variables)
-        elif block is not None and first.endswith(")") and "(" not in first:
-            holds = not done and fnmatchcase(block, first[:-1])
+        elif block is not None and first.endswith(")") and first != ")" and "(" not in first:
+            holds = not done and any(fnmatchcase(block, pattern) for pattern in first[:-1].split(_EITHER))
             self.blocks[-1] = (block, done or holds, holds)
             return self.command_in_branch(tail, variables)
         elif first == "then":
@@ -169,7 +174,7 @@ def _compares(first: str, operator: str, second: str) -> bool:
 
 def _without(word: str, variables: dict[str, str]) -> str:
     """A word with its variables substituted, those that are not known by nothing, as a shell does."""
-    return _VARIABLE.sub(lambda match: match[3] or "", _expanded(word, variables))
+    return _VARIABLE.sub(lambda match: match[4] or "", _expanded(word, variables))
 
 
 def _lines(text: str) -> Iterator[list[str]]:
@@ -203,6 +208,9 @@ def _arguments(words: Sequence[str], variables: dict[str, str], arrays: Mapping[
     for word in remaining:
         elements = _ELEMENTS.fullmatch(word)
         expanded += arrays.get(elements[1], []) if elements else _parts(word, variables)
+    if expanded[:1] == ["uv"]:  # uv run --extra vllm python3 -m ...: its options are none of the trainer's
+        start = next((index for index, word in enumerate(expanded) if _COMMAND.fullmatch(word)), 0)
+        expanded = expanded[start:]
     options = bool(expanded) and expanded[0].startswith("--")
     return expanded if options or any(_COMMAND.fullmatch(word) for word in expanded) else []
 
@@ -216,8 +224,10 @@ def _parts(word: str, variables: dict[str, str]) -> list[str]:
 
 def _expanded(word: str, variables: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[2], match[3]
-        return variables.get(name, match[0] if default is None else default)
+        name, default = match[1] or match[2], match[4]
+        known = variables.get(name)
+        unset = known is None or (not known and match[3])  # ${NAME:-default} is the default for "", too
+        return match[0] if unset and default is None else str(default if unset else known)
 
     for _ in range(4):  # a default may name another variable
         word = _VARIABLE.sub(value, word)

@@ -8,11 +8,13 @@ commit b178a3cd. Every key that defines the algorithm is written, as algorithm.p
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 from typing import Any
 
 from weft.config.conditions import SERVERS
 from weft.config.migrate.algorithm import Algorithm
+from weft.config.migrate.draft import numbers_of
 from weft.config.yaml12 import show
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -77,6 +79,12 @@ DEFAULTS: dict[str, Any] = {
     "data.image_key": "images",
     "data.filter_overlong_prompts": False,
     "data.truncation": "error",
+    "async_training.require_batches": 1,
+    "async_training.trigger_parameter_sync_step": 4,
+    "async_training.staleness_threshold": 0.1,
+    "rollout.total_rollout_steps": None,
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 8,
     "custom_reward_function.path": None,
     "custom_reward_function.name": "compute_score",
     "reward_model.enable": False,
@@ -163,20 +171,28 @@ class Verl(Algorithm):
     def rewards(self) -> None:
         """Set rl.reward, rl.overlong_buffer and rl.overlong_penalty."""
         path, function = self.value("custom_reward_function.path"), self.value("custom_reward_function.name")
-        data = str(self.draft.value("data.path") or self.settings.get("data.train_files", "")).lower()
+        files = self.settings.get("data.train_files", "")
+        names = [str(name).lower() for name in (files if isinstance(files, list) else str(files).split(","))]
+        gsm8k = [name for name in names if "gsm8k" in name]
         if path is not None:
             module = str(path).removesuffix(".py").strip("./").replace("/", ".")
             self.take("rl.reward", [f"{module}:{function}"], "custom_reward_function.path",
                       f"{path}: run weft where Python can import it")  # fmt: skip
             self.same("reward", f"{path}: {function}", f"the same function, {module}:{function}")
-        elif "gsm8k" in data:
+        elif gsm8k:
             self.take("rl.reward", ["regex"], "data.reward_fn_key", "verl's score of openai/gsm8k")
             self.take("rl.reward_options", {"regex.pattern": r"#### (\-?[0-9\.\,]+)"}, "data.reward_fn_key",
                       "verl's score of openai/gsm8k")  # fmt: skip
             self.differs("reward", "gsm8k: the last number behind `####`, without commas, in the last 300 characters",
                          "regex: the last number behind `####`, as it is written")  # fmt: skip
+            if others := len(names) - len(gsm8k):
+                self.differs("reward of the other files", f"verl's own score for each row's data_source, of {others}",
+                             "that of gsm8k: set `rl.reward`, and `rl.reward_column`")  # fmt: skip
         else:
             self.differs("reward", "verl's own score for each row's data_source", "none yet: set `rl.reward`")
+        if str(self.settings.get("distillation.enabled", False)).lower() == "true":
+            self.differs("teacher", "distillation: its models score the policy's samples", "none: set `rl.teacher`, "
+                         "`rl.teacher_in: advantage` and `rl.teacher_coef`")  # fmt: skip
         if self.on("reward_model.enable"):
             self.differs("reward model", "added to the score of rules", "none: `rl.reward: [model:PATH]` adds one")
         manager = str(self.value("reward_model.reward_manager"))
@@ -204,6 +220,7 @@ class Verl(Algorithm):
             self.same("advantage", f"{estimator}: {text}", f"{advantage}: {text}")
         else:
             self.differs("advantage", f"{estimator}, which weft does not have", f"{advantage}: {text}")
+        advantage = self.alone(advantage)
         if advantage in ("gae", "reinforce++"):
             self.take("rl.gamma", self.number("algorithm.gamma"), "algorithm.gamma")
         if advantage == "gae":
@@ -298,6 +315,9 @@ class Verl(Algorithm):
         if level is None:
             self.take("rl.correction", "none", name)
             self.same("correction of the engine's mismatch", "none", "none")
+        elif "_" in str(self.value(limit)):  # lower_upper: weights outside are zero
+            low, high = (next(numbers_of(bound), 0) for bound in str(self.value(limit)).split("_", 1))
+            self.corrects("icepop", str(level), low, high, limit)
         else:
             self.take("rl.correction", "tis", name)
             self.take("rl.correction_level", str(level), name)
@@ -356,6 +376,11 @@ class Verl(Algorithm):
             self.take("eval.top_p", self.number(f"{_VALIDATION}.top_p"), f"{_VALIDATION}.top_p")
             self.take("eval.top_k", max(0, int(self.number(f"{_VALIDATION}.top_k"))), f"{_VALIDATION}.top_k")
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether trainers and engines run at the same time (fully_async_policy)."""
+        return any(name.startswith("async_training.") for name in self.settings)
+
     def devices(self, gpus: int | None) -> None:
         """Set the engines, and what waits in the host's memory while they generate."""
         draft, tp = self.draft, int(self.number(f"{_ROLLOUT}.tensor_model_parallel_size"))
@@ -368,17 +393,28 @@ class Verl(Algorithm):
         else:
             tp = 1
             draft.values.pop("rollout.gpu_memory_utilization", None)
-        self.take("cluster.placement", "colocated", "actor_rollout_ref.hybrid_engine")
+        apart = self.asynchronous or "rollout.n_gpus_per_node" in self.settings  # one_step_off_policy
+        self.take("cluster.placement", "disaggregated" if apart else "colocated", "actor_rollout_ref.hybrid_engine")
+        if apart:
+            engines = int(self.number("rollout.nnodes") * self.number("rollout.n_gpus_per_node"))
+            self.take("rollout.num_engines", max(1, engines // tp), "rollout.n_gpus_per_node", f"{engines} GPUs / {tp}")
+            ahead = self.number("async_training.staleness_threshold") if self.asynchronous else 1
+            self.take("cluster.max_staleness", math.ceil(ahead), "async_training.staleness_threshold")
+            if ahead != math.ceil(ahead):
+                self.differs("samples ahead of the weights", f"{ahead:g} of those between two syncs",
+                             f"up to {math.ceil(ahead)} version")  # fmt: skip
         if gpus:
             self.take("cluster.trainer_ranks", gpus, "trainer.n_gpus_per_node", f"{gpus} GPUs")
-            self.take("rollout.num_engines", max(1, gpus // tp), name, f"{gpus} GPUs / {tp}")
+            if not apart:
+                self.take("rollout.num_engines", max(1, gpus // tp), name, f"{gpus} GPUs / {tp}")
             for counted in ("trainer.n_gpus_per_node", "trainer.nnodes"):
                 draft.notes.pop(counted, None)
         offloaded = [
             part for leaf, parts in _OFFLOADED.items() if self.on(f"{_ACTOR}.fsdp_config.{leaf}") for part in parts
         ]
-        self.take("cluster.offload_during_rollout", offloaded, f"{_ACTOR}.fsdp_config.param_offload",
-                  "param_offload, optimizer_offload of the actor")  # fmt: skip
+        if not apart:
+            self.take("cluster.offload_during_rollout", offloaded, f"{_ACTOR}.fsdp_config.param_offload",
+                      "param_offload, optimizer_offload of the actor")  # fmt: skip
         if self.draft.value("rl.kl_coef"):
             self.take("reference.cpu_offload", self.on("actor_rollout_ref.ref.fsdp_config.param_offload"),
                       "actor_rollout_ref.ref.fsdp_config.param_offload")  # fmt: skip
@@ -391,7 +427,15 @@ class Verl(Algorithm):
             self.take("step.max_tokens_per_device", int(self.number(f"{_ACTOR}.ppo_max_token_len_per_gpu")),
                       f"{_ACTOR}.ppo_max_token_len_per_gpu")  # fmt: skip
         draft.fit_row(longest, "sample")
-        prompts, batch = draft.value("rl.prompts_per_step", 0), int(self.number(name))
+        batch = int(self.number(name))
+        if self.asynchronous:
+            several, syncs = (
+                int(self.number(f"async_training.{leaf}"))
+                for leaf in ("require_batches", "trigger_parameter_sync_step")
+            )
+            self.take("rl.prompts_per_step", batch * several * syncs, "async_training.trigger_parameter_sync_step",
+                      f"{batch} x require_batches {several} x trigger_parameter_sync_step {syncs}")  # fmt: skip
+        prompts = draft.value("rl.prompts_per_step", 0)
         epochs = int(self.number(f"{_ACTOR}.ppo_epochs"))
         self.take("rl.epochs", epochs, f"{_ACTOR}.ppo_epochs")
         if not batch or prompts % batch:
@@ -404,6 +448,10 @@ class Verl(Algorithm):
             self.same("samples of an update", "drawn at random", "groups in the order of their prompts")
         updates = prompts // batch * epochs
         draft.count_updates(("train.steps", "checkpoint.every", "schedule.warmup_steps"), updates)
+        if samples := int(self.number("rollout.total_rollout_steps")):
+            draft.values.pop("train.epochs", None)
+            self.take("train.steps", samples // batch * epochs, "rollout.total_rollout_steps",
+                      f"{samples} prompts / ppo_mini_batch_size {batch}")  # fmt: skip
         constant = draft.value("schedule.name") == "constant" and not (
             draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_ratio")
         )
