@@ -1032,10 +1032,49 @@ def test_names_of_samples_tell_reinforcement_learning_from_preferences(tmp_path:
     assert "`weft rl THIS --dry-run`" in migrate([str(tmp_path / "a.yaml")])
 
 
-@pytest.mark.parametrize("name", ["train.py", "train.ipynb"])
-def test_a_python_program_becomes_another(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("from trl import GRPOTrainer\n")
-    with pytest.raises(UserError, match=r"is a Python program, .* GRPOTrainer\(...\) becomes weft.rl\(...\)"):
+PROGRAM = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+NAME = "org/m"
+RATE = 2e-6
+RATE_OF_OTHERS = 1.0
+RATE_OF_OTHERS = 2.0
+dataset = load_dataset("org/d", "main", split="train").map(lambda row: row)
+config = GRPOConfig("out", learning_rate=RATE, num_generations=4, temperature=RATE_OF_OTHERS, beta=float("1"))
+trainer = GRPOTrainer(
+    model=AutoModelForCausalLM.from_pretrained(NAME), args=config, reward_funcs=[accuracy_reward, len_reward],
+    train_dataset=dataset, peft_config=LoraConfig(r=8, lora_alpha=16),
+)
+"""
+
+
+def test_a_python_program_is_read_and_not_run(tmp_path: Path) -> None:
+    """Literals, and names bound once; what is bound twice or computed is named, and not guessed."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    draft = migrate([str(tmp_path / "train.py")], 8)
+    sections = yaml.safe_load(draft)
+    assert sections["model"]["path"] == "org/m" and sections["data"]["path"] == "org/d"
+    assert sections["data"]["subset"] == "main" and sections["data"]["split"] == "train"
+    assert float(sections["optimizer"]["lr"]) == 2e-6 and sections["rl"]["group_size"] == 4
+    assert sections["rl"]["reward"] == ["math", "my_rewards:len_reward"]
+    assert sections["lora"]["rank"] == 8 and sections["lora"]["alpha"] == 16
+    assert "#   temperature: RATE_OF_OTHERS, which is known only where it runs -> as by default, 1.0" in draft
+    assert "#   beta: float('1'), which is known only where it runs -> as by default, 0.0" in draft
+    assert sections["rollout"]["temperature"] == 1 and sections["rl"]["algorithm"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("train.py", "import trl\n", r"has no calls of a trainer .* give the command line, in a file that ends in .sh"),
+        ("train.py", "SFTTrainer(model='m')\nDPOTrainer(model='m')\n", r"has 2 calls of a trainer"),
+        ("train.py", "SFTTrainer(", r"cannot be read as a Python program"),
+        ("train.ipynb", "{}", r"is a notebook, .* in a file that ends in .py"),
+    ],
+)
+def test_other_programs_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
         migrate([str(tmp_path / name)])
 
 

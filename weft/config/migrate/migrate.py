@@ -24,6 +24,7 @@ from weft.config.migrate.nemo_rl import NemoRl
 from weft.config.migrate.openrlhf import OpenRlhf
 from weft.config.migrate.preferences import drop_refused, method_of, settle_preferences
 from weft.config.migrate.prime_rl import PrimeRl
+from weft.config.migrate.programs import read_program
 from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.migrate.roll import Roll
 from weft.config.migrate.rollouts import settle_roles, take_rewards, take_rl_columns
@@ -484,13 +485,15 @@ def _opened(node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def _read(path: str) -> Node:
-    """The content of a YAML or TOML file, or the options and overrides in a shell script."""
-    if path.endswith((".py", ".ipynb")):
+    """The content of a YAML or TOML file, the options and overrides in a shell script, or the arguments in a Python
+    program."""
+    if path.endswith(".ipynb"):
         raise UserError(
-            f"{path}: is a Python program, which `weft migrate` does not read. SFTTrainer(...) becomes weft.sft(...), "
-            "and GRPOTrainer(...) becomes weft.rl(...), with weft's sections as keywords: docs/how-to/notebook.md "
-            "shows both, and docs/coming-from/trl.md has the names of their arguments."
+            f"{path}: is a notebook, which `weft migrate` does not read: give it the cell with the trainer, in a file "
+            "that ends in .py. docs/how-to/notebook.md shows weft in a notebook."
         )
+    if path.endswith(".py"):
+        return read_program(path)
     return read_script(path) if path.endswith(".sh") else _with_parents(path)
 
 
