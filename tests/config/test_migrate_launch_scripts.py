@@ -117,6 +117,8 @@ def test_grpo_of_slime(draw: Draw) -> None:
         (["--use-opsm"], {"rl.policy_loss": "ppo"}, {"policy loss"}),
         (["--num-steps-per-rollout 4"], {"rl.minibatches": 4, "train.steps": 400}, set()),
         (["--global-batch-size 100"], {"rl.minibatches": None}, set()),
+        (["--lora-rank 32", "--lora-alpha 32"],
+         {"rollout.engine": "vllm", "lora.rank": 32, "rollout.engine_kwargs": None}, {"engine"}),
         (["--rollout-top-p 0.9"], {"rollout.top_p": 0.9, "rollout.allow_truncated": True}, set()),
         ([], {"data.long_documents": "error", "rollout.max_prompt_tokens": None}, set()),
         (["--rollout-max-prompt-len 2048"],

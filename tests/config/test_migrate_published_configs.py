@@ -255,6 +255,24 @@ def test_the_example_of_rolls_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
 
 
+AGENTS = """
+train_env_manager: {max_env_num_per_worker: 16, num_env_groups: 32, group_size: 4, tags: [FrozenLake],
+                    num_groups_partition: [32]}
+reward_normalization: {grouping: traj_group_id, method: mean_std}
+max_actions_per_traj: 5
+"""
+
+
+def test_groups_of_rolls_agents(tmp_path: Path) -> None:
+    """rollout_batch_size counts trajectories there, and group_size of the environments is that of a prompt."""
+    text = re.sub("rollout_batch_size: 64", "rollout_batch_size: 128", GUIDE) + AGENTS
+    (tmp_path / "a.yaml").write_text(text.replace("num_return_sequences_in_group: 8\n", ""))
+    draft = migrate([str(tmp_path / "a.yaml")])
+    assert re.search(r"^  prompts_per_step: 32 .*128 trajectories", draft, re.MULTILINE)
+    assert re.search(r"^  group_size: 4 ", draft, re.MULTILINE)
+    assert "weft does not know it" not in draft and "pipeline: agents" in draft
+
+
 def test_ulysses_of_rolls_guide(tmp_path: Path) -> None:
     """(2, 4) [replicas, shards] of 8 ranks, of which two share documents."""
     text = GUIDE.replace("fsdp_size: 16", "fsdp_size: 4").replace("model_type: ~}", "model_type: ~, ulysses_size: 2}")

@@ -100,6 +100,7 @@ _CRITIC = {
 UNREAD = (
     "use_topr_loss", "use_topr_neg_loss_coef", "postive_loss_coef", "use_policy_loss_type", "use_reward_scaling",
     "use_reward_norm", "add_len_reward", "l2", "mask_type", "balance_length", "minibatch_data_iter_num",
+    "reward_norm", "reward_shift", "reward_scale",
 )  # fmt: skip
 # Names that settle_algorithm takes: no table says what they become.
 ALGORITHM = frozenset({*DEFAULTS, *UNREAD, "critic.training_args.learning_rate"} - {"num_return_sequences_in_group"})
@@ -119,8 +120,17 @@ class Roll(Algorithm):
 
     def settle(self, gpus: int | None, data_ranks: int | None) -> None:
         assert self.draft.rl is not None
-        self.samples = settle_rollouts(self.draft, self.draft.rl, self.settings, gpus, data_ranks)
         self.group = int(self.number("num_return_sequences_in_group"))
+        trajectories, total = self.settings.get("train_env_manager.group_size"), self.draft.value("rl.prompts_per_step")
+        if isinstance(trajectories, int) and trajectories > 0 and isinstance(total, int):
+            self.group = trajectories
+            self.take("rl.prompts_per_step", max(1, total // trajectories), "rollout_batch_size",
+                      f"{total} trajectories / train_env_manager.group_size {trajectories}")  # fmt: skip
+            self.draft.take("rl.group_size", trajectories, "train_env_manager.group_size")
+        self.samples = settle_rollouts(self.draft, self.draft.rl, self.settings, gpus, data_ranks)
+        if isinstance(trajectories, int) and self.draft.value("rollout.max_new_tokens", 1) < 1:
+            self.take("rollout.max_new_tokens", self.settings.get("actor_infer.generating_args.max_new_tokens"),
+                      "actor_infer.generating_args.max_new_tokens", "of one turn")  # fmt: skip
         for name in self.settings:
             if name in UNREAD and self.settings[name]:
                 self.draft.notes[name] = "no code of ROLL reads it: remove it."
@@ -154,6 +164,10 @@ class Roll(Algorithm):
             if fnmatchcase(name, "rewards.*.tag_included"):
                 of_domain[name.split(".")[1]] = [str(tag) for tag in value or ()]
         names = self.draft.value("rl.reward") or []
+        columns = self.draft.value("data.columns") or {}
+        if "math" in names and "answer" not in columns and not self.draft.images:
+            origin = "ROLL's columns, and ground_truth, which MathRuleRewardWorker reads"
+            self.take("data.columns", {**columns, "answer": "ground_truth"}, "data_args.messages", origin)
         classes = (value for name, value in self.settings.items() if fnmatchcase(name, "rewards.*.worker_cls"))
         class_names = ", ".join(str(value).rpartition(".")[2] for value in classes)
         drafted = ", ".join(names) or "none yet"
@@ -227,6 +241,8 @@ class Roll(Algorithm):
                 "rl.advantage_norm", scale, "whiten_advantages" if estimator_name == "gae" else "norm_std_type", origin
             )
         (self.same if is_known and exact else self.differs)("advantage", description, drafted)
+        if (other := self.alone(estimator_name)) != estimator_name:
+            self.algorithm = estimator_name = other
         if estimator_name in ("gae", "reinforce++"):
             self.take("rl.gamma", gamma, "gamma")
         self.same(

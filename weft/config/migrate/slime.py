@@ -329,7 +329,11 @@ class Slime(Algorithm):
     def devices(self, gpus: int | None) -> None:
         """Set the engines, their devices, and what their server is passed."""
         draft, per_engine = self.draft, int(self.number("rollout_num_gpus_per_engine"))
-        self.take("rollout.engine", "sglang", "rollout.engine", "the only engine of slime and Miles")
+        adapters = bool(draft.value("lora.rank"))  # weft gives them to vLLM, and no adapters to SGLang
+        engine = "vllm" if adapters else "sglang"
+        self.take("rollout.engine", engine, "rollout.engine", "the only engine of slime and Miles")
+        if adapters:
+            self.differs("engine", "sglang, which is given the adapters", "vllm: weft's sglang has no adapters")
         if per_engine:
             self.take("rollout.tp", per_engine, "rollout_num_gpus_per_engine")
         else:
@@ -358,7 +362,11 @@ class Slime(Algorithm):
                 options[option] = {**options.get(option, {}), leaf: value} if leaf else value
         if (dtype := self.settings.get("sglang_dtype")) is not None:
             self.take("rollout.dtype", weft_value("fsdp.param_dtype", dtype) or dtype, "sglang_dtype")
-        if options:
+        if options and adapters:
+            self.draft.notes["sglang_*"] = (
+                f"{', '.join(options)}: vLLM has options of its own (`rollout.engine_kwargs`)."
+            )
+        elif options:
             self.take("rollout.engine_kwargs", options, "sglang_*", "the --sglang options")
         if self.value("train_backend") == "fsdp":
             for key, value in _OF_FSDP.items():
