@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16_384])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=[*SETTINGS])
     parser.add_argument("--size", choices=SIZES, default="30M")
     parser.add_argument("--trl", help="a Python with TRL, to measure beside")
     options = parser.parse_args()
@@ -163,10 +164,15 @@ def main() -> None:
         for tokens in options.tokens:
             measured: dict[str, list[Measured]] = defaultdict(list)
             for _ in range(options.rounds):
-                for name in options.settings:
-                    measured[name].append(fresh_process.apply(measure, (folder, tokens, SETTINGS[name])))
-                for name, mode in TRL.items() if options.trl else ():
-                    measured[name].append(measure_trl(options.trl, folder, tokens, mode))
+                for name in [*options.settings, *(TRL if options.trl else ())]:
+                    if name in TRL:
+                        result = measure_trl(options.trl, folder, tokens, TRL[name])
+                    else:
+                        result = fresh_process.apply(measure, (folder, tokens, SETTINGS[name]))
+                    measured[name].append(result)
+                    print(
+                        f"{name}: rise {result.rise / MIB:.0f} MiB, {result.seconds:.2f} s", file=sys.stderr, flush=True
+                    )
             print(f"\nrow of {tokens:,} tokens: MiB kept for backward (planned) | rise | weights | processor s | ratio")
             first = statistics.median(result.seconds for result in measured[options.settings[0]])
             for name, rounds in measured.items():

@@ -30,6 +30,7 @@ FULL = slice(None)
     pairs(
         [
             ("llama", {}, MUON, ("1", "2", "3", "2x2", "tp2", "cp2", "pp2")),
+            ("llama_tied", {}, MUON, ("1", "2", "tp2", "pp2")),
             ("qwen3_moe", {"tie_word_embeddings": True}, HEADS, ("1", "ep2", "ep2xtp2")),
         ],
         [
