@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from weft.errors import UserError
 from weft.ops import low_bit, nf4
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.source import open_model_weights
+from weft.recipes.verify import require_packages
 from weft.verify.peft_reference import rounded_base
 from weft.verify.plants import planted
+from weft.verify.reference import Reference
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
@@ -125,3 +128,20 @@ def test_a_description_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {f"{name}.absmax": tensors[f"{name}.absmax"][:-1].clone()}, path / "model.safetensors")
     with pytest.raises(UserError, match="is not .* in bitsandbytes' 4 bits"):
         open_model_weights(str(path))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_verify_reads_the_files_of_bitsandbytes_by_that_package(tmp_path: Path, bits: int) -> None:
+    """The reference's weights are those that weft decodes; without the package, the error says what to install."""
+    path = bitsandbytes_source(tmp_path / "model", bits)
+    with mock.patch("importlib.util.find_spec", return_value=None), pytest.raises(UserError) as error:
+        require_packages(str(path))
+    assert "cannot read it: pip install bitsandbytes accelerate." in str(error.value)
+    require_packages(saved_model("llama"))
+    pytest.importorskip("bitsandbytes")
+    require_packages(str(path))
+    plain = dict(Reference(str(path)).plain.named_parameters())
+    opened = open_model_weights(str(path))
+    assert opened.names == sorted(plain)
+    for name, parameter in plain.items():
+        assert parameter.requires_grad and torch.allclose(parameter, opened.read(name), rtol=1e-5, atol=1e-7), name

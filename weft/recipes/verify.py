@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -100,6 +101,7 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
     """Entry point of one rank. Returns whether every check is within tolerance, the same on all ranks."""
     compute_in_fp32()
     hf.import_architectures(config.model.imports, config.model.path)
+    require_packages(config.model.path)
     with join(options.device, config.train.timeout) as ranks, scratch_folder() as folder:
         subject = choose_subject(config, options, ranks, str(folder))
         with planted(options.plant) as plant:
@@ -117,6 +119,17 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
             print_verdict(verdict, config, ranks, subject.words, plant)
         dist.broadcast_object_list(answer, src=0, group=ranks.group)
         return answer[0]
+
+
+def require_packages(path: str) -> None:
+    """Raise UserError if transformers, which the reference is, cannot read the files."""
+    method = (getattr(hf.read_config(path), "quantization_config", None) or {}).get("quant_method")
+    missing = [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]
+    if method == "bitsandbytes" and missing:
+        raise UserError(
+            f"model.path: {path} is quantised by bitsandbytes. weft trains it without that package, but transformers, "
+            f"with which weft verify compares, cannot read it: pip install {' '.join(missing)}."
+        )
 
 
 def compute_in_fp32() -> None:

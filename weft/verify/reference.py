@@ -35,7 +35,10 @@ class Reference:
         whole_step: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.plain = self.load(path, dtype=dtype, attn_implementation="eager").eval().to(device)
+        plain = self.load(path, dtype=dtype, attn_implementation="eager")
+        if getattr(plain, "is_quantized", False):  # bitsandbytes' layers cannot be trained, nor compared
+            plain = plain.dequantize(dtype=dtype)
+        self.plain = plain.eval().to(device)
         self.model: nn.Module = self.plain
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in freeze))
