@@ -121,9 +121,10 @@ def stream(client: RecordingClient, row: Any) -> None:
     _, text = post(client.base_url, client.api_key, "/chat/completions", body)
     *events, done, end = text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert done == "data: [DONE]" and end == "" and chunks[-1]["usage"]["completion_tokens"] == 6
     (choice,), (last,) = chunks[0]["choices"], chunks[1]["choices"]
-    assert choice["delta"]["role"] == "assistant" and last["finish_reason"] == "length"
+    length = len(choice["token_ids"])
+    assert done == "data: [DONE]" and end == "" and chunks[-1]["usage"]["completion_tokens"] == length
+    assert choice["delta"]["role"] == "assistant" and last["finish_reason"] in ("length", "stop") and length <= 6
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     client.heard.append((chunks[0]["prompt_token_ids"], choice["token_ids"], logprobs))
     answer = said("assistant", choice["delta"]["content"])
@@ -179,3 +180,24 @@ def deserts(row: Any, base_url: str, api_key: str) -> float:
         time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGKILL)
     return float(len(str(client.ask(row["messages"], max_tokens=4)["content"])) % 3)
+
+
+def crowd(row: Any, base_url: str, api_key: str) -> dict[str, Any]:
+    """One of many at once: plays as in `solve`, or fails, or uses up its calls."""
+    client, play = RecordingClient(base_url, api_key), row["play"]
+    match play:
+        case "raises":
+            client.ask(row["messages"], max_tokens=3)
+            raise ValueError("no idea")
+        case "hangs":
+            client.ask(row["messages"], max_tokens=3)
+            time.sleep(1000)
+        case "killed":
+            deserts({**row, "play": "deserts"}, base_url, api_key)
+        case "spends":
+            body = {"model": "policy", "messages": row["messages"], "max_tokens": 2}
+            while (status := post(base_url, api_key, "/chat/completions", body)[0]) == 200:
+                client.heard.append(None)
+            return {"reward": float(status == 403), "calls_made": len(client.heard)}
+    PLAYS[play](client, row)
+    return {"reward": 1.0, "heard": client.heard}
