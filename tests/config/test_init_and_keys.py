@@ -90,7 +90,7 @@ def test_keys_are_found_by_name_meaning_and_other_names() -> None:
     )
     assert "Peak learning rate." in lr and "critic" not in lr
     assert any(line.startswith("rl.dual_clip") for line in find_keys(["clip"]))
-    assert any("rollout.max_new_tokens" in line for line in find_keys(["completion", "longest"]))  # by meaning
+    assert any("rollout.max_new_tokens" in line for line in find_keys(["completion", "maximum"]))  # by meaning
     assert any("set `optimizer.lr`" in line for line in find_keys(["learning_rate"]))
     assert find_keys(["--optimizer.lr=3"]) == find_keys(["optimizer.lr"])
     listed = find_keys([])

@@ -38,40 +38,42 @@ _NO_CACHE = Unread(lambda c: c.distill.cache == "off", "distill.cache is off")
 
 @dataclass(frozen=True, kw_only=True)
 class DistillSection:
-    """The teacher of `weft distill`, and what the student learns of it."""
+    """The teacher of `weft distill`, and the distillation loss."""
 
     teacher: str | None = key(
-        "Teacher: a HuggingFace model directory or hub id with the same tokenizer, of any family, width and depth; "
-        "`base`: the model under the student's adapters (lora.rank); `average`: the average of the student's weights "
-        "(optimizer.ema_decay); `data`: lists of its likeliest tokens in the rows' columns teacher_top_ids and "
-        "teacher_top_logprobs; the URL of a vLLM server, as in http://host:8000/v1, which is asked for such lists.",
+        "A HuggingFace model directory or hub id with the same tokenizer, of any family, width and depth; `base`: the "
+        "model under the student's adapters (lora.rank); `average`: the average of the student's weights "
+        "(optimizer.ema_decay); `data`: lists of the teacher's most likely tokens in the rows' columns "
+        "teacher_top_ids and teacher_top_logprobs; or the URL of a vLLM server that returns such lists, as in "
+        "http://host:8000/v1.",
         None,
     )
     teachers: dict[str, str] | None = key(  # noqa: RUF009 - key() is dataclasses.field()
-        "In place of distill.teacher: several by name, as in {math: org/math-7b, code: org/code-7b}. A row has the "
-        "teacher with the name of its source (data.sources), or that in its column distill.teacher_column.",
+        "Several teachers by name, instead of distill.teacher, as in {math: org/math-7b, code: org/code-7b}. A row "
+        "uses the teacher with the name of its source (data.sources), or the name in its column "
+        "distill.teacher_column.",
         None,
     )
     teacher_column: str | None = key(
-        "Column of the rows that names their teacher in distill.teachers. null: each source has a teacher.",
+        "Column with the name of a row's teacher in distill.teachers. null: each source has a teacher.",
         None,
         unread=(Unread(lambda c: c.distill.teachers is None, "distill.teachers is not set"),),
     )
     top_k: int = key(
-        "With a served teacher: how many of its likeliest tokens it is asked for (vLLM's --max-logprobs must be as "
-        "large). All others are one bin.",
+        "With a served teacher: number of most likely tokens to request (vLLM's --max-logprobs must be as large). All "
+        "other tokens are one bin.",
         20,
         within=AT_LEAST_1,
         unread=(_NO_SERVER,),
     )
     served_model: str | None = key(
-        "Name of the model on the server. null: the first that it has.", None, unread=(_NO_SERVER,)
+        "Name of the model on the server. null: its first model.", None, unread=(_NO_SERVER,)
     )
     loss: str = key(
         "Divergence of a token's distributions over the whole vocabulary: `forward_kl` KL(teacher || student), "
-        "`reverse_kl` KL(student || teacher), `jsd` between them by distill.beta, or the import path of a function of "
-        "(student's log-probabilities, teacher's), [tokens, vocabulary] each, that gives the terms of a sum over the "
-        "vocabulary, as in my_losses:skewed.",
+        "`reverse_kl` KL(student || teacher), `jsd` between them by distill.beta, or the import path of a function, "
+        "as in my_losses:skewed. Its arguments are the student's and the teacher's log-probabilities, [tokens, "
+        "vocabulary] each, and it returns the terms of a sum over the vocabulary.",
         "forward_kl",
     )
     beta: float = key(
@@ -81,11 +83,11 @@ class DistillSection:
         unread=(_NO_JSD,),
     )
     temperature: float = key(
-        "Logits of both models are divided by it before they are compared; cross entropy is at 1.", 1.0, within=POSITIVE
+        "Divide the logits of both models by this before they are compared; cross entropy uses 1.", 1.0, within=POSITIVE
     )
     temperature_squared: bool = key(
-        "Multiply the divergence by distill.temperature squared (Hinton et al. 2015), so that its gradient keeps its "
-        "size.",
+        "Multiply the divergence by distill.temperature squared (Hinton et al. 2015), so that the size of its "
+        "gradient does not depend on the temperature.",
         False,
         unread=(_AT_1,),
     )
@@ -95,27 +97,29 @@ class DistillSection:
         within=Range(lambda v: 0 <= v < 1, "from 0 to below 1 (weft sft trains on cross entropy alone)"),
     )
     on_policy: float = key(
-        "Share of each step's documents whose last answer the student samples, and the teacher then reads, in place of "
-        "the data's (GKD's lambda; arXiv:2306.13649). The rest of a run is as without: `weft rl` with rl.teacher adds "
-        "rewards, and engines in processes.",
+        "Share of each step's documents whose last answer the student samples, instead of the data's answer (GKD's "
+        "lambda; arXiv:2306.13649). `weft rl` with rl.teacher also supports rewards, and engines in separate "
+        "processes.",
         0.0,
         within=SHARE,
     )
-    max_new_tokens: int = key("With on_policy: longest sampled answer.", 256, within=AT_LEAST_1, unread=(_NO_SAMPLES,))
+    max_new_tokens: int = key(
+        "With on_policy: maximum length of a sampled answer.", 256, within=AT_LEAST_1, unread=(_NO_SAMPLES,)
+    )
     sampling_temperature: float = key(
-        "With on_policy: temperature at which the student samples; the divergence has distill.temperature.",
+        "With on_policy: the student's sampling temperature; the divergence uses distill.temperature.",
         1.0,
         within=POSITIVE,
         unread=(_NO_SAMPLES,),
     )
     cache: Literal["off", "disk"] = key(
-        "`disk`: write the teacher's last hidden states to distill.cache_dir, trained tokens x width x bytes of its "
-        "dtype (said at start), and read them in later epochs and runs, on any mesh.",
+        "`disk`: write the teacher's last hidden states to distill.cache_dir, and read them in later epochs and runs, "
+        "on any mesh. Their size is trained tokens x width x bytes of the dtype; weft prints it at the start.",
         "off",
     )
     cache_dir: str = key(
-        "Folder of these hidden states, which all ranks see. A row of other tokens, weights or another teacher is an "
-        "error.",
+        "Folder of these hidden states, shared by all ranks. A row with other tokens, weights or another teacher is "
+        "an error.",
         "teacher_cache",
         unread=(_NO_CACHE,),
     )
@@ -135,7 +139,7 @@ class DistillSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillTeacherConfig(FrozenRanksConfig):
-    """How the models of distill.teacher or distill.teachers are computed: an engine each, which only reads."""
+    """The engines of distill.teacher or distill.teachers: a separate engine without training for each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ _ONE_LOSS = Unread(lambda c: len(c.preference.losses) == 1, "preference.loss nam
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """The loss of preferences, and how the reference is read. docs/how-to/dpo.md tells more."""
+    """The preference loss, and how the reference is computed. See docs/how-to/dpo.md."""
 
     loss: str | tuple[str, ...] = key(
         "The loss, or several that are added, as in [sigmoid, sft]: "
@@ -40,8 +40,8 @@ class PreferenceConfig:
         "Factor on each loss of preference.loss; null: 1 for each.", None, unread=(_ONE_LOSS,)
     )
     beta: float = key(
-        "How strongly the policy is held to the reference: factor on log ratios, and so on rewards. For ipo tau, for "
-        "orpo lambda.",
+        "How strongly the reference constrains the policy: factor on log ratios, and so on rewards. For ipo it is "
+        "tau, for orpo lambda.",
         0.1,
         within=POSITIVE,
     )
@@ -52,8 +52,8 @@ class PreferenceConfig:
         unread=(_NO_SMOOTHING,),
     )
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = key(
-        "Divergence from the reference whose derivative scores an answer (f-DPO, arXiv:2309.16240), in sigmoid, hinge, "
-        "ipo, robust, exo_pair, discopop and sigmoid_norm.",
+        "Divergence from the reference whose derivative gives an answer's score (f-DPO, arXiv:2309.16240), in "
+        "sigmoid, hinge, ipo, robust, exo_pair, discopop and sigmoid_norm.",
         "reverse_kl",
         unread=(_NO_REFERENCE,),
     )
@@ -65,7 +65,7 @@ class PreferenceConfig:
     )
     ld_alpha: float | None = key(
         "Factor on the log probabilities of an answer's tokens beyond the length of the shorter answer of its pair "
-        "(LD-DPO, arXiv:2409.06411), for policy and reference alike; null: 1.",
+        "(LD-DPO, arXiv:2409.06411), for policy and reference; null: 1.",
         None,
         within=Range(lambda v: 0 <= v <= 1, "0 to 1, or null"),
     )
@@ -89,9 +89,9 @@ class PreferenceConfig:
         unread=(_reads("kto", "apo_zero_unpaired"),),
     )
     cache: Literal["off", "memory", "disk"] = key(
-        "Log probabilities of the reference: `off` reads them at each step; `memory` keeps them for later epochs and "
-        "evaluations; `disk` reads those of all data before the first step, keeps them below data.cache for later runs "
-        "on any mesh, and frees the reference.",
+        "Caching of the reference's log probabilities. `off`: computed at each step. `memory`: kept for later epochs "
+        "and evaluations. `disk`: computed for all data before the first step and stored below data.cache, for later "
+        "runs on any mesh; the reference is then freed.",
         "memory",
         unread=(_NO_REFERENCE,),
     )
@@ -130,8 +130,8 @@ class _ModelPath:
 
 @dataclass(frozen=True, kw_only=True)
 class DpoReferenceConfig(FrozenRanksConfig, _ModelPath):
-    """The model that preferences are measured against: an engine of its own, which only reads, on ranks of its own or
-    in turns with the trained one."""
+    """The reference of the preference loss: a separate engine without training, on separate ranks or alternating with
+    the trained model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,44 +26,44 @@ from weft.errors import UserError
 _INTRODUCTION = """\
 # Configuration
 
-Written by `python -m weft.config.reference > docs/reference/config.md`; a test holds that it is current.
+`python -m weft.config.reference > docs/reference/config.md` writes this page, and a test checks that it is current.
 
 A config is one or more YAML (or TOML) files, merged left to right, and `section.key=value` on the command line:
 
     weft sft base.yaml mine.yaml optimizer.lr=2e-5 step.documents=32 data.max_length=null
 
-`model.path` and `data.path` are required; no file is. Numbers and booleans are those of YAML 1.2: `1e-5` is a
+Only `model.path` and `data.path` are required; you need no file. Numbers and booleans follow YAML 1.2: `1e-5` is a
 number, `yes` is a string. An unknown key, a value of another type, and a key that would have no effect are errors.
-`weft sft --dry-run` prints the resolved config. The tables give the former names of renamed keys: configs may still use
-them, and the resolved config has the new ones. Paths are relative to where the command is run.
+`weft sft --dry-run` prints the resolved config. For renamed keys the tables give the former name: configs may still use
+it, and the resolved config has the new name. Paths are relative to the working directory.
 """
 
 _PREFERENCES = """\
 # Keys of `weft dpo`
 
-Beside the sections above. Of `optimizer` only the keys are listed whose defaults differ. `step.documents` and
-`step.tokens` count pairs, or answers with a label.
+These are in addition to the sections above. For `optimizer` the table lists only keys with another default.
+`step.documents` and `step.tokens` count pairs, or answers with a label.
 """
 
 _REWARD_MODELS = """\
 # Keys of `weft reward`
 
-Beside the sections of `weft sft`. Of `optimizer` only the keys are listed whose defaults differ. `step.documents` and
-`step.tokens` count pairs with `reward.loss=bradley_terry`, else rows.
+These are in addition to the sections of `weft sft`. For `optimizer` the table lists only keys with another default.
+`step.documents` and `step.tokens` count pairs with `reward.loss=bradley_terry`, otherwise rows.
 """
 
 _REINFORCEMENT = """\
 # Keys of `weft rl`
 
-Beside the sections above, of which `eval` is another one here, and `profile` is none. Of `optimizer` and `schedule`
-only the keys are listed whose defaults differ.
+These are in addition to the sections above, except `profile`, which `weft rl` does not have, and `eval`, which is
+different here. For `optimizer` and `schedule` the tables list only keys with another default.
 """
 
 
 _DISTILLATION = """\
 # Keys of `weft distill`
 
-Beside the sections of `weft sft`.
+These are in addition to the sections of `weft sft`.
 """
 
 
@@ -124,7 +124,7 @@ def find_keys(words: Sequence[str]) -> list[str]:
         lines = [f"{key.name:<34} {_default(key)}" for key in _all_keys()]
         return [
             *lines,
-            "\nweft keys WORD tells more of the keys that have it, by name, meaning or another trainer's name.",
+            "\nweft keys WORD describes the keys with this word in their name, meaning or another trainer's name.",
         ]
     named = [key for key in _all_keys() if all(word in key.name.lower() for word in search_words)]
     exact = [key for key in named if key.name in search_words]
@@ -141,7 +141,9 @@ def find_keys(words: Sequence[str]) -> list[str]:
         mentioned = [key.name for key in matching if key not in named]
         lines += [
             "",
-            *textwrap.wrap(f"Named in what is said of: {', '.join(mentioned)}", _WIDTH, subsequent_indent="    "),
+            *textwrap.wrap(
+                f"Mentioned in the descriptions of: {', '.join(mentioned)}", _WIDTH, subsequent_indent="    "
+            ),
         ]
     if foreign:
         lines += ["", "Names of other trainers:"]

@@ -18,33 +18,31 @@ def _only(*losses: str) -> Unread:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLossConfig:
-    """What a reward model learns. docs/how-to/reward-models.md tells more."""
+    """The loss of a reward model. See docs/how-to/reward-models.md."""
 
     loss: Literal["bradley_terry", "regression", "classification", "process"] = key(
-        "`bradley_terry`: of two answers the chosen one gets the higher score (rows of `chosen` and `rejected`); "
-        "`regression`: the score is a number of the row (`label`); `classification`: a score for each class, of which "
-        "`label` names one from 0; `process`: each step of an answer is right or wrong (rows of `prompt`, "
-        "`completions` and `labels`).",
+        "`bradley_terry`: the chosen answer of a pair gets the higher score (rows with `chosen` and `rejected`); "
+        "`regression`: the score is a number of the row (`label`); `classification`: a score for each class, and "
+        "`label` is the class, counted from 0; `process`: each step of an answer is right or wrong (rows with "
+        "`prompt`, `completions` and `labels`).",
         "bradley_terry",
     )
     center_rewards_coefficient: float = key(
-        "Factor on the square of the two scores' sum, which keeps them around zero (arXiv:2312.09244).",
+        "Factor on the square of the sum of a pair's scores, which keeps scores around zero (arXiv:2312.09244).",
         0.0,
         within=NOT_NEGATIVE,
         unread=(_only("bradley_terry"),),
     )
-    num_labels: int = key("Classes.", 2, within=AT_LEAST_2, unread=(_only("classification"),))
+    num_labels: int = key("Number of classes.", 2, within=AT_LEAST_2, unread=(_only("classification"),))
     head: Literal["transformers", "zeros", "normal"] = key(
-        "How a new head begins, from train.seed: `transformers`, as the family's class initialises it; `zeros`; "
-        "`normal`, with variance 1 / (hidden size + 1). A model that has a head keeps it.",
+        "Initialisation of a new head, with train.seed. `transformers`: as in the family's class; `zeros`; `normal`: "
+        "variance 1 / (hidden size + 1). If the model already has a head, it is kept.",
         "transformers",
     )
     step_separator: str = key(
-        "Text between the steps of an answer, whose last token is scored.", "\n", unread=(_only("process"),)
+        "Text between the steps of an answer; its last token is scored.", "\n", unread=(_only("process"),)
     )
-    train_on_last_step_only: bool = key(
-        "Whether only the last step of an answer is trained.", False, unread=(_only("process"),)
-    )
+    train_on_last_step_only: bool = key("Train only on the last step of an answer.", False, unread=(_only("process"),))
 
     @property
     def labels(self) -> int:

@@ -60,17 +60,17 @@ class RlAlgorithm:
 
     reward: tuple[str, ...] = key(
         "Reward functions: names of built-in ones (math, exact_match, regex, format, length), import paths, as in "
-        "[my_rewards:is_right] (docs/how-to/write-a-reward.md), or reward models, as in [model:runs/rm/checkpoints/"
-        "latest] (docs/how-to/reward-models.md).",
+        "[my_rewards:is_right] (docs/how-to/write-a-reward.md), or reward models, as in "
+        "[model:runs/rm/checkpoints/latest] (docs/how-to/reward-models.md).",
         (),
     )
     reward_weights: tuple[float, ...] | None = key(
-        "What each of rl.reward is multiplied by in the sum, in their order; null: 1 for each.",
+        "Weight of each of rl.reward in the sum, in the same order; null: 1 for each.",
         None,
         unread=(when.NO_REWARD,),
     )
     reward_column: str | None = key(
-        "Column that names, for each row, which of rl.reward are asked (a name, or a list of names); null: all.",
+        "Column that names the functions of rl.reward for each row (a name, or a list of names); null: all.",
         None,
         unread=(when.NO_REWARD,),
     )
@@ -80,8 +80,8 @@ class RlAlgorithm:
         unread=(when.NO_REWARD,),
     )
     reward_timeout: float = key(
-        "Seconds that one call of a reward function, with the samples of one prompt, may take. Its process is ended "
-        "then, and each sample tried alone.",
+        "Seconds for one call of a reward function with the samples of one prompt. Then weft ends its process and "
+        "retries each sample alone.",
         30.0,
         within=POSITIVE,
         unread=(when.NO_REWARD,),
@@ -93,131 +93,137 @@ class RlAlgorithm:
         unread=(when.NO_REWARD,),
     )
     environment: str | None = key(
-        "Environment that answers the policy, by its import path, as in examples.calculator_env:Calculator; a game of "
-        "Gymnasium's API (gymnasium:FrozenLake-v1, gymnasium:my_games:Maze), or a server of OpenEnv "
-        "(openenv:http://localhost:8000); null: the policy answers once. docs/how-to/environments.md",
+        "Environment that replies to the policy: an import path, as in examples.calculator_env:Calculator; a game "
+        "with Gymnasium's API (gymnasium:FrozenLake-v1, gymnasium:my_games:Maze); or a server of OpenEnv "
+        "(openenv:http://localhost:8000). null: the policy answers once. docs/how-to/environments.md",
         None,
     )
     agent: str | None = key(
-        "Agent that asks the policy over HTTP, in place of an environment: the import path of a function, as in "
+        "Agent that calls the policy over HTTP, instead of an environment: the import path of a function, as in "
         "my_agents:solve; a command, as in 'python solve.py'; or an environment of the package verifiers "
-        "(verifiers:my-env, verifiers:env.toml). weft serves it an endpoint like OpenAI's, and runs it once for each "
-        "sample; null: none. docs/how-to/agents.md",
+        "(verifiers:my-env, verifiers:env.toml). weft serves it an OpenAI-compatible endpoint, and runs it once for "
+        "each sample. null: none. docs/how-to/agents.md",
         None,
     )
     agent_timeout: float = key(
-        "Seconds that one run of rl.agent may take. Its process is ended then, and the sample is not trained.",
+        "Seconds for one run of rl.agent. Then weft ends its process and does not train on the sample.",
         600.0,
         within=POSITIVE,
         unread=(when.NO_AGENT,),
     )
     agents_at_once: int = key(
-        "Runs of rl.agent at the same time; others wait.", 64, within=PROCESSES, unread=(when.NO_AGENT,)
+        "Maximum number of concurrent runs of rl.agent.", 64, within=PROCESSES, unread=(when.NO_AGENT,)
     )
     agent_host: str = key(
-        "Address that the endpoint of rl.agent listens on. Any other than 127.0.0.1 lets programs of other machines "
-        "try their API keys.",
+        "Address of the endpoint of rl.agent. With any address other than 127.0.0.1, programs on other machines can "
+        "try API keys.",
         "127.0.0.1",
         unread=(when.NO_AGENT,),
     )
     agent_port: int = key(
-        "Port of that endpoint; 0: any free one.",
+        "Port of the endpoint of rl.agent; 0: any free port.",
         0,
         within=Range(lambda v: 0 <= v < 65_536, "0 to 65,535"),
         unread=(when.NO_AGENT,),
     )
     max_turns: int = key(
-        "How often the policy may answer in one conversation with rl.environment, or in one run of rl.agent.",
+        "Maximum number of answers of the policy in a conversation with rl.environment, or in one run of rl.agent.",
         8,
         within=AT_LEAST_1,
         unread=(when.ONE_TURN,),
     )
     environment_timeout: float = key(
-        "Seconds that one step of rl.environment may take.", 60.0, within=POSITIVE, unread=(when.NO_ENVIRONMENT,)
+        "Seconds for one step of rl.environment.", 60.0, within=POSITIVE, unread=(when.NO_ENVIRONMENT,)
     )
     algorithm: AlgorithmName = key(  # noqa: RUF009 - key() is dataclasses.field()
-        "Sets those of the keys below that nobody has set, as the algorithm's paper has them "
+        "Sets the keys below that you have not set, to the values of the algorithm's paper "
         "(docs/reference/algorithms.md).",
         "grpo",
     )
     preset: Literal["trl", "verl", "roll", "miles", "slime", "openrlhf", "nemo-rl"] | None = key(
-        "Sets those of the keys below that nobody has set as this trainer has them by default for rl.algorithm, where "
-        "it differs from the paper (docs/reference/algorithms.md); null: the paper's.",
+        "Sets the keys below that you have not set, to this trainer's defaults for rl.algorithm where they differ "
+        "from the paper (docs/reference/algorithms.md); null: the paper's values.",
         None,
         formerly="like",
     )
     prompts_per_step: int = key("Prompts of a rollout step.", 64, formerly="prompts", within=AT_LEAST_1)
     group_size: int = key("Samples of each prompt, whose rewards are compared.", 8, within=AT_LEAST_1)
     minibatches: int = key(
-        "Optimizer steps that a rollout step's groups are dealt to.", 1, formerly="updates", within=AT_LEAST_1
+        "Optimizer steps of a rollout step, over which its groups are distributed.",
+        1,
+        formerly="updates",
+        within=AT_LEAST_1,
     )
     chat: bool = key(
-        "A `prompt` that is a text is what a user says, and goes through the chat template; false: it is continued as "
-        "it stands.",
+        "A text `prompt` is a user message, and weft renders it with the chat template; false: the policy continues "
+        "the text.",
         False,
     )
     instruction: str | None = key(
-        "Text put behind every prompt, on a line of its own, as in `Put the answer in \\boxed{}.`", None
+        "Text appended to every prompt on a separate line, as in `Put the answer in \\boxed{}.`", None
     )
-    epochs: int = key("How often a rollout step's samples are trained.", 1, within=AT_LEAST_1)
+    epochs: int = key("Number of passes over a rollout step's samples.", 1, within=AT_LEAST_1)
     advantage: str = key(
         f"How a reward becomes the advantages of its sample's tokens: {_listed(ADVANTAGES)} "
         "(docs/reference/algorithms.md has the formulas), or a function of your own, as in my_rl:advantage.",
         "grpo",
     )
     advantage_norm: Literal["group", "batch", "none"] = key(
-        "What advantages are divided by: the standard deviation of the `group`'s rewards, that of the whole step's "
-        "(`batch`; with `gae` that of the advantages, whose mean is taken off, too), or `none`.",
+        "Divisor of advantages: the standard deviation of the `group`'s rewards, or of the whole step's (`batch`; "
+        "with `gae` that of the advantages, whose mean is also subtracted), or `none`.",
         "group",
         formerly="scale",
     )
-    gamma: float = key("What a reward is worth one token earlier.", 1.0, within=UP_TO_1)
-    gae_lambda: float = key("1: advantages from rewards alone; less: more from the critic's values.", 1.0, within=SHARE)
+    gamma: float = key("Discount factor per token.", 1.0, within=UP_TO_1)
+    gae_lambda: float = key(
+        "1: advantages only from rewards; lower values use more of the critic's values.", 1.0, within=SHARE
+    )
     policy_loss: str = key(
         f"The loss of a token: {_listed(TOKEN_LOSSES)} (docs/reference/algorithms.md has the formulas), or a function "
         "of your own, as in my_rl:loss.",
         "ppo",
     )
     clip: tuple[float, float] = key(
-        "How far below and above 1 the ratio of current and old policy may move before its gradient is cut.",
+        "Distances below and above 1 beyond which the ratio of current and old policy has no gradient.",
         (0.2, 0.2),
         within=Range(lambda v: 0 < v[0] <= 1 and v[1] > 0, "two numbers above 0, the first at most 1"),
     )
     dual_clip: float | None = key(
-        "Where the advantage is negative, no token's loss is more than so many times that; null: unbounded.",
+        "If the advantage is negative, upper bound on a token's loss as a multiple of the absolute advantage; null: "
+        "unbounded.",
         None,
         within=Range(lambda v: v > 1, "above 1, or null"),
     )
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = key(
-        "How an optimizer step's loss is made of those of its tokens: `token_mean`: their mean; `sequence_mean`: the "
-        "mean of each sample, then of the samples; `sequence_sum`: the sum of each sample / rollout.max_new_tokens, "
-        "then the mean of the samples.",
+        "From the tokens' losses to the loss of an optimizer step. `token_mean`: the mean over tokens; "
+        "`sequence_mean`: the mean of each sample, then over samples; `sequence_sum`: the sum of each sample / "
+        "rollout.max_new_tokens, then the mean over samples.",
         "sequence_mean",
         formerly="aggregation",
     )
     kl_coef: float = key(
-        "Weight of the KL divergence from the reference, the model as it was at first; 0: none.",
+        "Weight of the KL divergence from the reference, the initial model; 0: none.",
         0.0,
         formerly="kl",
         within=NOT_NEGATIVE,
     )
     measure_kl: bool = key(
-        "Measure the KL divergence from the reference (metric `kl`) where rl.kl_coef is 0, too; nothing is trained on "
-        "it.",
+        "Measure the KL divergence from the reference (metric `kl`) even if rl.kl_coef is 0, without training on it.",
         False,
         unread=(when.KL_IS_TRAINED,),
     )
     kl_in: Literal["loss", "reward"] = key(
-        "Whether it is part of the loss, or taken off each token's reward.", "loss", unread=(when.NO_KL,)
+        "Add the KL divergence to the loss, or subtract it from each token's reward.", "loss", unread=(when.NO_KL,)
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
-        "Of each token's KL, d being log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. In the loss "
-        "k2 has the gradient of the KL, and k3 that of the reverse one; all have the KL's with rl.kl_unbiased.",
+        "Estimator of each token's KL, with d = log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. "
+        "In the loss k2 has the gradient of the KL, and k3 that of the reverse KL; with rl.kl_unbiased all have the "
+        "KL's gradient.",
         "k3",
         unread=(when.NO_KL,),
     )
     kl_clamp: float | None = key(
-        "Each token's estimate is no further from 0 than this; null: unbounded. verl, SkyRL, NeMo RL and ROLL have 10.",
+        "Maximum absolute value of each token's estimate; null: unbounded. verl, SkyRL, NeMo RL and ROLL use 10.",
         None,
         within=POSITIVE,
         unread=(when.NO_KL,),
@@ -229,30 +235,30 @@ class RlAlgorithm:
         unread=(when.NO_KL, when.KL_IN_REWARD),
     )
     entropy_coef: float = key(
-        "Weight of the entropy of the policy, which is taken off the loss.",
+        "Weight of the policy's entropy, which is subtracted from the loss.",
         0.0,
         formerly="entropy",
         within=NOT_NEGATIVE,
     )
     entropy_aggregation: Literal["token_mean", "sequence_mean"] | None = key(
-        "How that entropy is made of its tokens'; null: as the loss is, rl.loss_aggregation.",
+        "Aggregation of the entropy over tokens; null: rl.loss_aggregation.",
         None,
         unread=(when.NO_ENTROPY,),
     )
     teacher: str | None = key(
-        "Distil this model into the policy, on the policy's own samples: a HuggingFace model directory or hub id with "
-        "the same tokenizer; null: none. With it rl.reward may be empty (docs/how-to/distill.md).",
+        "Distil this model into the policy, on the policy's samples: a HuggingFace model directory or hub id with the "
+        "same tokenizer; null: none. With a teacher, rl.reward may be empty (docs/how-to/distill.md).",
         None,
     )
     teacher_in: Literal["loss", "advantage"] = key(
-        "`loss`: rl.teacher_divergence of both distributions over the whole vocabulary, at each sampled token's "
-        "position, is part of the loss (GKD); `advantage`: log(teacher / policy) of each sampled token is added to its "
-        "advantage, whose expected gradient is that of the reverse KL, taken off.",
+        "`loss`: add rl.teacher_divergence of both distributions over the whole vocabulary, at each sampled token, to "
+        "the loss (GKD). `advantage`: add log(teacher / policy) of each sampled token to its advantage; its expected "
+        "gradient decreases the reverse KL.",
         "loss",
         unread=(when.NO_TEACHER,),
     )
     teacher_coef: float = key(
-        "Weight of the teacher's part beside rewards.", 1.0, within=POSITIVE, unread=(when.NO_TEACHER,)
+        "Weight of the teacher's term relative to the rewards.", 1.0, within=POSITIVE, unread=(when.NO_TEACHER,)
     )
     teacher_divergence: Literal["forward_kl", "reverse_kl", "jsd"] = key(
         "Divergence of rl.teacher_in=loss: `forward_kl` KL(teacher || policy), `reverse_kl` KL(policy || teacher), or "
@@ -267,28 +273,27 @@ class RlAlgorithm:
         unread=(when.NO_TEACHER, when.TEACHER_IN_ADVANTAGE, when.NO_TEACHER_JSD),
     )
     old_logprobs: Literal["recompute", "rollout"] = key(
-        "Where logprobs of the old policy come from: `recompute` reads them with the trainer, in one more forward, or "
-        "without it where a rollout step is one optimizer step (rl.minibatches x rl.epochs = 1); `rollout` takes those "
-        "of the engine, so that ratios correct its mismatch, too.",
+        "Source of the old policy's logprobs. `recompute`: a forward of the trainer, which is not needed if a rollout "
+        "step is one optimizer step (rl.minibatches x rl.epochs = 1). `rollout`: the engine's logprobs, so that "
+        "ratios also correct the mismatch between engine and trainer.",
         "recompute",
     )
     on_policy: Literal["measured", "exact"] = key(
-        "Whether samples come from the very policy that is trained. `measured`: engine and trainer round differently; "
-        "the difference is a metric, and corrected (rl.correction). `exact`: each logprob that the embedded engine "
-        "records is, to the last bit, the trainer's own (fp32, CPU); proven at start, required of every sample. "
+        "Whether samples come exactly from the trained policy. `measured`: engine and trainer round differently; the "
+        "difference is a metric, and rl.correction corrects for it. `exact`: each logprob of the embedded engine is "
+        "bitwise equal to the trainer's (fp32, CPU); weft tests this at the start and for every sample. "
         "docs/explanation/exact.md",
         "measured",
     )
     correction: Literal["none", "tis", "mis", "icepop"] = key(
-        "What the loss of a token is multiplied by, to correct that the engine is not exactly the trainer: the ratio "
-        "of old and rollout policy, cut at rl.correction_limits (`tis`), or 0 outside of them (`mis`: only above; "
+        "Factor on the loss of a token that corrects for differences between engine and trainer: the ratio of old and "
+        "rollout policy, truncated at rl.correction_limits (`tis`), or 0 outside the limits (`mis`: only above; "
         "`icepop`: above and below).",
         "tis",
         unread=(when.ROLLOUT_LOGPROBS, when.EXACT),
     )
     correction_level: Literal["token", "sequence", "geometric"] = key(
-        "Whether that is the ratio of each `token`, of the whole sample (`sequence`: their product), or their "
-        "`geometric` mean.",
+        "The ratio of each `token`, of the whole sample (`sequence`: the product), or their `geometric` mean.",
         "token",
         unread=(when.ROLLOUT_LOGPROBS, when.NO_CORRECTION, when.EXACT),
     )
@@ -299,29 +304,30 @@ class RlAlgorithm:
         unread=(when.ROLLOUT_LOGPROBS, when.NO_CORRECTION, when.EXACT),
     )
     dynamic_sampling: int = key(
-        "Groups whose rewards are all equal teach nothing: they are replaced by those of other prompts, in so many "
-        "rounds at most. 0: they stay.",
+        "Replace groups with equal rewards, which teach nothing, by groups of other prompts, in at most this many "
+        "rounds. 0: keep them.",
         0,
         within=NOT_NEGATIVE,
     )
     mask_truncated: bool = key(
-        "Do not train samples that ended at their longest; their rewards still count in the means of their groups.",
+        "Do not train on samples truncated at the maximum length; their rewards still count in the means of their "
+        "groups.",
         False,
     )
     count_masked: bool = key(
-        "Count samples that rl.mask_truncated leaves out in the number that sequence_mean and sequence_sum divide by, "
-        "as samples without a loss (TRL).",
+        "Count the samples of rl.mask_truncated in the divisor of sequence_mean and sequence_sum, as samples without "
+        "a loss (TRL).",
         False,
         unread=(when.NONE_MASKED, when.COUNTS_TOKENS),
     )
     overlong_buffer: int | None = key(
-        "Tokens before rollout.max_new_tokens in which the reward of a sample falls, from 0 by up to "
-        "rl.overlong_penalty (DAPO, equation 13); null: it does not.",
+        "Number of tokens before rollout.max_new_tokens in which a sample's reward is reduced, by up to "
+        "rl.overlong_penalty (DAPO, equation 13); null: no reduction.",
         None,
         within=AT_LEAST_1,
     )
     overlong_penalty: float = key(
-        "What a sample of the greatest length loses.", 1.0, within=POSITIVE, unread=(when.NO_OVERLONG_BUFFER,)
+        "Penalty of a sample of the maximum length.", 1.0, within=POSITIVE, unread=(when.NO_OVERLONG_BUFFER,)
     )
 
     @property
@@ -353,149 +359,145 @@ class RlAlgorithm:
 @with_former_names
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """The rollout engine, and how it samples."""
+    """The rollout engine, and its sampling."""
 
     engine: str = key(
-        "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `hf`: the same "
-        "generation in processes of its own. `vllm`, `sglang`: servers in processes and environments of their own. "
-        "Or the name of an engine of an installed package (docs/how-to/extend.md; docs/reference/rollout-engines.md).",
+        "`embedded`: a copy of the model in the trainer's ranks, alternating with training. `hf`: the same generator "
+        "in separate processes. `vllm`, `sglang`: servers in separate processes and environments. Or the name of an "
+        "installed package's engine (docs/how-to/extend.md; docs/reference/rollout-engines.md).",
         "embedded",
     )
     max_prompt_tokens: int = key(
-        "Longest prompt in tokens; data.long_documents says what happens to others.", 1024, within=AT_LEAST_1
+        "Maximum length of a prompt in tokens; data.long_documents handles longer ones.", 1024, within=AT_LEAST_1
     )
-    max_new_tokens: int = key("Longest completion in tokens.", 1024, within=AT_LEAST_1)
+    max_new_tokens: int = key("Maximum length of a completion in tokens.", 1024, within=AT_LEAST_1)
     temperature: float = key(
-        "Logits are divided by it, in sampling and in training alike.",
+        "Divisor of the logits, in sampling and in training.",
         1.0,
         within=Range(lambda v: v > 0, "above 0 (greedy samples of a group would all be one)"),
     )
-    top_p: float = key(
-        "Likeliest tokens that are drawn from, by their probability together; 1: all.", 1.0, within=UP_TO_1
-    )
-    top_k: int = key("Likeliest tokens that are drawn from, by number; 0: all.", 0, within=NOT_NEGATIVE)
+    top_p: float = key("Sample from the most likely tokens with this total probability; 1: all.", 1.0, within=UP_TO_1)
+    top_k: int = key("Sample from this many most likely tokens; 0: all.", 0, within=NOT_NEGATIVE)
     min_p: float = key(
-        "Tokens less likely than this share of the likeliest are not drawn; 0: all may be.", 0.0, within=BELOW_1
+        "Do not sample tokens less likely than this share of the most likely one; 0: sample all.", 0.0, within=BELOW_1
     )
     allow_truncated: bool = key(
-        "Train on samples of a server whose rollout.top_p, top_k or min_p leave tokens out, though it does not say how "
-        "much of the distribution it kept: logprobs are then of the kept tokens, which biases the correction by that "
-        "share (metric `sampling/kept_share`, docs/reference/algorithms.md).",
+        "Train on samples of a server with rollout.top_p, top_k or min_p, even though it does not report the kept "
+        "share of the distribution. Logprobs are then relative to the kept tokens, which biases the correction by "
+        "that share (metric `sampling/kept_share`, docs/reference/algorithms.md).",
         False,
         unread=(when.ONLY_SERVERS, when.KEEPS_ALL_TOKENS),
     )
     oversample: int = key(
-        "Groups that are started beyond those that a rollout step needs. The first that are complete are trained, the "
-        "others are stopped and dropped (metrics `rollout/stopped_groups`, `rollout/dropped_samples`): long answers "
-        "are trained less often than short ones. 0: all are waited for.",
+        "Groups to start in addition to those that a rollout step needs. weft trains on the first ones that are "
+        "complete, and stops and drops the others (metrics `rollout/stopped_groups`, `rollout/dropped_samples`), so "
+        "it trains on long answers less often than on short ones. 0: wait for all groups.",
         0,
         within=NOT_NEGATIVE,
     )
-    stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
+    stop: tuple[str, ...] = key("Texts that end a completion, in addition to the model's end tokens.", ())
     on_weight_update: Literal["continue", "drop"] = key(
-        "What becomes of completions that are being written when weights change (cluster.max_staleness): `continue`: "
-        "they go on under the new weights, each token with the version that drew it; `drop`: they begin again, with "
-        "the same seeds.",
+        "Completions in progress when weights change (cluster.max_staleness). `continue`: they continue with the new "
+        "weights, and each token has the version that sampled it; `drop`: they restart with the same seeds.",
         "continue",
         formerly="unfinished",
         unread=(when.NOTHING_UNFINISHED,),
     )
     transport: Literal["auto", "ipc", "shared", "group", "files"] = key(
-        "How weights get to engines of their own: memory of the CUDA device that they share with a trainer rank "
-        "(`ipc`), `shared` memory of their host, a process `group` (NCCL, or gloo on CPU), or `files` in RUN/sync, on "
-        "a file system that all see; `auto`: the first of these that serves, but no files "
-        "(docs/explanation/weight-sync.md).",
+        "How weights reach separate engines: memory of a CUDA device shared with a trainer rank (`ipc`), `shared` "
+        "host memory, a process `group` (NCCL, or gloo on CPU), or `files` in RUN/sync, on a shared file system. "
+        "`auto`: the first possible one, except files (docs/explanation/weight-sync.md).",
         "auto",
         unread=(when.NO_ENGINE_PROCESSES, when.READS_A_FOLDER),
     )
     sync: Literal["full", "delta", "auto"] = key(
-        "What a sync sends to engines that have the last one's weights: all tensors (`full`), or only elements whose "
-        "bytes have changed, each with its position (`delta`: 6 bytes for one of bf16, and a copy of the weights in "
-        "the sending rank's memory, and in each vLLM worker's). `auto`: `delta` through a process group on CPU, `full` "
-        "otherwise (docs/explanation/weight-sync.md).",
+        "What a sync sends to engines that have the last version: all tensors (`full`), or only elements whose bytes "
+        "have changed, each with its position (`delta`: 6 bytes for an element in bf16, and a copy of the weights in "
+        "the sending rank's memory and in each vLLM worker's). `auto`: `delta` through a process group on CPU, "
+        "otherwise `full` (docs/explanation/weight-sync.md).",
         "full",
         unread=(when.NO_DELTAS,),
     )
     bucket_mb: int = key(
-        "Megabytes of weights that are on their way to the engines at once, which is the memory that a sync takes. A "
-        "tensor that is larger than a quarter of it goes alone.",
+        "Megabytes of weights in flight to the engines, which is the memory that a sync needs. A tensor larger than a "
+        "quarter of it is sent alone.",
         192,
         within=AT_LEAST_1,
         unread=(when.NO_ENGINE_PROCESSES, when.READS_A_FOLDER),
     )
     verify_every: int = key(
-        "Syncs from one whose tensors are compared by checksum, where they arrived and where the engine keeps them, to "
-        "the next; 0: only the first of each engine. Names, shapes, dtypes and versions are checked in each.",
+        "Every n-th sync compares checksums of all tensors, as received and as loaded by the engine; 0: only the "
+        "first sync of each engine. Every sync checks names, shapes, dtypes and versions.",
         20,
         within=NOT_NEGATIVE,
         unread=(when.NO_ENGINE_PROCESSES, when.READS_A_FOLDER),
     )
     kv_cache_tokens: int = key(
-        "Tokens that the embedded engine remembers at once on each rank (its KV cache), where a completion counts as "
-        "long as it may become; others wait. One always runs.",
+        "Tokens in the embedded engine's KV cache on each rank. A completion counts with its maximum length; others "
+        "wait. At least one always runs.",
         65_536,
         formerly="max_tokens_per_device",
         within=AT_LEAST_1,
         unread=(when.ONLY_EMBEDDED,),
     )
     python: str | None = key(
-        "Python program, or folder of the environment, that engines of their own run with; null: the one that "
-        "`weft engine install vllm` made.",
+        "Python interpreter, or folder of the environment, of separate engines; null: the one that `weft engine "
+        "install vllm` created.",
         None,
         unread=(when.ONLY_SERVERS,),
     )
     num_engines: int | None = key(
-        "Engines of their own; prompts are spread over them. null: 1, or as many as the devices of colocated trainers "
-        "take.",
+        "Number of separate engines; prompts are distributed over them. null: 1, or as many as fit on the devices of "
+        "colocated trainers.",
         None,
         formerly="engines",
         within=AT_LEAST_1,
         unread=(when.NO_ENGINE_PROCESSES, when.DEVICES_ARE_NAMED, when.ENGINES_JOIN),
     )
     tp: int = key(
-        "Accelerators of each of them: tensor parallelism, as the engine does it.",
+        "Accelerators per engine, for the engine's tensor parallelism.",
         1,
         within=AT_LEAST_1,
         unread=(when.ONLY_SERVERS,),
     )
     gpu_memory_utilization: float | None = key(
-        "Share of an accelerator's memory that an engine may take for weights and KV cache; on CPU: whole GiB of KV "
-        "cache. null: as the engine does by itself, on CPU 1.",
+        "Share of an accelerator's memory that an engine may use for weights and KV cache; on CPU: GiB of KV cache, "
+        "an integer. null: the engine's default, on CPU 1.",
         None,
         formerly="memory",
         within=POSITIVE,
         unread=(when.ONLY_SERVERS,),
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
-        "Weights and activations of engines of their own; `auto`: the trainer's compute dtype.",
+        "Dtype of weights and activations of separate engines; `auto`: the trainer's compute dtype.",
         "auto",
         unread=(when.NO_ENGINE_PROCESSES,),
     )
     engine_kwargs: dict[str, Any] = key(  # noqa: RUF009 - key() is dataclasses.field()
-        "Further arguments of the engine's server, as in {max_num_seqs: 512, enable_prefix_caching: false}; what it "
-        "does not know it refuses when it starts.",
+        "Further arguments of the engine's server, as in {max_num_seqs: 512, enable_prefix_caching: false}. The "
+        "server refuses unknown ones when it starts.",
         default_factory=dict,
         formerly="options",
         unread=(when.ONLY_SERVERS,),
     )
     timeout: float = key(
-        "Seconds in which an engine has to start, to obey, and to finish at least one of the completions that it is "
-        "working on; one that does not counts as hanging.",
+        "Seconds in which an engine must start, respond, and finish at least one of its running completions. "
+        "Otherwise weft treats it as hanging.",
         600.0,
         within=POSITIVE,
         unread=(when.NO_ENGINE_PROCESSES,),
     )
     restarts: int = key(
-        "How often each engine that dies, hangs, raises, or answers what is no completion is replaced within "
-        "rollout.restart_window; one failure more ends the run, as does a request with which more engines have failed. "
-        "The new engine gets the current weights, and requests are redone with their seeds "
+        "Number of times that weft replaces each engine that dies, hangs, raises, or returns an invalid completion "
+        "within rollout.restart_window. One more failure ends the run, and so does a request on which more engines "
+        "have failed. The new engine receives the current weights, and requests are repeated with their seeds "
         "(docs/reference/rollout-engines.md). 0: any failure ends the run.",
         3,
         within=NOT_NEGATIVE,
         unread=(when.NO_ENGINE_PROCESSES,),
     )
     restart_window: float = key(
-        "Seconds within which rollout.restarts counts.",
+        "Seconds in which rollout.restarts counts failures.",
         3600.0,
         within=POSITIVE,
         unread=(when.NO_ENGINE_PROCESSES, when.NO_RESTARTS),
@@ -515,66 +517,65 @@ class RolloutConfig:
 @with_former_names
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Where trainers and rollout engines run."""
+    """Placement of trainers and rollout engines."""
 
     address: str | None = key(
-        "Ray cluster to join, as in 10.0.0.1:6379 or `auto`; null: one of its own on this machine.", None
+        "Ray cluster to join, as in 10.0.0.1:6379 or `auto`; null: weft starts Ray on this machine.", None
     )
     trainer_ranks: int | None = key(
-        "Trainer ranks; null: one per accelerator of the cluster, else --nproc, else 1.",
+        "Trainer ranks; null: one per accelerator of the cluster, otherwise --nproc, otherwise 1.",
         None,
         formerly="trainer",
         within=RANKS,
         unread=(when.DEVICES_ARE_NAMED,),
     )
     devices: dict[str, int | tuple[int, ...] | str] = key(  # noqa: RUF009 - key() is dataclasses.field()
-        "Devices of each role, as in {trainer: 0-15, rollout: 0-15, reference: 0-7}: of trainer, rollout, reference, "
-        "critic, teacher and reward_model, a list of numbers, ranges (`0-3, 8-11`), another role, or a number of "
-        "devices that no role has yet. Roles on the same devices take turns. Sets cluster.trainer_ranks, "
-        "cluster.placement, rollout.num_engines and the ranks of these roles (docs/reference/rollout-engines.md); {}: "
-        "those keys say it.",
+        "Devices of each role, as in {trainer: 0-15, rollout: 0-15, reference: 0-7}. The roles are trainer, rollout, "
+        "reference, critic, teacher and reward_model. A value is a list of numbers, ranges (`0-3, 8-11`), another "
+        "role, or a number of devices that no role has yet. Roles on the same devices alternate. Sets "
+        "cluster.trainer_ranks, cluster.placement, rollout.num_engines and the ranks of these roles "
+        "(docs/reference/rollout-engines.md); {}: these keys apply.",
         default_factory=dict,
     )
     placement: Literal["auto", "colocated", "disaggregated"] = key(
-        "`colocated`: engines of their own have the trainers' devices, and they take turns; `disaggregated`: they have "
-        "others. `auto`: in long runs where both are possible, a few rollout steps of each are timed at first, and the "
-        "faster is taken (docs/reference/rollout-engines.md).",
+        "`colocated`: separate engines share the trainers' devices and alternate with them; `disaggregated`: they "
+        "have other devices. `auto`: if both are possible in a long run, weft times a few rollout steps of each at "
+        "the start and uses the faster one (docs/reference/rollout-engines.md).",
         "auto",
         unread=(when.IN_TRAINER_RANKS, when.DEVICES_ARE_NAMED, when.ENGINES_JOIN),
     )
     engines: dict[str, int] = key(  # noqa: RUF009 - key() is dataclasses.field()
-        "How many engines of their own there may be, as in {min: 2, max: 8}, in place of rollout.num_engines: the run "
-        "starts with `min`. Others join when the Ray cluster has room for them, get the current weights, and may "
-        "leave; requests of those that leave are redone with their seeds (docs/reference/rollout-engines.md). {}: as "
-        "many as rollout.num_engines says.",
+        "Minimum and maximum number of separate engines, as in {min: 2, max: 8}, instead of rollout.num_engines. The "
+        "run starts with `min`. Others join when the Ray cluster has room, receive the current weights, and may "
+        "leave; other engines repeat the requests of an engine that leaves, with the same seeds "
+        "(docs/reference/rollout-engines.md). {}: rollout.num_engines applies.",
         default_factory=dict,
         within=ENGINE_COUNTS,
         unread=(when.NO_ENGINE_PROCESSES,),
     )
     offload_during_rollout: tuple[Literal["parameters", "optimizer", "gradients"], ...] | None = key(
-        "What of the trainers (policy, and models beside it in their ranks) waits in the host's memory while engines "
-        "on their devices generate; null: all three on accelerators, nothing on CPU, where it would be copied from "
-        "memory to memory.",
+        "Parts of the trainers (policy, and other models on their ranks) that move to host memory while engines on "
+        "their devices generate; null: all three on accelerators, and none on CPU, where both are host memory.",
         None,
         formerly="sleep",
         unread=(when.DISAGGREGATED,),
     )
     cpu_backend: str = key(
-        "What carries tensors on the CPU between ranks of the trainers: gloo, or mpi, ucc or a plugin's backend where "
-        "this torch has them. Tensors on accelerators always go by NCCL.",
+        "Backend for CPU tensors between trainer ranks: gloo, or mpi, ucc or a plugin's backend if this torch has it. "
+        "Tensors on accelerators always use NCCL.",
         "gloo",
     )
     frozen_restarts: int = key(
-        "How often the ranks of each model that is only read (reference.ranks, reward_model.ranks) are started anew "
-        "within an hour, if one of them is killed or hangs. They load the model again, and what they were asked is "
-        "asked again; one failure more ends the run. 0: any failure ends the run.",
+        "Number of times within an hour that weft restarts the ranks of each frozen model (reference.ranks, "
+        "reward_model.ranks) if one of them is killed or hangs. They load the model again, and weft repeats the call. "
+        "One more failure ends the run. 0: any failure ends the run.",
         3,
         within=NOT_NEGATIVE,
         unread=(when.NO_FROZEN_RANKS,),
     )
     max_staleness: int = key(
-        "How many versions of the weights a sample may be older than the policy that trains on it: rollouts are made "
-        "so far ahead, while training goes on. 0: they take turns. Needs an engine of its own (rollout.engine).",
+        "Maximum age of a sample, in versions of the weights, when the policy trains on it; generation runs this far "
+        "ahead of training. 0: generation and training alternate. Needs a separate engine (rollout.engine).",
         0,
         within=NOT_NEGATIVE,
     )
@@ -582,39 +583,38 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """The model that rl.kl_coef and rl.measure_kl measure the policy against: an engine of its own, which only
-    reads."""
+    """The reference of rl.kl_coef and rl.measure_kl: a separate engine without training."""
 
     path: str | None = key(
-        "A HuggingFace model directory or hub id; null: the policy as model.path has it. With lora that is the base "
-        "under the adapters, which needs no second copy.",
+        "A HuggingFace model directory or hub id; null: the policy's model.path. With lora that is the base under the "
+        "adapters, which needs no second copy.",
         None,
     )
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
-        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
+        "Dtype of its weights and compute; null: fsdp.param_dtype.", None
     )
     ranks: int | None = key(
-        "Ranks of its own, each with a device that nobody else has; null: the trainer's ranks, which take turns.",
+        "Separate ranks, each with its own device; null: it alternates with the policy on the trainer's ranks.",
         None,
         within=AT_LEAST_1,
         unread=(when.devices_of("reference"),),
     )
     dp_replicate: int | None = key(
-        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with reference.ranks.", None, within=AXIS
+        "Replicas of its sharded weights; null: mesh.dp_replicate, or 1 with reference.ranks.", None, within=AXIS
     )
     dp_shard: int | None = key(
         "Ranks over which its weights are sharded; null: mesh.dp_shard, or all with reference.ranks.", None, within=AXIS
     )
     tp: int | None = key(
-        "Ranks that divide each of its layers; null: mesh.tp, or 1 with reference.ranks.", None, within=AT_LEAST_1
+        "Ranks that split each of its layers; null: mesh.tp, or 1 with reference.ranks.", None, within=AT_LEAST_1
     )
     pp: int | None = key(
-        "Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with reference.ranks.", None, within=AT_LEAST_1
+        "Pipeline stages of its layers; null: mesh.pp, or 1 with reference.ranks.", None, within=AT_LEAST_1
     )
-    cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
+    cpu_offload: bool | None = key("Keep its weights in host memory; null: fsdp.cpu_offload.", None)
     max_tokens_per_device: int | None = key(
-        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
-        "more fit.",
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It stores no activations, so "
+        "more tokens fit.",
         None,
         within=TWO_TOKENS,
     )
@@ -622,20 +622,20 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-    """The reward models that rl.reward names as model:PATH: an engine of its own for each, which only reads."""
+    """The reward models of rl.reward (model:PATH): a separate engine without training for each."""
 
     ranks: int | None = key(
-        "Ranks of each reward model, each with a device that nobody else has; null: the trainer's ranks, which take "
-        "turns.",
+        "Separate ranks for each reward model, each with its own device; null: the models alternate with the policy "
+        "on the trainer's ranks.",
         None,
         within=AT_LEAST_1,
         unread=(when.devices_of("reward_model"),),
     )
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = key(
-        "Dtype that it is kept and computed in; null: fsdp.param_dtype.", None
+        "Dtype of its weights and compute; null: fsdp.param_dtype.", None
     )
     dp_replicate: int | None = key(
-        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with reward_model.ranks.", None, within=AXIS
+        "Replicas of its sharded weights; null: mesh.dp_replicate, or 1 with reward_model.ranks.", None, within=AXIS
     )
     dp_shard: int | None = key(
         "Ranks over which its weights are sharded; null: mesh.dp_shard, or all with reward_model.ranks.",
@@ -643,17 +643,17 @@ class RewardModelConfig:
         within=AXIS,
     )
     tp: int | None = key(
-        "Ranks that divide each of its layers; null: mesh.tp, or 1 with reward_model.ranks.", None, within=AT_LEAST_1
+        "Ranks that split each of its layers; null: mesh.tp, or 1 with reward_model.ranks.", None, within=AT_LEAST_1
     )
     pp: int | None = key(
-        "Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with reward_model.ranks.",
+        "Pipeline stages of its layers; null: mesh.pp, or 1 with reward_model.ranks.",
         None,
         within=AT_LEAST_1,
     )
-    cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
+    cpu_offload: bool | None = key("Keep its weights in host memory; null: fsdp.cpu_offload.", None)
     max_tokens_per_device: int | None = key(
-        "Tokens of one of its forwards on one rank, and, times mesh.cp on the trainer's ranks, the longest "
-        "conversation in its own tokens; null: step.max_tokens_per_device.",
+        "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. On the trainer's ranks, this "
+        "times mesh.cp is the longest conversation in the reward model's tokens.",
         None,
         within=TWO_TOKENS,
     )
@@ -661,45 +661,47 @@ class RewardModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """The critic of rl.advantage=gae: an engine of its own beside the policy's, which trains."""
+    """The critic of rl.advantage=gae: a separate engine that trains."""
 
     path: str | None = key(
-        "What it is made from: a model, whose head is replaced by one that gives one number per token, or a "
-        "classifier with one label (a reward model), whose head is kept; null: model.path.",
+        "Its initial model: a model, whose head is replaced by one that gives one number per token, or a classifier "
+        "with one label (a reward model), whose head is kept; null: model.path.",
         None,
     )
     head: Literal["zeros", "normal"] = key(
-        "What a new head begins with: `zeros`, so that all values are 0 at first, or `normal`, drawn from train.seed.",
+        "Initialisation of a new head: `zeros`, so that all values are 0 at first, or `normal`, drawn with train.seed.",
         "zeros",
     )
-    lr: float = key("Peak learning rate; all else is as `optimizer` and `schedule` say.", 1.0e-5, within=POSITIVE)
+    lr: float = key(
+        "Peak learning rate; all other settings are those of `optimizer` and `schedule`.", 1.0e-5, within=POSITIVE
+    )
     clip: float | None = key(
-        "How far a value may move from what it was before a rollout step's first update, until its gradient is cut; "
-        "null: never.",
+        "Distance from a value before the rollout step's first update beyond which the value has no gradient; null: "
+        "no clipping.",
         0.2,
         within=Range(lambda v: v > 0, "above 0, or null for no clipping"),
     )
     ranks: int | None = key(
-        "Ranks of its own, each with a device that nobody else has: it then trains while the policy does; null: the "
-        "trainer's ranks, which take turns.",
+        "Separate ranks, each with its own device, on which the critic trains in parallel with the policy; null: it "
+        "alternates with the policy on the trainer's ranks.",
         None,
         within=AT_LEAST_1,
         unread=(when.devices_of("critic"),),
     )
     dp_replicate: int | None = key(
-        "Copies of its sharded weights; null: mesh.dp_replicate, or 1 with critic.ranks.", None, within=AXIS
+        "Replicas of its sharded weights; null: mesh.dp_replicate, or 1 with critic.ranks.", None, within=AXIS
     )
     dp_shard: int | None = key(
         "Ranks over which it is sharded; null: mesh.dp_shard, or all with critic.ranks.", None, within=AXIS
     )
     tp: int | None = key(
-        "Ranks that divide each of its layers; null: mesh.tp, or 1 with critic.ranks.", None, within=AT_LEAST_1
+        "Ranks that split each of its layers; null: mesh.tp, or 1 with critic.ranks.", None, within=AT_LEAST_1
     )
     pp: int | None = key(
-        "Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with critic.ranks.", None, within=AT_LEAST_1
+        "Pipeline stages of its layers; null: mesh.pp, or 1 with critic.ranks.", None, within=AT_LEAST_1
     )
     cpu_offload: bool | None = key(
-        "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
+        "Keep its parameters, gradients and optimizer state in host memory; null: fsdp.cpu_offload.", None
     )
     max_tokens_per_device: int | None = key(
         "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device.", None, within=TWO_TOKENS
@@ -717,11 +719,11 @@ class RlScheduleConfig(ScheduleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RlEvalConfig:
-    """Held-out prompts, whose answers are rewarded and not trained."""
+    """Held-out prompts, whose answers are rewarded but not trained."""
 
-    path: str | None = key("Held-out prompts: data like data.path's, with the columns that data.columns says.", None)
+    path: str | None = key("Held-out prompts, in the forms of data.path, with the columns of data.columns.", None)
     sources: tuple[SourceConfig, ...] | None = key(
-        "Several sets of held-out prompts in place of eval.path, each with a name; evaluated apart.", None
+        "Several sets of held-out prompts, instead of eval.path, each with a name; each is evaluated separately.", None
     )
     every: int = key(
         "Rollout steps between evaluations; 0: only after the last.",
@@ -729,9 +731,9 @@ class RlEvalConfig:
         within=NOT_NEGATIVE,
         unread=(when.NO_HELD_OUT_PROMPTS,),
     )
-    at_start: bool = key("Evaluate before the first step, too.", False, unread=(when.NO_HELD_OUT_PROMPTS,))
+    at_start: bool = key("Also evaluate before the first step.", False, unread=(when.NO_HELD_OUT_PROMPTS,))
     samples: int = key(
-        "Answers drawn for each held-out prompt beside the greedy one, from which pass@k is estimated; 0: none.",
+        "Answers to sample for each held-out prompt in addition to the greedy one, to estimate pass@k; 0: none.",
         0,
         within=NOT_NEGATIVE,
         unread=(when.NO_HELD_OUT_PROMPTS,),
@@ -743,31 +745,31 @@ class RlEvalConfig:
         unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
     )
     temperature: float = key(
-        "Temperature of the answers that eval.samples draws.",
+        "Temperature of these samples (eval.samples).",
         1.0,
         within=Range(lambda v: v > 0, "above 0 (one greedy answer is always asked for)"),
         unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
     )
     top_p: float = key(
-        "Likeliest tokens that those are drawn from, by their probability together; 1: all.",
+        "These samples use the most likely tokens with this total probability; 1: all.",
         1.0,
         within=UP_TO_1,
         unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
     )
     top_k: int = key(
-        "Likeliest tokens that those are drawn from, by number; 0: all.",
+        "These samples use this many most likely tokens; 0: all.",
         0,
         within=NOT_NEGATIVE,
         unread=(when.NO_HELD_OUT_PROMPTS, when.GREEDY),
     )
     max_new_tokens: int | None = key(
-        "Longest answer in tokens; null: rollout.max_new_tokens.",
+        "Maximum length of an answer in tokens; null: rollout.max_new_tokens.",
         None,
         within=AT_LEAST_1,
         unread=(when.NO_HELD_OUT_PROMPTS,),
     )
     correct_from: float = key(
-        "Value of the first reward function that has one, from which an answer counts as correct.",
+        "Value from which an answer counts as correct, for the first reward function that returns one.",
         1.0,
         unread=(when.NO_HELD_OUT_PROMPTS,),
     )

@@ -13,16 +13,17 @@ from weft.config.ranges import POSITIVE, Range
 @with_former_names
 @dataclass(frozen=True, kw_only=True)
 class TrackConfig:
-    """Where metrics go beside RUN/metrics.jsonl; docs/reference/observing.md tells more."""
+    """Destinations of metrics other than RUN/metrics.jsonl. See docs/reference/observing.md."""
 
     report_to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = key(
-        "Trackers that get every step's metrics, as in [tensorboard, wandb]; one that fails never ends the run.",
+        "Trackers that receive every step's metrics, as in [tensorboard, wandb]. A tracker that fails never ends the "
+        "run.",
         (),
         formerly="to",
     )
-    project: str = key("Project (of mlflow: experiment) that the run belongs to.", "weft", unread=(when.NO_TRACKERS,))
+    project: str = key("Project (for mlflow: experiment) of the run.", "weft", unread=(when.NO_TRACKERS,))
     name: str | None = key(
-        "Name of the run in the trackers; null: that of the run folder.", None, unread=(when.NO_TRACKERS,)
+        "Name of the run in the trackers; null: the name of the run folder.", None, unread=(when.NO_TRACKERS,)
     )
     timing: bool = key(
         "Measure the seconds of each step by phase: `time/data`, `time/forward`, `time/backward`, "
@@ -30,8 +31,8 @@ class TrackConfig:
         True,
     )
     system: bool = key(
-        "Sample how busy the first rank's machine is: processor, memory, and of NVIDIA GPUs utilisation, memory, "
-        "temperature and power. A line of RUN/system.jsonl each time, which trackers get, too.",
+        "Sample the load of the first rank's machine: processor, memory, and for NVIDIA GPUs utilisation, memory, "
+        "temperature and power. Each sample is a line of RUN/system.jsonl, which trackers also receive.",
         True,
     )
     system_seconds: float = key("Seconds between two such samples.", 10.0, within=POSITIVE, unread=(when.NO_SAMPLES,))
@@ -39,7 +40,7 @@ class TrackConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Traces of chosen steps, in RUN/profile; docs/reference/observing.md tells how to read them."""
+    """Traces of chosen steps, in RUN/profile. See docs/reference/observing.md."""
 
     steps: tuple[int, ...] = key(
         "Optimizer steps that torch's profiler traces, as in [3, 4]: RUN/profile/rank-0-step-3.json.gz.",
@@ -53,7 +54,7 @@ class ProfileConfig:
         unread=(when.NO_PROFILE,),
     )
     memory: bool = key(
-        "Record allocations, too: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.",
+        "Also record allocations: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.",
         False,
         unread=(when.NO_PROFILE,),
     )
@@ -61,17 +62,17 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where the run writes."""
+    """The run folder."""
 
     dir: str | None = key(
-        "Where the run writes; null: runs/NAME-DATE. On an object store, as in s3://bucket/run, it works in a folder "
-        "of run.staging, and uploads beside training (docs/how-to/object-stores.md).",
+        "The run folder; null: runs/NAME-DATE. With a URL of an object store, as in s3://bucket/run, the run works in "
+        "a folder of run.staging and uploads during training (docs/how-to/object-stores.md).",
         None,
     )
     staging: str | None = key(
-        "Folder of this machine for what lies on object stores: the folders of runs, and copies of data and models; "
-        "null: ~/.cache/weft/remote. All ranks of a run whose run.dir is a URL have to share it.",
+        "Local folder for files of object stores: run folders, and copies of data and models; null: "
+        "~/.cache/weft/remote. If run.dir is a URL, all ranks of the run must share this folder.",
         None,
         unread=(when.NO_STORES,),
     )
-    overwrite: bool = key("Remove what an earlier run has left in run.dir, its checkpoints included.", False)
+    overwrite: bool = key("Remove the files of an earlier run in run.dir, including its checkpoints.", False)
