@@ -314,7 +314,7 @@ def test_a_run_begins_with_it_and_is_resumed(tmp_path: Path) -> None:
 def test_a_state_under_numbers_is_refused(tmp_path: Path) -> None:
     """ROLL saves the state dict of torch's optimizer itself. Its weights are taken, and the optimizer starts anew."""
     config, folder, saved = written("llama", 2, 1, "roll")
-    assert "under numbers of parameters" in refused_state(config, folder)
+    assert "by the number of the parameter" in refused_state(config, folder)
     wrong, _ = run(1, load_only, config, folder, "1", saved["saved"])[0]
     assert wrong == []
 

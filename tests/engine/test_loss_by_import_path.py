@@ -198,9 +198,9 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
         ("Detached", "the loss_sum of Detached has no gradient"),
         ("ScalarMetric", "metric `loss` of ScalarMetric is a tensor of shape []; it must be a pair (sum, weight)"),
         ("WideMetric", "metric `each` of WideMetric is (a tensor of shape ["),
-        ("Undivided", "normaliser(plan) of Undivided gives a NoneType; it must be a number other than zero"),
-        ("ByNothing", "normaliser(plan) of ByNothing gives 0.0; it must be a number other than zero"),
-        ("Beyond", "token_ids() of Beyond gives token 264; the model has logits for tokens 0 to 263"),
+        ("Undivided", "normaliser(plan) of Undivided returns a NoneType; it must be a number other than zero"),
+        ("ByNothing", "normaliser(plan) of ByNothing returns 0.0; it must be a number other than zero"),
+        ("Beyond", "token_ids() of Beyond returns token 264; the model has logits for tokens 0 to 263"),
     ],
 )
 def test_what_an_objective_returns_is_looked_at_before_the_first_step(
@@ -257,7 +257,7 @@ def importing(folder: str, *args: str) -> Verdict | None:
         ("own_losses:Needy", "own_losses:Needy cannot be made without arguments"),
         ("own_losses:half", "it has no normaliser, logprob_grad, __call__, readouts, every_token"),
         ("own_losses:Greedy", "asks for value in `readouts`; there are logprob, entropy, logsumexp, chosen_logits"),
-        ("json:dumps", "is no objective: it has no normaliser, logprob_grad, readouts, every_token"),
+        ("json:dumps", "is no loss: it has no normaliser, logprob_grad, readouts, every_token"),
     ],
 )
 def test_what_is_no_objective_is_refused(path: str, words: str, workdir: Path) -> None:

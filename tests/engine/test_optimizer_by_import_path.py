@@ -243,7 +243,7 @@ def test_where_nothing_is_sharded_any_optimizer_works_and_is_resumed(tmp_path: P
         ("tests.support.optimizers.Normed", {}, "steps a tensor otherwise than its rows, .*mesh.dp_shard=1"),
         ("tests.support.optimizers.Rows", {}, r"keeps rows of \[192\]"),
         ("tests.support.optimizers.JointRule", {}, "keeps largest in its groups, which depends on all rows"),
-        ("tests.support.optimizers.Counts", {}, "does not go on from the state of its parameters"),
+        ("tests.support.optimizers.Counts", {}, "does not continue from the state of its parameters"),
         ("tests.support.optimizers.Remembers", {}, "keeps state that a checkpoint cannot hold: norms"),
         ("tests.support.optimizers.OwnRate", {}, "does not read the learning rate of its groups"),
     ],
@@ -269,7 +269,7 @@ def test_stages_may_have_what_steps_each_tensor_by_itself(name: str) -> None:
     ("name", "words"),
     [
         ("JointRule", r"keeps largest in its groups, which depends on all tensors, .*mesh\.pp=1"),
-        ("Clipped", r"steps a tensor otherwise beside others than alone, .*mesh\.pp=1"),
+        ("Clipped", r"updates a tensor differently alone and together with others, .*mesh\.pp=1"),
     ],
 )
 def test_refused_in_stages(name: str, words: str) -> None:

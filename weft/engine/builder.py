@@ -502,13 +502,13 @@ def ulysses_of_states(size: int | None, cp: int, *, divides: bool) -> int:
     UserError if the config sets another size, or if heads do not divide by it."""
     if size not in (None, cp):
         raise UserError(
-            f"mesh.ulysses={size}: layers of this model carry state, so that ranks share a document by heads alone: "
+            f"mesh.ulysses={size}: layers of this model have state, so ranks can split a document only by heads: "
             f"set mesh.ulysses=null or {cp}."
         )
     if not divides:
         raise UserError(
-            f"mesh.ulysses={size} does not divide all heads, of attention and of layers that carry state: set "
-            "mesh.ulysses=null, and documents are dealt whole to the ranks of mesh.cp."
+            f"mesh.ulysses={size} does not divide all heads of attention and of layers with state: set "
+            "mesh.ulysses=null. weft then assigns complete documents to the ranks of mesh.cp."
         )
     return cp
 

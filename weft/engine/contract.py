@@ -45,8 +45,8 @@ def check_contract(engine: Engine) -> None:
     for name, dtypes in engine.input_casts.input_dtypes.items():
         if not dtypes:
             raise UserError(
-                f"fsdp.cast_forward_inputs: {name} had no floating-point input in this step (it takes none, or is not "
-                "called as a module), so nothing was cast: leave it out."
+                f"fsdp.cast_forward_inputs: {name} had no floating-point input in this step (it has none, or is not "
+                "called as a module), so nothing was cast: remove it."
             )
     promised = (engine.precision.compute, engine.precision.reduce)
     for dtypes_seen in observed_dtypes(engine.module):

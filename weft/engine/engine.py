@@ -237,7 +237,7 @@ class Engine:
         if hidden and self.divided.sequence:
             raise UserError(
                 f"`hidden/{hidden[0]}` of {type(objective).__name__}: between blocks, ranks of mesh.tp have parts of a "
-                "row's tokens: say at the start what objectives read, Engine(..., readouts=objective.readouts)."
+                "row's tokens: pass the loss's readouts at the start, Engine(..., readouts=objective.readouts)."
             )
         alpha = self.config.neftune_noise_alpha
         noise = None if alpha is None or step is None else StepNoise(alpha, self.config.seed, step)

@@ -30,8 +30,8 @@ def check_state(module: TrainModule, plan: LoadPlan, optimizer: str) -> None:
     source = _source_of(plan)
     if source.numbered:
         raise UserError(
-            f"optimizer.load_state: {source.folder} keeps the optimizer's state under numbers of parameters, which do "
-            "not say which they are of (get_state_dict of torch.distributed.checkpoint.state_dict would name them). "
+            f"optimizer.load_state: {source.folder} stores the optimizer's state by the number of the parameter, and "
+            "without its name (get_state_dict of torch.distributed.checkpoint.state_dict stores names). "
             f"{_ELSE}"
         )
     expected = {*_MOMENTS[optimizer], *((_STEP,) if optimizer == "adamw" else ())}

@@ -168,8 +168,8 @@ def plan_quantised(module: TrainModule, cuts: ShardSpecs, base: BaseFormat) -> d
             width, unit = shapes[name][dim], units[dim]
             sizes = [str(n) for n in range(1, width // unit + 1) if width % (n * unit) == 0]
             raise UserError(
-                f"lora.base={form.name}: mesh.tp would cut the {width} {side} of {name} inside a block of {unit}: set "
-                f"mesh.tp to one of {', '.join(sizes)}, or lora.base=compute."
+                f"lora.base={form.name}: mesh.tp would split the {width} {side} of {name} inside a block of {unit}: "
+                f"set mesh.tp to one of {', '.join(sizes)}, or lora.base=compute."
             )
     if not shapes:
         raise UserError(

@@ -57,8 +57,8 @@ def find_units(
     for unit in units if experts else ():
         if unit.shard != "full" and any(f"{unit.name}.".startswith(f"{name}.") for name in experts):
             raise UserError(
-                f"fsdp.overrides: {unit.name} is {unit.shard}, but mesh.ep says which ranks hold its experts: leave it "
-                "out, or set mesh.ep=1."
+                f"fsdp.overrides: {unit.name} is {unit.shard}, but mesh.ep places its experts on ranks: remove it "
+                "from fsdp.overrides, or set mesh.ep=1."
             )
     units = [unit for unit in units if unit.name not in experts]
     units += [Unit((name,), (module.get_submodule(name),), shard="experts") for name in experts]
@@ -182,9 +182,9 @@ def _checked_unit(module: TrainModule, key: str, name: str, names_by_id: dict[in
     holder = _enclosing_list(module, name)
     if holder is not None:
         raise UserError(
-            f"{key}: {name} is a member of the list {holder}, and not every rank need run every member: an expert that "
-            "no token of a rank chose is not run there. As a unit of its own it would hang the others or lose their "
-            f"gradients. Name the module that holds the list, {type(module.get_submodule(_parent(holder))).__name__}."
+            f"{key}: {name} is a member of the list {holder}. Not every rank runs every member: a rank does not run "
+            "an expert that none of its tokens chose. As a separate unit it would hang the other ranks, or lose their "
+            f"gradients. Name the module with the list, {type(module.get_submodule(_parent(holder))).__name__}."
         )
     tied = _split_tie(module, [name], names_by_id)
     if tied is not None:

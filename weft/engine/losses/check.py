@@ -37,7 +37,7 @@ def check_terms(output: Any, objective: Loss) -> LossOutput:
     raise UserError(
         f"train.loss: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(output, LossOutput)}"
         f"a {type(value).__name__}{shape}; it must be LossOutput(loss_sum=...), the sum over all predictions of the "
-        "batch, a tensor without dimensions. docs/how-to/objective.md shows one that is whole."
+        "batch, a tensor without dimensions. docs/how-to/objective.md has a complete example."
     )
 
 
@@ -58,8 +58,8 @@ def check_normaliser(value: Any, objective: Loss) -> float:
         return float(value)
     shown = float(value) if _is_number(value) else _in_words(value)
     raise UserError(
-        f"train.loss: normaliser(plan) of {type(objective).__name__} gives {shown}; it must be a number other "
-        "than zero, by which the loss sum of the whole step is divided, such as plan.totals.weight or 1.0."
+        f"train.loss: normaliser(plan) of {type(objective).__name__} returns {shown}; it must be a number other "
+        "than zero, the divisor of the whole step's loss sum, such as plan.totals.weight or 1.0."
     )
 
 
@@ -70,7 +70,7 @@ def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Loss) -> 
     lowest, highest = int(chosen_NC.min()), int(chosen_NC.max())
     if lowest < 0 or highest >= vocabulary:
         raise UserError(
-            f"train.loss: token_ids() of {type(objective).__name__} gives token "
+            f"train.loss: token_ids() of {type(objective).__name__} returns token "
             f"{lowest if lowest < 0 else highest}; the model has logits for tokens 0 to {vocabulary - 1}."
         )
 
@@ -98,9 +98,9 @@ def check_is_sum(objective: Loss, batch: Batch) -> bool:
             continue
         raise UserError(
             f"train.loss: {type(objective).__name__} is no sum over documents: with the same documents in the row "
-            f"twice, the gradient of a prediction's {name} changes, {_ratio(doubled, gradient)}. Divide by no count or "
-            "sum of a batch, which is a row of one rank: return the sum, and from normaliser(plan) what the whole step "
-            "is divided by. docs/how-to/objective.md shows one."
+            f"twice, the gradient of a prediction's {name} changes, {_ratio(doubled, gradient)}. Do not divide by a "
+            "count or sum of the batch, which is one row of one rank: return the sum, and return the divisor of the "
+            "whole step from normaliser(plan). docs/how-to/objective.md has an example."
         )
     return True
 
@@ -154,8 +154,8 @@ def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor])
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2 or len(ids) != count:
         result = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise UserError(
-            f"train.loss: token_ids() of {type(objective).__name__} gives {result}, and has to give int64 of "
-            f"shape [{count}, tokens]: for each prediction the same number of tokens."
+            f"train.loss: token_ids() of {type(objective).__name__} returns {result}; it must return int64 of "
+            f"shape [{count}, tokens], with the same number of tokens for each prediction."
         )
     return ids.to(targets_N)
 

@@ -45,8 +45,8 @@ def check_objective(objective: Any, name: str) -> Loss:
     missing += [field for field in ("readouts", "every_token") if not hasattr(objective, field)]
     if missing:
         raise UserError(
-            f"train.loss: {name} is no objective: it has no {', '.join(missing)}. "
-            "docs/how-to/objective.md shows one that is whole."
+            f"train.loss: {name} is no loss: it has no {', '.join(missing)}. "
+            "docs/how-to/objective.md has a complete example."
         )
     if isinstance(objective.readouts, str):
         raise UserError(
@@ -59,8 +59,8 @@ def check_objective(objective: Any, name: str) -> Loss:
         raise UserError(f"train.loss: {name} {problem} in `readouts`; there are {OFFERED}.")
     if "chosen_logits" in objective.readouts and not callable(getattr(objective, "token_ids", None)):
         raise UserError(
-            f"train.loss: {name} asks for chosen_logits in `readouts`, and has no method token_ids(targets_N, "
-            "arrays) that says of which tokens. docs/how-to/objective.md shows one."
+            f"train.loss: {name} has chosen_logits in `readouts`, but has no method token_ids(targets_N, "
+            "arrays) that returns the tokens. docs/how-to/objective.md has an example."
         )
     checked: Loss = objective
     return checked

@@ -205,8 +205,8 @@ class _Trial:
                 raise self._refused("does not read the learning rate of its groups, which the schedule sets.")
             if not _equal(reference, self._run(carried=list(reference.counters))):
                 raise self._refused(
-                    "does not go on from the state of its parameters and the numbers in its groups, which is what a "
-                    "checkpoint holds: a resumed run would be another."
+                    "does not continue from the state of its parameters and the numbers in its groups, which are "
+                    "all that a checkpoint has: a resumed run would differ."
                 )
             if sharded:
                 self._check_rows(reference, [self._run(rows) for rows in _RANKS])
@@ -218,14 +218,14 @@ class _Trial:
         """Raise UserError unless each tensor makes the same steps alone and together with the others of its group."""
         advice = (
             "so its steps would depend on which stage has a tensor. It can be used with mesh.pp=1; adamw, sgd and "
-            "others that step each tensor by itself, in stages, too."
+            "others that update each tensor independently also work with stages."
         )
         for key, values in reference.counters.items():
             if any(part.counters.get(key) != values for part in parts):
                 raise self._refused(f"keeps {key} in its groups, which depends on all tensors, {advice}")
         for before, after, part in zip(reference.before, reference.after, parts, strict=True):
             if not (part.after[0] - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
-                raise self._refused(f"steps a tensor otherwise beside others than alone, {advice}")
+                raise self._refused(f"updates a tensor differently alone and together with others, {advice}")
 
     def _check_rows(self, reference: _Run, parts: Sequence[_Run]) -> None:
         """Raise UserError unless the rows take the same steps as whole tensors."""

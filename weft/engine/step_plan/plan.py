@@ -627,7 +627,7 @@ class StepPlanner:
         longest = max((meta.read for meta in metadata), default=0)
         if limit is not None and self.context is not None and longest > max(limit, budget):
             raise UserError(
-                f"mesh.cp: a document of {longest} tokens would be cut, but this model's rotary table beyond {limit} "
+                f"mesh.cp: a document of {longest} tokens would be split, but this model's rotary table beyond {limit} "
                 f"tokens depends on the whole document: set step.max_tokens_per_device={longest}, or data.max_length="
                 f"{limit} with data.long_documents=truncate or drop."
             )

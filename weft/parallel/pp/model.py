@@ -173,8 +173,8 @@ def plan_pipeline(
     for name, tensor in tensors.items():
         if name.startswith(f"{layers}.") and len(ranks[id(tensor)]) > 1:
             raise UserError(
-                f"mesh.pp: model_type {module.facts.model_type!r} uses {name} in several places, so that two stages "
-                "would have to have one layer's weights. Set mesh.pp=1."
+                f"mesh.pp: model_type {module.facts.model_type!r} uses {name} in several places, so two stages "
+                "would need the weights of one layer. Set mesh.pp=1."
             )
     holders = {name: tuple(sorted(ranks[id(tensor)])) for name, tensor in tensors.items()}
     return replace(pipeline, tensors=tensors, holders=holders)
