@@ -1,0 +1,138 @@
+"""Quick starts of verl and TRL: `weft migrate`, then only paths, sizes and the engine change, then
+`weft rl` with the same roles, placement and algorithm. docs/coming-from/quick-starts.md tells what came of 20 steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.rl.test_rl_run import WEFT, weft
+from tests.support.local_rl import lines_of
+from tests.support.toy_tokenizers import family_tokenizer
+from weft.config.yaml12 import Loader
+from weft.inference.records import FOLDER, read_rollouts, rollout_files
+
+QUICK_STARTS = Path(__file__).parents[1] / "foreign" / "quick_starts"
+SIZES = [
+    "model.path=tiny", "rollout.max_new_tokens=24", "rollout.max_prompt_tokens=128",
+    "step.max_tokens_per_device=512", "run.dir=run", "checkpoint.every=0", "track.report_to=[]", "train.epochs=null",
+]  # fmt: skip
+NO_SERVER = ["rollout.engine=hf", "rollout.gpu_memory_utilization=null", "rollout.tp=null"]  # vLLM and SGLang need GPUs
+
+
+@dataclass(frozen=True)
+class QuickStart:
+    """A config of another trainer and what a user changes of its draft.
+
+    confirm: what `rl.algorithm` becomes, once the differences are read. changes: paths, sizes and the engine, which is
+    one of a GPU. group, prompts, updates: of a rollout step; the first is the published one. kept: keys of the draft
+    with the published values, which the run has.
+    """
+
+    file: str
+    confirm: str | None
+    changes: list[str]
+    group: int
+    prompts: int
+    updates: int
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "verl's GSM8K": QuickStart(
+        "verl_gsm8k.sh", "grpo",
+        ["data.path=gsm8k.parquet", "eval.path=gsm8k.parquet", "rl.prompts_per_step=4", "cluster.trainer_ranks=2",
+         "rollout.num_engines=1", "track.name=null", "track.project=null", *NO_SERVER],
+        5, 4, 2,
+        {"rl.kl_coef": 0.001, "rl.kl_in": "loss", "rl.kl_estimator": "k3", "rl.kl_clamp": 10.0, "rl.dual_clip": 3,
+         "rl.loss_aggregation": "token_mean", "cluster.placement": "colocated", "optimizer.weight_decay": 0.01,
+         "rl.minibatches": 2, "schedule.name": "constant"},
+    ),
+    "TRL's GRPO": QuickStart(
+        "trl_grpo.py", None,
+        ["data.path=solution.jsonl", "data.split=null", "rl.prompts_per_step=2", "cluster.trainer_ranks=2"],
+        8, 2, 1,
+        {"rl.advantage": "grpo", "rl.advantage_norm": "group", "rl.kl_coef": 0, "rl.loss_aggregation": "token_mean",
+         "rl.clip": [0.2, 0.2], "rl.dual_clip": None, "rollout.engine": "embedded", "schedule.name": "linear"},
+    ),
+}  # fmt: skip
+
+
+def make_world(folder: Path) -> None:
+    """A tiny Qwen3 that answers in the form of GSM8K and of `boxed`, mostly wrongly, and questions in the
+    columns of each trainer's data."""
+    asked = [(f"{a} figs and {b}?", str(a + b)) for a in range(2, 9) for b in range(2, 8)]
+    turns = [[{"role": "user", "content": question}] for question, _ in asked]
+    write_model(folder / "tiny", turns, [f"\\boxed{{{answer}}}\n#### {answer}" for _, answer in asked])
+    rows = [{"prompt": messages, "solution": f"${answer}$"} for messages, (_, answer) in zip(turns, asked, strict=True)]
+    (folder / "solution.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list([
+        {"data_source": "openai/gsm8k", "prompt": messages, "ability": "math",
+         "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": n, "split": "train"}}
+        for n, (messages, (_, answer)) in enumerate(zip(turns, asked, strict=True))
+    ]).to_parquet(str(folder / "gsm8k.parquet"))  # fmt: skip
+
+
+def write_model(folder: Path, turns: list[list[dict[str, str]]], answers: list[str]) -> None:
+    """Some steps of a plain loop: the form of an answer is learnt, the sum is not."""
+    tokenizer = family_tokenizer("qwen", "qwen3")
+    tokenizer.pad_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    ))  # fmt: skip
+    prompts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    texts = [f"{prompt}{answer}<|im_end|>" for prompt, answer in zip(prompts, answers, strict=True)]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(120):
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+
+
+def move(case: QuickStart, folder: Path) -> dict[str, Any]:
+    """Write the draft, with the line that confirms what differs. Returns its sections."""
+    gpus = ["--nproc", "8"] if case.file.endswith(".py") else []  # a program does not say
+    draft = weft([*WEFT, "migrate", str(QUICK_STARTS / case.file), *gpus]).partition("weft migrate: ")[0]
+    assert "weft does not know it" not in draft
+    nearest = re.search(r"CONFIRM: write ([\w+]+),", draft)
+    assert (nearest and nearest[1]) == case.confirm
+    sections: dict[str, Any] = yaml.load(draft, Loader)
+    sections["rl"]["algorithm"] = case.confirm or sections["rl"]["algorithm"]
+    (folder / "mine.yaml").write_text(yaml.safe_dump(sections))
+    return sections
+
+
+@pytest.mark.table
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CASES)
+def test_a_quick_start_moves_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, steps = CASES[name], 3
+    monkeypatch.chdir(tmp_path)
+    make_world(tmp_path)
+    move(case, tmp_path)
+    words = [*SIZES, *case.changes, f"train.steps={steps * case.updates}"]
+    weft([*WEFT, "rl", "mine.yaml", *words])
+    lines = [line for line in lines_of(tmp_path / "run") if line["step"]]
+    assert [line["step"] for line in lines] == list(range(1, steps * case.updates + 1))
+    for path in rollout_files(tmp_path / "run" / FOLDER).values():
+        groups = read_rollouts(path)
+        assert len(groups) == case.prompts and all(len(group.samples) == case.group for group in groups)
+    config = yaml.load((tmp_path / "run/config.yaml").read_text(), Loader)
+    assert {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in case.kept} == case.kept
