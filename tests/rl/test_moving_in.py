@@ -127,8 +127,9 @@ def test_a_quick_start_moves_in(name: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     make_world(tmp_path)
     move(case, tmp_path)
-    words = [*SIZES, *case.changes, f"train.steps={steps * case.updates}"]
-    weft([*WEFT, "rl", "mine.yaml", *words])
+    paths = re.compile(r"=(tiny|run|[\w.]+\.(?:jsonl|parquet))$")
+    words = [paths.sub(rf"={tmp_path}/\1", word) for word in (*SIZES, *case.changes)]
+    weft([*WEFT, "rl", str(tmp_path / "mine.yaml"), *words, f"train.steps={steps * case.updates}"])
     lines = [line for line in lines_of(tmp_path / "run") if line["step"]]
     assert [line["step"] for line in lines] == list(range(1, steps * case.updates + 1))
     for path in rollout_files(tmp_path / "run" / FOLDER).values():
