@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_counts.py                      # Qwen3-4B, 16,384 tokens, model.recompute=full
     python benchmarks/gpu_counts.py --kept false         # parameters copied in every forward and backward
+    python benchmarks/gpu_counts.py --shape 30b-a3b --lora 16
 
 Operations by kind, the bytes that they read and write, and a roofline: the longer of FLOPs / 700 TFLOP/s and bytes /
 3.0 TB/s, added up. Not in it: attention, launches, idle time, and what torch.compile fuses (layers run as they are).
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.gpu_sft import config_of, write_model
-from weft.config.schema import FsdpConfig, ModelConfig, StepConfig
+from weft.config.schema import FsdpConfig, LoraConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.base import CrossEntropy
@@ -41,7 +42,10 @@ from weft.recipes.plan.simulate import Step, make_state, plan_of, rows_of
 RATE, BYTES = 700e12, 3.0e12  # of one H100, as matmuls and passes over memory reach them
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
 _COPIES = ("copy_", "_to_copy", "clone", "cat", "stack", "chunk_cat", "_foreach_copy_", "constant_pad_nd")
-_FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_", "device")
+_FREE = (
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_", "device",
+    "_unsafe_view",
+)  # fmt: skip
 _FILLS = ("zeros", "ones", "full", "zeros_like", "full_like", "new_zeros", "new_full", "zero_", "fill_", "arange")
 
 
@@ -85,6 +89,9 @@ class OperationCounts(TorchDispatchMode):
             if func._schema.overload_name.endswith("out"):
                 first_operand, right = args[1:3] if name != "mm" else args[:2]
             self.add("products", touched, 2.0 * first_operand.numel() * right.shape[-1])
+        elif name == "_grouped_mm":  # tokens times their expert's weight, or the gradient of the experts' weights
+            a, b = args[:2]
+            self.add("grouped products", touched, 2.0 * a.numel() * b.shape[-1])
         elif "fused_adam" in name:
             self.add("optimizer", sum(4 * 7 * t.numel() for t in args[0]))
         elif func.namespace == "weft":
@@ -146,10 +153,10 @@ def simulation_of(card: Any) -> Any:
 
 
 def count(
-    shape: str, tokens: int, recompute: str, keep_weights: bool, micro_batches: int, tiny: bool = False
+    shape: str, tokens: int, recompute: str, keep_weights: bool, micro_batches: int, tiny: bool = False, lora: int = 0
 ) -> OperationCounts:
     """Count one step, after the optimizer has its state. kept: fsdp.reshard_after_forward=false, which is what a run
-    does from its second step on where memory allows."""
+    does from its second step on where memory allows. lora: rank of adapters on a frozen base in bf16; 0: none."""
     card = next(card for name, card in ACCELERATORS.items() if name.lower().startswith("h100"))
     simulation = simulation_of(card)
     with TemporaryDirectory() as folder:
@@ -158,6 +165,7 @@ def count(
             model=ModelConfig(path=str(model), init="random", recompute=recompute),
             step=StepConfig(documents=1, max_tokens_per_device=tokens),
             fsdp=FsdpConfig(reshard_after_forward=not keep_weights),
+            lora=LoraConfig(rank=lora) if lora else LoraConfig(),
         )
         objective = CrossEntropy()
         step = Step([512] * (tokens // 512) * micro_batches, objective)
@@ -198,6 +206,7 @@ def main() -> None:
     parser.add_argument("--recompute", default="full", choices=["none", "full"])
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--kept", default="true", choices=["true", "false"])
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers")
     options = parser.parse_args()
     counts = count(
@@ -207,6 +216,7 @@ def main() -> None:
         options.kept == "true",
         options.micro_batches,
         tiny=options.tiny,
+        lora=options.lora,
     )
     assert math.isfinite(sum(work.seconds for work in counts.kinds.values()))
     print(report(counts))

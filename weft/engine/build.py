@@ -21,6 +21,7 @@ from weft.engine.selfcheck.score import check_scores
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.cost import flop_facts, with_adapters
+from weft.models.experts import group_experts
 from weft.models.families.family import Layout
 from weft.models.flops import FlopFacts
 from weft.models.lora import LoraPlan, attach, untied_for
@@ -195,6 +196,7 @@ def _plan(
 def _wrap(model: PreTrainedModel, plan: LoraPlan | None, *, attached: bool) -> tuple[TrainModule, FlopFacts]:
     """(the trained module, with the adapters if `attached`; the facts that its FLOPs are counted from)."""
     module = TrainModule(model)
+    group_experts(module)
     flops = flop_facts(module)
     if plan is not None and attached:
         attach(module, plan)

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from weft.launch.simulated import Simulation
 from weft.models import hf
+from weft.models.experts import group_experts
 from weft.models.fused_norms import fuse_norms
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import MetaCommunicator
@@ -146,6 +147,7 @@ def layer_passes(
     AttentionInterface.register(_ATTENTION, partial(_attend, shared.paths))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     module = TrainModule(model)
+    group_experts(module)
     firsts = keep_one_of_each_kind(module)
     if fused_norms:
         fuse_norms(module)
