@@ -195,15 +195,18 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
         {
             key: value
             for key, value in line.items()
-            if key not in CLOCKS and "seconds" not in key and not key.startswith("time/")
+            if key not in CLOCKS and "seconds" not in key and not key.startswith("time/") and "_time/" not in key
         }
         for line in entries
     ]
 
 
 def rollouts_of(run: Path) -> dict[int, list[dict[str, Any]]]:
-    """Every row of RUN/rollouts, by rollout step."""
-    return {step: pq.read_table(path).to_pylist() for step, path in rollout_files(run / FOLDER).items()}
+    """Every row of RUN/rollouts without its times, by rollout step."""
+    return {
+        step: pq.read_table(path).drop_columns("times").to_pylist()
+        for step, path in rollout_files(run / FOLDER).items()
+    }
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:

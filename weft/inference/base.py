@@ -6,11 +6,13 @@ Engines take tokens and return tokens. Text is never tokenised again between tur
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from weft.data.image_files import PromptImages
+from weft.inference.engine_clock import EngineClock
 
 # How a completion ended: by an end token or a stop text, at max_new_tokens, or by abort().
 Finish = Literal["end", "length", "abort"]
@@ -39,13 +41,25 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt to be completed once per seed. id: for messages, such as "17.0/3 turn 1". images: one for each image
-    placeholder in the tokens, in order."""
+    placeholder in the tokens, in order. queued: the Unix time at which the request was made."""
 
     id: str
     tokens: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: SamplingParams
     images: PromptImages | None = None
+    queued: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """When a request was generated, in Unix seconds by the controller's clock: queued, handed to `engine` (its number;
+    if engines failed, the last), and complete with all its seeds."""
+
+    engine: int
+    queued: float
+    began: float
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,7 @@ class Completion:
     1). kept_logmass: [G] log of the probability mass of the kept tokens; None without truncation, or from engines that
     do not report it. versions: (version of the weights, number of tokens sampled with it) in order; several if weights
     changed meanwhile. routes: experts chosen by a mixture of experts, [tokens of prompt and completion - 1, layers,
-    top_k] uint8 or int16, from engines that record them; else None.
+    top_k] uint8 or int16, from engines that record them; else None. times: set by the controller.
     """
 
     tokens: tuple[int, ...]
@@ -66,6 +80,7 @@ class Completion:
     versions: tuple[tuple[int, int], ...]
     kept_logmass: tuple[float, ...] | None = None
     routes: Any = None
+    times: CallTimes | None = field(default=None, compare=False)
 
 
 class Generates(Protocol):
@@ -80,10 +95,12 @@ class RolloutEngine(Generates, Protocol):
     """The interface of a rollout engine, as the controller uses it. Every call ends within its own time limit, or
     raises.
 
-    drawn: number of tokens sampled so far, including those of unfinished requests if the engine knows them.
+    drawn: number of tokens sampled so far, including those of unfinished requests if the engine knows them. clock: the
+    time of its engines.
     """
 
     drawn: int
+    clock: EngineClock
 
     async def pause(self) -> None:
         """Pause generation, so that weights may change; new requests wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from weft.data.image_files import MediaInfo, PromptImages
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 from weft.importing import import_extra
+from weft.inference.base import CallTimes
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 
 FOLDER = "rollouts"
@@ -137,6 +139,55 @@ def _answer(row: dict[str, Any], length: int) -> Answer:
     )
 
 
+@dataclass(frozen=True)
+class Life:
+    """When the steps of a sample's life ended, as in SampleTimes. name: as Sample.id."""
+
+    prompt_id: str
+    name: str
+    queued: float
+    calls: tuple[CallTimes, ...]
+    ended: float
+    rewarded: float
+    trained: float | None
+
+
+def read_lives(path: Path) -> list[Life]:
+    """The times of the samples of one file that were generated and rewarded; none for files of older versions of weft.
+    UserError if it is not a file of weft's rollouts."""
+    _, pq = import_arrow()
+    try:
+        table = pq.ParquetFile(regular_file(path, "a file of rollouts"))
+        if "times" not in table.schema_arrow.names:
+            return []
+        rows = table.read(["prompt_index", "visit", "number", "branch", "times"]).to_pylist()
+        return [life for row in rows if (life := _life(row)) is not None]
+    except UserError:
+        raise
+    except Exception as error:  # as in read_rollouts
+        raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
+
+
+def _life(row: dict[str, Any]) -> Life | None:
+    times = row["times"]
+    calls = tuple(
+        CallTimes(int(call["engine"]), *(float(call[name]) for name in ("queued", "began", "ended")))
+        for call in times["calls"] or ()
+    )
+    if not calls or times["ended"] is None or times["rewarded"] is None:
+        return None
+    prompt_id = f"{int(row['prompt_index'])}.{int(row['visit'])}"
+    name = f"{prompt_id}/{int(row['number'])}" + (f".{int(row['branch'])}" if row["branch"] else "")
+    trained = None if times["trained"] is None else float(times["trained"])
+    life = Life(
+        prompt_id, name, float(times["queued"]), calls, float(times["ended"]), float(times["rewarded"]), trained
+    )
+    shown = [life.queued, life.ended, life.rewarded, life.trained or 0.0, *(c.ended for c in calls)]
+    if not all(math.isfinite(value) for value in shown + [value for c in calls for value in (c.queued, c.began)]):
+        raise ValueError("times are no numbers")
+    return life
+
+
 def has_routes(path: Path) -> bool:
     """Whether a file of rollouts includes the routes of every sample."""
     _, pq = import_arrow()
@@ -192,6 +243,7 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
             prompt.columns, default=lambda value: value.names if isinstance(value, PromptImages) else str(value)
         ),
         "notes": json.dumps(sample.notes, default=str),
+        "times": asdict(sample.times),
         **_replied(sample.reply_images),
         **{name: None if value is None else value.tolist() for name, value in arrays.items()},
     }

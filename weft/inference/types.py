@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from weft.data.image_files import PromptImages
 from weft.engine.batch.prefixes import Beginning
+from weft.inference.base import CallTimes
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -43,6 +44,22 @@ class Prompt:
         return f"{self.index}.{self.visit}"
 
 
+@dataclass
+class SampleTimes:
+    """When the steps of a sample's life ended, in Unix seconds by the controller's clock; None if they did not.
+
+    queued: its group was started. calls: its requests to engines, one per answer; between them its environment or agent
+    works. ended: its environment or agent ended, after the last answer. rewarded: it has its rewards. trained: the last
+    optimizer step with the sample ended.
+    """
+
+    queued: float | None = None
+    ended: float | None = None
+    rewarded: float | None = None
+    trained: float | None = None
+    calls: list[CallTimes] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Sample:
     """One answer to a prompt, its rewards, and what is computed from it. Arrays are [T]; their entry 0 is never used.
@@ -63,7 +80,7 @@ class Sample:
     trained: False if the sample failed. reply_images: the images of the environment's replies, in order; its patches
     and pairs include the prompt's images. notes: recorded with the sample for the environment and the rewards.
     beginnings: what it has in common with others of its group, without and with its routes; None: not computed yet
-    (weft/rl/documents.py:note_beginnings).
+    (weft/rl/documents.py:note_beginnings). times: of its life.
     """
 
     prompt: Prompt
@@ -91,6 +108,7 @@ class Sample:
     notes: dict[str, Any] = field(default_factory=dict)
     branch: int = 0
     beginnings: dict[bool, Beginning | None] | None = None
+    times: SampleTimes = field(default_factory=SampleTimes)
 
     def forget_readings(self) -> None:
         """Drop what trainers computed for the sample, and what was derived from that; tokens and rewards stay."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from rich.text import Text
 from weft.errors import UserError
 from weft.launch.options import WatchOptions
 from weft.observe.progress import duration
-from weft.observe.report.read import ReportedRun, read_run
+from weft.observe.report.read import MetricsTail, ReportedRun, read_run
+from weft.observe.report.svg import numeric
 from weft.terminal import Console, clean
 
 _SHOWN = 10  # last values in the table
@@ -24,20 +26,28 @@ _PLOTTED = 30  # steps of a curve
 # Metrics in order; others of a run are not shown.
 _METRICS = (
     "loss", "reward", "reward_std", "kl", "entropy", "eval/loss", "eval/reward", "grad_norm", "lr",
-    "completions/mean_length", "completions/clipped_ratio", "staleness/mean", "staleness/max", "rollout/replaced",
+    "completions/mean_length", "completions/clipped_ratio", "staleness/mean", "staleness/max", "rollout/buffered",
+    "rollout/keep_rate", "rollout/replaced",
     "rollout/untrained", "rollout/engine_restarts", "tokens_per_second", "memory_gib",
 )  # fmt: skip
+
+# The shares of each role's time in metrics.jsonl, in words.
+_WAITS = {
+    "trainer": {"train": "train", "samples": "wait for samples", "sync": "sync", "other": "other (evaluation, saving)"},
+    "engine": {"generate": "generate", "weights": "wait for weights", "prompts": "wait for prompts"},
+}
 
 
 def run(options: WatchOptions) -> None:
     """Show the run until it ends, or once with --once or without a terminal. UserError if the folder holds no run."""
     folder, console = Path(options.run), Console()
+    tail = MetricsTail(folder / "metrics.jsonl")
     if options.once or not console.is_terminal:
-        console.print(view(_read(folder)))
+        console.print(view(_read(folder, tail)))
         return
-    with Live(view(_read(folder)), console=console, screen=True, auto_refresh=False) as live:
+    with Live(view(_read(folder, tail)), console=console, screen=True, auto_refresh=False) as live:
         while True:
-            reported = _read(folder)
+            reported = _read(folder, tail)
             live.update(view(reported), refresh=True)
             if isinstance(reported, ReportedRun) and not reported.is_running:
                 break
@@ -45,10 +55,10 @@ def run(options: WatchOptions) -> None:
     console.print(view(reported))
 
 
-def _read(folder: Path) -> ReportedRun | str:
+def _read(folder: Path, tail: MetricsTail) -> ReportedRun | str:
     """The run; what it waits for, if no step has ended."""
     try:
-        return read_run(folder, samples=False)
+        return read_run(folder, tail)
     except UserError as error:
         if folder.is_dir() and (folder / "starts.jsonl").is_file():
             return str(error)
@@ -68,10 +78,9 @@ def view(reported: ReportedRun | str) -> Table:
     for title, justify in (("metric", "left"), ("now", "right"), (f"mean of {_SHOWN}", "right"), ("curve", "left")):
         table.add_column(title, justify=justify)  # type: ignore[arg-type]
     for name in _METRICS:
-        values = reported.values(name)
-        if values:
+        if values := last_values(lines, name, _PLOTTED):
             recent = values[-_SHOWN:]
-            table.add_row(name, f"{values[-1]:.4g}", f"{sum(recent) / len(recent):.4g}", curve(values[-_PLOTTED:]))
+            table.add_row(name, f"{values[-1]:.4g}", f"{sum(recent) / len(recent):.4g}", curve(values))
     picture.add_row()
     picture.add_row(table)
     return picture
@@ -92,8 +101,14 @@ def _head(reported: ReportedRun, lines: Sequence[Mapping[str, Any]]) -> list[tup
         age = time.time() - (reported.folder / "metrics.jsonl").stat().st_mtime
         of = f" of {total}" if total else ""
         out.append((f"step     {last['step']}{of}; written {duration(age)} ago", ""))
-    if shares := phase_shares(lines[-_SHOWN:]):
-        out.append(("time     " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), ""))
+    for role, words in _WAITS.items():
+        keys = {f"{role}_time/{leaf}": word for leaf, word in words.items()}
+        shares = {word: last_values(lines, key, _SHOWN) for key, word in keys.items()}
+        if all(shares.values()):
+            ranked = sorted(((sum(v) / len(v), word) for word, v in shares.items()), reverse=True)
+            out.append((f"{role}s".ljust(9) + ", ".join(f"{word} {share:.0%}" for share, word in ranked), ""))
+    if phases := phase_shares(lines[-_SHOWN:]):
+        out.append(("time     " + ", ".join(f"{name} {share:.0%}" for name, share in phases.items()), ""))
     drawn = [line for line in lines[-_SHOWN:] if isinstance(line.get("rollout/untrained"), int | float)]
     rl = reported.config.get("rl", {})
     if drawn and rl:
@@ -107,6 +122,12 @@ def _head(reported: ReportedRun, lines: Sequence[Mapping[str, Any]]) -> list[tup
     if not reported.is_running:
         out += [(f"rank {f.get('rank')}  {f.get('message', '')}", "red") for f in reported.failures[:3]]
     return out
+
+
+def last_values(lines: Sequence[Mapping[str, Any]], name: str, count: int) -> list[float]:
+    """The last `count` numbers of a metric, in order."""
+    values = (numeric(line[name]) for line in reversed(lines) if name in line)
+    return [*islice((value for value in values if value is not None), count)][::-1]
 
 
 def phase_shares(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

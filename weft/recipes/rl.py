@@ -52,7 +52,7 @@ from weft.rl.agents.agents import Agents, agent_metrics, load_agents
 from weft.rl.agents.base import check_agent
 from weft.rl.colocation import DeviceSharing, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
-from weft.rl.documents import deal, longest_samples
+from weft.rl.documents import deal, is_trained, longest_samples
 from weft.rl.environments.base import environment_class
 from weft.rl.environments.episodes import Episodes, load_environment
 from weft.rl.evaluate import RlEvaluator, read_held_out_prompts
@@ -71,6 +71,7 @@ from weft.rl.rollouts import EarlyStop, groups_to_train, rewarded_groups, rollou
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
 from weft.rl.state import FRESH, RlPlan, RlRun, RlTask, RolloutStep
 from weft.rl.teacher import add_teacher_advantages
+from weft.rl.trainer_clock import TrainerClock
 from weft.terminal import counted, display_name, say, say_all
 
 _PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"
@@ -204,6 +205,8 @@ async def train(run: RlRun) -> None:
         note_rl_start(run)
         with recorder, StopSignals(_PROMISE) as signals, progress:
             progress.notes(await begin(run, switch, sampling, evaluator, recorder))
+            trainer_clock, engine_clock = TrainerClock(run.phases), switch.engine.clock
+            engine_clock.take()  # discards the time before the first rollout step
             make = replay(run) if run.replayed else partial(roll_out, run, switch, sampling)
             producer = await opened.enter_async_context(
                 RolloutQueue(make, first, plan.rollouts, config.cluster.max_staleness)
@@ -211,6 +214,7 @@ async def train(run: RlRun) -> None:
             for number in range(first, plan.rollouts + 1):
                 with run.phases("rollout"):
                     step = await producer.take()
+                step.metrics["rollout/buffered"] = float(producer.buffered)
                 with run.phases("train"):
                     await switch.to_training()
                     await compute_advantages(run, step)
@@ -221,6 +225,7 @@ async def train(run: RlRun) -> None:
                 step.metrics |= run.restarts.metrics()
                 run.version = number
                 evaluated = await evaluate(evaluator, number, plan)
+                step.metrics |= {**trainer_clock.take(), **engine_clock.take()}
                 progress.notes([*step.failures.pop_messages(), *filter(None, [synced.note])])
                 for line in recorder.record(step, lines, synced, evaluated):
                     progress.step(line)
@@ -420,6 +425,8 @@ async def roll_out(run: RlRun, switch: DeviceSharing, sampling: SamplingParams, 
         decode(group.samples, run.task.tokenizer)
         with meter.scoring(len(group.samples)):
             await run.task.rewards.score(group.samples, step.failures)
+        for sample in group.samples:
+            sample.times.rewarded = time.time()
 
     def counts(group: SampleGroup) -> bool:
         return not rl.dynamic_sampling or switch.scores_last or group.has_signal
@@ -437,9 +444,10 @@ async def roll_out(run: RlRun, switch: DeviceSharing, sampling: SamplingParams, 
         meter.expected += needed * rl.group_size
         return await rewarded_groups(prompts, generate, reward, step.phases, switch, stop)
 
-    async with meter.shown(run.show):
-        # Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) judges groups by unshaped rewards.
-        step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling, extra)
+    with engine.clock.rollout():
+        async with meter.shown(run.show):
+            # Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) judges groups by unshaped rewards.
+            step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling, extra)
     shape_rewards(step.groups, run.config)
     if rl.agent is not None:
         step.metrics |= agent_metrics(step.samples)
@@ -489,7 +497,10 @@ async def update(run: RlRun, step: RolloutStep) -> list[dict[str, object]]:
             for part in deal(step.groups, config.rl.minibatches, seed=config.train.seed + step.number * 1000 + epoch):
                 number += 1
                 lr = learning_rate(run.updates + 1, plan.steps, config.optimizer.lr, config.schedule)
-                lines.append(await run.trainer_group.update(samples_of(part), number, plan.steps, epoch + 1, lr))
+                samples = samples_of(part)
+                lines.append(await run.trainer_group.update(samples, number, plan.steps, epoch + 1, lr))
+                for sample in samples:
+                    sample.times.trained = time.time() if is_trained(sample, config) else None
                 run.updates += not lines[-1].get("skipped")
     if old_is_current(config):
         read = [sample for sample in step.samples if sample.old_logprobs is not None]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from weft.errors import ActorError
-from weft.inference.base import Completion, EnginePart, Request, Synced
+from weft.inference.base import CallTimes, Completion, EnginePart, Request, Synced
+from weft.inference.engine_clock import EngineClock
 from weft.inference.weight_sync.protocol import Ticket
 from weft.launch.ray_actors import ActorGroup
 from weft.rl.engine_supervisor import EngineLocation, EngineSupervisor
@@ -41,6 +44,8 @@ class BatchPool:
         self._working: set[asyncio.Task[None]] = set()
         self._dealing = self._is_paused = False
         self._forgetful = set[int]()  # actors that have lost the requests that they were working on
+        self.clock = EngineClock(len(actors))
+        self._began: dict[int, tuple[int, float]] = {}  # request -> actor that has it, Unix time when it got it
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed of the request. Concurrent requests are batched."""
@@ -73,7 +78,8 @@ class BatchPool:
 
     async def _work(self, number: int, entries: Sequence[Entry]) -> None:
         try:
-            await self._generate(number, entries)
+            with self.clock.generating(number):
+                await self._generate(number, entries)
         except Exception as error:
             for _, future in entries:
                 if not future.done():
@@ -95,6 +101,7 @@ class BatchPool:
                         requests = {key: entry[0] for key, entry in numbered.items() if key in self._running}
                         self._forgetful.discard(number)
                     requests = {key: request for key, request in requests.items() if key in self._running}
+                    self._began |= dict.fromkeys(requests, (number, time.time()))
                     answer = await self.actors.call_one(number, self.method, requests, self.turn)
                 finished, drawn = self._checked(number, answer)
                 self.drawn += drawn
@@ -103,6 +110,8 @@ class BatchPool:
         finally:
             for key in self._running.keys() & numbered.keys():
                 del self._running[key]
+            for key in numbered:
+                self._began.pop(key, None)
 
     def _checked(self, number: int, answer: Any) -> tuple[Mapping[int, list[Completion]], int]:
         """The answer of actor `number`. ActorError if it makes no sense."""
@@ -111,21 +120,25 @@ class BatchPool:
 
     def _answer(self, finished: Mapping[int, list[Completion]]) -> None:
         for key, completions in finished.items():
-            _, future = self._running.pop(key)
+            request, future = self._running.pop(key)
+            engine, began = self._began[key]
+            times = CallTimes(engine, request.queued, began, time.time())
             if not future.done():
-                future.set_result(completions)
+                future.set_result([replace(completion, times=times) for completion in completions])
 
     async def pause(self) -> None:
         """Start no turn, and wait for the running ones."""
         self._is_paused = True
         for turn in self._turns:
             await turn.acquire()
+        self.clock.pause(1)
 
     async def resume(self) -> None:
         """Allow turns again, and start waiting requests."""
         for turn in self._turns:
             turn.release()
         self._is_paused = False
+        self.clock.pause(-1)
         if self._waiting:
             self._deal_soon()
 
@@ -173,7 +186,11 @@ class EmbeddedPool(BatchPool):
 
     async def sync(self, version: int) -> Synced:
         """Copy the trainers' current weights to the engines."""
-        synced: Synced = (await self.actors.call_all("sync", version))[0]
+        self.clock.pause(1)
+        try:
+            synced: Synced = (await self.actors.call_all("sync", version))[0]
+        finally:
+            self.clock.pause(-1)
         return synced
 
 
@@ -191,6 +208,8 @@ class StandalonePool(BatchPool):
         weights; otherwise they start again (rollout.on_weight_update)."""
         super().__init__(actors)
         self._keep, self._vocab_size = keep, vocab_size
+        self._first = len(actors) if first is None else first
+        self.clock = EngineClock()
         self._idle = set()
         self._busy = set[int]()
         self._attempts = weakref.WeakKeyDictionary[asyncio.Future[list[Completion]], int]()  # those that failed
@@ -199,6 +218,8 @@ class StandalonePool(BatchPool):
 
     async def open(self) -> None:
         """Start the engines; they have no weights."""
+        for number in range(self._first):
+            self.clock.lost(number)
         await self._supervisor.open()
 
     async def generate(self, request: Request) -> list[Completion]:
@@ -237,7 +258,8 @@ class StandalonePool(BatchPool):
     async def _work(self, number: int, entries: Sequence[Entry]) -> None:
         self._busy.add(number)
         try:
-            await self._generate(number, entries)
+            with self.clock.generating(number):
+                await self._generate(number, entries)
         except ActorError as error:
             self._redo(number, entries, error)
         except Exception as error:
@@ -273,6 +295,7 @@ class StandalonePool(BatchPool):
 
     def engine_is_ready(self, number: int) -> None:
         """See SupervisedPool."""
+        self.clock.ready(number)
         if number not in self._busy:
             self._idle.add(number)
         if self._waiting:
@@ -280,6 +303,7 @@ class StandalonePool(BatchPool):
 
     def engine_is_lost(self, number: int) -> None:
         """See SupervisedPool."""
+        self.clock.lost(number, gone=number >= self._first)
         self._idle.discard(number)
 
     async def begin_again(self, number: int, runs: bool) -> None:

@@ -49,6 +49,11 @@ class RolloutQueue(Generic[Step]):
             await self._task
         return await waiting
 
+    @property
+    def buffered(self) -> int:
+        """The number of complete rollout steps that wait for the trainers."""
+        return self._steps.qsize()
+
     async def trained(self, number: int) -> None:
         """Report that the engines have the weights after rollout step `number`."""
         async with self._moved:

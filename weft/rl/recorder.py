@@ -98,7 +98,11 @@ class RlRecorder:
             **{name: value for name, value in synced.extra.items() if name in ("sync/changed", "sync/sent_gb")},
         }
         metrics |= {} if evaluated is None else evaluated.metrics
-        metrics["rollout/untrained"] = float(sum(not is_trained(sample, self.config) for sample in samples))
+        untrained = sum(not is_trained(sample, self.config) for sample in samples)
+        unused = metrics.get("rollout/dropped_samples", 0.0)
+        unused += metrics.get("rollout/replaced", 0.0) * self.config.rl.group_size
+        metrics["rollout/untrained"] = float(untrained)
+        metrics["rollout/keep_rate"] = (len(samples) - untrained) / max(1.0, len(samples) + unused)
         written = [dict(line) for line in lines]
         for line in written:
             line["rollout"] = step.number

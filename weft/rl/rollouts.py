@@ -41,6 +41,25 @@ async def rollout_group(
     seed: of the run. A sample's seed depends only on it, the prompt's id, the sample's number and the turn. label:
     prefix of the id, so that evaluation and training have different seeds.
     """
+    queued = time.time()
+    group = await _rollout_group(prompt, count, engine, sampling, episodes, seed, label)
+    for sample in group.samples:
+        times = sample.times
+        times.queued = queued
+        if times.ended is None and times.calls:  # no environment and no agent
+            times.ended = times.calls[-1].ended
+    return group
+
+
+async def _rollout_group(
+    prompt: Prompt,
+    count: int,
+    engine: Generates,
+    sampling: SamplingParams,
+    episodes: Episodes | Agents | None,
+    seed: int,
+    label: str,
+) -> SampleGroup:
     # A sampled placeholder ends an answer, because it has no image.
     sampling = replace(sampling, ends=(*sampling.ends, *prompt.placeholders)) if prompt.placeholders else sampling
     if isinstance(episodes, Agents):
@@ -118,7 +137,9 @@ async def episode(
         transcript.error = str(error)
     finally:
         await _close(environment, transcript)
-    return transcript.sample(number, episodes.kind.gives_reward)
+    sample = transcript.sample(number, episodes.kind.gives_reward)
+    sample.times.ended = time.time()
+    return sample
 
 
 class GroupStoppedError(Exception):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from weft.config.conditions import SERVERS, in_own_process
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import Part
 from weft.errors import ActorError, UserError
-from weft.inference.base import Completion, EnginePart, Request, Synced
+from weft.inference.base import CallTimes, Completion, EnginePart, Request, Synced
+from weft.inference.engine_clock import EngineClock
 from weft.inference.servers import interpreter_of, server_names
 from weft.inference.weight_sync.protocol import Ticket
 from weft.launch.ray_actors import ActorGroup, gather_calls
@@ -50,6 +53,7 @@ class ServedPool:
             if config.rollout.engine == "vllm"
             else FolderSupervisor(run / "engines", self, *arguments)
         )
+        self.clock = EngineClock()
 
     async def locate(self) -> None:
         """Refuse a transport that cannot reach an engine, before any starts."""
@@ -59,6 +63,8 @@ class ServedPool:
     async def open(self) -> None:
         """Start the engines; they have no weights. ActorError if one does not start: what cannot start at first, as
         with an unknown option, would not start a second time either."""
+        for number in range(self._first):
+            self.clock.lost(number)
         await gather_calls([self.start_engine(number) for number in range(self._first)])
         await self._supervisor.open()
 
@@ -70,10 +76,13 @@ class ServedPool:
             number = await self._engine_with_room()
             losses = self._losses[number]
             self._loads[number] += load
+            began = time.time()
             try:
-                completions = await self._completed(number, request)
+                with self.clock.generating(number):
+                    completions = await self._completed(number, request)
                 self.drawn += sum(len(completion.tokens) for completion in completions)
-                return completions
+                times = CallTimes(number, request.queued, began, time.time())
+                return [replace(completion, times=times) for completion in completions]
             except ActorError as error:
                 failures += 1
                 self._fail_if_fatal(request, failures, error)
@@ -129,7 +138,11 @@ class ServedPool:
 
     async def sync(self, version: int) -> Synced:
         """Send the trainers' current weights to every engine."""
-        return await self._supervisor.sync(version)
+        self.clock.pause(1)
+        try:
+            return await self._supervisor.sync(version)
+        finally:
+            self.clock.pause(-1)
 
     async def hold(self) -> None:
         """See RolloutEngine."""
@@ -191,10 +204,12 @@ class ServedPool:
 
     def engine_is_ready(self, number: int) -> None:
         """See SupervisedPool."""
+        self.clock.ready(number)
         self._deal()
 
     def engine_is_lost(self, number: int) -> None:
         """See SupervisedPool."""
+        self.clock.lost(number, gone=number >= self._first)
         self._losses[number] += 1
         self._asleep.discard(number)
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from weft.data.image_files import PromptImages
 from weft.data.messages import IMAGE_PARTS
-from weft.inference.base import Completion, spans_of
-from weft.inference.types import Prompt, Sample, shown
+from weft.inference.base import CallTimes, Completion, spans_of
+from weft.inference.types import Prompt, Sample, SampleTimes, shown
 from weft.rl.environments.base import Reply
 from weft.rl.environments.episodes import ReplyTokens
 
@@ -30,6 +30,7 @@ class TrajectoryBuilder:
         )
         self._truncated = False
         self._routes: Any = None
+        self._calls: list[CallTimes] = []
         self._messages: list[dict[str, Any]] = []
         self._reward, self._notes = 0.0, dict[str, Any]()
 
@@ -60,6 +61,8 @@ class TrajectoryBuilder:
                 completion.routes if num_known == 0 else np.concatenate([self._routes, completion.routes[num_known:]])
             )
             self._routes = routes
+        if completion.times is not None:
+            self._calls.append(completion.times)
         self.finish, self.turns = completion.finish, self.turns + 1
 
     def add_reply_tokens(self, following: ReplyTokens) -> None:
@@ -114,6 +117,7 @@ class TrajectoryBuilder:
             trained=not (self.error or self.untrained),
             reply_images=self.reply_images,
             notes=notes,
+            times=SampleTimes(calls=self._calls),
         )
 
     def _extend(

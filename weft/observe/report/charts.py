@@ -56,6 +56,12 @@ RL_CHARTS = (
     (Chart("Engine and trainer: after corrections", "shares", zero=True, noisy=True, percent=True), (
         "sampling/effective_sample_size", "sampling/clipped", "sampling/masked",
     ), ""),
+    (Chart("Trainers' time", "share of wall-clock", stacked=True, percent=True), ("trainer_time/*",), ""),
+    (Chart("Engines' time", "share of wall-clock", stacked=True, percent=True), ("engine_time/*",), ""),
+    (Chart("Samples that are trained", "share of those generated", zero=True, percent=True), (
+        "rollout/keep_rate",
+    ), ""),
+    (Chart("Buffer", "complete rollout steps that wait", zero=True), ("rollout/buffered",), ""),
     (Chart("Staleness", "versions of the weights", zero=True), ("staleness/mean", "staleness/max"), ""),
 )  # fmt: skip
 # Charts of system.jsonl, by the name of the key, or for GPUs by its last part.
@@ -110,7 +116,7 @@ def _rl_charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], set[str]]:
             continue
         if len(runs) > 1:
             keys = keys[:1]
-            chart = replace(chart, unit=keys[0])
+            chart = replace(chart, unit=keys[0], stacked=False)
         series = [curve for index, key in enumerate(keys) for curve in _curves(runs, key, colour=index)]
         if evaluated and any(run.has(evaluated) for run in runs):
             series += _curves(runs, evaluated, colour=len(series), held_out=True)

@@ -142,6 +142,7 @@ def _describe(run: ReportedRun, index: int) -> dict[str, Any]:
         "samples": answers_by_prompt(run.samples),
         "rollouts": run.rollouts,
         "over_time": run.over_time,
+        "timelines": run.timelines,
         "checkpoints": run.checkpoints,
         "settings": _settings(run),
         "config": run.config_text,

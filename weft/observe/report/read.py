@@ -23,6 +23,7 @@ from weft.files import LOCK
 from weft.launch.flight import FOLDER as FLIGHT
 from weft.observe.report.samples import best_and_worst, samples_over_time
 from weft.observe.report.svg import numeric
+from weft.observe.report.timeline import timelines
 from weft.observe.starts import STARTS
 from weft.observe.system import SYSTEM
 from weft.terminal import byte_count, clean
@@ -34,15 +35,17 @@ MAX_KEYS = 500  # metrics, GPUs and ranks that are shown
 _MAX_STEP, _LARGEST, _SMALLEST = 10**12, 1e30, 1e-30
 _MAX_NAME, _MAX_CONFIG = 200, 1 << 20
 _MAX_RANKS, _MAX_MESSAGE = 64, 500  # of a failure: ranks that are shown, characters of each message
+_COMPARED = 512  # last bytes of metrics.jsonl by which a replaced file is recognised
 _RUNNING_SECONDS = 120.0  # a run whose last step is younger is running, where its lock cannot be seen
 
 
 @dataclass(frozen=True)
 class ReportedRun:
     """The content of a run folder. summary: empty if the run has not ended. rollouts: for `weft rl`, the best and the
-    worst samples of the last rollout step. over_time: for `weft rl`, answers to the same prompts. starts: lines of
-    starts.jsonl, each with its end. failures: what each rank was doing when the last start failed, the probable cause
-    first. system: lines of system.jsonl. is_running: whether the run goes on. notes: what could not be read."""
+    worst samples of the last rollout step. over_time: for `weft rl`, answers to the same prompts. timelines: of its
+    samples. starts: lines of starts.jsonl, each with its end. failures: what each rank was doing when the last start
+    failed, the probable cause first. system: lines of system.jsonl. is_running: whether the run goes on. notes: what
+    could not be read."""
 
     folder: Path
     name: str
@@ -54,6 +57,7 @@ class ReportedRun:
     checkpoints: Sequence[Mapping[str, Any]]
     rollouts: Mapping[str, Any] | None
     over_time: Sequence[Mapping[str, Any]] = ()
+    timelines: Mapping[str, Any] | None = None
     starts: Sequence[Line] = ()
     failures: Sequence[Mapping[str, Any]] = ()
     system: Sequence[Line] = ()
@@ -78,18 +82,21 @@ class ReportedRun:
         return any(numeric(line.get(key)) is not None for line in self.lines)
 
 
-def read_run(folder: Path, *, samples: bool = True) -> ReportedRun:
-    """Reads everything that the page shows of a run folder. samples: whether to read samples of `weft rl`, which are
-    most of it. Raises UserError if no step is recorded there."""
+def read_run(folder: Path, tail: MetricsTail | None = None) -> ReportedRun:
+    """Reads everything that the page shows of a run folder. tail: reads its metrics, without samples, checkpoints and
+    the machine's load, which are most of it. Raises UserError if no step is recorded there."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         problem = "holds no metrics.jsonl, so it has no step of a run" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: it {problem}. Name the run.dir of a run.")
     notes: list[str] = []
-    written = _read_lines(metrics, notes)
-    lines = [_plain(line) for line in written if type(step := line.get("step")) is int and 0 <= step < _MAX_STEP]
-    if len(lines) < len(written):
-        notes.append(f"{metrics}: {len(written) - len(lines):,} lines name no step and are left out")
+    if tail is None:
+        written = _read_lines(metrics, notes)
+        lines = [_plain(line) for line in written if _has_step(line)]
+        if len(lines) < len(written):
+            notes.append(f"{metrics}: {len(written) - len(lines):,} lines name no step and are left out")
+    else:
+        lines = tail.read()
     starts = _read_starts(folder / STARTS, notes)
     if not lines:
         ended = f" The run failed: {starts[-1]['error']}." if starts and starts[-1].get("error") else ""
@@ -101,7 +108,7 @@ def read_run(folder: Path, *, samples: bool = True) -> ReportedRun:
         except UserError as error:
             notes.append(str(error))
     try:
-        rollouts = best_and_worst(folder) if samples else None
+        rollouts = best_and_worst(folder) if tail is None else None
     except UserError as error:
         rollouts = None
         notes.append(str(error))
@@ -112,16 +119,55 @@ def read_run(folder: Path, *, samples: bool = True) -> ReportedRun:
         config_text=_read_text(folder / "config.yaml", notes)[:_MAX_CONFIG],
         lines=lines,
         summary=_read_summary(folder / "summary.json", notes),
-        samples=[sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample],
-        checkpoints=_checkpoints(folder / "checkpoints"),
+        samples=_read_answers(folder, notes) if tail is None else (),
+        checkpoints=_checkpoints(folder / "checkpoints") if tail is None else (),
         rollouts=rollouts,
-        over_time=samples_over_time(folder, notes) if samples else (),
+        over_time=samples_over_time(folder, notes) if tail is None else (),
+        timelines=timelines(folder, notes) if tail is None else None,
         starts=starts,
         failures=_read_failures(folder, starts, notes),
-        system=[_plain(line) for line in _read_lines(folder / SYSTEM, notes)],
+        system=[_plain(line) for line in _read_lines(folder / SYSTEM, notes)] if tail is None else (),
         is_running=_is_running(folder, has_ended=bool(starts and starts[-1].get("ended"))),
         notes=list(dict.fromkeys(notes)),
     )
+
+
+class MetricsTail:
+    """The lines of a metrics.jsonl that grows. Each read parses what was appended since the last; a file that was
+    replaced, or cut and written again (by a resumed run), is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[Line] = []
+        self._offset, self._last = 0, b""  # after the last complete line; the bytes before it
+
+    def read(self) -> list[Line]:
+        """All lines so far; without an incomplete last one, which a later read completes."""
+        with self._path.open("rb") as stream:
+            stream.seek(self._offset - len(self._last))
+            if stream.read(len(self._last)) != self._last:
+                self._lines, self._offset, self._last = [], 0, b""
+            stream.seek(self._offset)
+            appended = stream.read()
+        complete = appended[: appended.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        self._last = (self._last + complete)[-_COMPARED:]
+        for text in complete.decode("utf-8", "replace").split("\n"):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict) and _has_step(line):
+                self._lines.append(_plain(line))
+        return self._lines
+
+
+def _has_step(line: Line) -> bool:
+    return type(step := line.get("step")) is int and 0 <= step < _MAX_STEP
+
+
+def _read_answers(folder: Path, notes: list[str]) -> list[Line]:
+    return [sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample]
 
 
 def _read_text(path: Path, notes: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,7 @@ class Agents:
         for sample in samples:
             sample.notes |= {name: note for entry in outcomes for name, note in entry["notes"].items()}
             sample.notes["calls"] = len(session.calls)
+            sample.times.ended = time.time()
             if reward is not None:
                 sample.rewards = {AGENT: reward}
         return samples
