@@ -140,7 +140,7 @@ def _answer(row: dict[str, Any], length: int) -> Answer:
 
 
 @dataclass(frozen=True)
-class Life:
+class SampleLife:
     """When the steps of a sample's life ended, as in SampleTimes. name: as Sample.id."""
 
     prompt_id: str
@@ -152,7 +152,7 @@ class Life:
     trained: float | None
 
 
-def read_lives(path: Path) -> list[Life]:
+def read_lives(path: Path) -> list[SampleLife]:
     """The times of the samples of one file that were generated and rewarded; none for files of older versions of weft.
     UserError if it is not a file of weft's rollouts."""
     _, pq = import_arrow()
@@ -168,7 +168,7 @@ def read_lives(path: Path) -> list[Life]:
         raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
 
 
-def _life(row: dict[str, Any]) -> Life | None:
+def _life(row: dict[str, Any]) -> SampleLife | None:
     times = row["times"]
     calls = tuple(
         CallTimes(int(call["engine"]), *(float(call[name]) for name in ("queued", "began", "ended")))
@@ -179,7 +179,7 @@ def _life(row: dict[str, Any]) -> Life | None:
     prompt_id = f"{int(row['prompt_index'])}.{int(row['visit'])}"
     name = f"{prompt_id}/{int(row['number'])}" + (f".{int(row['branch'])}" if row["branch"] else "")
     trained = None if times["trained"] is None else float(times["trained"])
-    life = Life(
+    life = SampleLife(
         prompt_id, name, float(times["queued"]), calls, float(times["ended"]), float(times["rewarded"]), trained
     )
     shown = [life.queued, life.ended, life.rewarded, life.trained or 0.0, *(c.ended for c in calls)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
-from weft.inference.records import FOLDER, Life, read_lives, rollout_files
+from weft.inference.records import FOLDER, SampleLife, read_lives, rollout_files
 from weft.observe.report.svg import ticks
 
 _MAX_STEPS, _MAX_ROWS = 5, 40
@@ -31,7 +31,7 @@ class _Bar:
 
 def timelines(folder: Path, notes: list[str]) -> dict[str, Any] | None:
     """The SVGs of both timelines, for the template; None if no file has times. notes: unreadable files are added."""
-    steps: dict[int, list[Life]] = {}
+    steps: dict[int, list[SampleLife]] = {}
     files = rollout_files(folder / FOLDER)
     for step in sorted(files)[-_MAX_STEPS:]:
         try:
@@ -55,26 +55,26 @@ def timelines(folder: Path, notes: list[str]) -> dict[str, Any] | None:
     }
 
 
-def slowest(lives: Sequence[Life]) -> list[list[Life]]:
+def slowest(lives: Sequence[SampleLife]) -> list[list[SampleLife]]:
     """The samples that took longest from queue to reward, by engine and start; samples of one request are together."""
     groups = sorted(_merged(lives), key=lambda group: group[0].queued - group[0].rewarded)[:_MAX_ROWS]
     return sorted(groups, key=lambda group: (group[0].calls[0].engine, group[0].calls[0].began, group[0].name))
 
 
-def _merged(lives: Sequence[Life]) -> list[list[Life]]:
-    groups: dict[Any, list[Life]] = {}
+def _merged(lives: Sequence[SampleLife]) -> list[list[SampleLife]]:
+    groups: dict[Any, list[SampleLife]] = {}
     for life in lives:
         groups.setdefault((life.prompt_id, life.calls), []).append(life)
     return list(groups.values())
 
 
-def _name(group: Sequence[Life]) -> str:
+def _name(group: Sequence[SampleLife]) -> str:
     first = group[0]
     name = f"sample {first.name}" if len(group) == 1 else f"prompt {first.prompt_id} x {len(group)}"
     return f"engine {first.calls[0].engine}: {name}"
 
 
-def _bars(life: Life) -> list[_Bar]:
+def _bars(life: SampleLife) -> list[_Bar]:
     bars, at = [], life.queued
     for index, call in enumerate(life.calls):
         bars.append(_Bar(at, call.queued, "environment or agent" if index else "waits for an engine"))
@@ -85,7 +85,7 @@ def _bars(life: Life) -> list[_Bar]:
     return [bar for bar in bars if bar.ended > bar.began]
 
 
-def _engines(steps: dict[int, list[Life]]) -> str:
+def _engines(steps: dict[int, list[SampleLife]]) -> str:
     """A row per engine with the spans in which it had requests, and a line at the end of each step's training."""
     spans: dict[int, set[tuple[float, float]]] = {}
     for lives in steps.values():
