@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import socket
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -197,7 +198,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
-    """Its lock is held, or its last line is young; the lock of a run that was killed is neither."""
+    """Its lock is held or, on another machine, its last line is young; the lock of a run that was killed is neither."""
     run = with_starts(make_run(tmp_path / "a", finished=False), START)
     os.utime(run / "metrics.jsonl", (0, 0))
     with (run / "lock").open("w") as lock:
@@ -207,6 +208,8 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     assert not read_run(run).is_running
     os.utime(run / "metrics.jsonl")
     assert read_run(run).is_running
+    assert not read_run(with_starts(run, {**START, "host": socket.gethostname()})).is_running
+    with_starts(run, START)
     (run / "lock").unlink()
     assert not read_run(run).is_running
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def read_run(folder: Path, tail: MetricsTail | None = None) -> ReportedRun:
         starts=starts,
         failures=_read_failures(folder, starts, notes),
         system=[_plain(line) for line in _read_lines(folder / SYSTEM, notes)] if tail is None else (),
-        is_running=_is_running(folder, has_ended=bool(starts and starts[-1].get("ended"))),
+        is_running=_is_running(folder, starts[-1] if starts else {}),
         notes=list(dict.fromkeys(notes)),
     )
 
@@ -280,16 +281,18 @@ def _read_failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> li
     return sorted(failures, key=lambda failure: (failure["lost_peer"], not failure["message"]))[:_MAX_RANKS]
 
 
-def _is_running(folder: Path, has_ended: bool) -> bool:
-    """Whether the run goes on: a process of this machine holds its lock, or, on another machine, its last step ended
-    just now. has_ended: whether the end of the last start is recorded."""
+def _is_running(folder: Path, start: Mapping[str, Any]) -> bool:
+    """Whether the run goes on: a process of this machine holds its lock, or it was started on another machine, whose
+    locks may not be seen here, and its last step ended just now. start: the last one, with its end."""
     lock = folder / LOCK
     try:
         if lock.is_symlink() or not lock.is_file():
             return False
         with lock.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return not has_ended and time.time() - (folder / "metrics.jsonl").stat().st_mtime < _RUNNING_SECONDS
+        if start.get("ended") or start.get("host") == socket.gethostname():
+            return False
+        return time.time() - (folder / "metrics.jsonl").stat().st_mtime < _RUNNING_SECONDS
     except BlockingIOError:
         return True
     except OSError:
