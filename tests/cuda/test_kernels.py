@@ -121,6 +121,18 @@ def test_flex_in_heads_of_512() -> None:
     check_errors("flex", call_of((512, 512), BF16))
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("name", ["varlen", "fa4", "flex"])
+def test_queries_that_are_the_last_of_their_keys(name: str, window: int | None) -> None:
+    """Segments of a tree, and parts of a document that another rank begins."""
+    needs_package(name)
+    keys = call_of((64, 64), BF16, (700, 129), window=window)
+    queries = [*range(300, 700), *range(700, 829)]
+    cumulative = torch.tensor([0, 700, 829], dtype=torch.int32, device=DEVICE)
+    bounds = replace(Bounds.packed((400, 129), DEVICE), key_lengths=(700, 129), cu_keys=cumulative)
+    check_errors(name, replace(keys, query_BHTD=keys.query_BHTD[:, :, queries], bounds=bounds))
+
+
 # ---------------------------------------------------------------- isolation, to the last bit
 
 ISOLATED = [

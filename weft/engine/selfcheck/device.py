@@ -178,9 +178,13 @@ def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor)
 
 
 def _error(result: Tensor, true: Tensor, bounds: Bounds) -> float:
-    """The worst document's error of a [B, H, T, width]; that of sinks, [H], as a whole."""
+    """The worst document's error of a [B, H, T, width], of queries or of keys; that of sinks, [H], as a whole."""
     off = result.double() - true
-    documents = [off] if off.ndim == 1 else off.unbind(0) if bounds.padded else off.split(bounds.lengths, dim=2)
+    if off.ndim == 1 or bounds.padded:
+        documents = off.unbind(0) if off.ndim > 1 else [off]
+    else:
+        lengths = bounds.lengths if off.shape[2] == sum(bounds.lengths) else bounds.key_lengths
+        documents = off.split(lengths, dim=2)
     worst = torch.stack([document.square().mean() for document in documents]).max()
     return float((worst / true.square().mean()).sqrt())
 
