@@ -322,7 +322,7 @@ def wrong_ids(path: str, kind: str) -> str:
 @pytest.mark.parametrize("kind", ["flat", "float", "list"])
 def test_tokens_that_are_none(kind: str) -> None:
     (message,) = run(1, wrong_ids, saved_model("qwen3"), kind)
-    assert "token_ids() of Asking gives " in message and "has to give int64 of shape [39, tokens]" in message
+    assert "token_ids() of Asking returns " in message and "must return int64 of shape [39, tokens]" in message
 
 
 def test_what_is_wanted() -> None:

@@ -219,7 +219,7 @@ def test_states_are_shared_where_heads_divide() -> None:
 
 def test_a_ring_is_refused_where_layers_carry_state() -> None:
     assert ulysses_of_states(None, 4, divides=True) == ulysses_of_states(4, 4, divides=True) == 4
-    with pytest.raises(UserError, match=r"mesh\.ulysses=1: layers of this model carry state.*null or 4"):
+    with pytest.raises(UserError, match=r"mesh\.ulysses=1: layers of this model have state.*null or 4"):
         ulysses_of_states(1, 4, divides=True)
     with pytest.raises(UserError, match=r"mesh\.ulysses=4 does not divide all heads.*mesh\.ulysses=null"):
         ulysses_of_states(4, 4, divides=False)

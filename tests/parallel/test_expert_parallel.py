@@ -280,7 +280,7 @@ def test_experts_of_a_small_copy_of_each_family_are_divided(family: str) -> None
 
 def test_overrides_of_experts_are_refused() -> None:
     with pytest.raises(
-        AssertionError, match=r"fsdp\.overrides: .*experts is replicate, but mesh\.ep says .*mesh\.ep=1"
+        AssertionError, match=r"fsdp\.overrides: .*experts is replicate, but mesh\.ep places .*mesh\.ep=1"
     ):
         run(2, overridden, saved_model("mixtral"))
 

@@ -21,6 +21,7 @@ from weft.engine.batch.document import Costs, document_metadata
 from weft.engine.losses.correction import importance_ratios
 from weft.errors import ActorError, UserError
 from weft.inference.base import SamplingParams, spans_of
+from weft.inference.engine_clock import EngineClock
 from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
@@ -253,7 +254,7 @@ def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.M
     stream = PromptStream([g.prompt for g in groups], 1, 0, shuffle=False)
     task = SimpleNamespace(stream=stream, tokenizer=None, episodes=None, rewards=SimpleNamespace(score=score))
     run: Any = SimpleNamespace(config=config, task=task, show=lambda text: None)
-    engine: Any = SimpleNamespace(drawn=0)
+    engine: Any = SimpleNamespace(drawn=0, clock=EngineClock())
     step = asyncio.run(recipe.roll_out(run, sharing(engine), SamplingParams(20), 1))
     assert step.groups == [groups[1]] and step.metrics["rollout/replaced"] == 1
     assert groups[1].rewards == [1.0, -1.0]

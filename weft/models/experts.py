@@ -5,6 +5,7 @@ T tokens, K experts chosen per token, S = T K rows, E experts.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,11 @@ from weft.ops.recompute import reuse_in_recompute
 
 def group_experts(module: nn.Module) -> None:
     """Make all fused experts below `module` run `experts_forward`, which takes 0.67 of the time of transformers'
-    function on an H200 (docs/benchmarks/gpu.md, a layer of experts)."""
+    function on an H200 (docs/benchmarks/gpu.md, a layer of experts). Their config is a copy: small copies that are
+    built from the model's, to check against, run transformers' function."""
     for child in module.modules():
         if hf.is_fused_experts(child):
+            child.config = copy.copy(child.config)
             use_experts_forward(child)
 
 
