@@ -42,36 +42,26 @@ async def rollout_group(
     prefix of the id, so that evaluation and training have different seeds.
     """
     queued = time.time()
-    group = await _rollout_group(prompt, count, engine, sampling, episodes, seed, label)
+    # A sampled placeholder ends an answer, because it has no image.
+    sampling = replace(sampling, ends=(*sampling.ends, *prompt.placeholders)) if prompt.placeholders else sampling
+    if isinstance(episodes, Agents):
+        runs = (episodes.episode(prompt, number, engine, sampling, seed, label) for number in range(count))
+        group = SampleGroup(prompt, [sample for samples in await asyncio.gather(*runs) for sample in samples])
+    elif episodes is not None:
+        numbers = range(count)
+        plays = (episode(prompt, number, engine, sampling, episodes, seed, label) for number in numbers)
+        group = SampleGroup(prompt, list(await asyncio.gather(*plays)))
+    else:
+        name = label + prompt.id
+        seeds = tuple(seed_of(seed, name, number) for number in range(count))
+        request = Request(name, prompt.tokens, seeds, sampling, prompt.images)
+        group = group_of(prompt, await engine.generate(request))
     for sample in group.samples:
         times = sample.times
         times.queued = queued
         if times.ended is None and times.calls:  # no environment and no agent
             times.ended = times.calls[-1].ended
     return group
-
-
-async def _rollout_group(
-    prompt: Prompt,
-    count: int,
-    engine: Generates,
-    sampling: SamplingParams,
-    episodes: Episodes | Agents | None,
-    seed: int,
-    label: str,
-) -> SampleGroup:
-    # A sampled placeholder ends an answer, because it has no image.
-    sampling = replace(sampling, ends=(*sampling.ends, *prompt.placeholders)) if prompt.placeholders else sampling
-    if isinstance(episodes, Agents):
-        runs = (episodes.episode(prompt, number, engine, sampling, seed, label) for number in range(count))
-        return SampleGroup(prompt, [sample for samples in await asyncio.gather(*runs) for sample in samples])
-    if episodes is not None:
-        numbers = range(count)
-        plays = (episode(prompt, number, engine, sampling, episodes, seed, label) for number in numbers)
-        return SampleGroup(prompt, list(await asyncio.gather(*plays)))
-    name = label + prompt.id
-    seeds = tuple(seed_of(seed, name, number) for number in range(count))
-    return group_of(prompt, await engine.generate(Request(name, prompt.tokens, seeds, sampling, prompt.images)))
 
 
 def group_of(prompt: Prompt, completions: Sequence[Completion]) -> SampleGroup:

@@ -20,11 +20,7 @@ from weft.verify.bugs import MASTERS, Original, Plant, bug
     "of 512",
 )  # fmt: skip
 def scales_of_shards(plant: Plant, original: Original, self: Any, x: Any) -> None:
-    before = x.clone()
-    original(self, x)
-    if not x.equal(before):
-        plant.hit()
-        x.copy_(before)
+    _not_reduced(plant, original, self, x)
 
 
 @bug(
@@ -74,11 +70,7 @@ def bits_by_local_place(plant: Plant, original: Original, rows: Any, grid: Any, 
     needs="optimizer.name=adafactor",
 )  # fmt: skip
 def rows_of_shards(plant: Plant, original: Original, self: Any, x: Any) -> None:
-    before = x.clone()
-    original(self, x)
-    if not x.equal(before):
-        plant.hit()
-        x.copy_(before)
+    _not_reduced(plant, original, self, x)
 
 
 @bug(
@@ -91,3 +83,12 @@ def factor_in_bf16(plant: Plant, original: Original, parameters: Any, factor: fl
     if factor != 1.0 and gradients:
         plant.hit()
         torch._foreach_mul_(gradients, factor)
+
+
+def _not_reduced(plant: Plant, original: Original, self: Any, x: Any) -> None:
+    """The reduction over ranks runs, and its result is thrown away."""
+    before = x.clone()
+    original(self, x)
+    if not x.equal(before):
+        plant.hit()
+        x.copy_(before)
