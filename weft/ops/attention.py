@@ -5,7 +5,7 @@ Shapes: see attention_call.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,6 +126,12 @@ class Kernel:
             and (not self.package or bool(installed_version(self.package)))
         )
 
+    def remedy(self, device: torch.device, dtype: torch.dtype, calls: Iterable[Traits]) -> str:
+        """What to do, beside setting another kernel, so that it supports such calls: the beginning of a sentence."""
+        with_package = replace(self, package="")
+        would_do = self.package and all(with_package.suits(device, dtype, traits) for traits in calls)
+        return f"Install {self.package}, or set" if would_do else "Set"
+
 
 # In order of preference: `auto` takes the first that suits the call. Flash kernels begin with Ampere, as do flex's
 # tiles, and support widths up to 256; flash-attn-4's with Hopper, and on Blackwell they end at 128. flex needs 16 or
@@ -158,10 +164,9 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype, traits: Tr
         return next(name for name, kernel in KERNELS.items() if kernel.suits(device, dtype, traits))
     kernel = KERNELS[preference]
     if not kernel.suits(device, dtype, traits):
-        lacks = kernel.package and not installed_version(kernel.package)
         raise ValueError(
             f"model.attention={preference} cannot serve a call in {dtype} on {device.type} with {traits}. "
-            f"{f'Install {kernel.package} or set' if lacks else 'Set'} model.attention=auto."
+            f"{kernel.remedy(device, dtype, [traits])} model.attention=auto."
         )
     return preference
 

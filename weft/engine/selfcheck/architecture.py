@@ -35,7 +35,6 @@ from weft.ops import attention
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits
 from weft.parallel.memory import local_ranks
 from weft.terminal import byte_count, counted
-from weft.versions import installed_version
 
 # Single documents, too, are longer than every window and chunk (16) of a small copy; one has a single token.
 LENGTHS = (36, 1, 24, 35)  # sum and longest divide by 2, 3 and 4, as rows do whose tokens are divided over tp
@@ -153,11 +152,10 @@ def check_kernel(
     }
     if unserved[kernel]:
         able = [name for name, lacking in unserved.items() if not lacking]
-        package = attention.KERNELS[kernel].package
-        missing = f"Install {package}, or set" if package and not installed_version(package) else "Set"
+        remedy = attention.KERNELS[kernel].remedy(device, compute, support.attention)
         raise UserError(
             f"model.attention={kernel} cannot serve this run: {str(compute).removeprefix('torch.')} on {device.type}, "
-            f"{' and '.join(map(str, unserved[kernel]))}. {missing} model.attention to auto or {' or '.join(able)}."
+            f"{' and '.join(map(str, unserved[kernel]))}. {remedy} model.attention to auto or {' or '.join(able)}."
         )
 
 
