@@ -1,4 +1,4 @@
-"""Servers that speak OpenEnv's protocol and play HigherLower: a stand-in on asyncio, and the real package's.
+"""Servers that speak OpenEnv's protocol and play HigherLower: a stand-in, and the real package's.
 
 python -m tests.support.openenv_server PORT      # the real one; it needs openenv
 """
@@ -6,19 +6,17 @@ python -m tests.support.openenv_server PORT      # the real one; it needs openen
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
-import struct
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
+
+from websockets.asyncio.server import Request, Response, Server, ServerConnection, serve
 
 from tests.support.games import HigherLower
 
-_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 SCHEMA = {
     "title": "Guess",
     "properties": {"metadata": {"type": "object"}, "text": {"type": "string"}},
@@ -32,7 +30,11 @@ def stand_in() -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    serving = asyncio.run_coroutine_threadsafe(asyncio.start_server(_connected, "127.0.0.1", 0), loop).result()
+
+    async def start() -> Server:
+        return await serve(_session, "127.0.0.1", 0, process_request=_schema)
+
+    serving = asyncio.run_coroutine_threadsafe(start(), loop).result()
     try:
         yield f"http://127.0.0.1:{serving.sockets[0].getsockname()[1]}"
     finally:
@@ -40,48 +42,23 @@ def stand_in() -> Iterator[str]:
         thread.join()
 
 
-async def _connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    if head.startswith("GET /schema "):
-        body = json.dumps({"action": SCHEMA, "observation": {}, "state": {}}).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
-    elif head.startswith("GET /ws "):
-        key = next(line.split(": ")[1] for line in head.split("\r\n") if line.startswith("Sec-WebSocket-Key"))
-        accept = base64.b64encode(hashlib.sha1(key.encode() + _GUID).digest()).decode()
-        writer.write(
-            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            f"Sec-WebSocket-Accept: {accept}\r\n\r\n".encode()
-        )
-        with suppress(asyncio.IncompleteReadError):
-            await _session(reader, writer)
-    writer.close()
+def _schema(connection: ServerConnection, request: Request) -> Response | None:
+    """The answer to GET /schema, which is no WebSocket."""
+    if request.path != "/schema":
+        return None
+    return connection.respond(200, json.dumps({"action": SCHEMA, "observation": {}, "state": {}}))
 
 
-async def _session(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _session(connection: ServerConnection) -> None:
     game = HigherLower()
-    while True:
-        first, second = await reader.readexactly(2)
-        length = second & 0x7F
-        if length == 126:
-            (length,) = struct.unpack(">H", await reader.readexactly(2))
-        mask = await reader.readexactly(4)
-        data = bytes(byte ^ mask[i % 4] for i, byte in enumerate(await reader.readexactly(length)))
-        if first & 0x0F == 8:
-            return
-        if first & 0x0F == 10:
-            continue
-        message = json.loads(data)
-        if message["type"] == "close":
-            return
-        answer = _answered(game, message)
+    async for text in connection:
+        message = json.loads(text)
+        answer = None if message["type"] == "close" else _answered(game, message)
         if answer is None:
             return
-        text = json.dumps(answer).encode()
-        writer.write(bytes([0x89, 2]) + b"hi")  # a ping, and the answer in two frames: both are allowed
-        for opcode, part in ((0x01, text[:3]), (0x80, text[3:])):
-            n = len(part)
-            writer.write(bytes([opcode]) + (bytes([n]) if n < 126 else struct.pack(">BH", 126, n)) + part)
-        await writer.drain()
+        answered = json.dumps(answer)
+        await connection.ping()  # and the answer in two frames: both are allowed
+        await connection.send([answered[:3], answered[3:]])
 
 
 def _answered(game: HigherLower, message: dict[str, Any]) -> dict[str, Any] | None:

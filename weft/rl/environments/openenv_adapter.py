@@ -10,14 +10,18 @@ import functools
 import json
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from weft.errors import UserError, first_line
+from weft.importing import import_extra
 from weft.inference.types import Prompt
 from weft.rl.environments.base import Environment, Reply
-from weft.rl.environments.websocket import WebSocket
+
+websockets = import_extra("websockets", "rl", "rl.environment: a server of OpenEnv")
 
 _CONNECT_SECONDS = 5.0
+_MOST_BYTES = 1 << 27  # of a message
 _LIST_TOOLS = {"type": "list_tools"}
 # Titles of the action schemas of servers that are tools of MCP.
 _TOOLS = ("Action", "CallToolAction", "ListToolsAction")
@@ -56,7 +60,11 @@ class OpenEnvSession(Environment):
     schema: Mapping[str, Any]
 
     async def start(self, prompt: Prompt) -> Reply:
-        self.socket = await WebSocket.connect(f"{self.url}/ws")
+        # rl.environment_timeout is the limit. A server that plays a long step in its event loop answers no pings.
+        self.socket = await websockets.connect(
+            f"ws{self.url.removeprefix('http')}/ws", max_size=_MOST_BYTES, open_timeout=None, ping_interval=None,
+            close_timeout=1.0,
+        )  # fmt: skip
         arguments = {"seed": int(prompt.columns.get("seed", prompt.index)), **(prompt.columns.get("reset") or {})}
         data = await self._ask("reset", arguments)
         text = shown(data["observation"])
@@ -81,14 +89,15 @@ class OpenEnvSession(Environment):
 
     async def close(self) -> None:
         if hasattr(self, "socket"):
-            await self.socket.send(json.dumps({"type": "close"}))
+            with suppress(websockets.ConnectionClosed):  # the server has broken off already
+                await self.socket.send(json.dumps({"type": "close"}))
             await self.socket.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """The data of the server's answer. ValueError for an action that the server finds invalid, RuntimeError for any
         other error."""
         await self.socket.send(json.dumps({"type": kind, "data": data}))
-        answer = json.loads(await self.socket.receive())
+        answer = json.loads(await self.socket.recv())
         body: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") != "error":
             return body
