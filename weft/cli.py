@@ -34,8 +34,9 @@ from weft.config.schema import MeshConfig
 from weft.config.urls import is_url, uses_stores
 from weft.config.yaml12 import override
 from weft.errors import UserError
+from weft.launch import reports
 from weft.launch.entrypoint import Body, env_rank, guarded, joined, program
-from weft.launch.launch import RUN_NOTE, Attempt, ResumeCommand, attempt, attempt_alone, run, run_with_restarts
+from weft.launch.launch import Attempt, ResumeCommand, attempt, attempt_alone, run, run_with_restarts
 from weft.launch.launchers import join_launcher
 from weft.launch.machine import accelerator, accelerator_count, check_ranks_fit, cpu_cores
 from weft.launch.options import (
@@ -63,7 +64,6 @@ from weft.launch.options import (
     VerifyOptions,
     WatchOptions,
 )
-from weft.launch.reports import folder as launchers_folder
 from weft.launch.status import STATUS, SUCCESS, USER_ERROR
 from weft.launch.stopping import announce_ending_signal
 from weft.observe.measured import measured_config
@@ -212,7 +212,7 @@ def _rl(options: RlOptions, words: Sequence[str]) -> Job:
     if options.dry_run:
         return Job(body, 1, words)
     return Job(
-        body, 1, words, 0 if RUN_NOTE in os.environ else options.restarts,
+        body, 1, words, 0 if reports.RUN_NOTE in os.environ else options.restarts,
         lambda run: _resume_command("rl", options, words, run), attempt_alone,
         partial(_account, config, options.world, options.device),
     )  # fmt: skip
@@ -220,7 +220,7 @@ def _rl(options: RlOptions, words: Sequence[str]) -> Job:
 
 def _restarts(options: TrainOptions) -> int:
     """The number of restarts that this process makes: 0 in its ranks, which get the option, too."""
-    if options.restarts and joined() and launchers_folder() is None:
+    if options.restarts and joined() and reports.folder() is None:
         raise UserError("--restarts only restarts ranks that weft started: under torchrun use its --max-restarts.")
     return 0 if joined() else options.restarts
 

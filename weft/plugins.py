@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -24,16 +25,26 @@ def plugins(group: str) -> tuple[EntryPoint, ...]:
 
 
 def plugin(name: str, key: str, built_in: tuple[str, ...] = ()) -> EntryPoint | None:
-    """The entry point of this name for a config key, or None. UserError if two packages give the name, or weft does
-    itself. built_in: weft's own names."""
-    entries = [entry for entry in plugins(GROUPS[key]) if entry.name == name]
-    if len({(package_of(entry), entry.value) for entry in entries}) > 1 or (entries and name in built_in):
-        givers = [*(["weft"] if name in built_in else []), *(f"{package_of(e)} ({e.value})" for e in entries)]
+    """The entry point of this name for a config key, or None. UserError if two packages give the name. built_in: names
+    that are weft's own, whatever packages give (`shadowed`)."""
+    entries = [entry for entry in plugins(GROUPS[key]) if entry.name == name and name not in built_in]
+    if len({(package_of(entry), entry.value) for entry in entries}) > 1:
+        givers = (f"{package_of(e)} ({e.value})" for e in entries)
         raise UserError(
             f"{key}: {name} is a name that {' and '.join(givers)} give ({GROUPS[key]}): uninstall one of the packages, "
             "or name the import path."
         )
     return entries[0] if entries else None
+
+
+def shadowed(key: str, names: Collection[str], built_in: Collection[str]) -> list[str]:
+    """A line for each entry point whose name is one of `names` and weft's own, which is used in its place."""
+    return [
+        f"{key}: {entry.name} is weft's own; {entry.value} of {package_of(entry)}, which has the same name, is not "
+        "used."
+        for entry in plugins(GROUPS[key])
+        if entry.name in names and entry.name in built_in
+    ]
 
 
 def load_plugin(entry: EntryPoint, key: str) -> Any:

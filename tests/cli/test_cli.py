@@ -134,7 +134,7 @@ def test_restarts_are_the_launchers_affair(
     monkeypatch.setattr("weft.launch.entrypoint._end_rank", lambda status: status)
     assert cli.main(["sft", "c.yaml", "--restarts", "3"]) == 2
     assert "under torchrun use its --max-restarts" in capsys.readouterr().err
-    monkeypatch.setattr(cli, "launchers_folder", lambda: Path("scratch"))  # a rank of weft's own launcher
+    monkeypatch.setattr("weft.launch.reports.folder", lambda: Path("scratch"))  # a rank of weft's own launcher
     assert cli.main(["sft", "c.yaml", "--restarts", "3"]) == 0
     assert len(recorder.calls) == 1
 

@@ -105,7 +105,7 @@ def test_a_step_that_fails_twice_is_not_tried_again(shared: Path) -> None:
     run = FaultRun(["sft", "c.yaml", "--restarts", "5"], folder, Fault(do="exit", step=4)).wait()
     assert run.status == 10
     assert run.errors().count("rank 0 ended with exit status 7") == 2
-    assert run.errors().endswith("not restarted: it has failed twice in a row at step 4\n")
+    assert run.errors().endswith("not restarted: it has failed twice at step 4 with the same error\n")
     assert last_whole(folder / "run") == 3
 
 

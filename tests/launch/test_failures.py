@@ -24,7 +24,7 @@ from weft.errors import RanksDisagreeError, StorageError, UserError
 from weft.launch import entrypoint, flight, machine, monitor, reports
 from weft.launch.consistency import differences
 from weft.launch.entrypoint import set_up_actor
-from weft.launch.failures import Failure, diagnose
+from weft.launch.failures import Failure, diagnose, is_external
 from weft.launch.flight import FlightRecord, FlightRecorder
 from weft.launch.launch import LaunchOutcome, attempt_alone, run_with_restarts
 from weft.launch.monitor import ActorWatchdog, Evidence, RankMonitor
@@ -492,9 +492,10 @@ def test_the_few_are_named_against_the_many() -> None:
 
 
 class Attempts:
-    """Stands for the launcher: fails as told, one entry per attempt; None is success."""
+    """Stands for the launcher: fails as told, one entry per attempt: kind, step and, where it is an error, its message;
+    None is success."""
 
-    def __init__(self, run: Path, *failures: tuple[Kind, int] | None) -> None:
+    def __init__(self, run: Path, *failures: tuple[Any, ...] | None) -> None:
         self.run, self.failures = run, list(failures)
         self.commands: list[str] = []
 
@@ -505,7 +506,9 @@ class Attempts:
             return LaunchOutcome(0)
         (self.run / "flight").mkdir(parents=True, exist_ok=True)
         (self.run / "flight" / "rank-00000.json").write_text(str(len(self.commands)))
-        failure = Failure(outcome[0], "what happened", 1, outcome[1], str(self.run) if outcome[1] else "")
+        kind, step, *error = outcome
+        run, external = str(self.run) if step else "", is_external(kind)
+        failure = Failure(kind, "what happened", 1, step, run, "".join(error), external)
         return LaunchOutcome(failure.status, failure)
 
 
@@ -516,9 +519,14 @@ class Attempts:
         ([("killed", 4), None], 3, 0, ["first", "run"]),
         ([("killed", 4), ("hang", 6), None], 3, 0, ["first", "run", "run"]),
         ([("killed", 4), ("hang", 6)], 1, 11, ["first", "run"]),
-        ([("killed", 4), ("memory", 4)], 3, 12, ["first", "run"]),  # twice in a row at the same step
-        ([("killed", 4), ("killed", 6), ("killed", 4), None], 3, 0, ["first", "run", "run", "run"]),
-        ([("killed", 0), ("killed", 0)], 3, 10, ["first", "first"]),  # before there is a run
+        ([("killed", 4), ("killed", 4), ("peer", 4), None], 3, 0, ["first", "run", "run", "run"]),  # from outside
+        ([("killed", 4), ("killed", 4)], 1, 10, ["first", "run"]),
+        ([("memory", 4), ("memory", 4)], 3, 12, ["first", "run"]),
+        ([("failed", 4, "boom 17\nx"), ("failed", 4, "boom 9\ny")], 3, 1, ["first", "run"]),  # the same error
+        ([("failed", 4, "boom"), ("killed", 4), ("failed", 4, "boom")], 3, 1, ["first", "run", "run"]),
+        ([("failed", 4, "boom"), ("failed", 4, "bang"), None], 3, 0, ["first", "run", "run"]),
+        ([("failed", 4, "boom"), ("failed", 6, "boom"), None], 3, 0, ["first", "run", "run"]),
+        ([("failed", 0), ("failed", 0)], 3, 1, ["first", "first"]),  # before there is a run
         ([("user", 4)], 3, 2, ["first"]),
         ([("nonfinite", 4)], 3, 14, ["first"]),
         ([("disagree", 4)], 3, 15, ["first"]),
@@ -536,6 +544,24 @@ def test_when_to_start_again(
     assert err.count("not restarted: ") == (status != 0)
     contents = [path.read_text() for path in sorted(tmp_path.glob("run/flight/attempt-*/rank-00000.json"))]
     assert contents == [str(number + 1) for number in range(len(commands) - 1) if failures[number][1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "exit_status", "external"),
+    [
+        ("killed", "", -signal.SIGKILL, True),
+        ("killed", "", -signal.SIGSEGV, False),
+        ("killed", "", 7, False),
+        ("killed", "trainer rank 0 died", None, True),
+        ("peer", "", None, True),
+        ("hang", "no progress for 9 seconds (train.timeout); it is stopped (SIGSTOP)", None, True),
+        ("hang", "no progress for 9 seconds (train.timeout)", None, False),
+        ("failed", "RuntimeError: boom", None, False),
+        ("memory", "", -signal.SIGKILL, False),
+    ],
+)
+def test_what_comes_from_outside(kind: Kind, message: str, exit_status: int | None, external: bool) -> None:
+    assert is_external(kind, message, exit_status) == external
 
 
 def test_a_signal_to_the_launcher_is_no_failure(tmp_path: Path) -> None:
@@ -599,8 +625,14 @@ note_run(run)
 attempt = len(list(run.glob("attempt-*")))
 (run / f"attempt-{attempt}").touch()
 with (run / "metrics.jsonl").open("a") as file:
-    print(json.dumps({"step": attempt + 1}), file=file)
-os.kill(os.getpid(), 9) if ends[attempt] == "kill" else sys.exit(int(ends[attempt]))
+    print(json.dumps({"step": 1 if ":" in ends[attempt] else attempt + 1}), file=file)
+from weft.errors import ActorError
+from weft.launch.entrypoint import guarded
+def end():
+    raise ActorError(*ends[attempt].split(": ")[::-1])
+if ends[attempt] == "kill":
+    os.kill(os.getpid(), 9)
+sys.exit(guarded(end) if ":" in ends[attempt] else int(ends[attempt]))
 """
 
 
@@ -612,6 +644,19 @@ os.kill(os.getpid(), 9) if ends[attempt] == "kill" else sys.exit(int(ends[attemp
         (["2", "0"], 1, 2, "not restarted: the error has to be fixed first"),
         (["143", "0"], 1, 143, ""),
         (["10", "1", "12", "13", "0"], 4, 13, "not restarted: 3 restarts are used up"),
+        (
+            ["killed: trainer rank 0 died", "killed: trainer rank 1 died", "0"],
+            3,
+            0,
+            "restart 2 of 3: the attempt failed at step 2",
+        ),
+        (
+            ["failed: boom in 4 s", "failed: boom in 5 s", "0"],
+            2,
+            1,
+            "it has failed twice at step 2 with the same error",
+        ),
+        (["failed: boom", "failed: bang", "0"], 3, 0, "restart 2 of 3: the attempt failed at step 2 (failed)"),
     ],
 )
 def test_a_controller_is_restarted(

@@ -72,6 +72,7 @@ BROKEN = """
 tilted = broken.without:DECLARES
 quits = broken.quits:DECLARES
 wrong = broken:NOTHING
+grpo = broken:NOTHING
 [weft.engines]
 slow = broken.without:Engine
 [weft.environments]
@@ -132,7 +133,8 @@ def test_a_broken_package_is_an_error_of_those_who_name_it(broken: Path, tmp_pat
     ]
     for error, pattern in zip(errors, expected, strict=True):
         assert error.startswith("error: ") and re.search(pattern, " ".join(error.split())), error
-    assert listed.count("cannot be used: ") == 6 and listed.count("broken 0.3, which cannot be imported") == 5
+    assert "grpo is weft's own; broken:NOTHING of broken 0.3, which has the same name, is not used" in listed
+    assert listed.count("cannot be used: ") == 7 and listed.count("broken 0.3, which cannot be imported") == 5
 
 
 def test_names_of_algorithms_that_cannot_be_used() -> None:
@@ -145,7 +147,7 @@ def test_names_of_algorithms_that_cannot_be_used() -> None:
     ):
         added, unusable = algorithms._of_packages(algorithms._built_in())
     assert added == [] and "declares no algorithm of the name again" in unusable["again"]
-    assert unusable["grpo"].startswith("rl.algorithm: grpo is a name that weft and")
+    assert unusable["grpo"].startswith("rl.algorithm: grpo is weft's own; weft.rl.algorithms.grpo:DECLARES of ")
 
 
 @pytest.mark.table
@@ -240,8 +242,9 @@ def given() -> Iterator[None]:
 def test_names_that_cannot_be_used_are_refused(given: None) -> None:
     with pytest.raises(UserError, match=r"short is a name that .*one.rewards:short.* and .*two.rewards:short.* give"):
         import_named("short", "rl.reward")
-    with pytest.raises(UserError, match=r"math is a name that weft and .*one.rewards:math"):
-        plugins.plugin("math", "rl.reward", ("math",))
+    assert plugins.plugin("math", "rl.reward", ("math",)) is None  # weft's own is used
+    (line,) = plugins.shadowed("rl.reward", ["math", "short"], ("math", "length"))
+    assert line.startswith("rl.reward: math is weft's own; one.rewards:math of ") and line.endswith(" is not used.")
     with pytest.raises(UserError, match=r"gone is no_such_package:reward .* cannot be imported: ModuleNotFoundError"):
         import_named("gone", "rl.reward")
     with pytest.raises(UserError, match=r"plain is json:dumps, which is no class of weft.inference.standalone"):

@@ -522,7 +522,7 @@ def _eval_combinations(evaluation: RlEvalConfig) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str, str]]:
-    if rl.algorithm in UNUSABLE:
+    if rl.algorithm in UNUSABLE and rl.algorithm not in ALGORITHMS:
         yield "rl.algorithm", UNUSABLE[rl.algorithm]
     if rl.preset is not None and rl.algorithm not in LIKE[rl.preset]:
         algorithms = ", ".join(LIKE[rl.preset])

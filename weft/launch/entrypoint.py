@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,6 +148,9 @@ def _report(report: RankReport, debug: bool) -> int:
         if report.plain or report.kind == "hang":
             _linger(into)
         return report.status
+    if reports.RUN_NOTE in os.environ:
+        with suppress(OSError):
+            reports.write(report, Path(os.environ[reports.RUN_NOTE]).parent)
     is_saved = report.kind == "user" or save_current_record(report)
     say(rank_failure_text(report, joined(), debug), error=True)
     flight.recorder.close(remove=is_saved)

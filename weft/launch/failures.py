@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from weft.launch import flight
 from weft.launch.flight import FlightRecord
-from weft.launch.monitor import STOP_SECONDS, Evidence
+from weft.launch.monitor import FROZEN, STOP_SECONDS, Evidence
 from weft.launch.reports import RankReport
 from weft.launch.status import STATUS, Kind
 from weft.launch.watchdog import in_collective
@@ -46,23 +47,45 @@ _SIGNALS = {
 
 _BY_KERNEL = " (often the kernel, short of memory: lower step.max_tokens_per_device or use fewer ranks)"
 _NOT_BY_KERNEL = " (not by the kernel because memory was short: its counter of such kills is unchanged)"
+_NUMBER = re.compile(r"0x[0-9a-f]+|[\d.]+")
 _KINDS: dict[int, Kind] = {status: kind for kind, status in STATUS.items() if status > 2}
+
+
+# Signals that a program's error raises, which a restart would repeat.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed run. message: the whole text for the user. step: 0 before the first. run: RUN, or empty."""
+    """A failed run. message: the whole text for the user. step: 0 before the first. run: RUN, or empty. error: the
+    message of the exception, if there was one. external: another program or machine caused it, so the same step may
+    succeed: a process was killed or stopped by a signal, or a host was lost."""
 
     kind: Kind
     message: str
     rank: int | None = None
     step: int = 0
     run: str = ""
+    error: str = ""
+    external: bool = False
 
     @property
     def status(self) -> int:
         """The exit status."""
         return STATUS[self.kind]
+
+    def repeats(self, other: Failure) -> bool:
+        """Whether it is the same error at the same step as `other`; numbers in its message may differ."""
+        same = (_NUMBER.sub("", error.partition("\n")[0]) for error in (self.error, other.error))
+        return self.step == other.step and next(same) == next(same)
+
+
+def is_external(kind: Kind, message: str = "", exit_status: int | None = None) -> bool:
+    """Failure.external of a failure of this kind. message: of the process that failed. exit_status: of the process
+    that was killed (negative: the signal), if it is known."""
+    if kind == "killed":
+        return exit_status is None or (exit_status < 0 and -exit_status not in _CRASHES)
+    return kind == "peer" or (kind == "hang" and any(state in message for state in FROZEN.values()))
 
 
 def diagnose(
@@ -76,6 +99,7 @@ def diagnose(
     errors = sorted((report for report in rank_reports if not report.is_verdict), key=lambda report: report.order)
     unlike = _unlike_plans(evidence.records)
     silent = _silent_rank(errors, exits)
+    error = errors[0].message if errors and silent is None else ""
     if silent is not None:
         kind, text = _explain_silent_rank(silent, exits[silent], evidence)
         rank, stopped = silent, nproc - 1
@@ -95,7 +119,8 @@ def diagnose(
         text += f"\n{stopped} other rank{'s were' if stopped != 1 else ' was'} stopped."
     record = evidence.records.get(rank) or next(iter(evidence.records.values()), FlightRecord())
     text += describe_remaining_files(record.run) if kind != "user" else ""
-    return Failure(kind, text, rank, record.step, record.run)
+    external = is_external(kind, text, None if silent is None else exits[silent])
+    return Failure(kind, text, rank, record.step, record.run, error, external)
 
 
 def explain(report: RankReport, title: str, debug: bool) -> str:

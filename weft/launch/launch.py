@@ -24,7 +24,7 @@ import psutil
 
 from weft.launch import flight, reports
 from weft.launch.entrypoint import Body, guarded, joined
-from weft.launch.failures import Failure, diagnose, save_evidence
+from weft.launch.failures import Failure, diagnose, is_external, save_evidence
 from weft.launch.machine import cpu_cores, end_with_parent, variables_set
 from weft.launch.monitor import STOP_SECONDS, watching
 from weft.launch.scratch import scratch_folder
@@ -134,7 +134,6 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 # ---------------------------------------------------------------- restarts
 
-RUN_NOTE = "WEFT_RUN_NOTE"  # names the file to which a process that is restarted writes the path of RUN
 ResumeCommand = Callable[[Path], Sequence[str]]  # RUN -> the command line that goes on from its newest checkpoint
 Attempt = Callable[[Sequence[str], int, bool], LaunchOutcome]
 
@@ -145,23 +144,26 @@ def attempt_alone(command: Sequence[str], nproc: int, debug: bool = False) -> La
     with scratch_folder() as scratch:
         note, processes = scratch / "run", list[psutil.Process]()
         with SignalForwarder(lambda: processes) as forwarder:
-            process = subprocess.Popen(command, env={**os.environ, RUN_NOTE: str(note)})
+            process = subprocess.Popen(command, env={**os.environ, reports.RUN_NOTE: str(note)})
             processes.append(psutil.Process(process.pid))
             status = process.wait()
         run = note.read_text(encoding="utf-8") if note.exists() else ""
-    if status < 0:
+        error = next((report.message for report in reports.read_all(scratch)), "")
+    signalled = status if status < 0 else None
+    if signalled is not None:
         say(f"the controller was killed by {signal.Signals(-status).name}", error=True)
         status = STATUS["killed"]
     kind = next((kind for kind, of_kind in STATUS.items() if of_kind == status), None)
     if status == SUCCESS or kind is None or forwarder.number:
         return LaunchOutcome(status)
-    return LaunchOutcome(status, Failure(kind, "", step=_steps_done(run) + 1 if run else 0, run=run))
+    step, external = _steps_done(run) + 1 if run else 0, is_external(kind, error, signalled)
+    return LaunchOutcome(status, Failure(kind, "", step=step, run=run, error=error, external=external))
 
 
 def note_run(folder: Path) -> None:
     """Tell the process that restarts this one, if there is one, the path of RUN. This process ends with that one."""
-    if RUN_NOTE in os.environ:
-        Path(os.environ[RUN_NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
+    if reports.RUN_NOTE in os.environ:
+        Path(os.environ[reports.RUN_NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
         end_with_parent()
 
 
@@ -185,7 +187,8 @@ def run_with_restarts(
     """Run `command` in `nproc` ranks, and again after failures, up to `restarts` times. Returns the exit status.
 
     Later attempts run `resume_command`: they resume from the newest complete checkpoint of the run's folder, or start
-    at step 1. Two failures in a row at the same step end the run, because the third would be at that step, too.
+    at step 1. The same error twice at the same step ends the run, because the third attempt would have it, too.
+    Failures from outside (Failure.external) may repeat.
     """
     before: Failure | None = None
     for number in range(restarts + 1):
@@ -195,8 +198,8 @@ def run_with_restarts(
             return outcome.status
         step = f"at step {failure.step}" if failure.step else "before the first step"
         reason = _FINAL.get(failure.kind, "")
-        if before is not None and before.step == failure.step and not reason:
-            reason = f"it has failed twice in a row {step}"
+        if before is not None and failure.repeats(before) and not failure.external and not reason:
+            reason = f"it has failed twice {step} with the same error"
         if number == restarts and not reason:
             reason = f"{restarts} restarts are used up"
         if reason:
@@ -211,5 +214,5 @@ def run_with_restarts(
                     path.rename(archive / path.name)
             command = resume_command(Path(failure.run))
         say(f"restart {number + 1} of {restarts}: the attempt failed {step} ({failure.kind})", error=True)
-        before = failure
+        before = before if failure.external else failure
     raise AssertionError("an attempt is always the last")

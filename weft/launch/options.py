@@ -141,7 +141,8 @@ class RunOptions(RankOptions):
     )
 
     restarts: int = option(
-        "after a crash, restart from the last checkpoint, up to N times; not after a configuration mistake",
+        "after a crash, restart from the last checkpoint, up to N times; not after a configuration mistake, nor if the "
+        "same error repeats at one step",
         "N", default=0, type=_number,
     )  # fmt: skip
 

@@ -21,6 +21,8 @@ from weft.version import PACKAGE
 
 # Names the folder for the reports of a run; only ranks that weft itself started have it.
 FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
+# Names the file to which a process that is restarted writes the path of RUN; its report is in the folder of the file.
+RUN_NOTE = "WEFT_RUN_NOTE"
 
 
 @dataclass(frozen=True, slots=True)

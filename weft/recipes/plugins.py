@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import transformers
 
+from weft.config.conditions import ENGINES
+from weft.config.rl_schema import BUILT_IN_REWARDS
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -25,7 +27,7 @@ from weft.inference.weight_sync.protocol import SyncError
 from weft.inference.weight_sync.sender import EngineTarget, Sender
 from weft.launch.options import PluginsOptions
 from weft.launch.process import join
-from weft.plugins import GROUPS, load_plugin, package_of, plugins
+from weft.plugins import GROUPS, load_plugin, package_of, plugins, shadowed
 from weft.rl.algorithms import UNUSABLE
 from weft.rl.environments.base import Reply, load_class
 from weft.rl.environments.pool import EnvironmentPool
@@ -48,7 +50,9 @@ def run(options: PluginsOptions) -> None:
         for key, group in GROUPS.items():
             for entry in plugins(group):
                 say(f"{group.removeprefix('weft.'):<13} {entry.name:<20} {entry.value}  of {package_of(entry)}")
-                problem = UNUSABLE.get(entry.name, "") if key == "rl.algorithm" else ""
+                given = {"rollout.engine": ENGINES, "rl.reward": BUILT_IN_REWARDS}.get(key, ())
+                problem = "".join(shadowed(key, [entry.name], given))
+                problem = UNUSABLE.get(entry.name, "") if key == "rl.algorithm" else problem
                 try:
                     load_plugin(entry, key)
                 except UserError as error:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from weft.checkpoint.remote.uploads import Uploads, upload_all
 from weft.checkpoint.remote.uploads import prepare as prepare_uploads
 from weft.config.conditions import ENGINES
-from weft.config.rl_schema import RlConfig, reward_models
+from weft.config.rl_schema import BUILT_IN_REWARDS, RlConfig, reward_models
 from weft.data.encode import load_tokenizer, read_encoding
 from weft.data.ends import answer_ends, template_ends
 from weft.data.images import read_images
@@ -46,10 +46,12 @@ from weft.observe.hooks import NO_RL_HOOKS, RlHooks
 from weft.observe.progress import Progress
 from weft.observe.resume import advice_after_last_step
 from weft.observe.trackers import check_installed
+from weft.plugins import shadowed
 from weft.rl.actors import open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.agents.agents import Agents, agent_metrics, load_agents
 from weft.rl.agents.base import check_agent
+from weft.rl.algorithms import UNUSABLE
 from weft.rl.colocation import DeviceSharing, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
 from weft.rl.documents import deal, is_trained, longest_samples
@@ -106,7 +108,13 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
             start = prepare_folder(config, run_lock.folder, start)
         seconds = partial(time_rollout_steps, options, hooks, run_lock.folder)
         resolved = resolve_placement(config, options, plan.rollouts, seconds)
-        notes = (*exposure(config.cluster.address), *start.notes, *resolved.notes, *notes_on_replay(config, replayed))
+        shadows = [
+            *filter(None, [UNUSABLE.get(config.rl.algorithm)]),
+            *shadowed("rl.reward", config.rl.reward, BUILT_IN_REWARDS),
+            *shadowed("rollout.engine", [config.rollout.engine], ENGINES),
+        ]
+        warnings = [*(f"warning  {text}" for text in shadows), *exposure(config.cluster.address)]
+        notes = (*warnings, *start.notes, *resolved.notes, *notes_on_replay(config, replayed))
         config, start = resolved.config, replace(start, notes=notes)
         write_config(resolved.recorded, run_lock.folder)
         write_bad_rows([*task.prompts.bad, *task.held_out.bad], run_lock.folder)

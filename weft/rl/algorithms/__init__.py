@@ -1,7 +1,7 @@
 """The algorithms of `weft rl`. Each file declares one (base.py) in DECLARES; nothing else lists them.
 
 Installed packages add others: an entry point of the group weft.algorithms names such a tuple (weft/plugins.py). A
-package that cannot be used is an error only if a config names its algorithm.
+package that cannot be used is an error only if a config names its algorithm. Names of weft's own stay weft's.
 
 The config, the engine's losses, `weft verify` and docs/reference/algorithms.md read the tables below. Imports
 neither torch nor numpy, and nothing of weft's other folders.
@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 
 from weft.errors import UserError
-from weft.plugins import GROUPS, load_plugin, package_of, plugin, plugins
+from weft.plugins import GROUPS, load_plugin, package_of, plugin, plugins, shadowed
 from weft.rl.algorithms.base import AdvantageSpec, AlgorithmSpec, Spec, TokenLossSpec
 
 __all__ = ["ADVANTAGES", "ALGORITHMS", "TOKEN_LOSSES", "UNUSABLE", "needs_critic"]
@@ -33,8 +33,11 @@ def _of_packages(built_in: list[tuple[Spec, ...]]) -> tuple[list[tuple[Spec, ...
     algorithms = tuple(name for kind, name in givers if kind is AlgorithmSpec)
     files, unusable = list[tuple[Spec, ...]](), dict[str, str]()
     for entry in {entry.name: entry for entry in plugins(GROUPS[_KEY])}.values():
+        if notes := shadowed(_KEY, [entry.name], algorithms):
+            unusable[entry.name] = notes[0]
+            continue
         try:
-            plugin(entry.name, _KEY, algorithms)
+            plugin(entry.name, _KEY)
             declared = load_plugin(entry, _KEY)
             giver = f"{entry.value} of {package_of(entry)}"
             if not (isinstance(declared, tuple) and all(isinstance(spec, Spec) for spec in declared)):
