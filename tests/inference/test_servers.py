@@ -65,7 +65,7 @@ async def answer(reader, writer):
         print("ValueError: this is why", flush=True)
         print("going\\nnanobind: leaked 3 functions!\\n - leaked function \\"x\\"", flush=True)
         os._exit(3)
-    status = {"/broken": "500 No", "/refused": "400 No"}.get(path, "200 OK")
+    status = {"/broken": "500 No", "/refused": "400 No", "/busy": "429 No"}.get(path, "200 OK")
     said = json.dumps({"path": path, "body": json.loads(body or b"null")}).encode()
     length = len(said) + (5 if path == "/cut" else 0)
     head = f"HTTP/1.1 {status}|Content-Type: application/json|Content-Length: {length}||"
@@ -157,7 +157,7 @@ def with_fake(folder: Path, body: Callable[[Fake], Any]) -> Any:
     async def run() -> Any:
         fake = Fake(folder)
         try:
-            await fake.served.wait_ready()
+            await fake.served.wait_ready(60.0)
             return await body(fake)
         finally:
             await fake.served.close()
@@ -168,8 +168,14 @@ def with_fake(folder: Path, body: Callable[[Fake], Any]) -> Any:
 def test_what_is_asked_is_answered(tmp_path: Path) -> None:
     async def body(fake: Fake) -> None:
         assert await fake.served.work("/echo", {"a": [1, "ü"]}, "asking") == {"path": "/echo", "body": {"a": [1, "ü"]}}
-        with pytest.raises(RefusedError, match=r"POST /refused was answered with status 400.*path"):
-            await fake.served.order("/refused", None, "asking")
+        refused = (
+            r"fake-0 refuses a request while asking, and would again: POST /refused .* status 400.*path.*fake-0.log"
+        )
+        for call in (fake.served.order, fake.served.work):
+            with pytest.raises(UserError, match=refused):
+                await call("/refused", {}, "asking")
+        with pytest.raises(RefusedError, match="status 429"):
+            await fake.served.order("/busy", {}, "asking")
         with pytest.raises(ConnectionError, match=r"closed after \d+ of \d+ bytes"):
             await Address(str(tmp_path / "s")).call("GET", "/cut")
 
@@ -379,6 +385,7 @@ def test_a_server_does_not_inherit_what_is_about_ranks_of_weft(tmp_path: Path, m
     "rollout.dtype",
     "rollout.engine_kwargs",
     "rollout.timeout",
+    "rollout.start_timeout",
 )
 def test_keys_reach_the_server(tmp_path: Path) -> None:
     words = ["rollout.engine=vllm", "rollout.max_prompt_tokens=40", "rollout.max_new_tokens=24", "train.seed=7"]
@@ -387,6 +394,7 @@ def test_keys_reach_the_server(tmp_path: Path) -> None:
         "rollout.gpu_memory_utilization=0.5",
         "rollout.dtype=fp32",
         "rollout.timeout=99",
+        "rollout.start_timeout=77",
         "rollout.engine_kwargs={a_b: 3}",
     ]
     cuda = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=False)
@@ -400,6 +408,7 @@ def test_keys_reach_the_server(tmp_path: Path) -> None:
         and arguments["--max-model-len"] == "64"
     )
     assert arguments["--gpu-memory-utilization"] == "0.5" and server_settings.silence == 99
+    assert server_settings.start == 77
     assert server_settings.folder == tmp_path / "engines"
     assert server_names(config_of(tmp_path, *words, "rollout.num_engines=2")) == ["vllm-0", "vllm-1"]
     exact = settings_of(config_of(tmp_path, *words, "rl.on_policy=exact"), cuda, "e", tmp_path, "fp32")
@@ -499,7 +508,7 @@ def with_sglang(folder: Path, body: Callable[[SglangEngine, Sglang], Any]) -> An
         fake = Fake(folder)
         server: Any = Sglang()
         engine = SglangEngine(settings(), fake.served, 1)
-        await fake.served.wait_ready()
+        await fake.served.wait_ready(60.0)
         fake.served._address = server
         try:
             return await body(engine, server)

@@ -5,6 +5,7 @@ Engines are objects of this process; tests/faults has real processes."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ RESTARTS = "rollout/engine_restarts"
 class Strike:
     """What becomes of the nth call of a method on an engine, counted over the engines' whole life. how: dies (before
     the call), dies late (after it, so that its answer is lost), dies midway (while it receives a tensor), hangs,
-    raises, or a function that spoils the answer."""
+    raises, refuses (as a server does with status 4xx), or a function that spoils the answer."""
 
     method: str
     nth: int
@@ -78,6 +79,8 @@ class StruckGroup(LocalGroup):
             raise died
         if strike is not None and strike.how == "raises":
             raise ActorError(f"rollout engine {number} failed: RuntimeError: boom", "failed")
+        if strike is not None and strike.how == "refuses":
+            raise ActorError("rollout engine vllm-0 refuses a request: status 400: no such field", "user")
         if strike is not None and strike.how == "hangs":
             self.dead.add(number)
             raise ActorError(f"rollout engine {number} failed: no progress for 20 seconds (rollout.timeout)", "hang")
@@ -246,6 +249,27 @@ def test_a_run_whose_engines_keep_failing_ends_with_the_last_error(name: str, ta
     with pytest.raises(ActorError, match=message) as error:
         run_struck(task, task / name.replace(" ", "-"), [strike], *keys)
     assert error.value.kind == kind
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
+def test_engines_that_fail_at_random_change_nothing(seed: int, task: Path, unbroken: Path) -> None:
+    """A short soak; tests/faults/test_soak.py has real processes."""
+    chance = random.Random(seed)
+    ways: dict[str, Sequence[Any]] = {
+        "advance": ("dies", "dies late", "hangs", "raises", NAN, lambda answer: "hello"),
+        "receive": ("dies", "dies midway", "dies late"),
+    }
+    strikes, taken = list[Strike](), set[tuple[str, int]]()
+    while len(strikes) < 12:
+        method = chance.choice([*ways])
+        nth = chance.randrange(1, 16)
+        if (method, nth) not in taken:  # one strike hides another of the same call
+            taken.add((method, nth))
+            strikes.append(Strike(method, nth, chance.choice(ways[method])))
+    run = task / f"random-{seed}"
+    engines = run_struck(task, run, strikes, *TWO, *APART, "rollout.restarts=50")
+    assert engines.struck >= 8 and sum(restarts_of(run)) == len(engines.restarted) >= 8
+    same_but_for_restarts(run, unbroken)
 
 
 @pytest.mark.covers("rollout.restart_window")

@@ -136,6 +136,14 @@ def test_a_server_that_keeps_dying_ends_the_run_with_its_last_error(task: Path) 
         run_struck(task, task / "keeps", strikes, *served(task, "vllm", 1), "rollout.restarts=1")
 
 
+def test_a_request_that_a_server_refuses_ends_the_run_at_once(task: Path) -> None:
+    """With the server's message, and without a restart: another server would refuse it, too."""
+    strikes = [Strike("generate", 10, "refuses", times=9)]
+    with pytest.raises(ActorError, match="^rollout engine vllm-0 refuses a request: status 400") as error:
+        run_struck(task, task / "refuses", strikes, *served(task, "vllm", 2))
+    assert error.value.kind == "user"
+
+
 class TwoServers:
     """Trainers and two engines in place of actors. Requests wait until their engine is told what becomes of them."""
 

@@ -481,11 +481,18 @@ class RolloutConfig:
         unread=(when.ONLY_SERVERS,),
     )
     timeout: float = key(
-        "Seconds in which an engine must start, respond, and finish at least one of its running completions. "
-        "Otherwise weft treats it as hanging.",
+        "Seconds in which an engine must respond, and finish at least one of its running completions. Otherwise weft "
+        "treats it as hanging. A server may need longer to start: rollout.start_timeout.",
         600.0,
         within=POSITIVE,
         unread=(when.NO_ENGINE_PROCESSES,),
+    )
+    start_timeout: float = key(
+        "Seconds in which a server (vllm, sglang) must start: read the model, compile, capture graphs. Otherwise weft "
+        "treats it as hanging.",
+        1800.0,
+        within=POSITIVE,
+        unread=(when.ONLY_SERVERS,),
     )
     restarts: int = key(
         "Number of times that weft replaces each engine that dies, hangs, raises, or returns an invalid completion "

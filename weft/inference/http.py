@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_LATER = (408, 409, 425, 429)  # a timeout, a conflict, too early, too many requests: it may answer another time
+
 
 class RefusedError(RuntimeError):
     """The server answered with a status other than 2xx. text: the response's body."""
@@ -18,6 +20,11 @@ class RefusedError(RuntimeError):
     def __init__(self, call: str, status: int, text: str) -> None:
         super().__init__(f"{call} was answered with status {status}: {text}")
         self.status, self.text = status, text
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the server would refuse the same request again, whichever server it is."""
+        return 400 <= self.status < 500 and self.status not in _LATER
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Calls to a rollout engine that is a server. Every call ends, whatever happens to the server.
 
+A request that the server refuses (status 4xx) is a UserError: another server would refuse it, too.
+
 The server counts as dead when its process has exited, its health route reports an error, nothing listens, or it hangs.
 Then every call raises EngineDiedError and the server's processes are killed. It counts as hanging when no request has
 finished for `silence` seconds although some are pending and it is not paused. A single request has no time limit.
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from weft.errors import UserError
 from weft.inference.http import Address, RefusedError
 from weft.inference.process import EngineDiedError, EngineProcess
 
@@ -37,16 +40,17 @@ class Served:
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch: asyncio.Task[None] | None = None
 
-    async def wait_ready(self) -> None:
+    async def wait_ready(self, limit: float) -> None:
         """Wait until the server responds. EngineDiedError, with the end of its log, if it exits first or takes more
-        than `silence` seconds."""
-        deadline = time.monotonic() + self._silence
+        than `limit` seconds (rollout.start_timeout)."""
+        deadline = time.monotonic() + limit
         while True:
             if self._process.status is not None:
                 raise EngineDiedError(self._message(f"ended with status {self._process.status}", "starting"))
             if time.monotonic() > deadline:
                 await self._process.close()
-                raise EngineDiedError(self._message(f"was not ready after {self._silence:g} s", "starting"), "hang")
+                reason = f"was not ready after {limit:g} s (rollout.start_timeout)"
+                raise EngineDiedError(self._message(reason, "starting"), "hang")
             with suppress(ConnectionError, RefusedError, TimeoutError):
                 async with asyncio.timeout(self._silence):
                     await self._address.call("GET", self._health)
@@ -121,7 +125,13 @@ class Served:
     async def _answer(self, task: asyncio.Future[Any], description: str, limit: float | None) -> Any:
         try:
             await asyncio.wait({task, self._dead}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
-            if task.done() and not _may_be_dead(task.exception()):
+            if task.done() and not _may_be_dead(error := task.exception()):
+                if isinstance(error, RefusedError) and error.is_final:
+                    name, log = self._process.name, self._process.log
+                    raise UserError(
+                        f"rollout engine {name} refuses a request while {description}, and would again: {error}. Look "
+                        f"at the options of the server (rollout.engine_kwargs), its version, and {log}."
+                    ) from error
                 return task.result()
             if not task.done() and not self._dead.done():
                 self._hangs = True

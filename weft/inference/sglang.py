@@ -55,7 +55,7 @@ class SglangEngine:
         process = EngineProcess(settings.name, command(settings, port, key), {**inherited(), **settings.variables}, log)
         engine = cls(settings, Served(process, Address(port, key), "/health", settings.silence), version)
         try:
-            await engine._served.wait_ready()
+            await engine._served.wait_ready(settings.start)
         except BaseException:
             await engine.close()
             raise

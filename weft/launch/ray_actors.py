@@ -526,7 +526,8 @@ def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:
     except ray.exceptions.RayError as error:
         if failure := _watchdog.cause():
             raise failure from error
-        raise ActorError(f"the actors could not be started: {first_line(error)}", "failed") from error
+        kind = "killed" if isinstance(error, ray.exceptions.RayActorError) else "failed"
+        raise ActorError(f"the actors could not be started: {first_line(error)}", kind) from error
 
 
 def _get(references: Any) -> Any:

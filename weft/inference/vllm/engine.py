@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.image_files import PromptImages
+from weft.errors import UserError
 from weft.inference.base import Completion, EnginePart, Request
 from weft.inference.http import Address, RefusedError
 from weft.inference.process import EngineDiedError, EngineProcess
@@ -67,7 +68,7 @@ class VllmEngine:
         )  # fmt: skip
         engine = cls(settings, Served(process, Address(str(socket)), "/health", settings.silence), folder, None)
         try:
-            await engine._served.wait_ready()
+            await engine._served.wait_ready(settings.start)
             if version is None:
                 await engine._pause()
             else:
@@ -161,6 +162,8 @@ class VllmEngine:
                 body = body_of(request, index, name, ADAPTER if self._adapter else None, features)
                 try:
                     completion = completion_of(await self._served.work("/inference/v1/generate", body, description))
+                except UserError:
+                    raise
                 except (RefusedError, ValueError) as error:
                     raise RuntimeError(f"rollout engine {self.settings.name}, {description}: {error}") from error
                 if completion.finish != "abort" or dropped == self._dropped:

@@ -41,8 +41,8 @@ class Settings:
     that syncs will bring; None: no adapters. sleeps: whether the engine must be able to free its memory between
     rollouts. drops: whether unfinished requests start again when weights change; otherwise they continue. invariant:
     whether results must not depend on the batch; on CUDA. silence: seconds without a finished request after which a
-    busy engine counts as hanging; also the limit on its start. options: further arguments of the server, by their names
-    with underscores. variables: environment variables in addition to this process's.
+    busy engine counts as hanging. start: seconds in which it must respond at first. options: further arguments of the
+    server, by their names with underscores. variables: environment variables in addition to this process's.
     """
 
     interpreter: Interpreter
@@ -59,6 +59,7 @@ class Settings:
     drops: bool = False
     invariant: bool = False
     silence: float = 600.0
+    start: float = 1800.0
     options: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -86,6 +87,7 @@ def settings_of(
         drops=rollout.on_weight_update == "drop",
         invariant=config.rl.on_policy == "exact",
         silence=rollout.timeout,
+        start=rollout.start_timeout,
         options={**reading, **rollout.engine_kwargs},
     )
 
