@@ -34,6 +34,7 @@ QUICK = (
     "reward process is stopped", "reward crashes in native code", "reward returns infinity", "reward prints megabytes",
     "reward uses up memory, and the kernel kills it", "all rewards are alike, for ever",
     "environment process is stopped", "environment ends by os._exit", "environment returns NaN",
+    "agent process is killed after an answer",
     "fork server of environments is killed", "fork server of environments is stopped",
 )  # fmt: skip
 SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in RL_CASES if name not in QUICK]

@@ -32,6 +32,7 @@ from weft.inference.weight_sync.protocol import SyncError, Ticket
 from weft.inference.weight_sync.sender import SyncFailure
 from weft.launch.options import RlOptions
 from weft.recipes import rl
+from weft.rl import actors
 from weft.rl.batch_pool import StandalonePool, require_completions
 from weft.rl.restarts import RestartBudget
 
@@ -482,6 +483,29 @@ def test_engines_that_cannot_join_are_refused(words: list[str], message: str) ->
     needed = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]", "rollout.engine=hf"]
     with pytest.raises(UserError, match=message):
         load_config([], [*needed, *words], RlConfig)
+
+
+@pytest.mark.parametrize(("address", "bundles"), [(None, 4), ("10.0.0.1:6379", 2)])
+def test_a_ray_that_does_not_grow_has_room_for_all_engines_that_may_join(
+    address: str | None, bundles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would wait for ever on a machine with as many cores as the run needs at first."""
+    needed = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]", "rollout.engine=hf"]
+    words = [*needed, "cluster.engines={min: 1, max: 3}", *([f"cluster.address={address}"] if address else [])]
+    asked: list[int] = []
+
+    def session(address: str | None, reserved: Sequence[Any]) -> Any:
+        asked.append(len(reserved))
+        raise UserError("no Ray here")
+
+    monkeypatch.setattr(actors, "ray_session", session)
+    options = RlOptions(device="cpu", world=1)
+    with (
+        pytest.raises(UserError, match="no Ray"),
+        actors.open_actors(load_config([], words, RlConfig), options, fill=True),
+    ):
+        """Not opened."""
+    assert asked == [bundles]
 
 
 def test_a_budget_counts_engines_one_by_one_and_the_ranks_of_a_model_together(

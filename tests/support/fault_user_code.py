@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.support.agents import post
 from tests.support.faults import DO
 from weft.rl.environments import Environment, Reply
 
@@ -40,6 +41,18 @@ class FaultyEnvironment(Environment):
         values = [float(len(set(text)))]
         do = strikes(self.prompt, "step")
         return Reply(done=True, reward=(GIVES[do](values) if do in GIVES else acts(do) or values)[0])
+
+
+def agent(row: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Asks once; the reward is how many different characters were answered, unless a fault strikes: in `start`, before
+    it asks, or in `step`, after it."""
+    acts(strikes(row["prompt"], "start"))
+    body = {"model": "policy", "messages": [{"role": "user", "content": row["prompt"]}]}
+    status, text = post(base_url, api_key, "/chat/completions", body)
+    assert status == 200, text
+    values = [float(len(set(json.loads(text)["choices"][0]["message"]["content"])))]
+    do = strikes(row["prompt"], "step")
+    return (GIVES[do](values) if do in GIVES else acts(do) or values)[0]
 
 
 def strikes(prompt: str, phase: str) -> str | None:

@@ -62,6 +62,7 @@ def run_rl_case(name: str, case: RlCase, task: Path) -> tuple[RlRun, Path]:
     folder.mkdir()
     if any("../rm" in word or "../adder-3" in word for word in case.words):
         make_models(task)
+    (task / "plain.jinja").write_text(TEMPLATE)
     with memory_group(case.megabytes) as group:
         return RlRun(words_of(task, case), folder, case.fault, on_ray=case.on_ray, group=group).wait(), folder
 
@@ -274,6 +275,16 @@ def read_models() -> dict[str, RlCase]:
             fault=RlFault(do=do, **scoring), status=status, words=[*SCORED, *options, "cluster.frozen_restarts=0"],
             within=90.0, says=[message, "scoring conversations"], **ends,
         )  # fmt: skip
+    cases["the reference gives NaN"] = RlCase(
+        fault=RlFault(do="reference gives NaN"), status=14, words=["rl.kl_coef=0.1"], saved=0,
+        says=["the reference gives log probabilities that are not finite, of sample"],
+        when="computing logprobs, step 1",
+    )  # fmt: skip
+    cases["the critic gives NaN"] = RlCase(
+        fault=RlFault(do="critic gives NaN"), when="computing logprobs, step 1", status=14, saved=0,
+        words=["rl.algorithm=ppo", "rl.minibatches=1", "rl.epochs=1"],
+        says=["the critic gives values that are not finite, of sample .* fsdp.param_dtype=fp32"],
+    )  # fmt: skip
     cases["a reward model gives NaN for a sample"] = RlCase(
         fault=RlFault(do="reward model gives NaN"), when="asking for rewards, step 1", words=SCORED, failed=1,
         **goes_on | {"lost": SAMPLES[1]}, says=["reward   reward_model failed for sample .*: the model's score is nan"],
@@ -443,8 +454,14 @@ ENVIRONMENT = [
     "rl.environment=tests.support.fault_user_code:FaultyEnvironment",
     "rl.environment_timeout=2",
 ]
+AGENT = [
+    "rl.reward=[]", "data.columns={}", "rl.agent=tests.support.fault_user_code:agent", "rl.agent_timeout=2",
+    "data.chat_template=../plain.jinja",
+]  # fmt: skip
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # the model has no token but digits
 OF_PHASE = {
     "reward": "asking for rewards", "start": "starting an environment", "step": "a step of an environment",
+    "agent start": "an agent before it asks", "agent step": "an agent after it was answered",
 }  # fmt: skip
 PROMPT = "14+56="  # of step 2
 SAMPLES = {1: "nothing but 1 sample, which is not trained", 3: "nothing but 3 samples, which are not trained"}
@@ -456,12 +473,14 @@ def users() -> dict[str, RlCase]:
 
     def add(
         name: str, do: str, failed: int = 0, *, words: list[str] = OF_USER, says: str = "", prompt: str = PROMPT,
-        once: str = "", megabytes: int = 0,
+        once: str = "", megabytes: int = 0, phase: str = "",
     ) -> None:  # fmt: skip
-        phase = "reward" if words is OF_USER else "start" if prompt else "step"
-        cases[f"{'reward' if words is OF_USER else 'environment'} {name}"] = RlCase(
+        phase = phase or ("reward" if words is OF_USER else "start" if prompt else "step")
+        part = "reward" if words is OF_USER else "agent" if words is AGENT else "environment"
+        when = OF_PHASE[f"agent {phase}" if words is AGENT else phase]
+        cases[f"{part} {name}"] = RlCase(
             fault=RlFault(who="user", do=do, phase=phase, prompt=prompt, once=once), status=0, words=words,
-            when=f"{OF_PHASE[phase]}, {'step 2' if prompt else 'always'}", failed=failed, says=[says], saved=3,
+            when=f"{when}, {'step 2' if prompt else 'always'}", failed=failed, says=[says], saved=3,
             lost=SAMPLES[failed] if failed else ALL, megabytes=megabytes, resumes=False,
         )  # fmt: skip
 
@@ -474,8 +493,11 @@ def users() -> dict[str, RlCase]:
     add("prints megabytes", "print megabytes")
     for name, do, says in ENVIRONMENT_FAULTS:
         add(name, do, 3, words=ENVIRONMENT, says=f"reward   environment failed for sample .*{says}")
+    for name, do, phase, says in AGENT_FAULTS:
+        says = f"reward   agent failed for sample .*fault_user_code:agent{says}"
+        add(name, do, 3, words=AGENT, phase=phase, says=says)
     for name, do, says in REPLIES:  # the one sample that ends by itself is shown to the environment
-        says = f"reward   environment failed for sample .*FaultyEnvironment.step: {says}"
+        says = f"reward   environment failed for sample .*FaultyEnvironment.step:? {says}"
         add(name, do, 1, words=ENVIRONMENT, prompt="", says=says)
     return cases
 
@@ -504,7 +526,22 @@ ENVIRONMENT_FAULTS = (
     ("crashes in native code", "crash", "FaultyEnvironment.start: its process was ended by signal 11"),
     ("raises MemoryError", "memory", "FaultyEnvironment.start: MemoryError"),
 )
+AGENT_FAULTS = (
+    ("process is killed before it asks", "kill", "start", ": its process was ended by signal 9"),
+    ("process is killed after an answer", "kill", "step", ": its process was ended by signal 9"),
+    ("process is stopped before it asks", "stop", "start", " took more than 2 seconds"),
+    ("process is stopped after an answer", "stop", "step", " took more than 2 seconds"),
+    ("hangs after an answer", "sleep", "step", " took more than 2 seconds"),
+    ("raises after an answer", "raise", "step", ": RuntimeError: boom"),
+    ("ends by os._exit before it asks", "exit", "start", ": its process ended with status 7"),
+    ("returns NaN", "nan", "step", ": ValueError: gave the reward nan"),
+    ("returns words", "words", "step", ": TypeError: gave 'good' for a reward"),
+)
 REPLIES = (
+    ("process is killed in a step", "kill", "its process was ended by signal 9"),
+    ("process is stopped in a step", "stop", "took more than 2 seconds"),
+    ("hangs in a step", "sleep", "took more than 2 seconds"),
+    ("ends by os._exit in a step", "exit", "its process ended with status 7"),
     ("returns NaN", "nan", "ValueError: `reward` of a Reply is nan"),
     ("returns words", "words", "ValueError: could not convert string to float"),
 )

@@ -110,7 +110,7 @@ def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | Non
     enter(group)
     if on_ray:
         start_server(str(folder))
-        monitor.process_of = ray_actors.process_of = _process_of_fork
+        monitor.process_of = ray_actors.process_of = process_of_fork
     else:
         rl.open_actors = partial(local_actors, kind=ReportingGroup)
     if fault is None or fault.who == "user":
@@ -126,7 +126,7 @@ def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | Non
         setattr(actors, make, partial(made_struck, fault, str(folder), make))
 
 
-def _process_of_fork(record: FlightRecord, scratch: Path) -> psutil.Process | None:
+def process_of_fork(record: FlightRecord, scratch: Path) -> psutil.Process | None:
     """As process_of, by the id alone: other processes cannot read the environment that a fork has set."""
     return psutil.Process(record.pid) if psutil.pid_exists(record.pid) else None
 
@@ -227,8 +227,8 @@ def _few_scores() -> None:
     RewardModelRank.score = lambda self, role, parts: original(self, role, parts)[1:]  # type: ignore[method-assign]
 
 
-def _teacher_of_nan() -> None:
-    """What a teacher reads of the policy's samples is not a number."""
+def _readings_of_nan() -> None:
+    """What a teacher, a reference or a critic reads of the policy's samples is not a number."""
     from weft.rl import trainer
 
     original = trainer.readout
@@ -293,6 +293,7 @@ def _few_files() -> None:
 _kept: list[Any] = []
 PLANTS: dict[str, Callable[[], None]] = {
     "another checksum": _other_checksum, "port in use": _port_in_use, "few files": _few_files,
-    "an engine answers nonsense": _nonsense_once, "few scores": _few_scores, "teacher gives NaN": _teacher_of_nan,
+    "an engine answers nonsense": _nonsense_once, "few scores": _few_scores, "teacher gives NaN": _readings_of_nan,
+    "reference gives NaN": _readings_of_nan, "critic gives NaN": _readings_of_nan,
     "reward model gives NaN": _score_of_nan,
 }  # fmt: skip

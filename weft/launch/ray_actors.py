@@ -226,8 +226,8 @@ def check_capacity(bundles: Sequence[Bundle]) -> None:
         if needed > resources.get(name, 0):
             raise UserError(
                 f"the Ray cluster has {resources.get(name, 0):g} {name}s, and trainers and engines need {needed:g}: "
-                "set cluster.trainer_ranks (or rollout.num_engines, or cluster.devices) to fewer, or join a larger "
-                "cluster (cluster.address)."
+                "set cluster.trainer_ranks (or rollout.num_engines, cluster.engines, cluster.devices) to fewer, or "
+                "join a larger cluster (cluster.address)."
             )
         nodes = _watchdog.call(import_ray().nodes)
         largest = max((node["Resources"].get(name, 0) for node in nodes if node["Alive"]), default=0)

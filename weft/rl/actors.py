@@ -138,7 +138,8 @@ def open_actors(config: RlConfig, options: RlOptions, *, fill: bool) -> Iterator
     reserved = [*resources.reservations] if places is None else [bundle] * len(places.devices)
     reserved += [bundle] * sum(count for role, count in rank_counts.items() if role not in named)
     joining = len(resources.engines) - config.rollout.count if config.cluster.engines else 0
-    first_engines = resources.engines[: len(resources.engines) - joining]
+    # A cluster may grow until engines join; a Ray that is started here does not.
+    first_engines = resources.engines[: None if is_local else len(resources.engines) - joining]
     reserved += first_engines if resources.colocated_with is None and "rollout" not in named else ()
 
     def ranks(world: int) -> list[Mapping[str, str]]:
