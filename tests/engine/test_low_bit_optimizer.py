@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -110,6 +110,22 @@ def test_small_steps_are_lost_to_nearest_and_kept_at_random_and_by_kahan() -> No
     assert moved["nearest"] == 0
     assert moved["stochastic"] == pytest.approx(0.02, rel=0.05)
     assert moved["kahan"] == pytest.approx(0.02, rel=0.1)  # of one weight, 0.02 lies between two neighbours
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_masters_in_fp32_are_stepped_as_if_no_rounding_were_set(rounding: Literal["stochastic", "kahan"]) -> None:
+    """`weft verify` compares in fp32 with the user's optimizer section."""
+    torch.manual_seed(0)
+    start, gradient, results = torch.randn(64, 256), torch.randn(64, 256), []
+    for config in (OptimizerConfig(state_dtype="int8"), OptimizerConfig(state_dtype="int8", rounding=rounding)):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = build_optimizer([("w", weight)], config)
+        for _ in range(2):
+            set_learning_rate(optimizer, 1e-3)
+            weight.grad = gradient.clone()
+            optimizer.step()
+        results.append((weight.detach(), {*optimizer.state[weight]}))
+    assert results[0][0].equal(results[1][0]) and results[0][1] == results[1][1]
 
 
 def test_state_takes_two_bytes_and_its_scales() -> None:

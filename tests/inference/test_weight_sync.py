@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -268,6 +269,34 @@ def test_every_byte_is_written_by_one_rank(family: str, mesh: str) -> None:
     """Also of what is tied over two stages, and of the buffers and small tensors that all have."""
     by_rank = pool.run(world_of(mesh), written, saved_model(family), mesh)
     assert sum(written_by_rank for written_by_rank, _ in by_rank) == by_rank[0][1]
+
+
+def bucket_places(path: str, size: int | None) -> tuple[int, list[list[tuple[int, int]]]]:
+    """(bucket size, for each bucket the first and the last byte of each tensor). size: None for what three of the
+    first tensors fill to the last byte."""
+    engine = open_engine(path, "1")
+    content = contents.weights(engine, torch.float32)
+    if size is None:
+        (rows, *_) = contents.BucketPlan(engine, content, 1 << 30).buckets
+        size = rows[2].end
+    buckets = contents.BucketPlan(engine, content, size).buckets
+    assert [row.entry for bucket in buckets for row in bucket] == [content.entries[m.disk] for m in content.mappings]
+    return size, [[(row.offset, row.end) for row in bucket] for bucket in buckets]
+
+
+@pytest.mark.parametrize("given", [20_000, None])
+def test_buckets_are_filled(given: int | None) -> None:
+    size, buckets = pool.run(1, bucket_places, saved_model("qwen3"), given)[0]
+    for bucket in buckets:
+        ends = [0, *(end for _, end in bucket)]
+        assert [offset for offset, _ in bucket] == [
+            -(-end // contents.ALIGNMENT) * contents.ALIGNMENT for end in ends[:-1]
+        ]
+        assert len(bucket) == 1 or ends[-1] <= size
+    for bucket, following in itertools.pairwise(buckets):
+        assert -(-bucket[-1][1] // contents.ALIGNMENT) * contents.ALIGNMENT + following[0][1] > size
+    assert len(buckets) > 2 and max(map(len, buckets)) > 2
+    assert given is not None or buckets[0][-1][1] == size
 
 
 # ---------------------------------------------------------------- when it fails

@@ -73,13 +73,13 @@ class FusedAdamW(torch.optim.AdamW):
 def build_adamw(config: OptimizerConfig, parameters: ParameterSet) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
     master = parameters.dtype
-    state = state_dtype(config, master)
-    if state == master and (master != torch.bfloat16 or config.rounding == "nearest"):
+    state, rounding = state_dtype(config, master), config.rounding if master == torch.bfloat16 else "nearest"
+    if state == master and rounding == "nearest":
         # Measured on CPU with 5M parameters in 57 DTensors: fused 3.5 ms, foreach 10 ms, a loop 28 ms.
         return FusedAdamW(parameters.groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     return LowBitAdamW(
         parameters.groups, parameters.placements, parameters.names, state_dtype=state, lr=config.lr,
-        betas=config.betas, eps=config.eps, rounding=config.rounding, seed=parameters.seed,
+        betas=config.betas, eps=config.eps, rounding=rounding, seed=parameters.seed,
     )  # fmt: skip
 
 

@@ -138,8 +138,9 @@ class StatePart:
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with state in `state_dtype`.
 
-    rounding: of bf16 masters. `stochastic`: up or down in proportion to the distance, by bits of seed, name, place
-    in the whole tensor and step. `kahan`: what is rounded away is kept in bf16 and added to the next step.
+    rounding: of bf16 masters; `nearest` for wider ones. `stochastic`: up or down in proportion to the distance, by bits
+    of seed, name, place in the whole tensor and step. `kahan`: what is rounded away is kept in bf16 and added to the
+    next step.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def keys_of(self, parameter: nn.Parameter) -> list[str]:
         """Names of a parameter's state tensors."""
         scales = _SCALES if self._parameters[parameter].coded else ()
-        compensation = ["compensation"] if self.rounding == "kahan" and parameter.dtype == torch.bfloat16 else []
+        compensation = ["compensation"] if self.rounding == "kahan" else []
         return [*_MOMENTS, *scales, *compensation]
 
     def empty_state(self, parameter: nn.Parameter, key: str) -> Tensor:
@@ -285,7 +286,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _update(self, parameter: nn.Parameter, factors: Tensor, maxima: Tensor | None) -> None:
         info, state, device = self._parameters[parameter], self.state[parameter], parameter.device
         shard, gradient = local_shard(parameter), local_shard(parameter.grad)
-        stochastic = self.rounding == "stochastic" and shard.dtype == torch.bfloat16
+        stochastic = self.rounding == "stochastic"
         random = info.coded or stochastic
         word = random_key(self.seed, info.placement.name, state["step"]) if random else 0
         key = torch.full((), word, dtype=torch.int32, device=device)

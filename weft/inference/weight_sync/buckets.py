@@ -126,10 +126,12 @@ class Buckets(Protocol):
         ...
 
 
-def _next_slot(rows: list[BucketTensor], entry: TensorHeader, size: int) -> BucketTensor | None:
-    """The place of a tensor after these rows of a bucket of `size` bytes; None if it does not fit."""
-    offset = -(-rows[-1].end // ALIGNMENT) * ALIGNMENT if rows else 0
-    return BucketTensor(entry, offset) if not rows or offset + entry.length <= size else None
+def _next_slot(last: BucketTensor | None, entry: TensorHeader, size: int) -> BucketTensor | None:
+    """The place of a tensor after the last of a bucket of `size` bytes, if it has any; None if it does not fit."""
+    if last is None:
+        return BucketTensor(entry, 0)
+    offset = -(-last.end // ALIGNMENT) * ALIGNMENT
+    return BucketTensor(entry, offset) if offset + entry.length <= size else None
 
 
 class BucketPlan:
@@ -189,7 +191,7 @@ def _share(row: BucketTensor, mapping: TensorMapping, local_box: RankBox) -> _Sh
 def _planned(content: SyncContent, size: int) -> Iterator[list[tuple[BucketTensor, TensorMapping]]]:
     entries, bucket = content.entries, list[tuple[BucketTensor, TensorMapping]]()
     for mapping in content.mappings:
-        row = _next_slot([row for row, _ in bucket[-1:]], entries[mapping.disk], size)
+        row = _next_slot(bucket[-1][0] if bucket else None, entries[mapping.disk], size)
         if row is None:
             yield bucket
             bucket, row = [], BucketTensor(entries[mapping.disk], 0)
@@ -204,7 +206,7 @@ def gathered(engine: Engine, content: SyncContent, buckets: Buckets) -> Iterator
     memory = buckets.memory(number)
     stored = content.form is not None
     for name, tensor in engine.walk(content.mappings, content.manifest, stored=stored, bucket_bytes=2 * buckets.size):
-        row = _next_slot(rows[-1:], entries[name], buckets.size)
+        row = _next_slot(rows[-1] if rows else None, entries[name], buckets.size)
         if row is None:
             settle(engine.device, memory)
             yield rows
