@@ -124,12 +124,12 @@ def test_the_bound_is_a_multiple_of_what_plain_transformers_round_away(times: fl
         exact, logprobs=[torch.full((100,), times * off)], loss=1.0 + times * off,
         gradients={"w": torch.ones(10, 10) * (1 + times * off)},
     )  # fmt: skip
-    figures = judge_narrow(observed, plain, exact, torch.float16, "w")
+    figures = judge_narrow(observed, plain, exact, "float16", 1e-3, "w")
     assert len(figures) == 4 and {figure.passed for figure in figures} == {passes}
 
 
 def test_what_is_no_number_fails() -> None:
     exact = NarrowResults([torch.zeros(4)], 1.0, {"w": torch.ones(2, 2)}, {})
     observed = replace(exact, gradients={"w": torch.full((2, 2), float("nan"))})
-    failed = [figure.name for figure in judge_narrow(observed, exact, exact, torch.float16, "w") if not figure.passed]
+    failed = [figure.name for figure in judge_narrow(observed, exact, exact, "float16", 1e-3, "w") if not figure.passed]
     assert failed == ["gradients, every parameter, float16", "gradients of each token's row, float16"]

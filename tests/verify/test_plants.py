@@ -27,7 +27,7 @@ from tests.recipes import test_eval
 from tests.support.cases import describe, open_engine, parity, saved_model, world_of
 from tests.support.pool import run
 from tests.support.verified import cached_verdict
-from tests.verify import test_16_bits, test_masters
+from tests.verify import test_16_bits, test_fp8, test_masters
 from weft.config import schema
 from weft.data.documents import DataReport
 from weft.engine.batch.document import Document
@@ -39,7 +39,7 @@ from weft.errors import RanksDisagreeError, UserError
 from weft.launch.process import join
 from weft.launch.summary import Phases
 from weft.verify import reference, reference_optimizer
-from weft.verify.bugs import BALANCE_SCALE, MASTERS, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
+from weft.verify.bugs import BALANCE_SCALE, FP8_INPUTS, FP8_OUTPUTS, MASTERS, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
 from weft.verify.bugs.adapters import BASE, QUANTISED
 from weft.verify.bugs.commands import LISTED, PREFERRED, UPDATE
 from weft.verify.bugs.training import HELD_OUT, RESUMED
@@ -388,6 +388,7 @@ TESTS: dict[str, Check] = {
     HELD_OUT: test_eval.held_out_loss_is_the_references,
     BALANCE_SCALE: test_16_bits.balance_is_scaled,
     MASTERS: test_masters.steps_are_those_of_one_process,
+    **{figure: partial(test_fp8.figure_passes, figure) for figure in (FP8_OUTPUTS, FP8_INPUTS)},
     TOKEN_ROWS: test_16_bits.rows_of_unlikely_tokens_are_near,
     "weft.engine.contract.check_contract": contract_holds,
     "tests/verify/test_plants.py: a diverged run ends": diverged_run_ends,

@@ -58,6 +58,7 @@ from weft.verify.dpo_harness import (
     shows_whole_step,
     verify_preferences,
 )
+from weft.verify.fp8_layers import compare_layers
 from weft.verify.harness import Figure, Verdict, cut_documents, verify, worst_five
 from weft.verify.image_documents import steps_for, takes_images
 from weft.verify.image_reference import Images
@@ -165,10 +166,11 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
     model = replace(exact.model, attention=kernel, transforms=config.model.transforms)
     configured = Engine(EngineConfig.from_config(replace(exact, fsdp=config.fsdp, model=model)), ranks)
+    of_layers = compare_layers(configured, steps[0]) if config.model.transforms else []
     figures, remark = compare_as_configured(configured, subject.path, steps[0])
     if verdict is None:
         return None
-    return replace(verdict, figures=[*verdict.figures, *figures], remarks=[*verdict.remarks, remark])
+    return replace(verdict, figures=[*verdict.figures, *of_layers, *figures], remarks=[*verdict.remarks, remark])
 
 
 def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
@@ -182,6 +184,10 @@ def lossy_features(config: Any, *, steps: bool = True) -> list[str]:
     ]
     if not steps and master == torch.bfloat16:
         lines.append("lossy    masters in bf16: not exact; compared by `weft verify` with a config of sft, not here")
+    if config.model.transforms:
+        here = "layers and model compared with plain ones that round in the same way"
+        there = "compared by `weft verify` with a config of sft, not here"
+        lines.append(f"lossy    model.transforms=[fp8]: not exact; {here if steps else there}")
     if config.lora.on and base != "compute":
         lines.append(f"lossy    lora.base={base}: not exact; compared with peft over a base rounded in the same way")
     return lines

@@ -16,6 +16,7 @@ from weft.verify import reference
 from weft.verify.image_reference import ImageReference, Images, PeftImageReference
 from weft.verify.observed import Step, Tensors
 from weft.verify.peft_reference import PeftReference
+from weft.verify.reference_fp8 import round_layers
 from weft.verify.reference_muon import Part
 from weft.verify.reference_optimizer import Optimizer
 from weft.verify.routing import Recorder, Routes
@@ -65,7 +66,8 @@ class ReferenceTrainer:
     is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
     changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
     their documents. seed: of the run. aliases: name of a parameter -> the name that the engine has for it.
-    matrices: parts of parameters that Muon orthogonalises. quantised: as in PeftReference. frozen: as there.
+    matrices: parts of parameters that Muon orthogonalises. quantised: as in PeftReference. frozen: as there. fp8:
+    whether the linear layers of the decoder round (reference_fp8.py).
     """
 
     path: str
@@ -84,16 +86,22 @@ class ReferenceTrainer:
     matrices: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     quantised: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
     frozen: int = 0
+    fp8: bool = False
 
     def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
         """A fresh reference. dtype: of its weights, or with an adapter of the base's."""
+        plain: reference.Reference
         if self.adapter is not None:
             adapted = (
                 self.path, self.adapter, self.device, self.balance, self.whole_step, dtype, self.quantised, self.frozen
             )  # fmt: skip
-            return PeftImageReference(self.images, *adapted) if self.images else PeftReference(*adapted)
-        options = (self.path, self.device, self.freeze, self.balance, self.whole_step, dtype)
-        return ImageReference(self.images, *options) if self.images else reference.Reference(*options)
+            plain = PeftImageReference(self.images, *adapted) if self.images else PeftReference(*adapted)
+        else:
+            options = (self.path, self.device, self.freeze, self.balance, self.whole_step, dtype)
+            plain = ImageReference(self.images, *options) if self.images else reference.Reference(*options)
+        if self.fp8:
+            round_layers(plain.plain.get_submodule(self.layers))
+        return plain
 
     def train(
         self, steps: Sequence[Step], *, padded: bool = False, double: bool = False, recorder: Recorder | None = None

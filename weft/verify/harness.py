@@ -234,7 +234,7 @@ def trainer_of(
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
         seed=engine.config.seed, aliases=engine_names(engine), matrices=matrix_parts(engine),
         quantised={} if form is None else dict.fromkeys(sorted(rounded), (form.name, form.block)),
-        frozen=0 if engine.lora is None else engine.lora.frozen,
+        frozen=0 if engine.lora is None else engine.lora.frozen, fp8="fp8" in model.transforms,
     )  # fmt: skip
 
 

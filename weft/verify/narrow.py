@@ -1,4 +1,4 @@
-"""An engine in its configured 16-bit dtype beside plain transformers in the same dtype.
+"""An engine in its configured 16-bit dtype, or in fp8, beside plain transformers that round in the same way.
 
 Both are measured by their distance to plain transformers in fp32: an engine may be FACTOR times as far from it as plain
 transformers are. What 16 bits round away is noise of that size; what is lost otherwise (a loss scale that a part of the
@@ -44,9 +44,10 @@ class NarrowResults:
 
 
 def narrow_dtype(engine: Engine) -> torch.dtype | None:
-    """The 16-bit dtype in which the engine computes, if plain transformers can compute the same in it."""
+    """The dtype in which the engine computes, if something is rounded to 16 or 8 bits and plain transformers can
+    compute the same."""
     precision = engine.precision
-    if engine.config.model.transforms or precision.compute not in (torch.float16, torch.bfloat16):
+    if precision.compute not in (torch.float16, torch.bfloat16) and not engine.config.model.transforms:
         return None
     return precision.compute if precision.master in (torch.float32, precision.compute) else None
 
@@ -56,7 +57,7 @@ def compare_as_configured(engine: Engine, path: str, step: Step) -> tuple[list[F
     rank. Collective.
 
     Isolation of documents is always judged, because rounding is no excuse there. The rest is judged where the engine
-    computes in 16 bits, and else a remark.
+    computes in 16 bits or in fp8, and else a remark.
     """
     randomize_adapters(engine)
     with saved_adapter(engine) as adapter:
@@ -68,7 +69,7 @@ def _compare(engine: Engine, trainer: ReferenceTrainer, step: Step) -> tuple[lis
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
     exact = None
     if engine.ranks.is_first:
-        exact = _of_reference(trainer, step, torch.float32, recorder, 1.0)
+        exact = _of_reference(replace(trainer, fp8=False), step, torch.float32, recorder, 1.0)
     routes: list[Routes] = [recorder.routes if recorder is not None else {}]
     if recorder is not None:
         dist.broadcast_object_list(routes, src=0, group=engine.ranks.group)
@@ -90,7 +91,8 @@ def _compare(engine: Engine, trainer: ReferenceTrainer, step: Step) -> tuple[lis
             why = f"verdict: at most {FACTOR:g} times as far off as plain transformers in it"
             head = f"{engine.module.facts.head}.weight"
             head = head if head in exact.gradients else f"{engine.module.facts.embedding}.weight"
-            figures += judge_narrow(observed, plain, exact, dtype, head)
+            name = "fp8" if trainer.fp8 else str(dtype).removeprefix("torch.")
+            figures += judge_narrow(observed, plain, exact, name, torch.finfo(dtype).eps, head)
     worst = max(compare_gradients(observed.gradients, exact.gradients, {}), key=lambda figure: figure.value)
     transforms = "".join(f", {name}" for name in engine.config.model.transforms)
     words = (
@@ -101,11 +103,10 @@ def _compare(engine: Engine, trainer: ReferenceTrainer, step: Step) -> tuple[lis
 
 
 def judge_narrow(
-    observed: NarrowResults, plain: NarrowResults, exact: NarrowResults, dtype: torch.dtype, head: str
+    observed: NarrowResults, plain: NarrowResults, exact: NarrowResults, name: str, floor: float, head: str
 ) -> list[Figure]:
-    """Figures of an engine (seen) and of plain transformers (plain) in `dtype`, both against fp32 (exact). head: name
-    of the weight of which each row is a token's."""
-    name, floor = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
+    """Figures of an engine (observed) and of plain transformers (plain) that both round, against fp32 (exact). name: of
+    the dtype. floor: a distance that always passes. head: name of the weight of which each row is a token's."""
 
     def bounded(figure_name: str, actual: float, reference: float, note: str = "") -> Figure:
         return Figure(figure_name, actual, FACTOR * reference + floor, reference, note)
@@ -185,10 +186,11 @@ def _finite_gradients(engine: Engine, step: Step) -> tuple[float, Tensors]:
 def _of_reference(
     trainer: ReferenceTrainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, scale: float
 ) -> NarrowResults:
-    """Results of plain transformers in `dtype`: in fp32 the recorder records their routes, else they follow it."""
+    """Results of plain transformers in `dtype`: without rounding the recorder records their routes, else they follow
+    it."""
     plain = trainer.reference(dtype)
     plain.scale = scale
-    with recording(recorder, plain, trainer.layers, follow=dtype != torch.float32):
+    with recording(recorder, plain, trainer.layers, follow=trainer.fp8 or dtype != torch.float32):
         logprobs = [plain.logprobs(ids)[0] for ids, _ in step]
         loss, gradients = plain.gradients(step)
         balance = plain.gradients(_silent(step))[1] if trainer.balance else {}

@@ -25,6 +25,8 @@ TOKEN_ROWS = "gradients of each token's row, float16"
 BALANCE_SCALE = "scale of the auxiliary loss, float16"
 AGREE = "ranks that hold the same agree"
 MASTERS = "masters in bfloat16: weights that differ"
+FP8_OUTPUTS = "fp8: outputs of layers"
+FP8_INPUTS = "fp8: gradients of layers' inputs"
 # Tests that compare an SFT run with the reference, step by step.
 RUN_LOSSES = "tests/verify/test_plants.py: losses of a run"
 RUN_RATES = "tests/verify/test_plants.py: learning rates of a run"

@@ -18,6 +18,8 @@ from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.verify.bugs import (
     BALANCE_SCALE,
+    FP8_INPUTS,
+    FP8_OUTPUTS,
     GRADIENTS,
     LOGPROB,
     LOSS,
@@ -384,6 +386,64 @@ def gradient_of_a_tile(plant: Plant, original: Original, self: Any, gradients: A
 def results_out_of_order(plant: Plant, original: Original, self: Any) -> Any:
     plant.hit()
     return {**original(self), "matmuls": (item.roll(1, -1) for item in original(self)["matmuls"])}
+
+
+# ---------------------------------------------------------------- linear layers in fp8
+
+
+@bug(
+    "B53", "weft.models.transforms:linear_layers",
+    "routers multiply 8-bit numbers, too",
+    caught_by=FP8_OUTPUTS, issue="axolotl-ai-cloud/axolotl#3791",
+    needs="model.transforms=[fp8], a router that is an nn.Linear with 16, 32, ... experts (jamba)",
+)  # fmt: skip
+def router_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
+    yield from original(module)
+    for name, child in module.named_modules():
+        if name.endswith(".router"):
+            plant.hit()
+            yield name, child
+
+
+@bug(
+    "B53", "weft.models.transforms:linear_layers",
+    "a pattern that should keep routers out of fp8 keeps gate_proj out, too",
+    caught_by=FP8_OUTPUTS, issue="PrimeIntellect-ai/prime-rl#2910", needs="model.transforms=[fp8]",
+)  # fmt: skip
+def gate_proj_not_in_fp8(plant: Plant, original: Original, module: Any) -> Any:
+    for name, layer in original(module):
+        if "gate" in name:
+            plant.hit()
+        else:
+            yield name, layer
+
+
+@bug(
+    "B33", "weft.ops.fp8:rounded",
+    "scales of fp8 are those of the matrix before, so that rounding depends on the packing",
+    caught_by=FP8_OUTPUTS, issue="", needs="model.transforms=[fp8]",
+)  # fmt: skip
+def delayed_scales(plant: Plant, original: Original, x: Any, dim: int) -> Any:
+    codes, scale = original(x, dim)
+    before = plant.memory.get("scale", scale.max())
+    plant.memory["scale"] = scale.max()
+    if bool((scale == before).all()):
+        return codes, scale
+    plant.hit()
+    return (x.float() / before).clamp(-448, 448).to(codes.dtype), before.expand_as(scale)
+
+
+@bug(
+    "B32", "weft.ops.fp8:rounded",
+    "the gradient of a layer's input is a product with weights that are not rounded",
+    caught_by=FP8_INPUTS, issue="pytorch/torchtitan#3123", needs="model.transforms=[fp8], on a CPU",
+)  # fmt: skip
+def columns_not_rounded(plant: Plant, original: Original, x: Any, dim: int) -> Any:
+    codes, scale = original(x, dim)
+    if dim != 0:
+        return codes, scale
+    plant.hit()
+    return x / scale, scale
 
 
 # ---------------------------------------------------------------- the held-out loss
