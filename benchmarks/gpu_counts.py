@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.gpu_sft import config_of, write_model
+from weft.config.recompute import RecomputePolicy
 from weft.config.schema import FsdpConfig, LoraConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -95,7 +96,7 @@ class OperationCounts(TorchDispatchMode):
         elif "fused_adam" in name:
             self.add("optimizer", sum(4 * 7 * t.numel() for t in args[0]))
         elif func.namespace == "weft":
-            self.add("head kernels", touched)
+            self.add("kernels of experts" if "swiglu" in name else "head kernels", touched)
         else:
             self.add("copies" if name in _COPIES else "elementwise", touched)
         return out
@@ -153,7 +154,7 @@ def simulation_of(card: Any) -> Any:
 
 
 def count(
-    shape: str, tokens: int, recompute: str, keep_weights: bool, micro_batches: int, tiny: bool = False, lora: int = 0
+    shape: str, tokens: int, recompute: Any, keep_weights: bool, micro_batches: int, tiny: bool = False, lora: int = 0
 ) -> OperationCounts:
     """Count one step, after the optimizer has its state. kept: fsdp.reshard_after_forward=false, which is what a run
     does from its second step on where memory allows. lora: rank of adapters on a frozen base in bf16; 0: none."""
@@ -203,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", default="4b", choices=["0.6b", "4b", "30b-a3b"])
     parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--recompute", default="full", choices=["none", "full"])
+    parser.add_argument("--recompute", default="full", metavar="none | full | N", help="N: every Nth layer")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--kept", default="true", choices=["true", "false"])
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
@@ -212,7 +213,7 @@ def main() -> None:
     counts = count(
         options.shape,
         options.tokens,
-        options.recompute,
+        RecomputePolicy(every=int(options.recompute)) if options.recompute.isdigit() else options.recompute,
         options.kept == "true",
         options.micro_batches,
         tiny=options.tiny,

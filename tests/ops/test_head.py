@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import ops
 from weft.launch.simulated import Simulation
-from weft.ops import head
+from weft.ops import head, kernel_trial
 from weft.ops.communicator import ThreadCommunicator, ThreadGroup
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
 
@@ -420,7 +420,7 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
         setattr(wrong, name, lambda *arguments: None)
     monkeypatch.setitem(sys.modules, "weft.ops.head_kernels", wrong)
     monkeypatch.setattr(ops, "head_kernels", wrong, raising=False)
-    monkeypatch.setattr(head, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernel_trial, "find_spec", lambda name: object())
     with pytest.warns(UserWarning, match="computes without its Triton kernels on cpu: they differ by"):
         assert not head.check_kernels.__wrapped__(torch.device("cpu"), torch.bfloat16)
 

@@ -218,21 +218,24 @@ def test_a_router_that_gives_nan_is_a_step_that_is_skipped() -> None:
 def exchanged(
     choices: list[Tensor], hidden: list[Tensor], sizes: tuple[int, ...], idle: list[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """What comes back to each rank, and the gradient of its tokens, where expert e multiplies by e + 1. idle: grows by
-    the ranks to whose experts no row came."""
+    """The sum of what comes back to each token, and its gradient, where expert e multiplies by e + 1 and a choice has
+    the weight expert + 0.5. idle: grows by the ranks to whose experts no row came."""
 
     def on_rank(rank: int, groups: Any) -> tuple[Tensor, Tensor]:
         axis = ExpertPlacement(rank, sizes, groups(tuple(range(len(sizes))), rank))
         tokens = hidden[rank].clone().requires_grad_()
         order, ends = dispatch.sort_by_expert(choices[rank], sum(sizes))
-        dispatched = dispatch.dispatch(dispatch.rows_of(tokens, order, choices[rank].shape[1]), ends, axis)
+        chosen = choices[rank].shape[1]
+        weights = dispatch.permuted((choices[rank] + 0.5).reshape(-1), order)
+        dispatched = dispatch.dispatch(dispatch.rows_of(tokens, order, chosen), ends, axis, weights)
+        assert dispatched.weights_R is not None
         if not sum(dispatched.received):  # a grouped matmul without rows would fail or hang in backward
             assert dispatched.rows_RH.tolist() == [[0.0, 0.0]] and (dispatched.ends == 1).all()
             idle.append(rank)
         first = sum(sizes[:rank])
         number = torch.searchsorted(dispatched.ends, torch.arange(len(dispatched.rows_RH)), right=True) + first + 1
-        back = dispatch.combine(dispatched.rows_RH * number[:, None], dispatched, axis)
-        back = dispatch.permuted(back, dispatch.inverse(order)).view(*choices[rank].shape, 2)
+        rows = dispatched.rows_RH * (number * dispatched.weights_R)[:, None]
+        back = dispatch.sum_of_choices(dispatch.combine(rows, dispatched, axis), order, chosen)
         back.sum().backward()
         assert tokens.grad is not None
         return back.detach(), tokens.grad
@@ -253,9 +256,9 @@ def test_rows_of_any_number_travel_to_their_experts_and_back() -> None:
         choices = [s.topk(chosen).indices for s in scores]
         hidden = [torch.randn(n, 2, generator=generator) for n in counts]
         for rank, (back, gradient) in enumerate(exchanged(choices, hidden, sizes, idle)):
-            factors = (choices[rank] + 1).float()
-            torch.testing.assert_close(back, hidden[rank][:, None] * factors[..., None])
-            torch.testing.assert_close(gradient, factors.sum(1)[:, None].expand(-1, 2))
+            factors = ((choices[rank] + 1) * (choices[rank] + 0.5)).sum(1)[:, None]
+            torch.testing.assert_close(back, hidden[rank] * factors)
+            torch.testing.assert_close(gradient, factors.expand(-1, 2))
     assert len(idle) > 10
 
 

@@ -747,7 +747,8 @@ def test_a_mesh_of_thousands_of_ranks_is_described(checkout: Path, capsys: pytes
     assert "235,093,634,560 parameters; 4,096 ranks" in out and "Nothing of this was measured" in out
     assert "mesh.pp=8 mesh.dp_replicate=64 mesh.dp_shard=2 mesh.cp=4 mesh.ep=8 mesh.ulysses=1" in out
     assert "weights 14.19 GiB" in out and "optimizer 14.19 GiB" in out  # as the dry run has it
-    assert "rows to experts, and back all-to-all ep 8" in out and "dp_replicate 64" in out
+    assert "rows to experts all-to-all ep 8" in out and "rows from experts all-to-all ep 8" in out
+    assert "dp_replicate 64" in out
     assert "bubble" in out and "at the fullest" in out
 
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from weft.models import hf
 from weft.models.low_rank import LowRank
 from weft.models.quantised import GroupedLinear, QuantisedWeight
-from weft.ops.dispatch import ExpertPlacement, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
+from weft.ops.dispatch import ExpertPlacement, combine, dispatch, permuted, rows_of, sort_by_expert, sum_of_choices
 from weft.ops.recompute import reuse_in_recompute
+from weft.ops.swiglu import weighted_swiglu
 
 
 def group_experts(module: nn.Module) -> None:
@@ -49,39 +50,46 @@ def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_
     """The weighted sum of the outputs of each token's chosen experts, [T, H].
 
     Rows are sorted by expert, so that each projection, and each adapter matrix (`lora_NAME`), is one grouped matmul.
+    Weights multiply its last input in place of its output: the input is narrower in most families, and neither output
+    nor exchange have to be computed again for the gradient of the weights.
     """
     axis: ExpertPlacement | None = getattr(experts, "weft_axis", None)
     sort = partial(sort_by_expert, chosen_TK, experts.num_experts)
     # A recomputed layer exchanges the rows that its forward has exchanged, whose counts it keeps.
     order_S, ends_E = sort() if axis is None else reuse_in_recompute(sort)
-    rows = rows_of(hidden_TH, order_S, chosen_TK.shape[1])
+    chosen = chosen_TK.shape[1]
+    rows, weights_S = rows_of(hidden_TH, order_S, chosen), permuted(weights_TK.reshape(-1), order_S)
     if axis is None:
-        rows = _own_experts(experts, rows, ends_E)
+        rows = _own_experts(experts, rows, weights_S, ends_E)
     else:
-        dispatched = dispatch(rows, ends_E, axis)
-        rows = combine(_own_experts(experts, dispatched.rows_RH, dispatched.ends), dispatched, axis)
-    rows = rows * permuted(weights_TK.reshape(-1), order_S)[:, None]
-    rows_TKH = permuted(rows, inverse(order_S)).view(*chosen_TK.shape, rows.shape[-1])
-    return rows_TKH.sum(1).to(hidden_TH.dtype)
+        sent = dispatch(rows, ends_E, axis, weights_S)
+        assert sent.weights_R is not None
+        rows = combine(_own_experts(experts, sent.rows_RH, sent.weights_R, sent.ends), sent, axis)
+    return sum_of_choices(rows, order_S, chosen).to(hidden_TH.dtype)
 
 
-def _own_experts(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """Outputs of this rank's experts for rows sorted by expert. ends: where each expert's rows end."""
+def _own_experts(experts: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Outputs of this rank's experts for rows sorted by expert, times the rows' weights. ends: where each expert's rows
+    end."""
     number = torch.arange(len(rows), device=rows.device)
     expert = torch.searchsorted(ends, number, right=True) if experts.has_bias else None
-    if experts.has_gate:
-        rows = experts._apply_gate(_project(experts, "gate_up_proj", rows, expert, ends))
+    between = _project(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, expert, ends)
+    if hf.is_swiglu(experts):
+        between = weighted_swiglu(between, weights)
     else:
-        rows = experts.act_fn(_project(experts, "up_proj", rows, expert, ends))
-    return _project(experts, "down_proj", rows, expert, ends, getattr(experts, "weft_bias_share", 1.0))
+        between = (experts._apply_gate if experts.has_gate else experts.act_fn)(between) * weights[:, None]
+    share = weights * getattr(experts, "weft_bias_share", 1.0)
+    return _project(experts, "down_proj", between.to(rows.dtype), expert, ends, share)
 
 
 def _project(
-    experts: Any, name: str, rows: Tensor, expert: Tensor | None, ends: Tensor, bias_share: float = 1.0
+    experts: Any, name: str, rows: Tensor, expert: Tensor | None, ends: Tensor, bias_shares: Tensor | None = None
 ) -> Tensor:
-    """Each row times its expert's matrix `name`, plus the adapter's output."""
+    """Each row times its expert's matrix `name`, plus the adapter's output. bias_shares: of the rows; None: 1."""
     weight = getattr(experts, name)
-    bias = None if expert is None else bias_share * getattr(experts, f"{name}_bias")[expert]
+    bias = None if expert is None else getattr(experts, f"{name}_bias")[expert]
+    if bias is not None and bias_shares is not None:
+        bias = (bias * bias_shares[:, None]).to(rows.dtype)
     if isinstance(weight, QuantisedWeight):
         out = GroupedLinear.apply(rows, weight, ends, bias, experts.is_transposed)
     else:

@@ -12,8 +12,8 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - models.auto.modeling_auto.MODEL_FOR_{CAUSAL_LM, IMAGE_TEXT_TO_TEXT, SEQUENCE_CLASSIFICATION,
   TOKEN_CLASSIFICATION}_MAPPING_NAMES; PreTrainedModel._init_weights(a linear layer)
 - AutoModelFor...._model_mapping._extra_content (config class -> class that a user registered)
-- integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
-  .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
+- integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear, _default_apply_gate}; activations.SiLUActivation;
+  of modules under use_experts_implementation .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - modeling_layers.GradientCheckpointingLayer; of vision models' bases .get_image_features (with .pooler_output, a tensor
   or a sequence of them), .get_video_features(pixel_values_videos, video_grid_thw) and .get_rope_index(input_ids,
   mm_token_type_ids, ...), called in vision.py
@@ -55,6 +55,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.activations import SiLUActivation
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -62,7 +63,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, _grouped_linear
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import (
@@ -595,6 +596,12 @@ def linear_widths(module: nn.Module) -> tuple[int, int]:
 def is_fused_experts(module: nn.Module) -> bool:
     """Whether the module's forward uses transformers' experts interface, on parameters [experts, ., .]."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def is_swiglu(experts: Any) -> bool:
+    """Whether fused experts compute silu(gate) up, with gate and up one after the other in `gate_up_proj`."""
+    default = experts.has_gate and type(experts)._apply_gate is _default_apply_gate
+    return default and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
 
 
 def checkpoint_layout(model: PreTrainedModel) -> str | None:

@@ -36,13 +36,15 @@ class ExpertPlacement:
 class Dispatched:
     """Rows on the ranks of their experts. rows_RH: sorted by expert; one row of zeros, for the first own expert, if
     none arrived. ends: where each own expert's rows end. order_R: permutation that sorts rows by expert from their
-    order of arrival, rank by rank; empty if none arrived. sent, received: numbers of rows to and from each rank."""
+    order of arrival, rank by rank; empty if none arrived. sent, received: numbers of rows to and from each rank.
+    weights_R: of the rows, if these were sent, too."""
 
     rows_RH: Tensor
     ends: Tensor
     order_R: Tensor
     sent: list[int]
     received: list[int]
+    weights_R: Tensor | None = None
 
 
 def sort_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -55,10 +57,15 @@ def sort_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(hidden_TH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
-    """[S, H]: each token's hidden state once for each of its `chosen` experts, in the order `order_S`. Backward adds
-    gradients in the order of choices, without atomics."""
+    """[S, H]: each token's hidden state once for each of its `chosen` experts, in the order `order_S`."""
     rows: Tensor = _Rows.apply(hidden_TH, order_S, chosen)
     return rows
+
+
+def sum_of_choices(rows_SH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
+    """[T, H]: the sum of each token's `chosen` rows, which are in the order `order_S`: the adjoint of `rows_of`."""
+    out: Tensor = _SumOfChoices.apply(rows_SH, order_S, chosen)
+    return out
 
 
 def permuted(rows: Tensor, order: Tensor) -> Tensor:
@@ -68,8 +75,8 @@ def permuted(rows: Tensor, order: Tensor) -> Tensor:
 
 
 @torch.compiler.disable
-def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertPlacement) -> Dispatched:
-    """Send rows, sorted by expert, to the ranks that hold their experts. Collective over the axis.
+def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertPlacement, weights_S: Tensor | None = None) -> Dispatched:
+    """Send rows, sorted by expert, and their weights to the ranks that hold their experts. Collective over the axis.
 
     The ranks first exchange the number of rows of each expert, and the host waits for these numbers, because it needs
     the sizes of the exchange and of its result. A recomputed layer has them from its forward.
@@ -81,10 +88,13 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertPlacement) -> Dispatch
     expert_R = expert_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))
     order_R = expert_R.argsort(stable=True)
     ends = received_PE.sum(0).cumsum(0).to(torch.int32)
-    rows_RH = permuted(rows, order_R)
+    rows_RH, weights_R = permuted(rows, order_R), None
+    if weights_S is not None:
+        weights_R = permuted(all_to_all(weights_S, axis.ranks, sent, received), order_R)
     if not len(rows_RH):  # the weight gradient of a grouped matmul without rows fails or hangs (weft/upstream.py)
         rows_RH, ends = F.pad(rows_RH, (0, 0, 0, 1)), torch.ones_like(ends)
-    return Dispatched(rows_RH, ends, order_R, sent, received)
+        weights_R = None if weights_R is None else F.pad(weights_R, (0, 1))
+    return Dispatched(rows_RH, ends, order_R, sent, received, weights_R)
 
 
 def _exchange_counts(ends_E: Tensor, rows: int, axis: ExpertPlacement) -> tuple[Tensor, list[int], list[int]]:
@@ -122,24 +132,40 @@ def inverse(order: Tensor) -> Tensor:
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
-        ctx.chosen = chosen
-        ctx.save_for_backward(order_S)
+        ctx.order, ctx.chosen = order_S, chosen
         return hidden_TH.index_select(0, order_S // chosen)
 
     @staticmethod
     def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, None, None]:
-        (order_S,) = ctx.saved_tensors
-        grad = grad_SH.index_select(0, inverse(order_S))
-        return grad.view(len(grad) // ctx.chosen, ctx.chosen, grad.shape[-1]).sum(1), None, None
+        return _gathered_sum(grad_SH, ctx.order, ctx.chosen), None, None
+
+
+class _SumOfChoices(torch.autograd.Function):
+    """A recomputed layer does not compute experts' last matmul again, because nothing from there on is saved: the order
+    is an attribute of the graph, which keeps it from forward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
+        ctx.order, ctx.chosen = order_S, chosen
+        return _gathered_sum(rows_SH, order_S, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
+        return grad_TH.index_select(0, ctx.order // ctx.chosen), None, None
+
+
+def _gathered_sum(rows_SH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
+    """[T, H]: reads each row once, and adds in fp32 in the order of choices, without atomics."""
+    rows_TK = inverse(order_S).view(-1, chosen)
+    return F.embedding_bag(rows_TK, rows_SH.detach(), mode="sum")
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
+        ctx.order = order
         return rows.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, inverse(order)), None
+        return grad.index_select(0, inverse(ctx.order)), None

@@ -10,10 +10,8 @@ tokens instead, and gradients are computed in forward.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from weft.launch.simulated import device_kind, device_memory, is_simulated
 from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
+from weft.ops.kernel_trial import try_kernels
 
 _MIB = 2**20
 # A tile of t tokens and v columns reads (t + v) x H elements for t x v x H work, so nearly square tiles are best; more
@@ -658,16 +657,10 @@ def has_kernel(tile: Tensor) -> bool:
 def check_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels of head_kernels.py run on this device and equal the operations of this file, within the
     rounding of the tile's dtype; tried once, on a small tile. Warns where they do not."""
-    if find_spec("triton") is None:
-        return False
-    try:
-        worst = max(_differences(device, dtype, scaling) for scaling in (Scaling(0.5, None), Scaling(0.1, 20.0)))
-        failure = "" if worst <= 1.0 else f"they differ by {worst:.3g} of what rounding allows"
-    except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
-        failure = f"they do not run ({type(error).__name__}: {error})"
-    if failure:
-        warnings.warn(f"the head computes without its Triton kernels on {device}: {failure}", stacklevel=2)
-    return not failure
+    scalings = (Scaling(0.5, None), Scaling(0.1, 20.0))
+    return try_kernels(
+        "the head computes", device, lambda: max(_differences(device, dtype, scaling) for scaling in scalings)
+    )
 
 
 def _differences(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> float:

@@ -220,13 +220,18 @@ def _of_experts(
         return
     stage_layers = set(model.layers(mesh.pp, holdings.coordinates.pp))
     layers = sum(model.layer_of(name) in stage_layers for name in model.experts)
-    row = model.text.hidden_size * model.setup.precision.compute.itemsize
-    payload = load.tokens / load.micro_batches * rows_of_a_token(model) * row
-    calls, forwards = 2 * layers * load.micro_batches, _forwards(recompute)
-    yield Transfer(
-        "rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * forwards, "forward"
-    )
-    yield Transfer("rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls, "backward")
+    size = model.setup.precision.compute.itemsize
+    rows, calls = load.tokens / load.micro_batches * rows_of_a_token(model), layers * load.micro_batches
+    back = rows * model.text.hidden_size * size
+    there = back + rows * size  # with the weights of the rows
+    # Outputs of experts are saved nowhere, so that a recomputed layer ends before it. Shared experts come after them.
+    shared = any("shared_" in name for name, _ in model.module.named_modules())
+    forwards = _forwards(recompute)
+    for name, payload, times in (
+        ("rows to experts", there, forwards), ("rows from experts", back, forwards if shared else 1.0),
+    ):  # fmt: skip
+        yield Transfer(name, "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * times, "forward")
+        yield Transfer(name, "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls, "backward")
 
 
 # ---------------------------------------------------------------- pp

@@ -83,13 +83,16 @@ def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Shard
     "rows that come from several ranks go through experts in the order of ranks",
     caught_by=LOGPROB, issue="huggingface/transformers#45473", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def rows_unsorted(plant: Plant, original: Original, rows: Tensor, ends: Tensor, axis: ExpertPlacement) -> Dispatched:
-    dispatched: Dispatched = original(rows, ends, axis)
+def rows_unsorted(plant: Plant, original: Original, *arguments: Any) -> Dispatched:
+    dispatched: Dispatched = original(*arguments)
     if rehearsing() or not len(dispatched.order_R):
         return dispatched
     plant.hit()
-    came = torch.empty_like(dispatched.rows_RH).index_copy(0, dispatched.order_R, dispatched.rows_RH)
-    return replace(dispatched, rows_RH=came, order_R=torch.arange(len(came), device=came.device))
+    rows, weights = (
+        torch.empty_like(x).index_copy(0, dispatched.order_R, x) for x in (dispatched.rows_RH, dispatched.weights_R)
+    )
+    order = torch.arange(len(rows), device=rows.device)
+    return replace(dispatched, rows_RH=rows, weights_R=weights, order_R=order)
 
 
 @bug(
