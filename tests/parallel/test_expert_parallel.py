@@ -218,8 +218,8 @@ def test_a_router_that_gives_nan_is_a_step_that_is_skipped() -> None:
 def exchanged(
     choices: list[Tensor], hidden: list[Tensor], sizes: tuple[int, ...], idle: list[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The sum of what comes back to each token, and its gradient, where expert e multiplies by e + 1 and a choice has
-    the weight expert + 0.5. idle: grows by the ranks to whose experts no row came."""
+    """The sum of what comes back to each token, and the gradient of token number x this sum, where expert e multiplies
+    by e + 1 and a choice has the weight expert + 0.5. idle: grows by the ranks to whose experts no row came."""
 
     def on_rank(rank: int, groups: Any) -> tuple[Tensor, Tensor]:
         axis = ExpertPlacement(rank, sizes, groups(tuple(range(len(sizes))), rank))
@@ -236,7 +236,7 @@ def exchanged(
         number = torch.searchsorted(dispatched.ends, torch.arange(len(dispatched.rows_RH)), right=True) + first + 1
         rows = dispatched.rows_RH * (number * dispatched.weights_R)[:, None]
         back = dispatch.sum_of_choices(dispatch.combine(rows, dispatched, axis), order, chosen)
-        back.sum().backward()
+        (back * torch.arange(1.0, len(tokens) + 1)[:, None]).sum().backward()
         assert tokens.grad is not None
         return back.detach(), tokens.grad
 
@@ -258,7 +258,8 @@ def test_rows_of_any_number_travel_to_their_experts_and_back() -> None:
         for rank, (back, gradient) in enumerate(exchanged(choices, hidden, sizes, idle)):
             factors = ((choices[rank] + 1) * (choices[rank] + 0.5)).sum(1)[:, None]
             torch.testing.assert_close(back, hidden[rank] * factors)
-            torch.testing.assert_close(gradient, factors.expand(-1, 2))
+            numbers = torch.arange(1.0, counts[rank] + 1)[:, None]
+            torch.testing.assert_close(gradient, (factors * numbers).expand(-1, 2))
     assert len(idle) > 10
 
 
