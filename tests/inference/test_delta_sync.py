@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +24,7 @@ from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.inference.base import Synced
 from weft.inference.standalone import Standalone
+from weft.inference.vllm.receiver import VllmSyncWorker
 from weft.inference.weight_sync import delta, protocol
 from weft.inference.weight_sync.buckets import BucketTensor, entry_of
 from weft.inference.weight_sync.delta import DeltaBase
@@ -60,6 +63,52 @@ class Receiver:
     def weights(self) -> dict[str, Tensor]:
         assert self.engine._weights is not None
         return {name: tensor.clone() for name, tensor in self.engine._weights.state.items()}
+
+    def spoil(self) -> None:
+        """Change weights behind the sender's back."""
+        assert self.engine._weights is not None
+        next(iter(self.engine._weights.state.values())).view(torch.int16).flatten()[:50] ^= 1
+
+    def miss_a_version(self) -> None:
+        """As if the last sync had not reached the engine."""
+        self.engine._had = 1
+
+
+class Worker(VllmSyncWorker):
+    """The worker of vLLM without vLLM: what it would load is kept."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Tensor] = {}
+        self.loads = 0
+
+    def _weft_load(self, tensors: Iterator[tuple[str, Tensor]], verify: bool) -> None:
+        self.loaded, self.loads = dict(tensors), self.loads + 1
+
+
+class VllmReceiver(Receiver):
+    """The same with a worker of vLLM, which takes weights between two calls of the server."""
+
+    def __init__(self, path: str, dtype: torch.dtype, sender: Sender, port: int) -> None:
+        self.worker, self.ticket, self.had = Worker(), sender.tickets["it"][0], None
+        self.engine = self  # type: ignore[assignment]
+
+    def receive(self, ticket: protocol.Ticket, version: int) -> None:
+        loads = self.worker.loads
+        answer = self.worker.weft_receive(json.dumps(asdict(ticket)), version, self.had, True, "")
+        assert "error" not in answer and self.worker.loads == loads + 1, answer  # no patch that did not fit
+        self.had = version
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.worker.loaded
+
+    def spoil(self) -> None:
+        assert self.worker._weft_sent is not None
+        next(iter(self.worker._weft_sent.values())).view(np.int16)[:50] ^= 1
+
+    def miss_a_version(self) -> None:
+        self.worker._weft_holds = 1
 
 
 def adam_steps(engine: Any, generator: torch.Generator, lr: float) -> None:
@@ -126,12 +175,12 @@ def shift_slots(patched: np.ndarray) -> np.ndarray:
     return np.concatenate([np.roll(positions, 1).view(np.uint8), patched[4 * count :]])
 
 
-def follow_planted(path: str, plant: str, port: int) -> list[Any]:
+def follow_planted(path: str, plant: str, kind: type[Receiver], port: int) -> list[Any]:
     """(note, share of the bytes that was sent, whether the engine is right) of four syncs; the third has the plant."""
     trainer, dtype = open_engine(path, "1"), torch.bfloat16
     options = SyncOptions("shared", 30_000, 0, 60.0, None, dtype, "delta")
     sender = Sender(trainer, [EngineTarget("it")], options, port=port, key=KEY)
-    receiver = Receiver(path, dtype, sender, port)
+    receiver = kind(path, dtype, sender, port)
     generator, results = torch.Generator().manual_seed(3), list[Any]()
     make = delta._patch
     spoil = {"dropped position": drop_position, "wrong slot": shift_slots}.get(plant)
@@ -143,22 +192,22 @@ def follow_planted(path: str, plant: str, port: int) -> list[Any]:
     for version in range(1, 5):
         adam_steps(trainer, generator, 1e-4)
         if plant == "stale base" and version == 3:
-            assert receiver.engine._weights is not None
-            next(iter(receiver.engine._weights.state.values())).view(torch.int16).flatten()[:50] ^= 1
+            receiver.spoil()
         if plant == "restart" and version == 3:
-            receiver = Receiver(path, dtype, sender, port)
+            receiver = kind(path, dtype, sender, port)
         if plant == "missed version" and version == 3:
-            receiver.engine._had = 1
+            receiver.miss_a_version()
         with patch.object(delta, "_patch", spoiled if version == 3 else make), receiver.receiving(version):
             synced = sender.send(version)
         has = receiver.weights()
         state = {name: tensor.detach().to(dtype) for name, tensor in trainer.tensors()}
-        right = all(torch.equal(value, has[name]) for name, value in state.items() if name in has)
+        right = bool(has) and all(torch.equal(value, has[name]) for name, value in state.items() if name in has)
         results.append((synced.note, synced.extra["sync/sent_gb"] * 1e9 / synced.bytes, right))
     sender.close()
     return results
 
 
+@pytest.mark.parametrize("kind", [Receiver, VllmReceiver])
 @pytest.mark.parametrize(
     ("plant", "note"),
     [
@@ -169,8 +218,8 @@ def follow_planted(path: str, plant: str, port: int) -> list[Any]:
         ("missed version", "sync     all tensors of version 3: it has version 1, not 2"),
     ],
 )
-def test_what_does_not_fit_is_sent_in_full_and_said(plant: str, note: str) -> None:
-    ((first, second, third, fourth),) = pool.run(1, follow_planted, saved_model("qwen3"), plant, free_port())
+def test_what_does_not_fit_is_sent_in_full_and_said(plant: str, note: str, kind: type[Receiver]) -> None:
+    ((first, second, third, fourth),) = pool.run(1, follow_planted, saved_model("qwen3"), plant, kind, free_port())
     assert third[0].startswith(note) and not (first[0] or second[0] or fourth[0])
     assert first[1] == third[1] == pytest.approx(1.0) and second[1] < 1 and fourth[1] < 1
     assert all(right for *_, right in (first, second, third, fourth))

@@ -236,3 +236,130 @@ def test_the_agents_of_openai(api: str) -> None:
     final, calls = served_to(Calling(""), ask)
     assert (final, added, len(calls)) == ("four", [2], 3)
     assert all(later.prompt[: len(call.tokens)] == call.tokens for call, later in itertools.pairwise(calls))
+
+
+ANSWERING = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "four"}}\n</tool_call>'
+
+
+class Playing(Scripted):
+    """Answers with these lines, the last one again and again."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("")
+        self.script = lines
+
+    async def generate(self, request: Any) -> Any:
+        self.lines = (self.script[min(len(self.requests), len(self.script) - 1)],)
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["responses", "chat"])
+def test_pydantic_ai(api: str, stream: bool) -> None:
+    """A tool is called, and its result continues the tokens, over both APIs; so does a result by a tool, if the model's
+    profile says that nothing forces a call."""
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.profiles.openai import OpenAIModelProfile
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    result = '<tool_call>\n{"name": "final_result", "arguments": {"response": 4}}\n</tool_call>'
+
+    async def ask(base_url: str) -> Any:
+        kind = OpenAIResponsesModel if api == "responses" else OpenAIChatModel
+        model = kind(
+            "policy", provider=OpenAIProvider(base_url=base_url, api_key="k"),
+            profile=OpenAIModelProfile(supports_forced_tool_choice=False),
+        )  # fmt: skip
+        agent = pydantic_ai.Agent(model, instructions="Add.", output_type=int)
+
+        @agent.tool_plain
+        def add(a: int) -> int:
+            """Adds."""
+            return a + a
+
+        if not stream:
+            return (await agent.run("2+2?")).output
+        async with agent.run_stream("2+2?") as streamed_run:
+            return await streamed_run.get_output()
+
+    output, calls = served_to(Playing(CALLING.removeprefix("so "), result), ask)
+    assert output == 4 and len(calls) == 2
+    assert calls[1].prompt[: len(calls[0].tokens)] == calls[0].tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["ToolCallingAgent", "CodeAgent"])
+def test_smolagents(kind: str, stream: bool) -> None:
+    """Agents that call tools, and agents that write code. The package writes a call and its result anew, as texts, so
+    the next call is a path of its own."""
+    smolagents = pytest.importorskip("smolagents")
+    lines = (
+        (CALLING, ANSWERING) if kind == "ToolCallingAgent" else ("<code>\nadd(2)\n</code>", "<code>\nfinal_answer(4)")
+    )
+    added: list[int] = []
+
+    class Add(smolagents.Tool):  # type: ignore[misc, name-defined]
+        name, description = "add", "Adds."
+        inputs, output_type = {"a": {"type": "integer", "description": "a number"}}, "integer"
+
+        def forward(self, a: int) -> int:
+            added.append(a)
+            return a + a
+
+    async def ask(base_url: str) -> Any:
+        # Its default is `required`, which a policy that decides itself cannot promise.
+        choice = {"tool_choice": "auto"} if kind == "ToolCallingAgent" else {}
+        model = smolagents.OpenAIModel(model_id="policy", api_base=base_url, api_key="k", **choice)
+        agent = getattr(smolagents, kind)(
+            tools=[Add()], model=model, stream_outputs=stream, max_steps=3, verbosity_level=0
+        )
+        agent.prompt_templates["system_prompt"] = "Add."
+        return await asyncio.to_thread(agent.run, "2+2?")
+
+    output, calls = served_to(Playing(*lines), ask)
+    assert (str(output), added, len(calls)) == ("four" if kind == "ToolCallingAgent" else "4", [2], 2)
+    heard = "".join(TOKENIZER.decode(calls[1].prompt).split())
+    assert "Observation" in heard and calls[1].prompt[: len(calls[0].tokens)] != calls[0].tokens
+
+
+SMOL_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+# What the packages send beside messages, as recorded of pydantic-ai 2.68 and smolagents 1.26.
+RECORDED: dict[str, dict[str, Any]] = {
+    "pydantic-ai": {
+        "stream": False, "tool_choice": "auto", "messages": [
+            {"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "so", "tool_calls": [
+                {"id": "call_1_0", "type": "function", "function": {"name": "add", "arguments": "{\"a\":2}"}}
+            ]},
+            {"role": "tool", "tool_call_id": "call_1_0", "content": "4"},
+        ],
+        "tools": [{**SMOL_TOOL, "function": {**SMOL_TOOL["function"], "strict": True}}],  # type: ignore[dict-item]
+    },
+    "smolagents": {
+        "stop": ["Observation:", "Calling tools:"], "tool_choice": "auto", "tools": [SMOL_TOOL], "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Add."}]},
+            {"role": "user", "content": [{"type": "text", "text": "New task:\n2+2?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "so\nCalling tools:\n[{'id': 'call_1_0'}]"}]},
+            {"role": "user", "content": [{"type": "text", "text": "Observation:\n4"}]},
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", RECORDED)
+def test_what_packages_send_is_answered(package: str) -> None:
+    """Also streamed with a count of tokens, as both ask for it."""
+    body = {"model": "policy", **RECORDED[package]}
+    streamed_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+
+    async def ask(base_url: str) -> list[tuple[int, str]]:
+        return [await asyncio.to_thread(post, base_url, "k", "/chat/completions", b) for b in (body, streamed_body)]
+
+    ((status, text), (streamed_status, events)), calls = served_to(Playing(CALLING), ask)
+    (choice,) = json.loads(text)["choices"]
+    assert status == streamed_status == 200 and choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
+    *_, count, done = [event.removeprefix("data: ") for event in events.split("\n\n") if event]
+    assert done == "[DONE]" and json.loads(count)["usage"]["completion_tokens"] == len(calls[1].answer.ids)
+    assert calls[0].prompt == calls[1].prompt and "\n4" in TOKENIZER.decode(calls[0].prompt)

@@ -393,6 +393,27 @@ class Forgetful(Sides):
         return await super().call_one(number, method, jobs)
 
 
+def test_an_abort_leaves_no_request_of_an_engine_that_dies_meanwhile() -> None:
+    async def play() -> Any:
+        sides: Any = Forgetful()
+        restarts = RestartBudget(3, 60.0, "rollout.restarts", show=lambda text: None)
+        pool = StandalonePool(sides, sides, restarts, vocab_size=9, timeout=1.0)
+        await pool.open()
+        await pool.sync(1)
+        asking = asyncio.ensure_future(pool.generate(Request("a", (1,), (5,), SamplingParams(1))))
+        await asyncio.sleep(0.03)
+        sides.died |= {0, 1}
+        sides.answers = True
+        await pool.abort()
+        (outcome,) = await asyncio.wait_for(asyncio.gather(asking, return_exceptions=True), 5.0)
+        await asyncio.sleep(0.05)
+        assert not pool._waiting and not pool._running and pool.drawn == 0
+        await pool.close()
+        return outcome
+
+    assert isinstance(asyncio.run(play()), asyncio.CancelledError)
+
+
 def test_requests_under_way_begin_again_after_a_sync_that_failed() -> None:
     """With cluster.max_staleness, engines work when weights change; each request is answered, and once."""
 

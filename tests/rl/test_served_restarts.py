@@ -183,6 +183,106 @@ class TwoServers:
                     future.set_result([Completion((5,), (-0.5,), "length", ((1, 1),))])
 
 
+class Recorded(TwoServers):
+    """Two engines that answer at once with the seeds and the version of their weights, unless they hang. calls: what
+    they were asked, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int, Any]] = []
+        self.version, self.has = 0, [0, 0]  # the trainers', the engines'
+        self.fails_at: dict[int, asyncio.Event] = {}  # engine -> when its running request fails
+
+    async def restart(self, number: int) -> None:
+        await super().restart(number)
+        self.has[number] = 0
+        self.fails_at.pop(number, None)
+
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
+        if method != "ask":
+            return await super().call_one(number, method, *args)
+        kind, *rest = args
+        self.calls.append((kind, number, rest[0].seeds if kind == "generate" else tuple(rest)))
+        if kind == "receive":
+            self.has[number] = self.version
+        if kind == "generate":
+            if number in self.fails_at:
+                await self.fails_at[number].wait()
+                raise ActorError(f"rollout engine {number} died", "killed")
+            await asyncio.sleep(0)
+            assert self.has[number], "a request reached an engine without weights"
+            return [Completion((seed,), (-0.5,), "length", ((self.has[number], 1),)) for seed in rest[0].seeds]
+        return None
+
+
+def test_what_an_engine_leaves_is_redone_once_with_its_seeds_by_the_current_weights(task: Path) -> None:
+    """Engines die while they have requests, the second those of the first; then one as the trainers' weights change."""
+
+    async def play() -> Recorded:
+        sides = Recorded()
+        pool = pool_of(task, sides)
+        await pool.open()
+        sides.version = 7
+        await pool.sync(7)
+        sides.fails_at = {0: asyncio.Event(), 1: asyncio.Event()}
+        requests = [Request(f"{n}", (1,), (2 * n, 2 * n + 1), SamplingParams(1)) for n in range(4)]
+        answers = [asyncio.ensure_future(pool.generate(request)) for request in requests]
+        await asyncio.sleep(0.01)
+        for fails in [*sides.fails_at.values()]:  # the second has the requests of the first then
+            fails.set()
+            await asyncio.sleep(0.05)
+        answered = await asyncio.wait_for(asyncio.gather(*answers), 5.0)
+        assert [[c.tokens for c in completions] for completions in answered] == [
+            [(seed,) for seed in request.seeds] for request in requests
+        ]
+        assert {c.versions for completions in answered for c in completions} == {((7, 1),)}
+        assert pool.drawn == 8
+        await pool.hold()  # from here on the trainers' weights change
+        sides.version = 8
+        sides.fails_at = {0: asyncio.Event()}
+        last = asyncio.ensure_future(pool.generate(Request("4", (1,), (8,), SamplingParams(1))))
+        await asyncio.sleep(0.01)
+        sides.fails_at[0].set()
+        (completion,) = await asyncio.wait_for(last, 5.0)
+        assert (completion.tokens, completion.versions) == ((8,), ((7, 1),)) and sides.has == [0, 7]
+        await pool.sync(8)
+        assert sides.has == [8, 8] and pool.drawn == 9
+        await pool.close()
+        return sides
+
+    sides = asyncio.run(play())
+    assert sorted(sides.restarted) == [0, 0, 1]
+    generated = [seeds for kind, _, seeds in sides.calls if kind == "generate"]
+    assert sorted(generated.count(seeds) for seeds in {*generated}) == [2, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("when", ["waits", "has been dealt", "runs at an engine that dies"])
+def test_an_abort_leaves_no_request_to_redo(when: str, task: Path) -> None:
+    async def play() -> list[Any]:
+        sides = Recorded()
+        pool = pool_of(task, sides)
+        await pool.open()
+        sides.version = 1
+        await pool.sync(1)
+        if when != "runs at an engine that dies":
+            await pool.pause()
+        sides.fails_at = {0: asyncio.Event()}
+        answer = asyncio.ensure_future(pool.generate(Request("a", (1,), (5,), SamplingParams(1))))
+        await asyncio.sleep(0.01)
+        if when == "has been dealt":
+            await pool.resume()
+        await pool.abort()
+        sides.fails_at[0].set()
+        if when == "waits":
+            await pool.resume()
+        (outcome,) = await asyncio.wait_for(asyncio.gather(answer, return_exceptions=True), 5.0)
+        assert isinstance(outcome, asyncio.CancelledError)
+        await pool.close()
+        return [number for kind, number, _ in sides.calls if kind == "generate"]
+
+    assert asyncio.run(play()) == ([0] if when == "runs at an engine that dies" else [])
+
+
 def pool_of(task: Path, sides: Any) -> ServedPool:
     words = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", "rl.reward=[length]", "model.init=random"]
     config = load_config([], [*words, *served(task, "vllm", 2)], RlConfig)

@@ -144,13 +144,11 @@ class BatchPool:
 
     async def abort(self) -> None:
         """End running requests with the tokens they have, and cancel waiting ones."""
-        for _, future in self._waiting:
-            future.cancel()
-        self._waiting = []
         await self.pause()
         for finished in await self._end_all():
             self._answer(finished)
-        for _, future in self._running.values():  # which no actor has begun
+        # Those of self._running no actor has begun. Those of an engine that failed meanwhile wait to be redone.
+        for _, future in [*self._running.values(), *self._waiting]:
             future.cancel()
         self._running.clear()
         await self.resume()

@@ -46,6 +46,7 @@ class ServedPool:
         self._waiting = set[asyncio.Future[None]]()  # requests that no engine has
         self._running = set[asyncio.Future[Any]]()
         self._is_paused, self._asleep = False, set[int]()
+        self._aborts = 0  # number of calls of abort()
         self._first = config.rollout.count
         arguments = (actors, trainers, server_names(config), restarts, config.rollout.timeout, self._first)
         self._supervisor = (
@@ -71,9 +72,9 @@ class ServedPool:
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed of the request."""
         load = len(request.seeds) * (len(request.tokens) + request.sampling.max_new_tokens)
-        failures = 0
+        failures, aborts = 0, self._aborts
         while True:
-            number = await self._engine_with_room()
+            number = await self._engine_with_room(aborts)
             losses = self._losses[number]
             self._loads[number] += load
             began = time.time()
@@ -109,11 +110,14 @@ class ServedPool:
         finally:
             self._running.discard(call)
 
-    async def _engine_with_room(self) -> int:
-        """The engine with the least work of those that have weights; waits until there is one."""
+    async def _engine_with_room(self, aborts: int) -> int:
+        """The engine with the least work of those that have weights; waits until there is one. aborts: how many calls
+        of abort() there were when the request came; CancelledError after another one."""
         while True:
             if self._supervisor.failure is not None:
                 raise self._supervisor.failure
+            if self._aborts > aborts:
+                raise asyncio.CancelledError
             if self._supervisor.ready and not self._is_paused:
                 return min(self._supervisor.ready, key=lambda number: (self._loads[number], number))
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -160,9 +164,9 @@ class ServedPool:
         self._deal()
 
     async def abort(self) -> None:
-        """End running requests with the tokens they have, and cancel waiting ones."""
-        for turn in self._waiting:
-            turn.cancel()
+        """End running requests with the tokens they have, and cancel waiting ones, also those that would be redone."""
+        self._aborts += 1
+        self._deal()
         await self._supervisor.call_ready("ask", "abort")
 
     async def sleep(self) -> None:
