@@ -63,6 +63,13 @@ def test_what_is_seen_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with (failed / LOCK).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "goes on" in watched(failed, capsys)
+        (failed / "metrics.jsonl").write_text("")
+        assert "no step has ended yet" in watched(failed, capsys)
+        (failed / "metrics.jsonl").unlink()  # as between a run's first files
+        assert "no step has ended yet" in watched(failed, capsys)
+    (failed / "metrics.jsonl").write_text("")
+    assert cli.main(["watch", str(failed)]) == 2  # no step will come
+    assert "nothing to show. The run failed: ActorError" in capsys.readouterr().err
     assert cli.main(["watch", str(tmp_path / "nothing")]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -110,10 +117,14 @@ def test_a_page_follows_a_run_until_it_ends(tmp_path: Path) -> None:
     run = make_rl_run(tmp_path / "rl", None)
     page = run / "report.html"
     (run / LOCK).touch()
+    metrics = (run / "metrics.jsonl").rename(run / "later")
     with (run / LOCK).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         following = threading.Thread(target=cli.main, args=[["report", str(run), "--follow", "--every", "1"]])
         following.start()
+        time.sleep(0.5)
+        assert following.is_alive()  # no step has ended yet
+        metrics.rename(run / "metrics.jsonl")
         deadline = time.monotonic() + 60
         while not page.exists():
             assert time.monotonic() < deadline

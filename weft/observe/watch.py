@@ -13,10 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from weft.errors import UserError
 from weft.launch.options import WatchOptions
 from weft.observe.progress import duration
-from weft.observe.report.read import MetricsTail, ReportedRun, read_run
+from weft.observe.report.read import MetricsTail, NoStepError, ReportedRun, read_run
 from weft.observe.report.svg import numeric
 from weft.terminal import Console, clean
 
@@ -56,13 +55,11 @@ def run(options: WatchOptions) -> None:
 
 
 def _read(folder: Path, tail: MetricsTail) -> ReportedRun | str:
-    """The run; what it waits for, if no step has ended."""
+    """The run; what it waits for, if it goes on and no step has ended."""
     try:
         return read_run(folder, tail)
-    except UserError as error:
-        if folder.is_dir() and (folder / "starts.jsonl").is_file():
-            return str(error)
-        raise
+    except NoStepError as error:
+        return str(error)
 
 
 def view(reported: ReportedRun | str) -> Table:

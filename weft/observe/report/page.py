@@ -28,7 +28,7 @@ from weft.errors import UserError
 from weft.launch.options import ReportOptions
 from weft.observe.progress import duration
 from weft.observe.report.charts import charts, system_charts, without_zeros
-from weft.observe.report.read import ReportedRun, read_run
+from weft.observe.report.read import NoStepError, ReportedRun, read_run
 from weft.observe.report.samples import answers_by_prompt
 from weft.observe.report.svg import COLOURS, Chart, draw, logarithmic, numeric
 from weft.terminal import clean, count
@@ -41,9 +41,13 @@ def run(options: ReportOptions) -> tuple[Path, list[str]]:
     """Writes the page, with options.follow again and again until no run goes on. Returns its path, and notes on what
     could not be read. Raises UserError if a folder holds no run, or the page cannot be written."""
     while True:
-        target, runs = _write(options)
-        if not (options.follow and any(reported.is_running for reported in runs)):
-            return target, [note for reported in runs for note in reported.notes]
+        try:
+            target, runs = _write(options)
+            if not (options.follow and any(reported.is_running for reported in runs)):
+                return target, [note for reported in runs for note in reported.notes]
+        except NoStepError:
+            if not options.follow:
+                raise
         time.sleep(options.every)
 
 

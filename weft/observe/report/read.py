@@ -83,11 +83,18 @@ class ReportedRun:
         return any(numeric(line.get(key)) is not None for line in self.lines)
 
 
+class NoStepError(UserError):
+    """A run goes on, and no step of it has ended yet."""
+
+
 def read_run(folder: Path, tail: MetricsTail | None = None) -> ReportedRun:
     """Reads everything that the page shows of a run folder. tail: reads its metrics, without samples, checkpoints and
-    the machine's load, which are most of it. Raises UserError if no step is recorded there."""
-    metrics = folder / "metrics.jsonl"
+    the machine's load, which are most of it. Raises UserError if no step is recorded there, NoStepError while one may
+    come."""
+    metrics, unread = folder / "metrics.jsonl", f"{folder}: no step has ended yet, so there is nothing to show."
     if not metrics.is_file():
+        if _is_running(folder, {}):
+            raise NoStepError(unread)
         problem = "holds no metrics.jsonl, so it has no step of a run" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: it {problem}. Name the run.dir of a run.")
     notes: list[str] = []
@@ -100,8 +107,10 @@ def read_run(folder: Path, tail: MetricsTail | None = None) -> ReportedRun:
         lines = tail.read()
     starts = _read_starts(folder / STARTS, notes)
     if not lines:
+        if _is_running(folder, starts[-1] if starts else {}):
+            raise NoStepError(unread)
         ended = f" The run failed: {starts[-1]['error']}." if starts and starts[-1].get("error") else ""
-        raise UserError(f"{folder}: no step has ended yet, so there is nothing to show.{ended}")
+        raise UserError(unread + ended)
     config: dict[str, dict[str, Any]] = {}
     if (folder / "config.yaml").is_file():
         try:
