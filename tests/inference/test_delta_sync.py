@@ -74,7 +74,7 @@ class Receiver:
         self.engine._had = 1
 
 
-class Worker(VllmSyncWorker):
+class PatchedWorker(VllmSyncWorker):
     """The worker of vLLM without vLLM: what it would load is kept."""
 
     rank = 0
@@ -91,7 +91,7 @@ class VllmReceiver(Receiver):
     """The same with a worker of vLLM, which takes weights between two calls of the server."""
 
     def __init__(self, path: str, dtype: torch.dtype, sender: Sender, port: int) -> None:
-        self.worker, self.ticket, self.had = Worker(), sender.tickets["it"][0], None
+        self.worker, self.ticket, self.had = PatchedWorker(), sender.tickets["it"][0], None
         self.engine = self  # type: ignore[assignment]
 
     def receive(self, ticket: protocol.Ticket, version: int) -> None:
