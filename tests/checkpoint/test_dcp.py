@@ -314,7 +314,7 @@ def test_a_run_begins_with_it_and_is_resumed(tmp_path: Path) -> None:
 def test_a_state_under_numbers_is_refused(tmp_path: Path) -> None:
     """ROLL saves the state dict of torch's optimizer itself. Its weights are taken, and the optimizer starts anew."""
     config, folder, saved = written("llama", 2, 1, "roll")
-    assert "by the number of the parameter" in refused_state(config, folder)
+    assert "under parameter numbers instead of names" in refused_state(config, folder)
     wrong, _ = run(1, load_only, config, folder, "1", saved["saved"])[0]
     assert wrong == []
 
@@ -343,7 +343,10 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             "of another optimizer",
         ),
         "of another shape": ({**state, weight: {**state[weight], "exp_avg": torch.ones(3)}}, "and its weight is [64]"),
-        "with an odd step": ({**state, weight: {**state[weight], "step": torch.tensor(-1.0)}}, "one number of steps"),
+        "with an odd step": (
+            {**state, weight: {**state[weight], "step": torch.tensor(-1.0)}},
+            "several step counts, or none",
+        ),
     }
     for name, (entries, words) in cases.items():
         save({**tensors, **({"optim": {"state": entries}} if entries else {})}, tmp_path / name)

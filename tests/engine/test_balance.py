@@ -219,7 +219,7 @@ def refusal(path: str) -> str:
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_family_without_it_is_refused(family: str) -> None:
-    assert f"{family} has no auxiliary loss in transformers" in run(1, refusal, saved_model(family))[0]
+    assert f"{family} models have no auxiliary loss in transformers" in run(1, refusal, saved_model(family))[0]
 
 
 def test_a_coefficient_without_the_loss_is_refused() -> None:

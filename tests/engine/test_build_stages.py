@@ -114,7 +114,7 @@ def test_an_adapter_outside_of_the_layers_is_refused_on_stages() -> None:
         check_adapters_in_layers(module, lora)
 
     check("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj")
-    with pytest.raises(UserError, match="lora.targets: lm_head is outside of the layers"):
+    with pytest.raises(UserError, match="lora.targets: lm_head is outside of the decoder layers"):
         check("model.layers.0.self_attn.q_proj", "lm_head")
 
 

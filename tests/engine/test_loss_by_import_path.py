@@ -186,7 +186,9 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*WORDS, "train.loss=own_losses:Hasty", "run.dir=hasty"]) == 2
-    assert "train.loss: logprob_grad() of Hasty is not the gradient of its loss" in capsys.readouterr().err
+    assert (
+        "train.loss: logprob_grad() of Hasty is not proportional to the gradient of its loss" in capsys.readouterr().err
+    )
     assert not (workdir / "hasty" / "metrics.jsonl").read_text()
 
 
@@ -194,7 +196,7 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Mean", "Mean is no sum over documents: with the same documents in the row twice, the gradient of a"),
+        ("Mean", "Mean is not a sum over documents: if a row holds its documents twice, the gradient with"),
         ("Detached", "the loss_sum of Detached has no gradient"),
         ("ScalarMetric", "metric `loss` of ScalarMetric is a tensor of shape []; it must be a pair (sum, weight)"),
         ("WideMetric", "metric `each` of WideMetric is (a tensor of shape ["),
@@ -254,10 +256,10 @@ def importing(folder: str, *args: str) -> Verdict | None:
         ("own_losses:Lettered", "own_losses:Lettered has a string as `readouts`"),
         ("my_loss:Focal", "there is no module my_loss for my_loss:Focal"),
         ("own_losses:Focus", "own_losses has no Focus"),
-        ("own_losses:Needy", "own_losses:Needy cannot be made without arguments"),
+        ("own_losses:Needy", "own_losses:Needy cannot be created without arguments"),
         ("own_losses:half", "it has no normaliser, logprob_grad, __call__, readouts, every_token"),
-        ("own_losses:Greedy", "asks for value in `readouts`; there are logprob, entropy, logsumexp, chosen_logits"),
-        ("json:dumps", "is no loss: it has no normaliser, logprob_grad, readouts, every_token"),
+        ("own_losses:Greedy", "names value in `readouts`; the names are logprob, entropy, logsumexp, chosen_logits"),
+        ("json:dumps", "is not a loss: it has no normaliser, logprob_grad, readouts, every_token"),
     ],
 )
 def test_what_is_no_objective_is_refused(path: str, words: str, workdir: Path) -> None:

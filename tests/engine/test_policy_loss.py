@@ -188,7 +188,7 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     logprob = torch.tensor([2.0, 3.0]).log()
     result = terms(algorithm(policy_loss="own_loss:squared"), logprob, torch.ones(2), **arrays)
     assert float(result.loss_sum) == pytest.approx(-2 + 1 + 3 + 4)
-    with pytest.raises(UserError, match=r"own_loss:total must give a loss for each of the 2 tokens, not \(\)"):
+    with pytest.raises(UserError, match=r"own_loss:total must return a loss for each of the 2 tokens, not \(\)"):
         terms(algorithm(policy_loss="own_loss:total"), logprob, torch.ones(2), **arrays)
     with pytest.raises(UserError, match="own_loss:number is no function"):
         PolicyLoss(algorithm(policy_loss="own_loss:number"))

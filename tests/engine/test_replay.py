@@ -186,13 +186,13 @@ def refusals(path: str, dense: str) -> list[str]:
 def test_records_that_do_not_fit_are_named() -> None:
     (messages,) = run(1, refusals, saved_model("qwen3_moe"), saved_model("llama"))
     assert messages[0] == (
-        "routes of a document are [36, 2, 2], and should be [37, 2, 2]: tokens, decoder layers, experts per token. "
-        "They are of other tokens, or of another model."
+        "routes of a document have shape [36, 2, 2], but must have [37, 2, 2]: tokens, decoder layers, "
+        "experts per token. They belong to other tokens or to another model."
     )
-    assert "[37, 1, 2], and should be [37, 2, 2]" in messages[1] and "[37, 2, 1], and should be" in messages[2]
-    assert messages[3].endswith("name expert 7, and there are 5, from 0")
-    assert messages[4].endswith("this model has no experts") and "set model.compile=false" in messages[5]
-    with pytest.raises(ValueError, match="routes of 5 tokens, for a sample of 7"):
+    assert "[37, 1, 2], but must have [37, 2, 2]" in messages[1] and "[37, 2, 1], but must have" in messages[2]
+    assert messages[3].endswith("contain expert 7, but the model has experts 0 to 4")
+    assert "this model has no experts" in messages[4] and "Set model.compile=false" in messages[5]
+    with pytest.raises(ValueError, match="routes of 5 tokens for a sample of 7"):
         align_routes(torch.zeros(5, 2, 2), 7)
 
 

@@ -253,7 +253,7 @@ class Asking(EveryReadout):
 @pytest.mark.parametrize("name", ["value", "top_logits/0", "top_logits/many", "top_logits", "hidden"])
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(
-        UserError, match=f"asks for {name} in `readouts`; there are logprob, entropy, logsumexp, chosen"
+        UserError, match=f"names {name} in `readouts`; the names are logprob, entropy, logsumexp, chosen"
     ):
         check_objective(Asking("logprob", name), "mine")
 

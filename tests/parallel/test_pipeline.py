@@ -254,7 +254,7 @@ def test_an_adapter_is_resumed_whole_on_another_mesh(tmp_path: Path) -> None:
 
 def test_an_adapter_outside_of_the_layers_is_refused() -> None:
     for message in run(2, opened, saved_model("llama"), {"lora": {"rank": 4, "targets": ("lm_head",)}}):
-        assert "lora.targets: lm_head is outside of the layers" in message
+        assert "lora.targets: lm_head is outside of the decoder layers" in message
 
 
 # ---------------------------------------------------------------- connections
@@ -293,7 +293,7 @@ def test_layers_are_cut_by_cost() -> None:
         (2, 1, Placement(3), "mesh.pp=3 is more than the 2 decoder layers of this model allow: set mesh.pp=2."),
         (7, 1, Placement(2, 4), "8 stages, more than the 7 decoder layers of this model allow: set mesh.pp_stages_per"),
         (3, 1, Placement(2, 2), "4 stages, more than the 3 decoder layers of this model allow: set mesh.pp_schedule="),
-        (4, 3, Placement(3), "features of images and are in the first stage, allow: set mesh.pp=2."),
+        (4, 3, Placement(3), "image features and must be in the first stage, allow: set mesh.pp=2."),
     ],
 )
 def test_more_stages_than_layers_are_refused(

@@ -86,7 +86,7 @@ def test_the_tower_is_in_the_first_stage(family: str, mesh: str, layers: int, se
 
 def test_layers_that_take_features_are_in_the_first_stage() -> None:
     messages = run(3, refused, saved_vision_model("qwen3_vl", 3, 2), "pp3")
-    assert "first 2 of which take features of images and are in the first stage, allow: set mesh.pp=2." in messages[0]
+    assert "first 2 read image features and must be in the first stage, allow: set mesh.pp=2." in messages[0]
 
 
 def refused(path: str, mesh: str) -> str:

@@ -196,8 +196,8 @@ def test_adapters_beside_the_base_are_exact(lora: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "lora", "words"),
     [
-        ("qwen3_moe", {"targets": ("mlp.experts.down_proj",)}, "leave experts out of lora.targets"),
-        ("qwen3_moe", {"base": "int8"}, "which experts in lora.base=int8 are not"),
+        ("qwen3_moe", {"targets": ("mlp.experts.down_proj",)}, "Remove experts from lora.targets"),
+        ("qwen3_moe", {"base": "int8"}, "experts in lora.base=int8 are not exact"),
         ("llama", {"targets": ("lm_head",), "sampling": "separate"}, "leave the head out of lora.targets"),
     ],
 )

@@ -1,5 +1,5 @@
-"""A TrainModule from a config: the architecture is checked on a small copy, the model is built on meta, and its weights
-are planned."""
+"""Builds a TrainModule from a config: checks the architecture on a small copy, builds the model on meta, and plans
+where its weights are loaded from."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ from weft.parallel.shards.source import open_model_weights
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The module with what the engine and the export need to know of it.
+    """The module, and the facts about it that the engine and the export need.
 
-    path: model.path. mappings: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
-    None if there are none. lora: its adapters, which are not among the mappings. balance: the factor of the experts'
-    auxiliary loss, 0 for none. vision: None if the model takes no images. whole_tensors: for a pipeline stage, the
-    whole model's state dict, on meta; else None. adapter_config: for a pipeline stage, adapter_config.json of the whole
-    model's adapters, if it has some. matrices: the boxes of what Muon orthogonalises; {} for other optimizers.
+    path: model.path. mappings: the position in the module of each tensor of a checkpoint. load: how to fill the module
+    from files; None if there are none. lora: its adapters, which mappings do not include. balance: the factor of the
+    experts' auxiliary loss, 0 for none. vision: None if the model accepts no images. whole_tensors: for a pipeline
+    stage, the whole model's state dict, on meta; else None. adapter_config: for a pipeline stage, adapter_config.json
+    of the whole model's adapters, if it has some. matrices: the boxes of the matrices that Muon orthogonalises; {} for
+    other optimizers.
     """
 
     path: str
@@ -103,10 +104,9 @@ def build_model(
 ) -> BuiltModel:
     """Build the model on the meta device, its floating-point weights in `dtype`.
 
-    compute, device: the dtype and device of forwards; model.attention's kernel must support both. weights: False for
-    shapes only, without opening a file of weights. score: build a head of scores; files may lack its weights.
-    adapters: `attached` adds the adapters of `lora`, not yet filled; `merged` builds the model that they can be merged
-    into.
+    compute, device: the dtype and device of forwards; model.attention's kernel must support both. weights: False builds
+    shapes only, without opening a file of weights. score: build a score head; files may lack its weights. adapters:
+    `attached` adds the adapters of `lora`, not yet filled; `merged` builds the model into which they can be merged.
     """
     examined = _examine(config, dtype=compute, device=device, weights=weights, score=score)
     model = hf.build_meta(examined.config, dtype=dtype, attention=examined.attention)
@@ -139,8 +139,9 @@ def _examine(
     hf_config = hf.without_noise(hf_config)
     if score is None and hf.classifies(hf_config):
         raise UserError(
-            f"model.path: {config.path} is a {hf_config.architectures[0]}, whose head gives scores and no text: weft "
-            "reward trains it further, and rl.reward may name it as model:PATH."
+            f"model.path: {config.path} is a {hf_config.architectures[0]}: its head returns scores instead of "
+            "logits, so it cannot be trained on text here. Train it with `weft reward`, or use it as a reward with "
+            "rl.reward=[model:PATH]."
         )
     support = examine(hf_config if score is None else hf.with_logits(hf_config), noise)
     if score is not None:
@@ -149,7 +150,7 @@ def _examine(
         )
         check_scores(hf_config, support)
     check_kernel(hf_config, config.attention, support, device, dtype)
-    if device.type == "cuda" and weights:  # on the CPU `examine` has tried the kernel that runs there
+    if device.type == "cuda" and weights:  # `examine` has already tried the CPU's kernel
         check_on_device(hf_config, config.attention, support, device, dtype)
         for name in config.transforms:
             TRANSFORMS[name].check(device, dtype)
@@ -176,7 +177,7 @@ def _plan(
     score: ScoreSpec | None,
     adapters: Literal["attached", "merged"],
 ) -> _Planned:
-    """Plan adapters and weights of a model on meta; ties of parameters that will differ are removed in it."""
+    """Plan adapters and weights of a model on meta. Unties parameters of the model that will differ."""
     plan = None if lora is None else plan_lora(model, lora, merged=adapters == "merged")
     untied = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
@@ -194,7 +195,7 @@ def _plan(
 
 
 def _wrap(model: PreTrainedModel, plan: LoraPlan | None, *, attached: bool) -> tuple[TrainModule, FlopFacts]:
-    """(the trained module, with the adapters if `attached`; the facts that its FLOPs are counted from)."""
+    """(the trained module, with the adapters if `attached`; the facts from which its FLOPs are computed)."""
     module = TrainModule(model)
     group_experts(module)
     flops = flop_facts(module)
@@ -205,17 +206,17 @@ def _wrap(model: PreTrainedModel, plan: LoraPlan | None, *, attached: bool) -> t
 
 
 def make_exact(module: TrainModule, lora: LoraConfig) -> None:
-    """Make layers and readouts compute as rl.on_policy=exact requires. Raises UserError for experts that have adapters
-    or are quantised: products of several experts at once depend on which tokens come together."""
+    """Switch layers and readouts to the computation that rl.on_policy=exact requires. Raises UserError for experts that
+    have adapters or are quantised: a grouped matmul of several experts depends on the other tokens of the batch."""
     experts = [child for child in module.modules() if hf.is_fused_experts(child)]
     if any(isinstance(child, LowRank) for layer in experts for child in layer.children()):
         raise UserError(
-            "rl.on_policy is exact, which adapters of fused experts are not: leave experts out of lora.targets, or set "
+            "rl.on_policy=exact: adapters of fused experts are not exact. Remove experts from lora.targets, or set "
             "rl.on_policy=measured."
         )
     if experts and lora.on and lora.base != "compute":
         raise UserError(
-            f"rl.on_policy is exact, which experts in lora.base={lora.base} are not: set lora.base=compute, or "
+            f"rl.on_policy=exact: experts in lora.base={lora.base} are not exact. Set lora.base=compute or "
             "rl.on_policy=measured."
         )
     compute_exactly(module.hf_model)
@@ -223,18 +224,18 @@ def make_exact(module: TrainModule, lora: LoraConfig) -> None:
 
 
 def balance_coefficient(config: ModelConfig, hf_config: PretrainedConfig, module: TrainModule) -> float:
-    """Factor of the experts' auxiliary loss, 0 for none. Raises UserError if the family has no such loss."""
+    """The coefficient of the experts' auxiliary loss, 0 for none. Raises UserError if the family has no such loss."""
     if config.router_aux_loss == "none":
         return 0.0
     text = hf_config.get_text_config()
     if not hf.has_auxiliary_loss(module.hf_model):
         raise UserError(
-            f"model.router_aux_loss={config.router_aux_loss}: {text.model_type} has no auxiliary loss in transformers. "
-            "Set model.router_aux_loss=none."
+            f"model.router_aux_loss={config.router_aux_loss}: {text.model_type} models have no auxiliary loss in "
+            "transformers. Set model.router_aux_loss=none."
         )
     coefficient = config.router_aux_loss_coef
     if coefficient is None:
         coefficient = getattr(text, "router_aux_loss_coef", None)
     if not coefficient:
-        raise UserError("model.router_aux_loss_coef: the model's config names none: set it, for example to 0.001.")
+        raise UserError("model.router_aux_loss_coef: the model's config has no value. Set it, for example to 0.001.")
     return float(coefficient)

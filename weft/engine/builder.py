@@ -1,4 +1,5 @@
-"""An Engine's construction: decide mesh and dtypes, build on meta, shard, fill, optimizer. `assemble` does it all."""
+"""Constructs an Engine: decide mesh and dtypes, build on meta, shard, fill, create the optimizer. `assemble` runs all
+stages."""
 
 from __future__ import annotations
 
@@ -70,12 +71,12 @@ from weft.parallel.tp.divide import TensorParallel
 from weft.parallel.tp.plan import check_states
 from weft.parallel.units import Unit
 
-USUAL_LENGTH = 4096  # of documents, to weigh attention against matrices in a layer's cost
+USUAL_LENGTH = 4096  # length of documents that balances attention and matmuls in a layer's cost
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What is decided before the model is built. storage: the device of shards between their uses.
+    """The decisions made before the model is built. storage: the device that holds shards between uses.
 
     rule: the optimizer that the config names by import path, already tried; None for weft's own. moments: dtypes of the
     optimizer's tensors that have a parameter's shape. state_dtypes: dtypes of all its tensors.
@@ -97,10 +98,10 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """The results of sharding. divided: what tp and ep divide. stages: how mesh.pp cuts the layers; pipeline: what each
-    stage holds; both None for one stage. adapter_config: of the whole model's adapters; None without adapters or for
-    one stage. context: the ranks over which documents are cut. memory: bytes that a rank needs. room: bytes that it has
-    on the storage device."""
+    """The results of sharding. divided: the parameters that tp and ep divide. stages: the layers of each stage of
+    mesh.pp; pipeline: the modules of each stage; both None for one stage. adapter_config: of the whole model's
+    adapters; None without adapters or for one stage. context: the ranks over which documents are split. memory: bytes
+    that a rank needs. room: bytes available on the rank's storage device."""
 
     units: list[Unit]
     divided: TensorParallel
@@ -166,7 +167,7 @@ def assemble(
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Set torch's switch for the whole process; cuBLAS needs a fixed workspace too."""
+    """Turn on torch's deterministic algorithms for the process; cuBLAS also needs a fixed workspace."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
@@ -193,14 +194,15 @@ def make_spec(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> E
             device=storage if ranks.assumed is None else torch.device("cpu"),
         )
     moment_dtypes = moments(config.optimizer, precision.master, rule)
-    # Small tensors keep fp32 beside the codes of others.
+    # Small tensors keep fp32 state next to the 8-bit state of others.
     wide = {torch.float32} if torch.int8 in moment_dtypes else set()
     state_dtypes = frozenset(moment_dtypes) | wide if rule is None else rule.dtypes
     return EngineSpec(config, ranks, mesh, storage, precision, rule, moment_dtypes, state_dtypes)
 
 
 def build(spec: EngineSpec, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
-    """Build the model on the meta device, and freeze all that is not trained. weights: False opens no file of weights.
+    """Build the model on the meta device, and freeze all parameters that are not trained. weights: False opens no file
+    of weights.
 
     Raises UserError if the model lacks one of the readouts, or if the config's auxiliary loss or parameter groups do
     not fit the model.
@@ -244,7 +246,7 @@ def build(spec: EngineSpec, *, weights: bool = True, readouts: Collection[str] =
 
 
 def _trains_tower(built: BuiltModel) -> bool:
-    """Whether anything of the vision tower is trained, so that it needs a backward."""
+    """Whether the vision tower has trained parameters, so that it needs a backward."""
     parts = () if built.vision is None else built.vision.parts
     return any(p.requires_grad for part in parts for p in built.module.get_submodule(part).parameters())
 
@@ -256,12 +258,12 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
     sequence = False
     if spec.mesh.tp is not None:
         lossy = [name for name in config.model.transforms if not TRANSFORMS[name].exact]
-        if lossy:  # config/checks.py knows mesh.tp, but not the tp of a reference or a critic
+        if lossy:  # config/checks.py checks mesh.tp, but not the tp of a reference or a critic
             raise UserError(
                 f"model.transforms: {', '.join(lossy)} cannot be combined with tensor parallelism: set tp to 1."
             )
         division = check_division(checked, built.support, spec.mesh.tp.size)
-        # Hidden readouts need all tokens, and features of images are inserted into all embeddings of a row.
+        # Hidden readouts need all tokens of a row, and image features are inserted into all of its embeddings.
         sequence = division.sequence and not ReadoutSpec.parse(readouts).hidden and built.vision is None
     if spec.mesh.ep is not None:
         check_experts(checked, built.support, spec.mesh.ep.size)
@@ -291,20 +293,22 @@ def shard_model(spec: EngineSpec, built: BuiltModel, readouts: Collection[str] =
 def open_offload(
     spec: EngineSpec, built: BuiltModel, stages: StagePlan | None, context: CPAxis | None, *, sequence: bool
 ) -> None:
-    """Bound the host memory of activations by the formula, if they go there. Raises UserError for a family for which
-    the formula cannot be computed."""
+    """Compute a bound of the host memory for offloaded activations. Raises UserError if the formula cannot be computed
+    for this family."""
     config, offload = spec.config, built.module.offload
     if offload is None:
         return
     try:
         saved = saved_of(config, built, spec.mesh, context, spec.precision, sequence=sequence)
-    except Exception as error:  # of any type: some families need real values, and only shapes are computed here
+    except (
+        Exception
+    ) as error:  # any exception type: some families need real values, and the meta device has only shapes
         raise UserError(
-            f"model.offload_activations: how much memory layers of {built.config.model_type} store is not known before "
-            f"they run ({type(error).__name__}): set model.offload_activations=off."
+            f"model.offload_activations: weft cannot compute the activation memory of {built.config.model_type} "
+            f"layers without running them ({type(error).__name__}). Set model.offload_activations=off."
         ) from error
     layers, rows = rows_of_place(config.mesh.pp_schedule, stages, 0 if spec.mesh.pp is None else spec.mesh.pp.rank)
-    all_rows = stages is not None and config.mesh.pp_schedule == "GPipe"  # as many as a step has
+    all_rows = stages is not None and config.mesh.pp_schedule == "GPipe"  # the number of a step
     size = saved.on_host(config.step.max_tokens_per_device, Activations.of(config), layers, rows)
     offload.open(spec.ranks.device, None if all_rows else size)
 
@@ -312,17 +316,17 @@ def open_offload(
 def saved_of(
     config: EngineConfig, built: BuiltModel, mesh: Mesh, context: CPAxis | None, precision: Precision, *, sequence: bool
 ) -> Saved:
-    """What a rank of this mesh stores of a row for backward. Errors of families that cannot run on meta are passed
-    on."""
+    """The activations that a rank of this mesh stores of a row for backward. Errors of families that cannot run on meta
+    propagate."""
     ring, ulysses = (1, 1) if context is None else (context.ring_size, context.ulysses_size)
     sharing, tiled = RowSharing(mesh.tp_size, ring, ulysses, sequence), Activations.of(config).tile is not None
     return saved_bytes(built.config, precision.compute, sharing, tiled=tiled)
 
 
 def rows_of_place(schedule: Schedule, stages: StagePlan | None, place: int) -> tuple[list[int] | None, float]:
-    """(layers of the rank at this place of mesh.pp, None for all; number of rows that it stores at once, at most). With
-    several stages per rank, a row counts by the share of them that store it; GPipe stores all rows of a step, of which
-    one counts."""
+    """(layers of the rank at this index of mesh.pp, None for all; the most rows that it stores at once). With several
+    stages per rank, a row counts by the share of stages that store it. GPipe stores all rows of a step; here one
+    counts."""
     if stages is None:
         return None, 1.0
     placement = stages.placement
@@ -337,8 +341,8 @@ def state_bytes_of(spec: EngineSpec, built: BuiltModel) -> StateBytes:
 
 
 def decide_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str], *, tried: bool) -> EngineSpec:
-    """The same with a model.compile that is true or false. tried: whether a small copy may be compiled. Collective
-    where the config says auto and nothing speaks against compiled layers."""
+    """The config with model.compile=auto resolved to true or false. tried: whether a small copy may be compiled.
+    Collective if model.compile=auto and no rule excludes compiled layers."""
     config = spec.config
     if config.model.compile != "auto":
         return spec
@@ -356,13 +360,13 @@ def decide_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str
 # A layer's graphs, forward and backward, take the host 8.3 ms, its plain operations 6.1 ms: Qwen3-0.6B at 256 tokens on
 # an H200 with 16 cores, torch 2.11 (docs/benchmarks/gpu.md).
 _COMPILED_LAYER_SECONDS = 8.3e-3
-_REACHED = 0.5  # share of the peak that such steps reach
+_REACHED = 0.5  # fraction of peak FLOPs that such steps reach
 
 
 def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) -> bool:
-    """Whether model.compile=auto considers compiled layers: on CUDA in 16 bits, where nothing needs what happens in a
-    layer, or is known to break graphs, and a full row keeps the device busy for longer than the host takes to start
-    the graphs. Otherwise compiled layers are slower: they take more of the host's time than others."""
+    """Whether model.compile=auto considers compiled layers: on CUDA in 16 bits, if no feature reads values inside a
+    layer or is known to break graphs, and if the device computes a full row for longer than the host needs to launch
+    the graphs. Otherwise compiled layers are slower, because they take more host time than eager layers."""
     config, precise = spec.config, spec.precision.compute not in (torch.bfloat16, torch.float16)
     layers = bool(built.flops.expert or built.module.mixers or built.support.mixers or config.model.transforms)
     layer_needed = config.exact or config.deterministic or spec.mesh.pp_size > 1 or built.vision is not None
@@ -373,14 +377,15 @@ def may_compile(spec: EngineSpec, built: BuiltModel, readouts: Collection[str]) 
     if spec.ranks.device.type != "cuda" or not spec.trained or precise or layers or layer_needed or read:
         return False
     peak = peak_flops(spec.ranks.device)
-    # Attention is left out: rows of the shortest documents have next to none.
+    # Attention is not counted: rows of the shortest documents spend almost no time in it.
     flops = model_flops(built.flops)[0] * config.step.max_tokens_per_device / spec.mesh.tp_size
     device_seconds = 0.0 if peak is None else flops / (_REACHED * peak)
     return peak is None or device_seconds > _COMPILED_LAYER_SECONDS * len(built.module.layers)
 
 
 def fuses_norms(config: EngineConfig, device: torch.device) -> bool:
-    """What model.fused_norms says for this device. What has to equal the sampler's operations stays as they are."""
+    """Apply model.fused_norms on this device. Models that must compute exactly what the sampler computes keep their
+    norms."""
     setting = config.model.fused_norms
     return device.type == "cuda" and not config.exact if setting == "auto" else setting
 
@@ -392,7 +397,10 @@ def stages_of(spec: EngineSpec, built: BuiltModel, config: PretrainedConfig, hid
     if pp == 1:
         return None
     if hidden:
-        raise UserError(f"mesh.pp: `hidden/{hidden[0]}` may be on another stage than the loss: set mesh.pp=1.")
+        raise UserError(
+            f"mesh.pp: module `{hidden[0]}`, whose output the loss reads, may be on another stage than the loss. "
+            "Set mesh.pp=1."
+        )
     mesh, weighed = spec.config.mesh, costs_of_layers(built.module, USUAL_LENGTH)
     placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
     check_layers(len(weighed[0]), placement, least_layers(built))
@@ -402,15 +410,15 @@ def stages_of(spec: EngineSpec, built: BuiltModel, config: PretrainedConfig, hid
 
 
 def least_layers(built: BuiltModel) -> int:
-    """The number of layers that the first stage must have: those that take features of images."""
+    """The number of layers that the first stage must have: the layers that read image features."""
     return 1 if built.vision is None else max(1, built.vision.layers)
 
 
 def cut_stages(
     weighed: tuple[list[float], float], placement: Placement, interface: LayerInterface, min_first: int = 1
 ) -> StagePlan:
-    """Cut the layers into stages of similar cost. weighed: (cost of each layer, cost of the head); `check_layers` must
-    have passed. min_first: number of layers that the first stage must have."""
+    """Split the layers into stages of similar cost. weighed: (cost of each layer, cost of the head); `check_layers`
+    must have passed. min_first: number of layers that the first stage must have."""
     costs, head = weighed
     spans = cut_layers(costs, head, placement.stages, min_first)
     cost_by_stage = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
@@ -424,12 +432,12 @@ def check_layers(layers: int, placement: Placement, min_first: int = 1) -> None:
         return
     total = f"the {layers} decoder layers of this model"
     if min_first > 1:
-        total += f", the first {min_first} of which take features of images and are in the first stage,"
+        total += f", of which the first {min_first} read image features and must be in the first stage,"
     if free < pp:
         raise UserError(f"mesh.pp={pp} is more than {total} allow: set mesh.pp={free}.")
     fewer = f"mesh.pp_stages_per_rank={free // pp}" if free // pp > 1 else "mesh.pp_schedule=1F1B"
     raise UserError(
-        f"mesh.pp={pp} with {placement.chunks} stages per rank are {placement.stages} stages, more than {total} "
+        f"mesh.pp={pp} with {placement.chunks} stages per rank makes {placement.stages} stages, more than {total} "
         f"allow: set {fewer}."
     )
 
@@ -439,27 +447,27 @@ def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
     outside = [target.name for target in lora.targets if not target.name.startswith(f"{module.facts.layers}.")]
     if outside:
         raise UserError(
-            f"lora.targets: {outside[0]} is outside of the layers, where an adapter does not go together with mesh.pp: "
-            "leave it out, or set mesh.pp=1."
+            f"lora.targets: {outside[0]} is outside of the decoder layers, and mesh.pp supports adapters only "
+            "inside. Remove it from lora.targets, or set mesh.pp=1."
         )
 
 
 def require_trained(spec: EngineSpec, pipeline: Pipeline, layers: str) -> None:
-    """Raises UserError if a stage has nothing to train, because no gradient would come out of it."""
+    """Raises UserError if a stage has no trained parameter, because its backward would return no gradient."""
     trained = [name for name, tensor in pipeline.tensors.items() if tensor.requires_grad]
     within = {pipeline.stage_of(name.rpartition(".")[0], layers) for name in trained}
     for stage, (first, end) in enumerate(pipeline.spans if spec.trained else ()):
         if stage not in within:
             raise UserError(
-                f"model.freeze leaves nothing to train in stage {stage + 1} of mesh.pp (layers {first} to {end - 1}): "
-                "set mesh.pp=1."
+                f"model.freeze leaves no parameter to train in stage {stage + 1} of mesh.pp (layers {first} to "
+                f"{end - 1}): set mesh.pp=1."
             )
 
 
 def context_of(spec: EngineSpec, built: BuiltModel, config: PretrainedConfig) -> CPAxis | None:
-    """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
-    documents are padded or have a state that cannot be shared; these are dealt whole to the ranks of cp, as on the
-    other data axes. config: of the class with logits."""
+    """The ranks of cp, after a check that documents of this model can be split. None for one rank, and for models whose
+    documents are padded or have state that cannot be split: ranks of cp then read whole documents, as on the other data
+    axes. config: of the class with logits."""
     cp, tp, requested = spec.mesh.cp_size, spec.mesh.tp_size, spec.config.mesh.ulysses
     ulysses = ulysses_of(built, config, requested, cp, tp)
     if ulysses is None:
@@ -467,20 +475,20 @@ def context_of(spec: EngineSpec, built: BuiltModel, config: PretrainedConfig) ->
     try:
         check_context(config, built.flops, cp, ulysses, tp, cuts_images(built))
     except UserError:
-        if built.support.mixers and requested is None:  # whole documents are always right
+        if built.support.mixers and requested is None:  # whole documents are always exact
             return None
         raise
     return cp_axis(spec.mesh, ulysses)
 
 
 def cuts_images(built: BuiltModel) -> bool:
-    """Whether documents with images may be cut, too."""
+    """Whether documents with images may be split too."""
     return built.vision is not None and built.vision.has_grids and not built.support.images
 
 
 def ulysses_of(built: BuiltModel, config: PretrainedConfig, requested: int | None, cp: int, tp: int) -> int | None:
-    """The number of cp ranks that exchange heads; None if documents are not cut. Raises UserError if states of layers
-    cannot be shared as the config wants. requested: mesh.ulysses."""
+    """The number of cp ranks that exchange heads; None if documents are not split. Raises UserError if the requested
+    size does not fit layers with state. requested: mesh.ulysses."""
     if cp == 1 or not built.cuts_documents:
         return None
     if not built.support.mixers:
@@ -491,15 +499,15 @@ def ulysses_of(built: BuiltModel, config: PretrainedConfig, requested: int | Non
 
 
 def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:
-    """Whether all heads, of attention and of layers that carry state, divide by the ranks of cp."""
+    """Whether the ranks of cp divide all heads, of attention and of layers with state."""
     heads = (max(1, layer.heads // tp) for layer in built.flops.attention)
     mixers = (boundary.mixer for boundary in built.module.mixers.values())
     return all(h % cp == 0 for h in heads) and all(can_share_documents(mixer, cp, tp) for mixer in mixers)
 
 
 def ulysses_of_states(size: int | None, cp: int, *, divides: bool) -> int:
-    """The Ulysses size for layers that carry state: all of cp, because a state belongs to a whole document. Raises
-    UserError if the config sets another size, or if heads do not divide by it."""
+    """The Ulysses size for layers with state: cp, because state passes through the whole document. Raises UserError if
+    the config sets another size, or if cp does not divide the heads."""
     if size not in (None, cp):
         raise UserError(
             f"mesh.ulysses={size}: layers of this model have state, so ranks can split a document only by heads: "
@@ -525,7 +533,7 @@ def check_memory(spec: EngineSpec, built: BuiltModel, sharded: ShardedModel, *, 
 
 
 def rebuild_buffers(module: TrainModule) -> None:
-    """Compute the buffers that no checkpoint holds, of the layers that this rank runs."""
+    """Compute the buffers that no checkpoint holds, for the layers that this rank runs."""
     with without_placeholders(module.hf_model):
         hf.rebuild_buffers(module.hf_model)
 
@@ -543,7 +551,7 @@ def fill_weights(
     if plan is None and fill:
         fill_random(module, cuts, built.config, spec.precision.master, config.seed)
     elif plan is not None:
-        # A frozen base is in no checkpoint: it is always read.
+        # Checkpoints do not hold a frozen base, so it is always read from its files.
         report = load_weights(module, plan, cuts, progress) if fill or lora is not None else None
         if module.quantised_shapes:
             fill_quantised(module, plan, cuts, spec.precision.frozen, spec.ranks.device, spec.mesh.world_group)
@@ -578,11 +586,11 @@ def build_optimizer_and_ema(
     optimizer = build_optimizer(named, config, spec.rule, all_parameters, placements, built.matrices, seed)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
     if spec.ranks.device.type == "cpu":
-        keep_freed_memory()  # not earlier: memory that loading frees should go back
+        keep_freed_memory()  # not earlier, so that memory freed by loading is returned first
     return optimizer, ema
 
 
 def new_loss_scale(spec: EngineSpec) -> LossScale | None:
-    """The loss scale of a training in fp16; None otherwise."""
+    """The loss scale for training in fp16; None otherwise."""
     fsdp, fp16 = spec.config.fsdp, spec.precision.compute == torch.float16
     return LossScale(fsdp.loss_scale, fsdp.loss_scale_interval) if fp16 and spec.trained else None

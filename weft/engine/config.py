@@ -25,13 +25,14 @@ _FASTER = ("*.lora*.[Bm]*",)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The sections of a run's config that an Engine reads. purpose: `inference` has no gradients, optimizer or masters.
+    """The sections of a run's config that an Engine reads. purpose: with `inference` there are no gradients, optimizer
+    or fp32 masters.
 
-    temperature: divides the logits of every logprob and entropy, as in sampling. exact: a token's logprob equals, to
-    the last bit, what the embedded engine records when it samples it (docs/explanation/exact.md). score: makes a critic
-    or a reward model: the readouts `value` (of one label) and `score` replace logits. neftune_noise_alpha: adds noise
-    to embeddings in training (models/embedding_noise.py). replay: follow the routes that documents carry, except while
-    adapters are switched off.
+    temperature: divides the logits of every logprob and entropy, as in sampling. exact: a token's logprob is bitwise
+    equal to the logprob that the embedded engine records when it samples the token (docs/explanation/exact.md). score:
+    a critic or a reward model, with the readouts `value` (one label) and `score` instead of logits.
+    neftune_noise_alpha: adds noise to embeddings in training (models/embedding_noise.py). replay: follow the documents'
+    routes, except while adapters are switched off.
     """
 
     model: ModelConfig
@@ -75,5 +76,5 @@ class EngineConfig:
 
 
 def _score_of(reward: RewardLossConfig) -> ScoreSpec:
-    """The head of scores of `weft reward`."""
+    """The score head of `weft reward`."""
     return ScoreSpec(reward.labels, reward.head, "token" if reward.loss == "process" else "sequence", end_marked=True)

@@ -12,10 +12,10 @@ from weft.parallel.mesh import local_shard
 
 
 def check_contract(engine: Engine) -> None:
-    """Raises RuntimeError if masters, optimizer state, buffers, compute or reduction have another dtype than the table
-    at start says.
+    """Raises RuntimeError if masters, optimizer state, buffers, compute or reduction have another dtype than in the
+    table printed at start.
 
-    Raises UserError if a module of fsdp.cast_forward_inputs had nothing to cast, or an adapter took no part.
+    Raises UserError if a module of fsdp.cast_forward_inputs had no input to cast, or an adapter was not used.
     """
     assert engine.optimizer is not None
     state = engine.optimizer.state
@@ -41,12 +41,12 @@ def check_contract(engine: Engine) -> None:
         if buffer.dtype != built:
             raise RuntimeError(f"dtype contract broken: buffer {name} is {buffer.dtype}, and was built as {built}")
     if casts_inputs(engine.module):
-        raise RuntimeError("dtype contract broken: FSDP casts the inputs of a unit, rotary tables among them")
+        raise RuntimeError("dtype contract broken: FSDP casts the inputs of a unit, including rotary tables")
     for name, dtypes in engine.input_casts.input_dtypes.items():
         if not dtypes:
             raise UserError(
-                f"fsdp.cast_forward_inputs: {name} had no floating-point input in this step (it has none, or is not "
-                "called as a module), so nothing was cast: remove it."
+                f"fsdp.cast_forward_inputs: {name} got no floating-point input in this step, or was not called as a "
+                "module, so nothing was cast. Remove it from the list."
             )
     promised = (engine.precision.compute, engine.precision.reduce)
     for dtypes_seen in observed_dtypes(engine.module):
@@ -55,7 +55,7 @@ def check_contract(engine: Engine) -> None:
 
 
 def _check_adapters(engine: Engine) -> None:
-    """Raises UserError if an adapter took no part: some families read a layer's weight and never call the layer."""
+    """Raises UserError if an adapter was not used: some families read a layer's weight and never call the layer."""
     assert engine.optimizer is not None
     stepped = engine.optimizer.state
     if engine.lora is None or not stepped:
@@ -64,6 +64,7 @@ def _check_adapters(engine: Engine) -> None:
     if idle:
         owners = list(dict.fromkeys(name.rsplit(".", 2)[0] for name in idle))
         raise UserError(
-            f"lora.targets: the adapter of {owners[0]} had no gradient in this step ({len(owners)} such): this model "
-            "does not call it as a module, so that an adapter would do nothing. Leave it out."
+            f"lora.targets: the adapter of {owners[0]} had no gradient in this step, like {len(owners)} adapters in "
+            "all: this model does not call these modules, so their adapters have no effect. Remove them from "
+            "lora.targets."
         )

@@ -1,4 +1,4 @@
-"""An engine's facts as plain data, from which the opening text, its tables and `--dry-run --json` are printed.
+"""An engine's facts as plain data. weft prints its first lines, the tables and `--dry-run --json` from them.
 
 Everything here is local to a rank: no collectives, and nothing waits for the device.
 """
@@ -26,7 +26,7 @@ from weft.parallel.units import parameters_by_unit
 
 
 class AxisRow(TypedDict):
-    """A mesh axis. groups: the ranks along it, one list for each position on the other axes."""
+    """A mesh axis. groups: lists of ranks along it, for each position on the other axes."""
 
     name: str
     size: int
@@ -35,7 +35,7 @@ class AxisRow(TypedDict):
 
 
 class DtypeRow(TypedDict):
-    """What has which dtype."""
+    """The dtype of one kind of tensor."""
 
     use: str
     dtype: str
@@ -43,8 +43,8 @@ class DtypeRow(TypedDict):
 
 
 class UnitRow(TypedDict):
-    """An FSDP unit. parameters: elements over all ranks. bytes: of the gathered unit. sharding: over which ranks, if
-    not over all of the mesh."""
+    """An FSDP unit. parameters: number of elements over all ranks. bytes: of the gathered unit. sharding: the ranks
+    that share it, if not all of the mesh."""
 
     name: str
     parameters: int
@@ -66,7 +66,7 @@ class ParameterRow(TypedDict):
 def describe(engine: Engine, *, parameters: bool = False) -> dict[str, Any]:
     """The facts of an engine, as JSON can hold them. parameters: also a row for each parameter.
 
-    `model`: what is trained. `mesh`, `dtypes`, `units`, `optimizer`, `parameters`: rows as above, and groups of the
+    `model`: the trained model. `mesh`, `dtypes`, `units`, `optimizer`, `parameters`: rows as above, and groups of the
     optimizer. `memory`: bytes of a rank (parallel/memory.py:MemoryNeeds), and `room`, the bytes that it has.
     """
     built, memory = engine.built, engine.memory
@@ -109,7 +109,7 @@ def elements_by_name(engine: Engine) -> dict[str, int]:
 
 
 def attention_kernels(engine: Engine) -> dict[str, list[str]]:
-    """Kernel -> the kinds of attention calls that it serves. Empty if weft's attention does not run."""
+    """Kernel -> the kinds of attention calls that it serves. Empty if the model does not use weft's attention."""
     built, config = engine.built, engine.config
     if not built.uses_bounds:
         return {}
@@ -148,7 +148,7 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
     state = ", ".join(dict.fromkeys(map(_name, engine.moments)))
     rows = [("masters", _name(precision.master), "the weights that the optimizer steps")]
     if engine.lora is not None:
-        rows.append(("base", _name(precision.frozen), "frozen, never cast up"))
+        rows.append(("base", _name(precision.frozen), "frozen, never cast to fp32"))
     rows.append(("compute", _name(precision.compute), "forward and backward; softmax and loss in float32"))
     if engine.config.fsdp.cast_forward_inputs:
         cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
@@ -179,7 +179,7 @@ def unit_rows(engine: Engine) -> list[UnitRow]:
 
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
-    """The full and local shape of every parameter, and the axes over which it is sharded or divided."""
+    """For each parameter: its full and local shape, and the axes that shard or divide it."""
     sizes = {"dp_replicate": engine.mesh.dp_replicate, engine.mesh.shard_axis: engine.mesh.shards}
     cuts = engine.divided.cuts
     return [
@@ -204,7 +204,7 @@ def _parameter_row(
         local = parameter.to_local()
     shape = tuple(parameter.shape)
     if cut is not None:
-        # tp or ep, along which ranks compute with different parts of the tensor
+        # along tp or ep, ranks compute with different parts of the tensor
         specs = (cut.outer, cut.inner) if isinstance(cut, NestedShardSpec) else (cut,)
         divided = ("ep" if mesh.ep is not None and s.ranks is mesh.ep.ranks else "tp" for s in specs if s.divides)
         shape, axes = cut.shape, (*axes, *divided)

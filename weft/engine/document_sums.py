@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class DocumentSums:
-    """An objective that trains nothing: it keeps the sum over each document of loss weight x logprob. totals: [2, D],
-    these sums and how often each was added."""
+    """A loss without gradient: it collects the sum over each document of loss weight x logprob. totals: [2, D], the
+    sums and the number of times each was added."""
 
     readouts = frozenset({"logprob"})
     every_token = False
@@ -54,8 +54,9 @@ def read_sums(engine: Engine, documents: Sequence[Document]) -> Tensor:
 
 
 def means_over_ranks(engine: Engine, totals: Tensor, readings: str) -> Tensor:
-    """[documents] on the host, from each rank's [2, documents]: sums of readings of a document, and their number. The
-    same on every rank. readings: their name. Raises RuntimeError if no rank read a document. Collective."""
+    """[documents] on the host, from each rank's [2, documents]: the sum of a document's readings, and their number. The
+    same on every rank. readings: their name, for the error. Raises RuntimeError if no rank read a document. Collective.
+    """
     totals = totals.to(engine.device)
     dist.all_reduce(totals, group=engine.mesh.world_group)
     sums, counts = totals.cpu()

@@ -1,4 +1,4 @@
-"""The Engine: the one object that owns model and optimizer on a rank. Nothing outside this folder calls backward."""
+"""The Engine owns model and optimizer of a rank. Nothing outside this folder calls backward."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ from weft.parallel.tp.divide import random_difference, sum_partial_gradients
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of apply(). grad_norm: global, before clipping. skipped: loss or gradient was not finite, and nothing
-    was updated. loss_scale: that of this step, with fp16. overflow: the step was skipped because the loss scale was too
-    large, which is no error. metrics: as accumulate() returns them, where apply() read them."""
+    was updated. loss_scale: of this step, with fp16. overflow: the step was skipped because the loss scale was too
+    large; this is not an error. metrics: as accumulate() returns them, if apply() read them."""
 
     grad_norm: float
     skipped: bool
@@ -73,7 +73,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Unread:
-    """The sums of a step, unread by the host. sources: documents by micro-batch. finite: whether each loss is."""
+    """The sums of a step on the device, which the host has not read yet. sources: documents by micro-batch. finite:
+    whether each loss is."""
 
     reduced: Reduced
     sources: list[list[str]]
@@ -82,7 +83,7 @@ class _Unread:
 
 
 def _reason_apart(config: EngineConfig) -> str:
-    """What of this run makes every document's tokens its own, so that none are shared; empty for nothing."""
+    """Why documents of this run cannot share tokens; empty if they can."""
     if config.lora is not None and config.lora.dropout:
         return "lora.dropout draws other random numbers for every document"
     if config.neftune_noise_alpha is not None:
@@ -104,12 +105,12 @@ class Engine:
         shares_with: Engine | None = None,
         readouts: Collection[str] = (),
     ) -> None:
-        """weights: False builds shapes only (a dry run); such an engine can plan and describe itself.
+        """weights: False builds shapes only (a dry run); such an engine can only plan and describe itself.
 
         fill: False leaves the source's weights unread, for a caller that fills every shard (a resumed run). The frozen
         base of adapters is still read, because no checkpoint holds it. progress: called with the bytes filled.
-        shares_with: another engine of these ranks; its host memory is used, and its process groups if the mesh is the
-        same. readouts: those that objectives will read; raises UserError if the model lacks one.
+        shares_with: another engine of these ranks, whose host memory is used, and whose process groups are used if the
+        mesh is the same. readouts: the names that losses will read; raises UserError if the model lacks one.
         """
         mesh = None if shares_with is None else shares_with.mesh
         state = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
@@ -129,7 +130,7 @@ class Engine:
         self.optimizer, self.ema, self.loss_scale = state.optimizer, state.ema, state.loss_scale
         offloader = None if shares_with is None else shares_with.offloader
         self.offloader: Offloader = Offloader(self.device, self.storage, offloader)
-        # fsdp.cpu_offload=optimizer: both work while backward and the update run.
+        # fsdp.cpu_offload=optimizer: both threads run during backward and the update.
         self.device_copies: DeviceCopies | None = None
         self._early_norms: EarlyNorms | None = None
         self._nonfinite: str | None = None
@@ -165,7 +166,7 @@ class Engine:
             self.mesh.loss_rank, self.mesh.model_parallel_rank, sharded.context, built.layout, bool(self.balance),
             on_device, replay, built.vision, self.module.base,
         )  # fmt: skip
-        self.lent_storages: frozenset[int] = frozenset()  # addresses of storages that a copy of the model reads, too
+        self.lent_storages: frozenset[int] = frozenset()  # addresses of storages that a copy of the model also reads
         self._replicas = ReplicaCheck(self.module, self.divided.cuts, self._tied())
         if self.optimizer is not None and config.fsdp.cpu_offload == "optimizer":
             self.device_copies = DeviceCopies(self.module, self.device)
@@ -174,7 +175,7 @@ class Engine:
                 self._early_norms = EarlyNorms(self.module, self.divided.cuts, late)
 
     def _tied(self) -> dict[str, tuple[int, int]]:
-        """For each parameter that several stages hold: (this stage's place among them, their number)."""
+        """For each parameter that several stages hold: (this stage's index among them, their number)."""
         if self.pipeline is None or self.mesh.pp is None:
             return {}
         rank, holders = self.mesh.pp.rank, self.pipeline.holders
@@ -203,7 +204,7 @@ class Engine:
     # ------------------------------------------------------------ plan
 
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
-        """Deal a step's documents to rows: a pure function of the metadata, equal on every rank.
+        """Assign a step's documents to rows: a pure function of the metadata, equal on every rank.
 
         budget: the most tokens of a rank's row; default Engine.budget, which is step.max_tokens_per_device.
         """
@@ -216,7 +217,7 @@ class Engine:
             plan = self.plan(self.planner.metadata(documents))
             return plan, take(documents, self.planner.local_documents(plan))
 
-    # Former names, for programs written with them.
+    # Former names, for programs that use them.
     deal = plan_step
 
     def meta(self, document: Document) -> DocumentMeta:
@@ -232,12 +233,13 @@ class Engine:
         self, plan: StepPlan, documents: Mapping[int, Document], objective: Loss, step: int | None = None
     ) -> StepRows:
         """This rank's rows for accumulate(), on the host. May be called in another thread. step: its number in the run,
-        on which the noise of EngineConfig.neftune_noise_alpha depends; None for rows without noise."""
+        which seeds the noise of EngineConfig.neftune_noise_alpha; None for rows without noise."""
         hidden = ReadoutSpec.parse(objective.readouts).hidden
         if hidden and self.divided.sequence:
             raise UserError(
-                f"`hidden/{hidden[0]}` of {type(objective).__name__}: between blocks, ranks of mesh.tp have parts of a "
-                "row's tokens: pass the loss's readouts at the start, Engine(..., readouts=objective.readouts)."
+                f"{type(objective).__name__} reads `hidden/{hidden[0]}`, but ranks of mesh.tp divide a row's tokens "
+                "between blocks. Pass the loss's readouts when the engine is created: Engine(..., "
+                "readouts=loss.readouts)."
             )
         alpha = self.config.neftune_noise_alpha
         noise = None if alpha is None or step is None else StepNoise(alpha, self.config.seed, step)
@@ -266,8 +268,9 @@ class Engine:
     # ------------------------------------------------------------ forward and backward
 
     def check_sums(self, objective: Loss) -> None:
-        """Check the next rows of this objective, until one could tell: given twice, a row must have the same gradients.
-        Those calls are beside the ones that train. UserError where it is no sum (weft/engine/losses/check.py)."""
+        """Check on the next rows, until one is conclusive, that this loss is a sum: with its documents twice, a row
+        must give the same gradients. The check makes additional calls of the loss. Raises UserError if the loss is not
+        a sum (weft/engine/losses/check.py)."""
         self._executor.unchecked.add(type(objective))
 
     def accumulate(
@@ -275,10 +278,10 @@ class Engine:
     ) -> dict[str, float | None]:
         """Add the gradient of one whole step and return its metrics, reduced over all data ranks.
 
-        documents: at least those of planner.local_documents(plan), by index in the step, or rows() of them, which noise
-        on embeddings needs (ValueError). The gradient is a sum over the step's tokens, divided once by
-        objective.normaliser(plan). Routes that documents carry are followed; the metric `routing/differing` is the
-        share of (token, layer) pairs for which the router alone would have chosen other experts.
+        documents: at least those of planner.local_documents(plan), by index in the step, or rows() of them. With noise
+        on embeddings rows() are required (ValueError). The gradient is a sum over the step's tokens, divided once by
+        objective.normaliser(plan). Routers follow the documents' routes. The metric `routing/differing` is the share of
+        (token, layer) pairs for which the router alone would have chosen other experts.
         """
         unread = self._accumulate(plan, documents, objective)
         return self._metrics(unread, read(unread.reduced.vector, unread.reduced.planned))
@@ -288,15 +291,19 @@ class Engine:
         assert self.optimizer is not None, "this engine was opened for inference"
         self.require_awake("parameters", "gradients")
         self._prepare_forwards()
-        assert not self._complete, "these gradients have been looked at: nothing can be added to them"
-        assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
+        assert not self._complete, (
+            "the gradients of this step were already read: call apply() or drop_gradients() before accumulate()"
+        )
+        assert self.lora is None or self.lora.switch.on, "accumulate() cannot run while adapters are switched off"
         normaliser = check_normaliser(objective.normaliser(plan), objective)
         sums = MetricSums()
         sums.add(WRONG, 0.0, 1.0)
         flight.planned(plan.fingerprint())
         rows = documents if isinstance(documents, StepRows) else self.rows(plan, documents, objective)
         if self.config.neftune_noise_alpha is not None and not rows.noisy:
-            raise ValueError("noise on embeddings depends on the step: accumulate(plan, engine.rows(..., step=1), ...)")
+            raise ValueError(
+                "noise on embeddings depends on the step's number: call accumulate(plan, engine.rows(..., step=1), ...)"
+            )
         scaling = LossScaling(normaliser, self.balance / plan.tokens_read, self._scale)
         scaling = self._executor.count(rows, scaling, plan.tokens_read)
         routed = self.config.replay and any(meta.routed for meta in plan.documents)
@@ -304,8 +311,7 @@ class Engine:
         if self.pipeline is not None:
             sums.add("bubble", self.bubble(plan), 1.0)
         self._trained = type(objective).__name__
-        # One all-reduce also carries whether any loss was not finite, and compares plans and what several ranks hold
-        # alike.
+        # The same all-reduce reports losses that are not finite, and compares plans and replicated content of ranks.
         flight.enter("reduce", documents=[source for row in rows.sources for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
@@ -320,7 +326,7 @@ class Engine:
         self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss, lr: float
     ) -> tuple[dict[str, float | None], StepResult]:
         """accumulate() and apply(). With AdamW on an accelerator the host waits for the device once, after the update
-        is queued; what accumulate() raises is raised then."""
+        is queued. Errors of accumulate() are raised at that point."""
         if self.reads_once:
             self._unread = self._accumulate(plan, documents, objective)
             result = self.apply(lr)
@@ -328,29 +334,29 @@ class Engine:
         return self.accumulate(plan, documents, objective), self.apply(lr)
 
     def _metrics(self, unread: _Unread, values: Sequence[float]) -> dict[str, float | None]:
-        """The metrics of a step from its sums on the host; raises what accumulate() raises. Collective where a loss was
-        not finite, or ranks disagree."""
+        """The metrics of a step from its sums on the host. Raises the errors of accumulate(). Collective if a loss is
+        not finite, or if ranks disagree."""
         metrics = unread.reduced.metrics(values)
         self._replicas.check(metrics, unread.checksums, self.mesh)
         if metrics.pop("_random", None):
             raise RanksDisagreeError(
-                "ranks of one tp group draw different random numbers (lora.dropout): they would train different weights"
+                "ranks of one tp group draw different random numbers (lora.dropout), so they would train different "
+                "weights"
             )
         if metrics.pop("_nonfinite"):
             micro_batches = (~unread.finite).nonzero().flatten().tolist()
             self._nonfinite = nonfinite.name_losses(unread.sources, micro_batches)
         if metrics.pop(WRONG) and self._nonfinite is None:
             raise UserError(
-                f"train.loss: logprob_grad() of {self._trained} is not the gradient of its loss by the "
-                "logprobs, up to one factor: return None there, and it is computed from the loss."
+                f"train.loss: logprob_grad() of {self._trained} is not proportional to the gradient of its loss with "
+                "respect to the logprobs. Return None there, and weft computes the gradient from the loss."
             )
         return metrics
 
     # ------------------------------------------------------------ without gradients
 
     def evaluate(self, plan: StepPlan, documents: Mapping[int, Document], objective: Loss) -> MetricSums:
-        """The objective's metrics over this rank's rows, summed in fp64, not yet reduced over ranks; nothing is
-        trained.
+        """The loss's metrics over this rank's rows, summed in fp64 and not yet reduced over ranks. Trains nothing.
 
         documents: at least those of planner.local_documents(plan).
         """
@@ -377,7 +383,7 @@ class Engine:
     ) -> dict[int, dict[str, Tensor]]:
         """Per-token quantities of this rank's documents: index -> name -> [T] fp32 on the CPU.
 
-        Entry t belongs to token t given the tokens before it; entry 0 is 0. Routes that documents carry are followed.
+        Entry t is the value of token t given the tokens before it; entry 0 is 0. Routers follow the documents' routes.
         """
         out = self._read(plan, documents, what, every_token=True)
         if self.mesh.pp is not None and self.pipeline is not None:
@@ -385,9 +391,9 @@ class Engine:
         return dict(sorted(out.items()))
 
     def last_hidden(self, plan: StepPlan, documents: Mapping[int, Document]) -> dict[int, Tensor]:
-        """What the head reads: index -> [T, H] in the head's dtype on the CPU, for this rank's documents. Entry t is at
-        the position that predicts token t; zeros where t has no loss weight. With mesh.pp only the ranks of the last
-        stage have them."""
+        """The hidden states that the head reads: index -> [T, H] in the head's dtype on the CPU, for this rank's
+        documents. Entry t is at the position that predicts token t; zeros where t has no loss weight. With mesh.pp only
+        the ranks of the last stage have them."""
         read = self._read(plan, documents, ("last_hidden",), every_token=False)
         return {index: named["last_hidden"] for index, named in sorted(read.items())}
 
@@ -413,7 +419,7 @@ class Engine:
     def _read(
         self, plan: StepPlan, documents: Mapping[int, Document], what: Sequence[str], *, every_token: bool
     ) -> dict[int, dict[str, Tensor]]:
-        """Readouts of this rank's documents, [T, ...], of every token or of those with a loss weight; zeros elsewhere.
+        """Readouts of this rank's documents, [T, ...], at every token or at tokens with a loss weight; zeros elsewhere.
         With mesh.pp only the last stage has them."""
         out: dict[int, dict[str, Tensor]] = {}
         rows = self._lay_out(plan, documents, every_token=every_token)
@@ -454,24 +460,25 @@ class Engine:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Switch adapters off inside, so that readout() reads the weights at model.path.
+        """Inside, adapters are off, so that readout() reads the weights at model.path.
 
         Raises UserError if lora.modules_to_save replaced some of them.
         """
         assert self.lora is not None, "this engine has no adapters"
         if self.lora.trained:
             raise UserError(
-                f"the base model cannot be read through an adapter that replaces {', '.join(self.lora.trained)} "
-                "(lora.modules_to_save): open another engine for it, or adapt these with lora.targets."
+                "the base model cannot be read with adapters switched off, because lora.modules_to_save replaced "
+                f"{', '.join(self.lora.trained)}. Open another engine for the base model, or adapt these modules "
+                "with lora.targets."
             )
         with self.lora.switch.off():
             yield
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the trained weights are their average (optimizer.ema_decay), for readouts; takes a copy of the
+        """Inside, readouts use the average of the trained weights (optimizer.ema_decay). Needs memory for a copy of the
         shards."""
-        assert self.ema is not None, "this engine keeps no average"
+        assert self.ema is not None, "this engine has no average of the weights: set optimizer.ema_decay"
         reshard(self.module)
         shards = [(local_shard(parameter.detach()), mean) for parameter, mean in self.ema.shards.items()]
         present = [shard.clone() for shard, _ in shards]
@@ -487,7 +494,7 @@ class Engine:
             self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Say that something else than apply() has written to the parameters. Forwards read them anew."""
+        """Call this after anything but apply() has written to the parameters, so that forwards read them anew."""
         if self.device_copies is not None:
             self.device_copies.invalidate()
 
@@ -536,9 +543,9 @@ class Engine:
         return StepResult(norm, bool(reason), reason, loss_scale, overflow, metrics)
 
     def _update(self, norm: float) -> None:
-        """Step all parameters. Gradients are clipped already, except where the optimizer is on the host alone: there
-        the factor is applied as they are read, and each parameter's new value goes to the device while the next is
-        stepped."""
+        """Step all parameters. Gradients are already clipped, unless the optimizer is on the host alone. There the
+        factor is applied when gradients are read, and each new value is copied to the device while the next parameter
+        is stepped."""
         assert self.optimizer is not None
         if self.device_copies is None:
             self.optimizer.step()
@@ -553,8 +560,8 @@ class Engine:
         self.device_copies.refresh()
 
     def _update_and_read(self, unread: _Unread, norm: Tensor, lr: float) -> tuple[float, dict[str, float | None]]:
-        """Queue the update, which the device leaves out if norm or loss are not finite, and then wait for the norm and
-        the metrics of the step."""
+        """Queue the update, then wait for the norm and the metrics of the step. The device skips the update if norm or
+        loss is not finite."""
         assert isinstance(self.optimizer, FusedAdamW)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.divisor = clipping_divisor(norm, self.config.optimizer.max_grad_norm)
@@ -580,9 +587,8 @@ class Engine:
     def sleep(self, *parts: Part) -> int:
         """Move these parts, by default all, to the host until wake(), to free device memory; returns the bytes freed.
 
-        parameters; optimizer: its state and the average of the weights; gradients: those accumulated. Parts that sleep
-        already, or live on the host anyway (fsdp.cpu_offload), stay where they are, and so do parameters in
-        `lent_storages`.
+        parameters; optimizer: its state and the average of the weights; gradients: those accumulated. Parts that
+        already sleep or are always on the host (fsdp.cpu_offload) are not moved, nor are parameters in `lent_storages`.
         """
         flight.enter("sleep")
         for unit in fsdp_modules(self.module):
@@ -613,20 +619,20 @@ class Engine:
     # ------------------------------------------------------------ tensors
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        """HuggingFace runtime name -> this rank's shard of every parameter and persistent buffer of its stage. A weight
-        of a quantised base is dequantised each time that it is read."""
+        """HuggingFace runtime name -> this rank's shard of every parameter and persistent buffer of its stage. Each
+        read of a quantised weight dequantises it."""
         return DequantisedTensors(self.module, self.divided.cuts, self.precision.frozen)
 
     def stored_tensors(self) -> tuple[Mapping[str, Tensor], ShardSpecs]:
-        """As local_tensors(), with the parts that weights of a quantised base are stored as; and how tp and ep divide
-        them (parallel/quantise.py)."""
+        """As local_tensors(), but with the stored parts of quantised weights; and how tp and ep divide them
+        (parallel/quantise.py)."""
         return stored_tensors(self.module, self.divided.cuts)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace runtime name, whole tensor) of every parameter and persistent buffer; a tied one under each
         name.
 
-        Collective: gathered one by one, on the rank's device, in the stored dtype.
+        Collective. Tensors are gathered one by one, on the rank's device, in the stored dtype.
         """
         self.require_awake("parameters")
         cuts = self.divided.cuts
@@ -648,8 +654,8 @@ class Engine:
         stored: bool = False,
         bucket_bytes: int = 1 << 29,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a manifest, whole, on every rank: parallel/shards/walker.py, checked. Collective. stored:
-        mappings name the parts that weights of a quantised base are stored as (stored_tensors), not the weights."""
+        """Every tensor of a manifest, gathered on every rank by parallel/shards/walker.py and checked. Collective.
+        stored: mappings name the stored parts of quantised weights (stored_tensors) instead of the weights."""
         self.require_awake("parameters")
         peers = self._stage_peers()
         tensors, specs = self.stored_tensors() if stored else (self.local_tensors(), self.divided.cuts)
@@ -667,12 +673,12 @@ class Engine:
         return StagePeers(self.mesh.pp.group, self.mesh.pp.rank, holders, meshes)
 
     def gradient_norm(self) -> float:
-        """The global norm of the gradient accumulated so far."""
+        """The global norm of the accumulated gradient."""
         self.complete_gradients()
         return global_norm(self.module.named_parameters(), self.divided.cuts, self._other_stages) / self._scale
 
     def drop_gradients(self) -> None:
-        """Forget what has been accumulated."""
+        """Drop the accumulated gradients."""
         assert self.optimizer is not None, "this engine was opened for inference"
         self.optimizer.zero_grad(set_to_none=True)
         self._nonfinite = None
@@ -682,8 +688,8 @@ class Engine:
             self._early_norms.forget()
 
     def complete_gradients(self) -> None:
-        """Sum partial gradients over tp and pp, before anything reads them, and once: a second sum would count
-        twice."""
+        """Sum partial gradients over tp and pp before anything reads them. Runs once a step, because a second sum would
+        count them twice."""
         if self._complete:
             return
         if self.divided.partial:

@@ -1,6 +1,6 @@
-"""Forwards and backwards of an engine's model, a row at a time. Nothing else calls them.
+"""Runs forwards and backwards of an engine's model, a row at a time. No other code calls them.
 
-N predictions of a row, E experts, C tokens whose logits an objective asks for.
+N predictions of a row, E experts, C tokens whose logits a loss reads.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.pp.model import EmptyModule
 
 Use = Callable[[int, Row, dict[str, Tensor]], None]  # (micro-batch, row, readouts)
-WRONG = "_wrong"  # metric: number of rows whose gradient was not the one that Loss.logprob_grad returned
+WRONG = "_wrong"  # metric: number of rows whose gradient differs from the result of Loss.logprob_grad
 
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Factors that all rows of a step share. normaliser: divides the objective's loss sum. balance: multiplies the sum
-    of the experts' auxiliary loss. scale: multiplies gradients, for fp16. shares_E: see Balance. counted: by
-    micro-batch; empty if the loss of a row needs only that row."""
+    """Factors that all rows of a step share. normaliser: divides the loss sum. balance: multiplies the sum of the
+    experts' auxiliary loss. scale: multiplies gradients, for fp16. shares_E: see Balance. counted: by micro-batch;
+    empty if the loss of a row needs only that row."""
 
     normaliser: float
     balance: float
@@ -94,7 +94,7 @@ class Executor:
             self._noise = EmbeddingNoise(embedding, 1 if tp is None else tp.size, 0 if tp is None else tp.rank)
         self._vocabulary = int(built.config.get_text_config().vocab_size)
         self.copies = WorkingCopies(self.module, config.fsdp.reshard_after_forward is False, device)
-        self.unchecked: set[type] = set()  # objectives that are yet to be found to be sums
+        self.unchecked: set[type] = set()  # losses that have not yet passed the check that they are sums
 
     def train(
         self, rows: StepRows, objective: Loss, scaling: LossScaling, sums: MetricSums, *, routed: bool
@@ -118,13 +118,14 @@ class Executor:
     ) -> Tensor:
         """Add the gradient of one row to the parameters' gradients and its metrics to `sums`; returns the loss sum.
 
-        micro: the micro-batch, from 0. last: of the step. routed: count where the router would have chosen otherwise.
+        micro: the micro-batch, from 0. last: of the step. routed: count the tokens for which the router would have
+        chosen other experts.
         """
         flight.enter("forward", micro + 1)
         reduce_when(self.module, self.config.fsdp.reduce, last=last)
         end_backward(self.module, last)
         self.copies.micro_batch(last)
-        # The backward stays inside: recomputed layers follow the same routes, and use the same kernels.
+        # backward must run inside this context, so that recomputed layers use the same routes and kernels.
         with self.replay.following(row.routes, self.multiplicity_of(row)) as route_counts, numerics(self.config.exact):
             result = self.forward(row, objective, scaling, micro)
             flight.enter("backward", micro + 1)
@@ -142,7 +143,8 @@ class Executor:
         chunk: int = 0,
     ) -> ForwardResult:  # fmt: skip
         """The forward of one row, up to the tensor to differentiate."""
-        # With a known gradient the head differentiates each chunk of logits in forward, and computes them once.
+        # If the gradient is known, the head differentiates each chunk of logits in the forward, and computes the chunk
+        # once.
         gradient_N = known_logprob_grad(objective, row.weights_N)
         known_grad = None if gradient_N is None else KnownGrad(gradient_N)
         balance = self.balance_inputs(row, scaling, micro)
@@ -160,7 +162,7 @@ class Executor:
         if unchecked and len(row.weights_N) and check_is_sum(objective, batch):
             self.unchecked.discard(type(objective))
         output = replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
-        # The normaliser is that of the whole step, so that the rows' gradients add up on every mesh.
+        # The normaliser is the whole step's, so that the gradients of rows add up on every mesh.
         loss, loss_sum = output.loss_sum / scaling.normaliser * scaling.scale, output.loss_sum.detach()
         if balance_sum is not None:
             loss = loss + self.balance_loss(balance_sum, scaling)
@@ -178,13 +180,13 @@ class Executor:
         chunk: int = 0,
         comparisons: Sequence[Comparison] = (),
     ) -> dict[str, Tensor]:
-        """One forward without an objective: the readouts of a row on the device (TrainModule.forward)."""
+        """One forward without a loss: the readouts of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
-        first = received is None  # the first stage, which has embeddings and images
+        first = received is None  # only the first stage has embeddings and images
         media, placeholder, exchange = (row.media, row.placeholder, row.exchange) if first else (None, False, None)
         if balance is not None and balance.counting:  # the head computes nothing
             row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0], repeats=None)
-        # Documents with shared tokens read a prediction of these once, unless each asks for logits of its own.
+        # Equal predictions of documents that share tokens are computed once, unless the loss reads chosen logits.
         repeats = row.repeats if chosen_NC is None and not comparisons else None
         if repeats is not None:
             row = replace(row, selected_N=row.selected_N[repeats.first_U], targets_N=row.targets_N[repeats.first_U])
@@ -208,14 +210,14 @@ class Executor:
         }
 
     def multiplicity_of(self, row: Row) -> Tensor | None:
-        """[T]: the number of documents that hold each token of the row; None if none is shared, or nothing counts
-        choices of experts."""
+        """[T]: the number of documents that hold each token of the row; None if no token is shared, or if choices of
+        experts are not counted."""
         segments = row.bounds.segments
         return None if segments is None or not self.experts else segments.multiplicity_T(self.device)
 
     def balance_loss(self, balance_sum: Tensor, scaling: LossScaling) -> Tensor:
-        """The part of a row's auxiliary loss to differentiate. Routers are whole on every rank of tp, and their
-        gradients are summed over them."""
+        """The part of a row's auxiliary loss to differentiate. Every rank of tp holds complete routers, and their
+        gradients are summed over these ranks."""
         return balance_sum * (scaling.balance / self.mesh.tp_size) * scaling.scale
 
     def add_metrics(self, result: ForwardResult, sums: MetricSums) -> None:
@@ -248,11 +250,11 @@ class Executor:
                 use(micro, row, readouts)
 
     def name_metrics(self, objective: Loss, sums: MetricSums) -> None:
-        """On a rank that never calls the objective, add its metrics with no weight: all ranks need the same names."""
+        """On a rank that never calls the loss, add its metrics with weight 0: all ranks need the same names."""
 
     @contextmanager
     def without_gradients(self, *, evaluating: bool = True) -> Iterator[None]:
-        """No gradients inside, and evaluation mode where `evaluating`. Units are resharded at the end."""
+        """Inside, no gradients, and evaluation mode if `evaluating`. Units are resharded at the end."""
         was_training = self.module.training
         self.module.train(was_training and not evaluating)
         try:
@@ -263,11 +265,11 @@ class Executor:
             reshard(self.module)
 
     def count(self, rows: StepRows, scaling: LossScaling, tokens: int) -> LossScaling:
-        """The scaling, with the counts over all rows, or all layers, that the experts' auxiliary loss needs before the
-        forwards with gradients; collective. tokens: of the step.
+        """The scaling of a step. It includes counts over all rows, or over all layers, that the experts' auxiliary loss
+        needs before the forwards with gradients. Collective. tokens: number of tokens of the step.
 
-        If the loss is over the step, or layers are on several ranks, this costs a forward of every row, with the random
-        numbers (dropout of adapters) that the forward with gradients will draw.
+        If the auxiliary loss is over the step, or layers are on several ranks, this costs a forward of every row. It
+        draws the same random numbers (dropout of adapters) as the forward with gradients.
         """
         step = self.config.model.router_aux_loss == "step"
         if not self.balance or not (step or self.staged):

@@ -1,4 +1,4 @@
-"""The experts of an engine's model: how evenly tokens fall on them, and the correction biases of their routers.
+"""Metrics of the load of experts, and correction biases of routers.
 
 After each optimizer step the bias of an expert that was chosen less often than the mean rises by
 model.router_bias_rate; that of an expert chosen more often falls by it (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
@@ -29,7 +29,7 @@ class ExpertLoad:
     """Counts choices of experts in the forwards of one engine's model. Nothing waits for the device."""
 
     def __init__(self, layers: Iterable[nn.Module], mesh: Mesh) -> None:
-        """layers: experts of this stage; those that read every token (llama4) are left out."""
+        """layers: experts of this stage, without experts that read every token (llama4)."""
         self.layers = [child for child in layers if hf.is_fused_experts(child)]
         self.last: Tensor | None = None  # [L, E] choices of the last step, over all ranks
         self._counts: dict[int, Tensor] = {}
@@ -42,9 +42,9 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self, tokens: int | Tensor, multiplicity_T: Tensor | None = None) -> Iterator[None]:
-        """Inside, count the choices of the first `tokens` tokens of a forward with gradients, or of those with these
-        indices; the rest is padding. multiplicity_T: the number of documents that hold each token, if any is shared:
-        its choices count as often. Layers that backward recomputes are not counted again."""
+        """Inside, count the choices of the first `tokens` tokens of a forward with gradients, or of the tokens with
+        these indices; the rest is padding. multiplicity_T: the number of documents that hold each token, if any is
+        shared: its choices count that many times. Layers that backward recomputes are not counted again."""
         self._tokens = tokens if torch.is_grad_enabled() else None
         self._multiplicity_T = multiplicity_T
         try:
@@ -73,7 +73,7 @@ class ExpertLoad:
         over layers; 1 if all are equal. `experts/sent`, with mesh.ep: the share of choices computed on another rank.
         """
         if not self.layers:
-            for name in self._of_others:  # every stage adds to the same names
+            for name in self._of_others:  # every stage adds the same metrics
                 sums.add(name, 0.0, 0.0)
             return
         counts_LE = torch.stack([self._counts[id(child)] for child in self.layers])
@@ -90,7 +90,7 @@ class ExpertLoad:
 
 
 def find_biases(module: nn.Module) -> dict[str, Tensor]:
-    """Name -> the bias of each layer with experts, [E] or [1, E], in order. A layer without one is left out."""
+    """Name -> the bias of each layer with experts, [E] or [1, E], in order. Layers without a bias are omitted."""
     biases = {}
     for name, experts in find_experts(module).items():
         block, _, _ = name.rpartition(".")
@@ -105,8 +105,8 @@ def check_biases(module: nn.Module, family: str) -> None:
     layers = [child for child in find_experts(module).values() if hf.is_fused_experts(child)]
     if not layers or len(find_biases(module)) != len(layers):
         raise UserError(
-            f"model.router_bias_rate: the routers of {family} have no correction biases: set model.router_bias_rate="
-            "null, and model.router_aux_loss=document to balance its experts by a loss."
+            f"model.router_bias_rate: the routers of {family} have no correction biases. Set "
+            "model.router_bias_rate=null. To balance experts by a loss instead, set model.router_aux_loss=document."
         )
 
 
@@ -118,7 +118,7 @@ class RouterBiases:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the biases by the choices, over all ranks, of the step that was accumulated last."""
+        """Update the biases from the choices of the last accumulated step, over all ranks."""
         counts_LE = self._load.last
         if counts_LE is None:
             return

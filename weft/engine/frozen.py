@@ -1,12 +1,12 @@
-"""Models that are only read beside the trained one: the reference of preferences and of RL, the teacher of a student.
+"""Frozen models next to the trained model: the reference of preference losses and RL, the teacher of a student.
 
-A config section says which (ModelSection); what it leaves null is as the trained model has it. Each is an Engine for
-inference, without gradients, optimizer or masters, with a mesh, dtype and token budget of its own. It plans the same
-documents by itself, so that a rank may read other documents than it trains.
+A config section (ModelSection) selects the model; its null keys have the values of the trained model. Each is an Engine
+for inference, without gradients, optimizer or masters, and with a separate mesh, dtype and token budget. It makes a
+separate plan, so a rank may read other documents than it trains.
 
     reference = open_frozen("reference", frozen_config(engine.config, config.reference), ranks, shares_with=engine)
-    plan, local = reference.plan_step(documents)
-    reference.readout(plan, local, ("logprob",))      # or its evaluate(), with an objective that keeps what it sees
+    plan, local = reference.plan_step(documents) reference.readout(plan, local, ("logprob",))      # or its evaluate(),
+    with a loss that collects its inputs
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from weft.parallel.shards.load import Progress
 
 
 class ModelSection(Protocol):
-    """The keys of a config section that say which model it is, and how it is computed: a ReferenceConfig, a
-    CriticConfig, or a TeacherConfig with its path. ranks: of its own; None: it takes turns with the trained one."""
+    """The keys of a config section that select a model and how it is computed: a ReferenceConfig, a CriticConfig, or a
+    TeacherConfig with its path. ranks: of a separate model; None: it runs on the trained model's ranks."""
 
     @property
     def path(self) -> str | None: ...
@@ -49,7 +49,7 @@ class ModelSection(Protocol):
 
 
 class FrozenSection(ModelSection, Protocol):
-    """A ModelSection of a model that is only read."""
+    """A ModelSection of a frozen model."""
 
     @property
     def param_dtype(self) -> Literal["auto", "bf16", "fp16", "fp32"] | None: ...
@@ -57,7 +57,7 @@ class FrozenSection(ModelSection, Protocol):
 
 @dataclass(frozen=True)
 class FrozenAtPath:
-    """A FrozenSection whose config section names no model: of a teacher, or of a reward model."""
+    """A FrozenSection without model path in its config section: of a teacher, or of a reward model."""
 
     path: str
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] | None = None
@@ -75,7 +75,7 @@ class FrozenAtPath:
 
 
 def frozen_config(trained: EngineConfig, section: FrozenSection) -> EngineConfig:
-    """The engine config of a model that is only read. trained: of the model that is trained."""
+    """The engine config of a frozen model. trained: the engine config of the trained model."""
     base = beside_trained(trained, section)
     fsdp = replace(base.fsdp, param_dtype=section.param_dtype or base.fsdp.param_dtype)
     return replace(
@@ -102,8 +102,8 @@ def open_frozen(
 
 
 def beside_trained(trained: EngineConfig, section: ModelSection) -> EngineConfig:
-    """The engine config of another model: the trained one's, without what only that has, and the section's settings on
-    top."""
+    """The engine config of another model: the trained model's, without settings for training, and with the section's
+    settings."""
     model = ModelConfig(
         path=section.path or trained.model.path,
         init=trained.model.init if section.path is None else "pretrained",
@@ -125,7 +125,7 @@ def beside_trained(trained: EngineConfig, section: ModelSection) -> EngineConfig
         if section.path is None
         else replace(trained.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
     )
-    # fsdp.cpu_offload=optimizer keeps weights on the accelerator, and nothing else is there to offload.
+    # fsdp.cpu_offload=optimizer would have no effect: a frozen model has only weights, which stay on the accelerator.
     fsdp = replace(fsdp, cpu_offload=fsdp.cpu_offload is True if section.cpu_offload is None else section.cpu_offload)
     # Separate ranks have no cp: a row holds cp times the tokens.
     factor = 1 if section.ranks is None else trained.mesh.cp
@@ -136,7 +136,7 @@ def beside_trained(trained: EngineConfig, section: ModelSection) -> EngineConfig
 
 @contextmanager
 def named_section(section: str) -> Iterator[None]:
-    """Inside, errors name this config section: an engine's own messages say only `model` and `mesh`."""
+    """Inside, errors name this config section, because an engine's messages only name `model` and `mesh`."""
     try:
         yield
     except UserError as error:

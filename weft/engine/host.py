@@ -1,4 +1,4 @@
-"""Host memory for content of an engine's device: parts that sleep (sleep.py), and copies that are being saved
+"""Host memory for device content: sleeping parts of an engine (sleep.py), and copies for a checkpoint
 (checkpoint/snapshot.py). The engines of a process share one pool.
 
 Chunks have one size, a power of two, because torch rounds each pinned allocation up to a power of two. A tensor that is
@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.launch import flight
 
 CHUNK = 1 << 26  # bytes
-_ALIGNED = 512  # bytes: every item begins at a multiple, and a chunk is one
+_ALIGNED = 512  # bytes: every item begins at a multiple, and chunk sizes are multiples
 
 
 @dataclass(eq=False)
@@ -33,23 +33,22 @@ class Allocation:
 
 class HostPool:
     """Chunks of host memory, pinned if tensors live on an accelerator. Returned chunks are kept, because pinning is
-    slow; so the pool is as large as the most memory that was ever in use at once, or that `fill` was told of."""
+    slow. The pool is therefore as large as the most memory ever in use at once, or requested by `fill`."""
 
     def __init__(self, storage: torch.device) -> None:
         """storage: the device of the tensors."""
         self.storage, self.pinned = storage, storage.type == "cuda"
         self._idle: list[Tensor] = []
-        self._writers = 0  # allocations that a writing thread will return by itself
+        self._writers = 0  # allocations that a writing thread returns
         self._changed = threading.Condition()
         self.bytes = 0  # of all chunks
-        self._target = 0  # bytes that fill() allocates
+        self._target = 0  # bytes that fill() will allocate
         self._filling: threading.Thread | None = None
 
     def take(self, sizes: Sequence[int], *, by_writer: bool = False) -> Allocation:
         """Memory for items of these sizes, in bytes.
 
-        by_writer: a thread that writes to disk will return the memory; later calls wait for that before they allocate
-        more.
+        by_writer: a thread that writes to disk returns the memory; later calls wait for it before they allocate more.
         """
         count = -(-sum(map(_padded, sizes)) // CHUNK)
         with self._changed:
@@ -65,9 +64,9 @@ class HostPool:
         return Allocation(chunks, list(_cut(chunks, sizes)), by_writer)
 
     def fill(self, size: int) -> None:
-        """Allocate so many bytes more in a thread, if memory is pinned: at 2 to 3 GB/s the first save or sleep of a
-        large model would wait for it for many seconds. Where the host runs short, the thread ends; whoever takes the
-        memory is told."""
+        """Allocate this many more bytes in a thread, if memory is pinned. Pinning runs at 2 to 3 GB/s, so the first
+        save or sleep of a large model would otherwise wait many seconds. If the host runs out of memory, the thread
+        ends, and the later allocation raises the error."""
         with self._changed:
             self._target += size
             if self.pinned and self._filling is None:
@@ -76,7 +75,7 @@ class HostPool:
 
     def _fill(self) -> None:
         if torch.cuda.is_available():
-            torch.cuda.set_device(self.storage)  # a thread begins on the first device, and would make a context there
+            torch.cuda.set_device(self.storage)  # a new thread uses the first device, and would create a context there
         with suppress(RuntimeError):
             while self._lacks():
                 chunk = self._allocate()
@@ -86,7 +85,7 @@ class HostPool:
                     self._changed.notify_all()
 
     def _lacks(self) -> bool:
-        """Whether fill() is to go on; its thread is forgotten once it is not."""
+        """Whether fill() must continue; drops its thread when it must not."""
         with self._changed:
             lacks = self.bytes < self._target
             if not lacks:
@@ -124,7 +123,7 @@ def _cut(chunks: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor
 
 @dataclass(frozen=True, eq=False)
 class HostTensor:
-    """A tensor whose bytes lie in pieces of host memory, row-major."""
+    """A tensor whose bytes are in pieces of host memory, row-major."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -155,7 +154,7 @@ class HostTensor:
         return (piece.view(self.dtype) for piece in self.pieces)
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        """A box of the tensor: a view if its rows lie in one piece, else a copy."""
+        """A box of the tensor: a view if its rows are in one piece, else a copy."""
         first, end = (index[0].start, index[0].stop) if index else (0, 1)
         row = prod(self.shape[1:]) * self.dtype.itemsize
         rows = self._bytes(first * row, end * row).view(self.dtype).reshape(end - first, *self.shape[1:])

@@ -1,5 +1,5 @@
-"""An optimizer that begins with the state in a torch.distributed.checkpoint directory (optimizer.load_state): the
-moments and steps that another trainer's AdamW, or SGD, had."""
+"""Loads optimizer state from a torch.distributed.checkpoint directory (optimizer.load_state): moments and step counts
+of another trainer's AdamW or SGD."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.parallel.shards.load import LoadPlan, fill_tensors
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _STEP = "step"
-_ELSE = "Set optimizer.load_state=false, and the optimizer starts anew."
+_ELSE = "Set optimizer.load_state=false to start with fresh optimizer state."
 
 
 def check_state(module: TrainModule, plan: LoadPlan, optimizer: str) -> None:
@@ -30,9 +30,8 @@ def check_state(module: TrainModule, plan: LoadPlan, optimizer: str) -> None:
     source = _source_of(plan)
     if source.numbered:
         raise UserError(
-            f"optimizer.load_state: {source.folder} stores the optimizer's state by the number of the parameter, and "
-            "without its name (get_state_dict of torch.distributed.checkpoint.state_dict stores names). "
-            f"{_ELSE}"
+            f"optimizer.load_state: {source.folder} stores optimizer state under parameter numbers instead of names. "
+            f"Save it with get_state_dict of torch.distributed.checkpoint.state_dict, which stores names. {_ELSE}"
         )
     expected = {*_MOMENTS[optimizer], *((_STEP,) if optimizer == "adamw" else ())}
     foreign = sorted(source.keys - {*expected, _STEP})
@@ -62,7 +61,7 @@ def load_state(
     dtypes: Sequence[torch.dtype],
     cuts: ShardSpecs,
 ) -> None:
-    """Give a new optimizer the directory's state; collective where shards are replicated. Each rank reads its own
+    """Load the directory's state into a new optimizer; collective if shards are replicated. Each rank reads its own
     shards. name: of the optimizer, in the config. dtypes: of its moments."""
     source, trained = _source_of(plan), {n: p for n, p in _trained(module).items() if n in plan.fills}
     for key, dtype in zip(_MOMENTS[name], dtypes, strict=True):
@@ -82,21 +81,21 @@ def load_state(
 
 
 def state_lines(plan: LoadPlan | None, config: OptimizerConfig) -> list[str]:
-    """Start-up lines about the optimizer of a model whose weights come from such a directory."""
+    """The lines printed at start about the optimizer of a model whose weights come from such a directory."""
     if plan is None or not isinstance(plan.source, DcpSource):
         return []
     source = plan.source
     if config.load_state:
-        return [f"state    the optimizer begins with that of {source.folder}; steps and data begin anew"]
+        return [f"state loaded from {source.folder}; step count and data order start anew"]
     if source.numbered:
-        return [f"state    the optimizer starts anew: {source.folder} has its state under numbers of parameters alone"]
+        return [f"state fresh: {source.folder} stores optimizer state under parameter numbers, without names"]
     if source.keys:
-        return [f"state    the optimizer starts anew: optimizer.load_state=true takes that of {source.folder}"]
+        return [f"state fresh; set optimizer.load_state=true to load the state in {source.folder}"]
     return ["state    the optimizer starts anew"]
 
 
 def _source_of(plan: LoadPlan) -> DcpSource:
-    assert isinstance(plan.source, DcpSource), "optimizer.load_state asks for model.dcp_weights"
+    assert isinstance(plan.source, DcpSource), "optimizer.load_state needs model.dcp_weights"
     return plan.source
 
 
@@ -106,8 +105,8 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _with_state(source: DcpSource, file: str, key: str, module: TrainModule) -> str | None:
-    """The name under which the directory has this tensor's state: its own, or that of a tensor tied to it; None if the
-    directory has none."""
+    """The name under which the directory stores this tensor's state: the tensor's name or that of a tied tensor; None
+    if it stores none."""
     tied = hf.tied_parameters(module.hf_model)
     tied_names = [tied[file]] if file in tied else [name for name, owner in tied.items() if owner == file]
     return next((name for name in (file, *tied_names) if source.has_state(name, key)), None)
@@ -130,6 +129,6 @@ def _step(runtime: str, mappings: Sequence[tuple[TensorMapping, str]], source: D
     step = steps.pop()
     if steps or step is None or not 0 <= step < 1 << 24:
         raise UserError(
-            f"optimizer.load_state: {source.folder} does not hold one number of steps for {runtime}. {_ELSE}"
+            f"optimizer.load_state: {source.folder} has several step counts, or none, for {runtime}. {_ELSE}"
         )
     return step

@@ -31,7 +31,8 @@ CORE_KEYS = (
 class MetricSums:
     """Weighted sums by name, accumulated over micro-batches in fp64 without synchronising the device.
 
-    A metric is sum / weight over all micro-batches and ranks. A mean of ranks' means differs from it if weights differ.
+    A metric is sum / weight over all micro-batches and ranks. A mean of the ranks' means would differ if weights
+    differ.
     """
 
     def __init__(self) -> None:
@@ -44,24 +45,24 @@ class MetricSums:
         self._weights[name] = self._weights.get(name, 0.0) + _exact(weight)
 
     def add_all(self, sums: MetricSums, prefix: str = "") -> None:
-        """Add all sums of another, with `prefix` before their names."""
+        """Add all sums of another MetricSums, with `prefix` before their names."""
         for name, total in sums._sums.items():
             self.add(prefix + name, total, sums._weights[name])
 
     def reduce(
         self, group: dist.ProcessGroup | None = None, equal: Mapping[str, str] | None = None
     ) -> dict[str, float | None]:
-        """sum / weight of every name over all ranks of `group`, in order of names; None where the weight is zero.
+        """sum / weight of every name over all ranks of `group`, sorted by name; None if the weight is 0.
 
         One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. group: None for
-        this rank alone, without an all-reduce. equal: strings that must be equal on all ranks; their digests are
-        reduced too. Raises RanksDisagreeError with those that differ.
+        this rank alone, without an all-reduce. equal: strings that must be equal on all ranks; their digests are part
+        of the vector. Raises RanksDisagreeError with the strings that differ.
         """
         reduced = self.reduced(group, equal)
         return reduced.metrics(read(reduced.vector, reduced.planned))
 
     def reduced(self, group: dist.ProcessGroup | None, equal: Mapping[str, str] | None) -> Reduced:
-        """As `reduce`, without waiting for the device."""
+        """Like `reduce`, without waiting for the device."""
         names = sorted(self._sums)
         same = {**(equal or {}), "metrics of the step": ", ".join(names)}
         vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
@@ -93,7 +94,7 @@ class Reduced:
         return [0.0] * count + [1.0] * count + [self.ranks * number for number in _fingerprint(self.same)]
 
     def metrics(self, values: Sequence[float]) -> dict[str, float | None]:
-        """The metrics from the vector's values on the host. Collective where it raises RanksDisagreeError."""
+        """The metrics from the vector's values on the host. Collective if it raises RanksDisagreeError."""
         count = len(self.names)
         _check_equal(self.same, values[-2:], self.ranks, self.group)
         pairs = zip(self.names, values[:count], values[count:-2], strict=True)
@@ -124,21 +125,22 @@ def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:
 def _check_equal(
     same: Mapping[str, str], fingerprint: Sequence[float], ranks: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Raises an error if the ranks' strings differ: sums of different metrics would be added up silently. The ranks'
-    numbers are equal if their variance is zero."""
+    """Raises an error if the ranks' strings differ: without this check, different metrics would be added up. The
+    variance of the ranks' digests is 0 if all are equal."""
     total, squares = fingerprint
     if ranks * int(squares) != int(total) ** 2:
         assert group is not None
         require_agreement(same, group)
         raise RuntimeError(
-            "the fingerprints of a reduction differ, though nothing in it does: memory or network is at fault"
+            "the checksums of a reduction differ, but the strings are equal on all ranks: memory or network has "
+            "corrupted data"
         )
 
 
 class MetricsFile:
     """metrics.jsonl: one line of JSON per step, flushed when `write` returns. Non-finite numbers become null.
 
-    CORE_KEYS come first and are always present, null where the line lacks them; other keys keep the line's order. An
+    CORE_KEYS come first and are always present, null if the line lacks them; other keys keep the line's order. An
     existing file is appended to.
     """
 
@@ -155,7 +157,7 @@ class MetricsFile:
             error.filename = error.filename or self._file.name
             raise
         if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "removed while the run wrote to it", self._file.name)
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while the run wrote to it", self._file.name)
 
     def sync(self) -> None:
         """Wait until all lines are on disk (fsync)."""

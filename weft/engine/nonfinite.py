@@ -12,8 +12,8 @@ from weft.parallel.mesh import local_shard
 
 
 def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) -> str:
-    """Rank, micro-batch and documents of every loss that was not finite. sources: by micro-batch. micro_batches: this
-    rank's."""
+    """The message for losses that are not finite: rank, micro-batch and documents of each. sources: by micro-batch.
+    micro_batches: this rank's."""
     local = [
         f"rank {dist.get_rank(world_group())}, micro-batch {micro + 1}, documents {_first(sources[micro], 8)}"
         for micro in micro_batches
@@ -22,7 +22,7 @@ def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) 
 
 
 def name_gradients(module: nn.Module) -> str:
-    """Parameters whose gradient was not finite although every loss was."""
+    """The message for gradients that are not finite although every loss is: their parameters."""
     local = [
         name
         for name, p in module.named_parameters()
@@ -33,7 +33,7 @@ def name_gradients(module: nn.Module) -> str:
 
 
 def _gathered(local: list[str]) -> list[str]:
-    """The lists of all ranks in one, each text once."""
+    """The lists of all ranks, merged, without duplicates."""
     group = world_group()
     parts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(parts, local, group=group)
@@ -41,6 +41,6 @@ def _gathered(local: list[str]) -> list[str]:
 
 
 def _first(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
-    """The first few, and how many more there are."""
+    """The first texts, and the number of the others."""
     ending = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return separator.join(texts[:limit]) + ending

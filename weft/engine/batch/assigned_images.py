@@ -1,7 +1,7 @@
-"""The images of documents that mesh.cp cuts: each image, or frame of a video, is computed by one of the ranks that
-share its document, and its features are sent to the ranks that have its tokens.
+"""Distributes the images of documents that mesh.cp splits over ranks. One of the ranks that share a document computes
+each image, or frame of a video, and sends its features to the ranks that have its tokens.
 
-F features of a document: those of its images in order, then those of its videos.
+F features of a document: first of its images in order, then of its videos.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def assign_images(
     axis: CPAxis,
     vision: Vision,
 ) -> dict[str, Any]:
-    """Fields of the row of a rank (`cut_row`): the images that this rank computes in place of all images of its
-    documents, `indices`. Called on all ranks of the group if any of them shares a document with images."""
+    """The fields of a rank's row (`cut_row`) for images: the rank computes its assigned images instead of all images of
+    its documents, `indices`. If any rank of the group shares a document with images, all of them call this."""
     by_rank, with_images = plan.ranges_by_rank(micro_batch, rank), list[_DocumentImages]()
     for index in indices:
         media = documents[index].media
@@ -61,8 +61,8 @@ def assign_images(
 
 @dataclass(frozen=True)
 class _DocumentImages:
-    """The images of one document, U images and frames. pixels, sides: of each, its rows of patches and (height, width)
-    in patches. owner_U: the rank that computes each. owner_F, holder_F: of each feature, the rank that computes it and
+    """The images of one document, U images and frames. pixels, sides: the patches of each image, and its (height,
+    width) in patches. owner_U: the rank that computes each. owner_F, holder_F: the rank that computes each feature, and
     the rank that has its token. feature_T: the feature of each token, -1 for text. images: number of features of
     images."""
 
@@ -85,7 +85,7 @@ class _DocumentImages:
         ranges_by_rank: Sequence[Mapping[int, Sequence[tuple[int, int]]]],
         vision: Vision,
     ) -> _DocumentImages:
-        """read: tokens of the document that a forward reads. places: the ranks of the group that share the document.
+        """read: number of tokens of the document that a forward reads. places: the ranks of the group that share it.
         ranges_by_rank: as StepPlan.held."""
         assert document.media is not None
         inputs, tokens = document.media.inputs, document.tokens[:read].numpy()
@@ -95,8 +95,8 @@ class _DocumentImages:
         token_F = np.concatenate([np.flatnonzero(tokens == kind) for kind in (vision.image, vision.video)])
         if len(token_F) != sum(counts):
             raise UserError(
-                f"{document.source or f'document {index} of the step'}: has {len(token_F)} placeholders of images, "
-                f"which have {sum(counts)} features."
+                f"{document.source or f'document {index} of the step'}: has {len(token_F)} placeholder tokens for "
+                f"images, but its images have {sum(counts)} features. Both numbers must be equal."
             )
         owner_U = _balance(patches, places)
         holder_T, feature_T = np.full(read, -1), np.full(read, -1)
@@ -119,7 +119,7 @@ def _sides(grids: Tensor | None) -> list[tuple[int, int]]:
 
 
 def _balance(patches: Sequence[int], places: Sequence[int]) -> Numbers:
-    """The rank that computes each image: the one with the fewest patches so far."""
+    """The rank that computes each image: the rank with the fewest patches so far."""
     spent, owners = dict.fromkeys(places, 0), []
     for count in patches:
         owners.append(min(places, key=lambda rank: (spent[rank], rank)))
@@ -137,7 +137,7 @@ def plan_exchange(
     row. ranges: the tokens that it has of each document."""
     rising, first = sorted(by_document, key=lambda image_set: image_set.index), dict[int, Numbers]()
     computed = 0
-    for image_set in by_document:  # where each feature that is computed here lies in what the tower returns
+    for image_set in by_document:  # index in the tower's output of each feature that this rank computes
         is_local = image_set.owner_F == axis.rank
         first[image_set.index] = computed + np.cumsum(is_local) - 1
         computed += int(is_local.sum())

@@ -1,6 +1,6 @@
 """Training sequences, and their metadata for the step plan.
 
-T tokens of a document or row, N predictions of a row that are read.
+T tokens of a document or row, N predictions of a row.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from weft.engine.batch.prefixes import Beginning, Path, PathNode, TokenKeys, beg
 class DocumentMeta:
     """A document's metadata for the step plan.
 
-    length: tokens. omitted: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
-    tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: number of a group of
-    documents, whose equal beginnings are forwarded once. cost: estimated FLOPs, in any unit. routed: whether it carries
-    routes. patches: of its images, in the vision tower. tower_tokens: tokens that take as much memory as these patches.
-    path: what it shares with others of its group (prefixes.py); empty: nothing.
+    length: tokens. omitted: number of tokens at its end that no forward reads. weight: sum of the loss weights of its
+    predicted tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: index of its
+    group of documents; weft forwards equal prefixes of a group once. cost: estimated FLOPs, in any unit. routed:
+    whether it carries routes. patches: number of patches of its images, in the vision tower. tower_tokens: number of
+    tokens that need as much memory as these patches. path: the prefix that it shares with other documents of its group
+    (prefixes.py); empty if it shares none.
     """
 
     length: int
@@ -43,17 +44,18 @@ class DocumentMeta:
 
     @property
     def read(self) -> int:
-        """Tokens that a forward reads, from the first."""
+        """The number of tokens that a forward reads, counted from the first."""
         return self.length - self.omitted
 
     @property
     def room(self) -> int:
-        """The tokens of max_tokens_per_device that the document takes."""
+        """The number of tokens of step.max_tokens_per_device that the document uses."""
         return self.read + self.tower_tokens
 
 
 def omitted_tokens(length: int, *, read_all: bool) -> int:
-    """Tokens at a document's end that no forward reads: the last one, because it predicts nothing. read_all: none."""
+    """The number of tokens at a document's end that no forward reads: 1, because the last token predicts nothing; 0 if
+    read_all."""
     return int(length > 1 and not read_all)
 
 
@@ -82,8 +84,8 @@ class Document:
         return int(self.tokens.shape[0])
 
     def token_keys(self, placeholders: Sequence[int] = ()) -> TokenKeys | None:
-        """What must be equal for a token to be shared with another document of its group: the token, its image, its
-        position, its experts. None if it shares nothing. placeholders: as in prefixes.py:token_keys."""
+        """A key for each token. A token is shared with another document of the group if their keys are equal: token,
+        image, position and experts. None if the document shares nothing. placeholders: as in prefixes.py:token_keys."""
         if self.routes is not None and len(self.routes) != len(self):
             return None  # RouteReplay.check names it
         positions = None if self.positions is None else self.positions.reshape(-1, len(self)).T
@@ -93,7 +95,8 @@ class Document:
 
     def meta(self, cost: float = 0.0, omitted: int = 0, tower_tokens: int = 0) -> DocumentMeta:
         """This document's metadata. cost, omitted, tower_tokens: as in DocumentMeta."""
-        predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
+        # For short documents numpy takes a third of torch's time.
+        predicted = self.weights[1:].numpy().astype(np.float64)
         return DocumentMeta(
             length=len(self),
             weight=float(predicted.sum()),
@@ -120,11 +123,11 @@ class Measures(NamedTuple):
 
 
 class MeasuredDocuments(Sequence[Document]):
-    """Documents that can be planned before they are built, so that a rank builds only its own."""
+    """Documents that can be planned before they are built, so that a rank builds only the documents that it reads."""
 
     @abstractmethod
     def measures(self) -> Measures:
-        """The measures of all documents, equal, to the last bit, to Document.meta of each."""
+        """The measures of all documents, bitwise equal to Document.meta of each."""
 
     @abstractmethod
     def source(self, index: int) -> str:
@@ -143,9 +146,9 @@ class MeasuredDocuments(Sequence[Document]):
         return [None] * len(self)
 
     def beginnings(self, indices: Sequence[int], placeholders: Sequence[int] = ()) -> dict[int, Beginning]:
-        """The beginnings of those of these documents that share tokens with another of them. Every rank calls this for
-        all documents of a step that are of a group, so it should need no document: those here build all of them.
-        placeholders: as in prefixes.py:token_keys."""
+        """The shared prefixes of these documents, by index. Every rank calls this for all grouped documents of a step,
+        so an implementation should not need the documents. This default builds all of them. placeholders: as in
+        prefixes.py:token_keys."""
         groups = self.groups()
         return _beginnings({index: self.build(index) for index in indices}, groups, placeholders)
 
@@ -269,7 +272,7 @@ def document_metadata(
 def _beginnings(
     documents: Mapping[int, Document], groups: Sequence[int | None], placeholders: Sequence[int]
 ) -> dict[int, Beginning]:
-    """The beginnings of documents that are built, by index. groups: of each index."""
+    """The shared prefixes of built documents, by index. groups: the group of each index."""
     sizes = Counter(groups[index] for index in documents)
     keys = {
         index: document.token_keys(placeholders) for index, document in documents.items() if sizes[groups[index]] > 1
@@ -278,7 +281,7 @@ def _beginnings(
 
 
 def _priced(meta: DocumentMeta, beginning: Beginning, costs: Costs) -> Path:
-    """The path of the tokens that a forward reads, with the costs of documents that would end at its nodes."""
+    """The path of the tokens that a forward reads; each node has the cost of a document that would end there."""
     tower = meta.cost - costs.tokens(meta.read)
 
     def priced(node: PathNode) -> PathNode:

@@ -1,4 +1,4 @@
-"""Images and videos of a document, as the model's own processor gives them."""
+"""Images and videos of a document, as returned by the model's processor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Media:
     """The images and videos of one document.
 
     inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), images and videos each in the order of
-    their placeholders. patches: positions that the vision tower forwards. pairs: pairs of positions of the same image
-    or frame.
+    their placeholders. patches: number of positions that the vision tower forwards. pairs: number of pairs of positions
+    of the same image or frame.
     """
 
     inputs: dict[str, Tensor]
@@ -30,7 +30,7 @@ class Media:
         return "pixel_values_videos" in self.inputs
 
     def digest(self) -> bytes:
-        """Names these images: equal for equal inputs, in every process."""
+        """A digest of these images: equal for equal inputs, in every process."""
         hashed = blake2b(digest_size=16)
         for name, value in sorted(self.inputs.items()):
             hashed.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -39,15 +39,15 @@ class Media:
 
     @staticmethod
     def from_inputs(inputs: dict[str, Tensor], patches: Sequence[int]) -> Media:
-        """patches: of each image and frame."""
+        """patches: number of patches of each image and frame."""
         return Media(inputs, sum(patches), sum(count**2 for count in patches))
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRoom:
-    """The room of a document with images. tokens: of the rows of all ranks that may share it. per_patch: tokens that
-    take as much memory as a patch of its images. refusal: why the model cannot be trained on images; empty if it can.
-    ranks: number of ranks over which such a document may be cut."""
+    """The room for a document with images. tokens: number of tokens in the rows of all ranks that may share it.
+    per_patch: number of tokens that need as much memory as a patch. refusal: why the model cannot be trained on images;
+    empty if it can. ranks: number of ranks over which such a document may be split."""
 
     tokens: int
     per_patch: float
@@ -55,7 +55,7 @@ class ImageRoom:
     ranks: int = 1
 
     def in_tokens(self, patches: int) -> int:
-        """Number of tokens that take as much memory as so many patches."""
+        """The number of tokens that need as much memory as this number of patches."""
         return math.ceil(self.per_patch * patches)
 
     @staticmethod
@@ -66,7 +66,7 @@ class ImageRoom:
 
 
 def joined(inputs_by_document: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The forward arguments of several documents as one, with their images one after the other.
+    """The forward arguments of several documents, concatenated over their images.
 
     Images are the first dimension; the second, if the first is a batch of documents (SmolVLM's pixel_values
     [1, images, 3, H, W]), but not if images are cut into tiles (LLaVA-NeXT's [images, tiles, 3, H, W], with

@@ -1,9 +1,9 @@
-"""Documents of a group that begin alike: where their tokens part.
+"""Shared prefixes of the documents of a group.
 
-The documents of a group form a trie. A document's path is the list of nodes from the trie's root to its last token;
-nodes end where documents part, and where one ends. A node is named by a digest of everything up to its end, so that two
-documents share a node exactly if they share its tokens, whichever process compares them. Paths are metadata: with them
-a rank plans trees of documents that it does not have.
+The documents of a group form a trie. A document's path is the list of nodes from the trie's root to its last token; a
+node ends where documents diverge, and where a document ends. A node is named by a digest of everything up to its end,
+so that two documents share a node exactly if they share its tokens, whichever process compares them. Paths are
+metadata: with them a rank plans trees of documents that it does not have.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 
 class PathNode(NamedTuple):
-    """The tokens of a path between the end of the node before and `end`. cost: of a document that ends here, in the
-    unit of DocumentMeta.cost. tower_tokens: of such a document, as in DocumentMeta."""
+    """A node of a path: its tokens from the previous node's end up to `end`. cost, tower_tokens: of a document that
+    ends here, as in DocumentMeta."""
 
     digest: int
     end: int
@@ -37,8 +37,8 @@ Path = tuple[PathNode, ...]
 
 
 class Beginning(NamedTuple):
-    """What a document has in common with others of its group. path: up to its last token, without costs. images_end:
-    tokens up to the end of its images; 0 without images."""
+    """The prefix that a document shares with others of its group. path: up to its last token, without costs.
+    images_end: tokens up to the end of its images; 0 without images."""
 
     path: Path
     images_end: int = 0
@@ -50,7 +50,7 @@ class Beginning(NamedTuple):
 
 
 class TokenKeys(NamedTuple):
-    """bytes_Tk: [T, k] uint8, what must be equal for a token to be shared. images_end: as in Beginning."""
+    """bytes_Tk: [T, k] uint8, the key of each token; tokens with equal keys are shared. images_end: as in Beginning."""
 
     bytes_Tk: NDArray[np.uint8]
     images_end: int = 0
@@ -61,9 +61,10 @@ def token_keys(
 ) -> TokenKeys | None:
     """The keys of a document; None if it shares nothing, because it has images that the model cannot share.
 
-    placeholders: ids of tokens that stand for images, in a model that takes images. images: names the document's
-    images; empty if it has none. columns: further values of each token, each [T, ...]. Documents part before their
-    images or after all of them: the key of a placeholder has the images, and everything up to the last of them.
+    placeholders: ids of tokens that stand for images, in a model that takes images. images: digest of the document's
+    images; empty if it has none. columns: further values of each token, each [T, ...]. Documents diverge either before
+    their images or after all of them: the key of a placeholder contains the digest of the images and of every token up
+    to the last placeholder.
     """
     if images and not placeholders:
         return None
@@ -82,8 +83,8 @@ def token_keys(
 
 
 def beginnings_of(groups: Mapping[int, Hashable], keys: Mapping[int, TokenKeys]) -> dict[int, Beginning]:
-    """The beginning, by index, of each document that begins like another of its group. groups: of each, by index.
-    Documents without keys share nothing."""
+    """The shared prefix, by index, of each document whose first token is also another's of its group. groups: the group
+    of each document, by index. Documents without keys share nothing."""
     by_group: dict[Hashable, dict[int, TokenKeys]] = defaultdict(dict)
     for index, of_document in keys.items():
         by_group[groups[index], of_document.bytes_Tk.shape[1]][index] = of_document
@@ -95,8 +96,8 @@ def beginnings_of(groups: Mapping[int, Hashable], keys: Mapping[int, TokenKeys])
 
 
 def pair_beginning(pair: int, common: int, lengths: tuple[int, int], answer: int, images_end: int = 0) -> Beginning:
-    """The beginning of an answer of a pair. pair: its number. common: tokens that both answers begin with, at least 1.
-    lengths: of both answers. answer: 0 or 1."""
+    """The shared prefix of an answer of a pair. pair: its index. common: number of tokens that both answers share at
+    their beginning, at least 1. lengths: of both answers. answer: 0 or 1."""
     ends = {common, lengths[answer], *({common - 1} if common in lengths else ())} - {0}
     path = (PathNode(((3 * pair + (end > common) * (1 + answer)) << 32) + end, end) for end in sorted(ends))
     return Beginning(tuple(path), images_end)
@@ -105,13 +106,13 @@ def pair_beginning(pair: int, common: int, lengths: tuple[int, int], answer: int
 def _beginnings(keys: dict[int, TokenKeys], salt: bytes) -> dict[int, Beginning]:
     texts = {index: of_document.bytes_Tk.tobytes() for index, of_document in keys.items()}
     lengths = {len(of_document.bytes_Tk) for of_document in keys.values()}
-    order = sorted(texts, key=lambda index: texts[index])  # neighbours have the longest beginnings in common
+    order = sorted(texts, key=lambda index: texts[index])  # sorted neighbours share the longest prefixes
     common = [_common(keys[a].bytes_Tk, keys[b].bytes_Tk) for a, b in pairwise(order)]
     beginnings = {}
     for position, index in enumerate(order):
         ends = {*_falling(common[position:]), *_falling(common[:position][::-1])}
         if ends:
-            # Forwards may leave out the last token of a document that is another's beginning.
+            # Forwards may omit the last token of a document that is a prefix of another.
             ends |= {end - 1 for end in ends if end in lengths and end > 1}
             count, width = keys[index].bytes_Tk.shape
             beginnings[index] = Beginning(
@@ -121,15 +122,15 @@ def _beginnings(keys: dict[int, TokenKeys], salt: bytes) -> dict[int, Beginning]
 
 
 def _common(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> int:
-    """The number of tokens that two documents have in common at their beginnings."""
+    """The length of the common prefix of two documents."""
     length = min(len(first), len(second))
     differing = (first[:length] != second[:length]).any(1)
     return int(differing.argmax()) if differing.any() else length
 
 
 def _falling(common: Sequence[int]) -> set[int]:
-    """The tokens that a document has in common with any of its neighbours on one side, from what each of them has in
-    common with the next."""
+    """The lengths of the prefixes that a document shares with any sorted neighbour on one side, from the lengths that
+    neighbours share with the next."""
     ends: set[int] = set()
     lowest = 1 << 62
     for count in common:

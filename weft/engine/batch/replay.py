@@ -19,12 +19,12 @@ from weft.errors import UserError
 from weft.models.routing import differ, replace_choices, replaced
 from weft.models.train_module import TrainModule
 
-LIVE = -1  # in place of an expert: this token was not recorded, and the router chooses
+LIVE = -1  # this token was not recorded: the router chooses its expert
 
 
 @dataclass
 class RouteCounts:
-    """The choices of one forward, by decoder layer: (number that differ from the record, number on record)."""
+    """The choices of one forward, by decoder layer: (number that differ from the record, number recorded)."""
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -35,8 +35,8 @@ class RouteCounts:
 
 
 class RouteReplay:
-    """Follows documents' routes in one model. experts: routed experts of a layer, 0 for a dense model. chosen: experts
-    per token."""
+    """Applies documents' routes in one model. experts: number of routed experts of a layer, 0 for a dense model.
+    chosen: number of experts per token."""
 
     def __init__(self, module: TrainModule, experts: int, chosen: int, compiled: bool) -> None:
         self.module, self.experts, self.chosen, self.compiled = module, experts, chosen, compiled
@@ -49,25 +49,26 @@ class RouteReplay:
             return
         name = f"routes of {document.source or 'a document'}"
         if not self.experts:
-            raise ValueError(f"{name}: this model has no experts")
+            raise ValueError(f"{name}: this model has no experts, so it cannot use routes")
         if self.compiled:
-            raise UserError("model.compile: routes cannot be followed in compiled layers: set model.compile=false.")
+            raise UserError("model.compile: routes cannot be replayed in compiled layers. Set model.compile=false.")
         expected = (len(document), len(self.module.layers), self.chosen)
         if tuple(routes.shape) != expected:
             raise ValueError(
-                f"{name} are {list(routes.shape)}, and should be {list(expected)}: tokens, decoder layers, experts per "
-                "token. They are of other tokens, or of another model."
+                f"{name} have shape {list(routes.shape)}, but must have {list(expected)}: tokens, decoder layers, "
+                "experts per token. They belong to other tokens or to another model."
             )
         lowest, highest = (int(value) for value in routes.aminmax())
         if lowest < LIVE or highest >= self.experts:
             wrong = lowest if lowest < LIVE else highest
-            raise ValueError(f"{name} name expert {wrong}, and there are {self.experts}, from 0")
+            raise ValueError(f"{name} contain expert {wrong}, but the model has experts 0 to {self.experts - 1}")
 
     @contextmanager
     def following(self, routes_MLk: Tensor | None, multiplicity_M: Tensor | None = None) -> Iterator[RouteCounts]:
-        """Make forwards of a row, and their recomputation in backward, follow its routes, if it has any.
+        """Inside, forwards of a row, and their recomputation in backward, follow its routes, if it has any.
 
-        multiplicity_M: the number of documents that hold each token, if any is shared: its choices count as often.
+        multiplicity_M: the number of documents that hold each token, if any is shared: its choices count that many
+        times.
         """
         counts = RouteCounts()
         if routes_MLk is None:
@@ -78,7 +79,7 @@ class RouteReplay:
             recorded_Mk = routes_MLk[:, layer].long()
             known_M = recorded_Mk[:, 0] != LIVE
             differing_M = differ(out[1], recorded_Mk) & known_M
-            if layer not in counts.layers:  # recomputed layers have been counted
+            if layer not in counts.layers:  # recomputed layers are already counted
                 times_M = 1 if multiplicity_M is None else multiplicity_M
                 counts.layers[layer] = (differing_M * times_M).sum(), (known_M * times_M).sum()
             return replaced(scores, out, torch.where(known_M[:, None], recorded_Mk, out[1]))
@@ -89,12 +90,13 @@ class RouteReplay:
 
 
 def align_routes(routes: Any, tokens: int) -> Tensor:
-    """[T, layers, k] int16 of an engine's record, which may lack the last token, because nothing was sampled after it.
+    """[T, layers, k] int16 from an engine's record. The record may lack the last token, because nothing was sampled
+    after it.
 
     routes: [T - 1 or T, layers, k]. Raises ValueError for another length.
     """
     record = torch.as_tensor(routes).to(torch.int16)
     if len(record) not in (tokens - 1, tokens):
-        raise ValueError(f"routes of {len(record)} tokens, for a sample of {tokens}")
+        raise ValueError(f"the engine recorded routes of {len(record)} tokens for a sample of {tokens} tokens")
     missing = torch.full((tokens - len(record), *record.shape[1:]), LIVE, dtype=torch.int16)
     return torch.cat([record, missing])

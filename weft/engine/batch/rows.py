@@ -1,13 +1,13 @@
 """The rows of one rank in a step: documents laid out for one forward, on the host while the device computes.
 
-A loss weight passes here in three steps. `shift_labels` shifts labels and weights by one within each document, before
-documents are joined. `build_row` lays the documents end to end, or pads them. `cut_row` keeps this rank's tokens of a
-row whose documents mesh.cp cuts; labels were shifted before, so that they are cut with the tokens that predict them.
+A loss weight passes through three functions here. `shift_labels` shifts labels and weights by one within each document,
+before documents are joined. `build_row` lays the documents end to end, or pads them. `cut_row` keeps this rank's tokens
+of a row whose documents mesh.cp splits. Labels are shifted before, so each label stays with the token that predicts it.
 
-B batch, T tokens of the row, K tokens of its documents, M tokens of this rank, N predictions that are read. Prediction
-i is made at position selected_N[i] of targets_N[i], the next token of the same document; weights and arrays are the
-target's. Where documents share their beginning, a token of the row belongs to several of them: each has predictions of
-its own, so that positions repeat. U predictions of the row are distinct.
+B batch, T tokens of the row, K tokens of its documents, M tokens of this rank, N predictions. Prediction i is made at
+position selected_N[i] of targets_N[i], the next token of the same document; weights and arrays are the target's. If
+documents share a prefix, a token of the row belongs to several documents. Each document has separate predictions, so
+positions repeat. U predictions of the row are distinct.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from weft.ops.segments import Segments
 from weft.ops.shared_documents import SharedDocuments
 from weft.parallel.cp.split import Interval
 
-# The token of padding. The embedding of 0 is often all zeros, where a standard deviation has no gradient (gemma3n).
+# The padding token. Token 0 often has an embedding of zeros, at which a standard deviation has no gradient (gemma3n).
 PADDING = 1
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Predictions of one token at one position, by several documents. first_U: index of the first of each, among the
-    N predictions. distinct_N: index of each prediction in first_U."""
+    """Groups equal predictions: the same token at the same position, by several documents. first_U: index of the first
+    prediction of each group among the N predictions. distinct_N: index of each prediction in first_U."""
 
     first_U: Tensor
     distinct_N: Tensor
 
     @staticmethod
     def find(selected_N: Tensor, targets_N: Tensor) -> Repeats | None:
-        """None if all predictions are distinct."""
-        # One number for both: torch sorts pairs 20 times slower than numbers.
+        """Group a row's predictions; None if all are distinct."""
+        # One number for position and token: torch sorts pairs 20 times slower than numbers.
         vocabulary = int(targets_N.max()) + 1 if len(targets_N) else 0
         _, distinct_N = (selected_N * vocabulary + targets_N).unique(return_inverse=True)
         count = int(distinct_N.max()) + 1 if len(distinct_N) else 0
@@ -67,7 +67,7 @@ class Repeats:
         return Repeats(first_U, distinct_N)
 
     def summed(self, values_N: Tensor) -> Tensor:
-        """[U] sums over the predictions that are alike."""
+        """[U]: sums over equal predictions."""
         return values_N.new_zeros(len(self.first_U)).index_add(0, self.distinct_N, values_N)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Repeats:
@@ -94,11 +94,13 @@ class Row:
     owner_M: Tensor | None  # index in `documents`, -1 for padding; None unless requested
     routes: Tensor | None  # [M, layers, k], -1 for none; None if no document has any
     real_tokens: int  # without padding
-    shared: SharedDocuments | None = None  # documents that other ranks have parts of
+    shared: SharedDocuments | None = None  # documents of which other ranks hold parts
     media: Mapping[str, Tensor] | None = None  # forward arguments of images; None if no rank has images
-    placeholder: bool = False  # media are of an image in no document, so that this rank runs the tower as others do
-    exchange: FeatureExchange | None = None  # media are the images that this rank computes (assigned_images.py)
-    real_K: Tensor | None = None  # indices of tokens that are no padding; None where padding comes last
+    placeholder: bool = (
+        False  # media hold a placeholder image of no document: this rank runs the tower because other ranks do
+    )
+    exchange: FeatureExchange | None = None  # media hold the images assigned to this rank (assigned_images.py)
+    real_K: Tensor | None = None  # indices of tokens that are not padding; None if padding comes last
     noise_keys_BT: Tensor | None = None  # as in EmbeddingNoise.adding
     noise_sizes_BT: Tensor | None = None
     checksums: tuple[ReplicaChecksum, ...] = ()  # must equal those of other ranks
@@ -152,18 +154,18 @@ def build_row(
 ) -> Row:
     """Lay out documents for one forward, on the host.
 
-    read: tokens of each document that the forward reads: all, or all but the last. length: T with padding. every_token:
-    predict all tokens, not only those with a weight. owners: fill owner_M. vision: of the model, if it takes images.
-    images: whether some rank's row of this micro-batch has images. noise: that embeddings get. segments: of the
-    documents, without padding, if they share tokens. A row without documents holds padding, so that every rank runs the
-    same collectives.
+    read: number of tokens of each document that the forward reads: all, or all but the last. length: T with padding.
+    every_token: predict all tokens, not only those with a weight. owners: fill owner_M. vision: the model's, if it
+    accepts images. images: whether some rank's row of this micro-batch has images. noise: added to embeddings.
+    segments: of the documents, without padding, if they share tokens. A row without documents holds padding, so that
+    every rank runs the same collectives.
     """
     chosen = [documents[index] for index in indices]
     used = sum(read if segments is None else segments.lengths)
     token_index = _TokenIndex.of_documents(document_offsets(read, length, layout), read)
     if layout == "packed":
         tail = length - used
-        assert tail >= 0, f"documents of {used} tokens in a row of {length}"
+        assert tail >= 0, f"documents of {used} tokens do not fit a row of {length} tokens"
         lengths = (*(read if segments is None else segments.lengths), *([tail] if tail else []))
         shape, bounds = (1, length), Bounds.packed(lengths, torch.device("cpu"))
         if segments is not None:
@@ -178,7 +180,7 @@ def build_row(
     tokens_K = _joined([d.tokens[:count] for d, count in zip(chosen, read, strict=True)], torch.int64)
     ids[token_index.row_K] = tokens_K
     assert segments is None or torch.equal(ids[token_index.row_K], tokens_K), (
-        "documents share tokens that are not equal"
+        "documents share a prefix in the plan, but their tokens differ"
     )
     owner_M = torch.full((ids.numel(),), -1)
     owner_M[token_index.row_K] = token_index.document_K
@@ -231,7 +233,8 @@ def _noise(
     shape: tuple[int, int],
     noise: StepNoise,
 ) -> dict[str, Tensor]:
-    """The noise of a row's tokens, by the lengths of whole documents, whatever else is in the row."""
+    """The noise of a row's tokens. It depends only on the lengths of whole documents, not on the other documents of the
+    row."""
     keys, sizes = torch.zeros(shape).long().flatten(), torch.zeros(shape).flatten()
     if documents:
         lengths = torch.tensor([len(document) for document in documents], dtype=torch.float32)
@@ -254,9 +257,9 @@ def _last_seen(
 def with_images_of_their_own(
     documents: Sequence[Document], vision: Vision, rows_T: Sequence[Tensor], *, shared: bool
 ) -> list[int]:
-    """Numbers of the documents whose images a row has, in the order of their placeholders; of those that share their
-    images, the first. rows_T: index in the row of each token that is read, by document. shared: whether documents share
-    tokens."""
+    """Indices of the documents whose images are in a row, in the order of their placeholders. Of documents that share
+    images, only the first is listed. rows_T: index in the row of each token that is read, by document. shared: whether
+    documents share tokens."""
     by_position: dict[int, int] = {}
     for number, (document, row_T) in enumerate(zip(documents, rows_T, strict=True)):
         if document.media is not None:
@@ -337,7 +340,7 @@ def shift_labels(
 
 
 def _no_arrays(like: Tensor) -> dict[str, Tensor]:
-    """The arrays of a row without documents: objectives read them, but this rank does not know their names."""
+    """The arrays of a row without documents. Losses read arrays by name, and this rank does not know the names."""
     return defaultdict(lambda: torch.zeros(0, device=like.device))
 
 
@@ -414,7 +417,7 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis)
 
 
 def local_last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
-    """Bounds.last_seen of this rank's tokens. Documents with images are whole here."""
+    """Bounds.last_seen of this rank's tokens. Documents with images are never split here."""
     index_T = torch.zeros(len(last_seen_T), dtype=torch.int32)
     index_T[kept_M] = torch.arange(len(kept_M), dtype=torch.int32)
     padding = torch.arange(len(kept_M), len(kept_M) + tail, dtype=torch.int32)
@@ -436,7 +439,7 @@ def _padded(values: Tensor, tail: Tensor) -> Tensor:
 def _shared_documents(
     documents: Sequence[int], pieces: Sequence[Sequence[Interval]], shared: Sequence[int], axis: CPAxis
 ) -> SharedDocuments:
-    """The documents that other ranks have parts of. The rank with a document's first token counts it."""
+    """The documents of which other ranks hold parts. The rank with a document's first token counts it."""
     shared_index = {document: n for n, document in enumerate(shared)}
     row_indices = torch.tensor([n for n, d in enumerate(documents) if d in shared_index], dtype=torch.int64)
     shared_indices = torch.tensor([shared_index[d] for d in documents if d in shared_index], dtype=torch.int64)
@@ -455,8 +458,9 @@ def document_checksums(
     rank: int,
     same: tuple[int, int],
 ) -> tuple[ReplicaChecksum, ...]:
-    """Checksums of the documents that a row has in common with other ranks. row: of whole documents. rank: this rank's
-    place among ranks with different documents. same: (its place among ranks with the same documents, their number)."""
+    """Checksums of the documents that a row shares with other ranks. row: with whole documents. rank: this rank's index
+    among the ranks with different documents. same: (its index among the ranks with the same documents, their number).
+    """
     checksums = []
     if same[1] > 1:
         number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])
@@ -486,7 +490,7 @@ def _crc(tensors: Iterable[Tensor]) -> int:
 @dataclass(frozen=True)
 class StepRows:
     """Rows by micro-batch, each built on access. sources: the documents' sources by micro-batch, for messages. noisy:
-    whether their embeddings get noise."""
+    whether noise is added to embeddings."""
 
     sources: list[list[str]]
     build: Callable[[int], Row]
@@ -508,9 +512,9 @@ class StepRows:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds rows. rank: this rank's place among those with different documents. same: (its place among the ranks with
-    the same documents, their number). context: the ranks that share documents, if any. owners: fill Row.owner_M.
-    pinned: build rows in page-locked memory. vision, base: of the model; vision is None if it takes no images."""
+    """Builds rows. rank: this rank's index among the ranks with different documents. same: (its index among the ranks
+    with the same documents, their number). context: the ranks that share documents, if any. owners: fill Row.owner_M.
+    pinned: build rows in page-locked memory. vision, base: of the model; vision is None if it accepts no images."""
 
     rank: int
     same: tuple[int, int]
@@ -531,7 +535,7 @@ class RowBuilder:
         noise: StepNoise | None = None,
     ) -> StepRows:
         """The rows of a plan. documents: at least this rank's, by index in the step. every_token, noise: see build_row.
-        routed: keep, and check, the routes that documents carry."""
+        routed: keep and check the documents' routes."""
         sources = [[documents[i].source or str(i) for i in row] for row in plan.rows_of_rank(self.rank)]
         return StepRows(sources, partial(self._build, plan, documents, every_token, routed, noise), noise is not None)
 
@@ -579,6 +583,6 @@ class RowBuilder:
         """The document with the positions that follow from its images."""
         if document.media is None:
             return document
-        assert self.vision is not None, "planner refuses images otherwise"
+        assert self.vision is not None, "the planner refuses images of other models"
         positions = self.vision.positions(self.base, document.tokens, document.media.inputs)
         return document if positions is None else replace(document, positions=positions)

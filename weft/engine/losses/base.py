@@ -1,7 +1,8 @@
-"""The interface of an objective, which maps readouts to weighted sums over tokens.
+"""The interface of a loss: it maps readouts to weighted sums over tokens.
 
-An objective never divides by a count of its own rows, because a rank sees no others. The engine divides the sum by
-`normaliser(plan)`, computed from the whole step's plan, so that gradients do not depend on how a step is cut.
+A loss never divides by counts of its batch, because a batch is only one row of one rank. The engine divides the sum by
+`normaliser(plan)`, which is computed from the whole step's plan. So gradients do not depend on how a step is split into
+rows.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """The predictions of one row, as an objective sees them.
+    """The predictions of one row, as a loss reads them.
 
     readouts: name -> [N] fp32 with gradients, or [N, ...] for readouts with several values per prediction (`top_ids/K`,
     of `top_logits/K`, is int64). weights_N, arrays: loss weights and the documents' arrays, of the predicted tokens.
     document_N: index into `documents` of each prediction. documents: indices of the row's documents in the step.
-    shared: documents that other ranks have parts of.
+    shared: documents of which other ranks hold parts.
     """
 
     readouts: dict[str, Tensor]
@@ -38,15 +39,16 @@ class Batch:
     def document_sum(self, values_N: Tensor) -> Tensor:
         """Sum over each document's predictions, [documents]; differentiable, and equal on every mesh.
 
-        Each document of the step is one element on one rank, so that losses and metrics may add the elements up. With
-        mesh.cp a row may have parts of documents that another rank counts; per_token_document_sum covers those too.
+        Each document of the step is one element on exactly one rank, so losses and metrics may add the elements up.
+        With mesh.cp a row may hold parts of documents that another rank counts; per_token_document_sum covers these
+        too.
         """
         sums_D = self._document_sums(values_N)
         return sums_D if self.shared is None else sums_D.index_select(0, self.shared.counted_indices)
 
     @property
     def counted_documents(self) -> list[int]:
-        """The places in the step of the documents of document_sum, in its order."""
+        """The indices in the step of the documents of document_sum, in its order."""
         if self.shared is None:
             return list(self.documents)
         return [self.documents[index] for index in self.shared.counted_indices.tolist()]
@@ -63,10 +65,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The sums that an objective returns for a row.
+    """The sums that a loss returns for a row.
 
     loss_sum: scalar with gradient, not normalised. metrics: name -> (sum, weight), added up over the step. balance_sum:
-    the sum of the experts' auxiliary loss, which the engine adds and divides by the step's tokens.
+    the sum of the experts' auxiliary loss; the engine sets it, and divides it by the step's tokens.
     """
 
     loss_sum: Tensor
@@ -78,31 +80,31 @@ Terms = LossOutput  # the former name, for losses written with it
 
 
 class Loss(Protocol):
-    """readouts: the readouts that it needs of the model (readouts.py). every_token: whether it needs them for tokens
-    with a weight of zero, too.
+    """readouts: names of the per-token outputs that it needs (readouts.py). every_token: whether it also needs them at
+    tokens with weight 0.
 
-    An objective that reads `chosen_logits` also has a method token_ids(targets_N, arrays) -> [N, C] int64 tokens, and
-    one that reads `divergence` a method comparisons(arrays, N) -> the teachers of the N predictions.
+    A loss that reads `chosen_logits` must also have a method token_ids(targets_N, arrays) -> [N, C] int64 tokens. A
+    loss that reads `divergence` must have a method comparisons(arrays, N) -> the teachers of the N predictions.
     """
 
     readouts: frozenset[str]
     every_token: bool
 
     def normaliser(self, plan: StepPlan) -> float:
-        """The divisor of the whole step's loss sum, from the plan alone."""
+        """The divisor of the whole step's loss sum, computed from the plan alone."""
         ...
 
     def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
-        """[N] gradient of the loss with respect to each logprob, up to one factor, if it is known before the forward;
-        else None. With the readout `divergence` [2 N], then with respect to each of these. A step whose real gradient
-        differs ends with UserError."""
+        """[N] gradient of the loss with respect to each logprob, up to a common factor, if it is known before the
+        forward; else None. With the readout `divergence`: [2 N], followed by the gradient with respect to each
+        divergence. If the computed gradient differs, the step raises UserError."""
         ...
 
     def __call__(self, batch: Batch) -> LossOutput: ...
 
 
 def known_logprob_grad(objective: Loss, weights_N: Tensor) -> Tensor | None:
-    """What Loss.logprob_grad returns. `upstream` is its former name, which losses of users may still have."""
+    """Calls Loss.logprob_grad, or `upstream`, its former name, which users' losses may still have."""
     name = "logprob_grad" if hasattr(objective, "logprob_grad") else "upstream"
     gradient_N: Tensor | None = getattr(objective, name)(weights_N)
     return gradient_N
@@ -127,7 +129,8 @@ class CrossEntropy:
 
 class HeldOutLoss(CrossEntropy):
     """The same loss without gradients, with two more metrics. accuracy: the weighted share of tokens that are the
-    likeliest. exact: the share of documents whose trained tokens all are, so that greedy decoding would write them."""
+    model's most likely token. exact: the share of documents for which this holds at all trained tokens, so that greedy
+    decoding would produce them."""
 
     readouts = frozenset({"logprob", "top1"})
 

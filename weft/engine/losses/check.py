@@ -1,4 +1,4 @@
-"""Checks of the values that a loss returns: it may be a user's class."""
+"""Checks of the values that a loss returns, because it may be a user's class."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from weft.errors import UserError
 from weft.models.readouts import TOP, TOP_IDS, ReadoutSpec
 from weft.ops.divergence import Comparison
 
-_MOST_PREDICTIONS = 1024  # predictions of a row that are given to an objective twice
-_TOLERANCE = 1e-3  # of a gradient's largest element: objectives compute in fp32
+_MOST_PREDICTIONS = 1024  # number of predictions of a row that the check duplicates
+_TOLERANCE = 1e-3  # relative to a gradient's largest element: losses compute in fp32
 
 
 def check_terms(output: Any, objective: Loss) -> LossOutput:
-    """The LossOutput of an objective. Raises UserError if it returned something else."""
+    """The LossOutput of a loss. Raises UserError if it returned something else."""
     if isinstance(output, LossOutput) and isinstance(output.loss_sum, Tensor) and not output.loss_sum.ndim:
         for name, pair in output.metrics.items():
             if isinstance(pair, tuple) and len(pair) == 2 and all(_is_number(value) for value in pair):
                 continue
             raise UserError(
                 f"train.loss: metric `{name}` of {type(objective).__name__} is {_in_words(pair)}; it must be a pair "
-                "(sum, weight) of two numbers, which are added up over all rows and divided at the end."
+                "(sum, weight) of two numbers. weft sums both over all rows, then divides."
             )
         return output
     value = output.loss_sum if isinstance(output, LossOutput) else output
     shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
     raise UserError(
-        f"train.loss: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(output, LossOutput)}"
-        f"a {type(value).__name__}{shape}; it must be LossOutput(loss_sum=...), the sum over all predictions of the "
-        "batch, a tensor without dimensions. docs/how-to/objective.md has a complete example."
+        f"train.loss: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(output, LossOutput)}a "
+        f"{type(value).__name__}{shape}; it must be LossOutput(loss_sum=...), with the sum over all predictions of "
+        "the batch as a scalar tensor. docs/how-to/objective.md has a complete example."
     )
 
 
@@ -52,8 +52,8 @@ def _in_words(value: Any) -> str:
 
 
 def check_normaliser(value: Any, objective: Loss) -> float:
-    """The divisor that an objective returned, as a number. Raises UserError if it is none, or zero. It is no finite
-    number where loss weights are none: such a step is skipped as others whose loss is not finite."""
+    """The divisor that a loss returned, as a number. Raises UserError if it is not a number, or 0. It may be inf or nan
+    if loss weights are; such a step is skipped like every step with a loss that is not finite."""
     if _is_number(value) and float(value) != 0.0:
         return float(value)
     shown = float(value) if _is_number(value) else _in_words(value)
@@ -64,7 +64,7 @@ def check_normaliser(value: Any, objective: Loss) -> float:
 
 
 def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Loss) -> None:
-    """Raise UserError if an objective asks for the logits of tokens that the model does not have."""
+    """Raise UserError if a loss reads the logits of tokens outside of the model's vocabulary."""
     if chosen_NC is None or not chosen_NC.numel():
         return
     lowest, highest = int(chosen_NC.min()), int(chosen_NC.max())
@@ -76,15 +76,15 @@ def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Loss) -> 
 
 
 def check_is_sum(objective: Loss, batch: Batch) -> bool:
-    """Raise UserError if an objective is no sum over documents: given the same documents twice, each prediction has to
-    have the gradient that it has once. Returns whether this batch could tell. An objective that draws random numbers
-    is not compared."""
+    """Raise UserError if a loss is not a sum over documents: if a row holds its documents twice, the gradient of each
+    prediction must not change. Returns whether this batch was conclusive. Losses that draw random numbers are not
+    compared."""
     single = _copied(batch, 1)
     loss, gradients = _differentiate(objective, single)
     if not gradients and loss and bool((batch.weights_N != 0).any()):
         raise UserError(
             f"train.loss: the loss_sum of {type(objective).__name__} has no gradient: it was computed under "
-            "torch.no_grad(), detached, or made from numbers."
+            "torch.no_grad(), detached, or created from numbers. Compute it from the batch's readouts."
         )
     largest = max((float(gradient.abs().max()) for gradient in gradients.values()), default=0.0)
     if not math.isfinite(largest) or largest == 0.0:
@@ -97,16 +97,17 @@ def check_is_sum(objective: Loss, batch: Batch) -> bool:
         if len(doubled) == len(gradient) and float((doubled - gradient).abs().max()) <= _TOLERANCE * largest:
             continue
         raise UserError(
-            f"train.loss: {type(objective).__name__} is no sum over documents: with the same documents in the row "
-            f"twice, the gradient of a prediction's {name} changes, {_ratio(doubled, gradient)}. Do not divide by a "
-            "count or sum of the batch, which is one row of one rank: return the sum, and return the divisor of the "
-            "whole step from normaliser(plan). docs/how-to/objective.md has an example."
+            f"train.loss: {type(objective).__name__} is not a sum over documents: if a row holds its documents "
+            f"twice, the gradient with respect to {name} changes, {_ratio(doubled, gradient)}. Do not divide by a "
+            "count or sum of the batch, because a batch is one row of one rank. Return the sum, and return the "
+            "whole step's divisor from normaliser(plan). docs/how-to/objective.md has an example."
         )
     return True
 
 
 def _copied(batch: Batch, times: int) -> Batch:
-    """The first predictions of a batch, so often, without what other ranks have of their documents."""
+    """The first predictions of a batch, repeated this many times, without the parts of their documents on other
+    ranks."""
     count = min(len(batch.weights_N), _MOST_PREDICTIONS)
 
     def repeated(values: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def _copied(batch: Batch, times: int) -> Batch:
 
 
 def _differentiate(objective: Loss, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """(Loss sum, its gradient by each readout that it depends on)."""
+    """(loss sum, its gradient with respect to each readout that it depends on)."""
     leaves = {
         name: values.detach().clone().requires_grad_(values.is_floating_point())
         for name, values in batch.readouts.items()
@@ -143,13 +144,14 @@ def _ratio(doubled: Tensor, gradient: Tensor) -> str:
 
 
 def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor | None:
-    """[N, C] tokens whose logits an objective asks for; None if it does not read `chosen_logits`. Raises UserError for
-    another shape or dtype."""
+    """[N, C] tokens whose logits a loss reads; None if it does not read `chosen_logits`. Raises UserError for another
+    shape or dtype."""
     if "chosen_logits" not in objective.readouts:
         return None
     ask: Any = objective
     ids, count = ask.token_ids(targets_N, arrays), len(targets_N)
-    if not count and isinstance(ids, Tensor) and ids.ndim < 2:  # of a row without documents, which has no arrays
+    # an error of a row without documents, which has no arrays
+    if not count and isinstance(ids, Tensor) and ids.ndim < 2:
         return targets_N.new_empty(0, 0)
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2 or len(ids) != count:
         result = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -161,7 +163,7 @@ def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor])
 
 
 def comparisons_of(objective: Loss, arrays: Mapping[str, Tensor], count: int) -> Sequence[Comparison]:
-    """The teachers of an objective that reads `divergence`, for a row of `count` predictions; else none."""
+    """The teachers of a loss that reads `divergence`, for a row of `count` predictions; None for other losses."""
     if "divergence" not in objective.readouts:
         return ()
     ask: Any = objective
@@ -170,7 +172,7 @@ def comparisons_of(objective: Loss, arrays: Mapping[str, Tensor], count: int) ->
 
 
 def metrics_of(objective: Loss) -> list[str]:
-    """Names of an objective's metrics, from a row without predictions."""
+    """The names of a loss's metrics, from a row without predictions."""
     empty, spec = torch.zeros(0), ReadoutSpec.parse(objective.readouts)
     targets_N, arrays = torch.zeros(0, dtype=torch.int64), defaultdict[str, Tensor](lambda: empty)
     readouts: dict[str, Tensor] = dict.fromkeys(("logprob", *objective.readouts), empty)

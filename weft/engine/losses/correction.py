@@ -1,7 +1,7 @@
-"""The factor on a token's loss that corrects for sampling by another policy than the trainer's (rl.correction).
+"""Importance weights of tokens, because the rollout policy differs from the trainer's (rl.correction).
 
-With rho = old / rollout, a token's loss times rho has the average that it would have if the trainer had sampled
-(importance sampling). rho is cut at limits, because over long samples it may grow without bound. N sampled tokens.
+With rho = old / rollout, the mean of rho x loss is the mean loss under the trainer's old policy. rho is limited,
+because over long samples it may grow without bound. N sampled tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LARGEST = 20.0  # of |log rho|, so that no ratio is infinite
 
 
 def importance_ratios(difference_N: Tensor, document_N: Tensor, documents: int, config: RlAlgorithm) -> Tensor:
-    """rho, fp64, from log rho of each token. By rl.correction_level: [N] rho of each token (`token`), or [documents]
-    prod rho (`sequence`) or (prod rho)^(1/G) over the G tokens (`geometric`) of each sample."""
+    """rho, fp64, from log rho of each token. Depends on rl.correction_level: [N] rho of each token (`token`), or
+    [documents] prod rho (`sequence`) or (prod rho)^(1/G) over the G tokens (`geometric`) of each sample."""
     log_ratio = difference_N.double()
     if config.correction_level != "token":
         zeros = torch.zeros(documents, dtype=torch.float64, device=log_ratio.device)
@@ -34,9 +34,9 @@ def importance_ratios(difference_N: Tensor, document_N: Tensor, documents: int, 
 
 
 def bounded(ratios: Tensor, config: RlAlgorithm) -> Tensor:
-    """The factors that rl.correction makes of ratios. `tis` clips ratios at the limits (Yao et al. 2025). `mis` and
-    `icepop` set ratios outside of the limits to zero (Liu et al. 2025, richardli.xyz/rl-collapse; arXiv:2510.18855,
-    section 3); the lower limit of `mis` is 0 by default."""
+    """The factors of rl.correction, from ratios. `tis` clips ratios at the limits (Yao et al. 2025). `mis` and `icepop`
+    set ratios outside of the limits to zero (Liu et al. 2025, richardli.xyz/rl-collapse; arXiv:2510.18855, section 3);
+    the lower limit of `mis` is 0 by default."""
     if config.correction == "none":
         return torch.ones_like(ratios)
     low, high = config.correction_limits or LIMITS[config.correction]

@@ -28,7 +28,7 @@ HIDDEN, TEACHER = "teacher_hidden", "teacher"
 
 
 class Listed:
-    """In place of a TeacherHead: a teacher that is known by lists of its likeliest tokens."""
+    """Replaces TeacherHead for a teacher that is given as lists of its most likely tokens."""
 
 
 class DistillationLoss:
@@ -36,8 +36,8 @@ class DistillationLoss:
 
     The normaliser is the loss weight of the whole step, so that the loss does not depend on micro-batches. Teachers get
     no gradient. terms: the divergence; temperature divides both models' logits in it. scale: 1, or temperature squared
-    (Hinton et al., 1503.02531), which keeps gradients as large as at temperature 1. measured: for held-out documents,
-    also whether both models' most likely tokens are the same. heads: of each teacher.
+    (Hinton et al. 2015, arXiv:1503.02531), which keeps the size of gradients at temperature 1. measured: for held-out
+    documents, also compute whether both models' most likely tokens agree. heads: of each teacher.
     """
 
     every_token = False
@@ -89,8 +89,8 @@ class DistillationLoss:
 
 
 def _mixed(batch: Batch, divergence_N: Tensor, alpha: float, scale: float = 1.0) -> LossOutput:
-    """alpha x cross entropy + (1 - alpha) x scale x divergence, with both, and the agreement if it was read, as
-    metrics."""
+    """alpha x cross entropy + (1 - alpha) x scale x divergence. Metrics: both terms, and the agreement if it was
+    read."""
     weights_N, readouts = batch.weights_N, batch.readouts
     ce_sum, divergence_sum = -(weights_N * readouts["logprob"]).sum(), (weights_N * divergence_N).sum()
     loss_sum = alpha * ce_sum + (1 - alpha) * scale * divergence_sum
@@ -110,8 +110,8 @@ def loss_of(config: DistillSection, *, measured: bool = False) -> DistillationLo
         function = import_named(config.loss, "distill.loss")
         if not callable(function):
             raise UserError(
-                f"distill.loss: {config.loss} is no function of (student's log-probabilities, teacher's), [tokens, "
-                "vocabulary] each."
+                f"distill.loss: {config.loss} is not a function of two arguments: the student's and the teacher's "
+                "log-probabilities, [tokens, vocabulary] each."
             )
         terms = divergence.differentiated(function, f"distill.loss: {config.loss}")
     scale = config.temperature**2 if config.temperature_squared else 1.0

@@ -13,10 +13,10 @@ _METHODS = ("normaliser", "logprob_grad", "__call__")
 
 
 def choose_objective(path: str | None, objective: Loss | None = None) -> Loss:
-    """`objective`, or the objective at the import path `package.module:Name`; cross entropy for None.
+    """`objective` itself, or the loss at the import path `package.module:Name`; cross entropy for None.
 
-    A class is created without arguments. Modules are also searched for in the working directory. UserError where the
-    path leads to nothing, or to no objective (weft/engine/losses/base.py).
+    A class is created without arguments. Modules are also searched in the working directory. Raises UserError if the
+    path does not exist, or does not lead to a loss (weft/engine/losses/base.py).
     """
     if objective is not None:
         return check_objective(objective, type(objective).__name__)
@@ -28,14 +28,14 @@ def choose_objective(path: str | None, objective: Loss | None = None) -> Loss:
             loaded = loaded()
         except TypeError as error:
             raise UserError(
-                f"train.loss: {path} cannot be made without arguments: {error}. Give them defaults, or name an "
-                "object of the module in place of the class."
+                f"train.loss: {path} cannot be created without arguments: {error}. Give its arguments defaults, or "
+                "name an object of the module instead of the class."
             ) from error
     return check_objective(loaded, path)
 
 
 def check_objective(objective: Any, name: str) -> Loss:
-    """Return `objective` if it has the interface of an objective, else raise UserError. name: for the message."""
+    """Return `objective` if it has the interface of a loss, else raise UserError. name: for the message."""
     former = {"logprob_grad": "upstream"}  # still accepted
     missing = [
         name
@@ -45,18 +45,18 @@ def check_objective(objective: Any, name: str) -> Loss:
     missing += [field for field in ("readouts", "every_token") if not hasattr(objective, field)]
     if missing:
         raise UserError(
-            f"train.loss: {name} is no loss: it has no {', '.join(missing)}. "
-            "docs/how-to/objective.md has a complete example."
+            f"train.loss: {name} is not a loss: it has no {', '.join(missing)}. docs/how-to/objective.md has a "
+            "complete example."
         )
     if isinstance(objective.readouts, str):
         raise UserError(
-            f"train.loss: {name} has a string as `readouts`; it has names of readouts, as in "
+            f"train.loss: {name} has a string as `readouts`; it must be a set of names, such as "
             f'frozenset({{"{objective.readouts}"}}).'
         )
     unknown = ReadoutSpec.parse(objective.readouts).unknown
     if unknown or not objective.readouts:
-        problem = f"asks for {', '.join(unknown)}" if unknown else "asks for nothing"
-        raise UserError(f"train.loss: {name} {problem} in `readouts`; there are {OFFERED}.")
+        problem = f"names {', '.join(unknown)}" if unknown else "names nothing"
+        raise UserError(f"train.loss: {name} {problem} in `readouts`; the names are {OFFERED}.")
     if "chosen_logits" in objective.readouts and not callable(getattr(objective, "token_ids", None)):
         raise UserError(
             f"train.loss: {name} has chosen_logits in `readouts`, but has no method token_ids(targets_N, "

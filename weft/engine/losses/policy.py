@@ -1,12 +1,12 @@
-"""The policy-gradient losses: a loss of a token (weft/rl/algorithms), KL to a reference, entropy; and aggregations.
+"""Policy-gradient losses: the loss of each token (weft/rl/algorithms), KL to a reference, entropy, and the aggregation.
 
 Three policies: `current`, which is differentiated; `old`, the trainer's when the rollout began; `rollout`, which drew
-the tokens. Documents bring the arrays old_logprobs, advantages, and correction: a factor on the token's loss for the
-difference between old and rollout (weft/rl). If nothing was updated since the rollout, old equals current in value, and
-documents bring rollout_logprobs in place of old_logprobs and correction. All logprobs are of logits / temperature. N
+the tokens. Documents have the arrays old_logprobs, advantages, and correction, the importance weight for the difference
+between old and rollout (weft/rl). If the weights were not updated since the rollout, old equals current in value, and
+documents have rollout_logprobs instead of old_logprobs and correction. All logprobs are of logits / temperature. N
 predictions of a row.
 
-A step's loss is the sum over its tokens of weight x loss of the token, divided by a number of the whole step:
+A step's loss is the sum over its tokens of weight x loss of the token, divided by a count of the whole step:
 
     token_mean      weight 1, by the step's trained tokens
     sequence_mean   weight 1 / G of a document's G trained tokens, by the step's documents
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The tokens of a row as a policy loss sees them, [N] each. logprob: of the current policy, with gradient.
-    old_logprob: of the old one. batch: has per_token_document_sum, for quantities of whole samples."""
+    """The tokens of a row as a policy loss reads them, [N] each. logprob: of the current policy, with gradient.
+    old_logprob: of the old policy. batch: has per_token_document_sum, for quantities of whole samples."""
 
     logprob: Tensor
     old_logprob: Tensor
@@ -56,12 +56,12 @@ class PolicyTokens:
 
     @property
     def product_ratio(self) -> Tensor:
-        """Ratio of each token's whole sample, the product over its tokens, with gradients through all of them."""
+        """Ratio of each token's sample: the product over the sample's tokens, with gradients through all of them."""
         return self.batch.per_token_document_sum(self.log_ratio).clamp(-LARGEST, LARGEST).exp()
 
     @property
     def sequence_ratio(self) -> Tensor:
-        """Ratio of each token's whole sample, (prod ratio)^(1/G), with a gradient through this token alone (GSPO-token,
+        """Ratio of each token's sample: (prod ratio)^(1/G), with a gradient through this token only (GSPO-token,
         arXiv:2507.18071, equation 14)."""
         with torch.no_grad():
             count = self.batch.per_token_document_sum(torch.ones_like(self.logprob))
@@ -73,7 +73,7 @@ TokenLoss = Callable[[PolicyTokens, "RlAlgorithm"], Tensor]
 
 
 def choose_policy_loss(name: str) -> TokenLoss:
-    """One of weft's own losses, or the user's at an import path: (PolicyTokens, config) -> [N] loss of each token.
+    """A built-in loss, or the user's at an import path: (PolicyTokens, config) -> [N] loss of each token.
 
     Raises UserError if the path leads to no function.
     """
@@ -81,25 +81,26 @@ def choose_policy_loss(name: str) -> TokenLoss:
         return TOKEN_LOSSES[name].loss
     loaded: Any = import_named(name, "rl.policy_loss")
     if not callable(loaded):
-        raise UserError(f"rl.policy_loss: {name} is no function of (tokens, config); see weft/engine/losses/policy.py.")
+        raise UserError(
+            f"rl.policy_loss: {name} is not a function of (tokens, config); see weft/engine/losses/policy.py."
+        )
     loss: TokenLoss = loaded
     return loss
 
 
 def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm) -> Tensor:
-    """[N] the estimate of KL(current || reference) whose gradient is trained; d = log current - log reference.
+    """[N] the estimate of KL(current || reference) that is differentiated; d = log current - log reference.
 
-    An unbiased estimate of the value need not have an unbiased gradient: the distribution of the tokens depends on the
-    policy, too, and no gradient passes through sampling. With tokens drawn from the current policy the average gradient
+    An unbiased estimate of the value may have a biased gradient, because the distribution of the tokens also depends on
+    the policy, and no gradient passes through sampling. With tokens drawn from the current policy the expected gradient
     is
 
-        k1 = d                  zero, whatever the policies are
-        k2 = d^2 / 2            the gradient of KL(current || reference), which is wanted
+        k1 = d zero for all policies k2 = d^2 / 2            the gradient of KL(current || reference), the correct one
         k3 = exp(-d) - 1 + d    the gradient of KL(reference || current), as in GRPO; the same near the reference
 
-    rl.kl_unbiased multiplies the estimate by the ratio of current and old policy; with k1 and k3 the ratio is
-    differentiated, too (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). With tokens drawn from the old policy, the
-    average gradient of each estimate is then that of KL(current || reference). The gradients of k2 and k3 are equal
+    rl.kl_unbiased multiplies the estimate by the ratio of current and old policy; with k1 and k3 the ratio is also
+    differentiated (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). With tokens drawn from the old policy, the expected
+    gradient of each estimate is then the gradient of KL(current || reference). The gradients of k2 and k3 are equal
     token by token: ratio x d x grad log current.
     """
     d = tokens.logprob - reference_logprob
@@ -120,7 +121,7 @@ class PolicyLoss:
     """loss of a token = correction x policy loss + rl.kl_coef x KL - rl.entropy_coef x entropy + rl.teacher_coef x
     divergence from a teacher; see the top of this file."""
 
-    readouts = frozenset({"logprob", "entropy"})  # entropy without a gradient costs next to nothing
+    readouts = frozenset({"logprob", "entropy"})  # entropy without a gradient costs almost no time
     every_token = False
 
     def __init__(
@@ -132,22 +133,22 @@ class PolicyLoss:
         branches: int = 0,
         teacher: DistillationLoss | None = None,
     ) -> None:
-        """old_is_current: documents bring no old_logprobs, because nothing was updated since the rollout. masked:
-        number of the step's samples that rl.mask_truncated leaves out. branches: number of the step's documents beyond
-        the first of each episode; an episode counts as one document in the means of sequences. teacher: of
-        rl.teacher_in=loss, whose divergence is read."""
+        """old_is_current: documents have no old_logprobs, because the weights were not updated since the rollout.
+        masked: number of the step's samples that rl.mask_truncated masks. branches: number of the step's documents
+        beyond the first of each episode; an episode counts as one document in means over sequences. teacher: for
+        rl.teacher_in=loss; its divergence is read."""
         self.config, self.old_is_current, self.teacher = config, old_is_current, teacher
         if teacher is not None:
             self.readouts = self.readouts | {"divergence", "agreement"}
         self.masked, self.branches = masked if config.count_masked else 0, branches
-        self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
+        self._tokens = self._samples = self._divisor = 1.0  # of the step, set by normaliser from the plan
         self.loss = choose_policy_loss(config.policy_loss)
         spec = TOKEN_LOSSES.get(config.policy_loss)
         self._ratio, self._clipping = ("ratio", "none") if spec is None else (spec.ratio, spec.clipping)
         self._read: list[tuple[tuple[int, ...], Tensor, Tensor]] = []  # of each row: documents, document_N, logprobs
 
     def old_logprobs(self) -> dict[int, Tensor]:
-        """If the old policy is the current one: index in the step -> logprobs of the document's trained tokens."""
+        """If the old policy is the current policy: index in the step -> logprobs of the document's trained tokens."""
         old: dict[int, Tensor] = {}
         for documents, document_N, logprob in self._read:
             counts = document_N.bincount(minlength=len(documents)).tolist()
@@ -179,7 +180,7 @@ class PolicyLoss:
         loss = self.loss(tokens, self.config)
         if not isinstance(loss, Tensor) or loss.shape != tokens.logprob.shape:
             raise UserError(
-                f"rl.policy_loss: {self.config.policy_loss} must give a loss for each of the {len(tokens.logprob)} "
+                f"rl.policy_loss: {self.config.policy_loss} must return a loss for each of the {len(tokens.logprob)} "
                 f"tokens, not {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}."
             )
         if config.corrects:
@@ -202,8 +203,8 @@ class PolicyLoss:
             loss = loss + part
         loss_sum = (batch.weights_N * loss).sum()
         metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()} | shares
-        if self._ratio != "ratio" and self._clipping != "none":  # a sample has one ratio
-            # Of each sample, the share of tokens whose gradient was cut.
+        if self._ratio != "ratio" and self._clipping != "none":  # all tokens of a sample have the same ratio
+            # For each sample, the share of tokens whose gradient was clipped.
             clipped = means["clip_ratio/region_mean"]
             count = batch.document_sum(torch.ones_like(clipped))
             share = batch.document_sum(clipped) / count.clamp(min=1)
@@ -230,7 +231,7 @@ class PolicyLoss:
         return of_tokens(bounded(ratios, self.config), batch.document_N, self.config).to(old.dtype)
 
     def _share(self, batch: Batch) -> Tensor:
-        """This row's part of the normaliser."""
+        """This row's contribution to the normaliser."""
         if self.config.loss_aggregation == "token_mean":
             return batch.weights_N.sum()
         trained = (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
@@ -238,10 +239,10 @@ class PolicyLoss:
 
     @torch.no_grad()
     def _ratio_metrics(self, tokens: PolicyTokens) -> dict[str, Tensor]:
-        """[N] of each token: its ratio, KL(old || current) by k3, and whether clipping has cut its gradient.
+        """[N] for each token: its ratio, KL(old || current) by k3, and whether clipping removed its gradient.
 
         `low` is a ratio below rl.clip and `high` one above it; with `growing`, only where the advantage would move the
-        ratio further away. Losses that clip nothing, or are the user's, have no clipping metrics.
+        ratio further away. Losses without clipping and users' losses have no clipping metrics.
         """
         config = self.config
         ratio: Tensor = getattr(tokens, self._ratio)

@@ -1,6 +1,6 @@
 """Losses of reward models. Their readout is `score`, at the last token of an answer, or of each of its steps.
 
-Sums are divided by numbers of the whole step, never of a row.
+Sums are divided by counts of the whole step, never of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _ScoreLoss:
-    """What these losses have in common: they read scores alone, and are means by the step's loss weight."""
+    """The base of these losses: they only read scores, and divide by the step's loss weight."""
 
     readouts = frozenset({"score"})
     every_token = False
@@ -41,8 +41,9 @@ class BradleyTerryLoss(_ScoreLoss):
     of Touvron et al. 2023, arXiv:2307.09288, equation 2; centering of Eisenstein et al. 2023, arXiv:2312.09244).
 
     Documents 2 i and 2 i + 1 of a step are the chosen and the rejected answer of its pair i. Both carry `margin`. The
-    gradient is summed answer by answer, each with the other's score as a constant: this is the pair's gradient,
-    wherever the other is. An answer that is not in the row has its score in `scores`, by its index in the step.
+    gradient is summed answer by answer, each with the other answer's score as a constant. The sum is the gradient of
+    the pair, on whichever rank the other answer is. `scores` holds the scores of answers outside of the row, by index
+    in the step.
     """
 
     def __init__(self, center: float = 0.0) -> None:
@@ -98,14 +99,14 @@ class ScoreRegressionLoss(_ScoreLoss):
 
 
 class ScoreClassificationLoss(_ScoreLoss):
-    """The mean cross entropy of the labels over all that have one in the step: answers, or steps of answers.
+    """The mean cross entropy of the labels, over all labelled answers, or steps of answers, of the step.
 
-    Documents carry their class as `label`, a number from 0, at the token after the one that is scored.
+    Documents carry their class as `label`, a number from 0, at the token after the scored token.
     """
 
     def __call__(self, batch: Batch) -> LossOutput:
         score_NL, weights_N, label_N = batch.readouts["score"], batch.weights_N, batch.arrays["label"].long()
-        if not len(label_N):  # a row without documents does not know the number of labels
+        if not len(label_N):  # the number of labels is unknown in a row without documents
             empty = score_NL.sum()
             return LossOutput(empty, {"loss": (empty.detach(), 0.0), "accuracy": (empty.detach(), 0.0)})
         loss_sum = (weights_N * F.cross_entropy(score_NL, label_N, reduction="none")).sum()

@@ -1,4 +1,4 @@
-"""The loss of a critic, which predicts the return from each token on."""
+"""The loss of a critic. A critic predicts the return from each token on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ValueLoss:
         1/2 sum_t w_t max((V_t - R_t)^2, (V'_t - R_t)^2) / sum_t w_t,    V' = clip(V, V_old - c, V_old + c)
 
     over the whole step. Documents carry R as `returns` and V_old, the critic's own value before its first update of
-    these samples, as `values`, [T] fp32. clip: c; None for no clipping, when `values` is not read.
+    these samples, as `values`, [T] fp32. clip: c; None for no clipping, and `values` is not read.
     """
 
     readouts = frozenset({"value"})

@@ -1,11 +1,12 @@
-"""The answers that a loss of preferences compares, as numbers: log probabilities summed over their tokens.
+"""The inputs of preference losses: log probabilities of answers, summed over their tokens.
 
-P pairs, E answers one by one. Each loss is a function of them and gives a value for each pair or answer; the loss of a
-step is the mean over the whole step. All of these are sums of documents, so that its gradient is that of
+P pairs, E answers one by one. Each loss is a function of them and returns a value for each pair or answer; the loss of
+a step is their mean over the whole step. It depends on the logprobs only through sums over documents, so its gradient
+is the gradient of
 
     sum over documents of (d loss / d logprob sum) x logprob sum
 
-with factors that are numbers: the exact linear form, whatever rank has which document.
+with the factors as constants. This linear form is exact for any assignment of documents to ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _LARGEST = 80.0  # of an exponent in fp32
 class Pairs:
     """Pairs of answers, [P] each, in fp32 or fp64.
 
-    chosen, rejected: logprob sums of the policy, with gradient. ref_chosen, ref_rejected: of the reference; zeros where
-    no loss reads one. chosen_tokens, rejected_tokens: trained tokens. margin: the data's. mean_tokens: trained tokens
-    of the step's chosen answers, by their number.
+    chosen, rejected: logprob sums of the policy, with gradient. ref_chosen, ref_rejected: of the reference; zeros if no
+    loss reads it. chosen_tokens, rejected_tokens: trained tokens. margin: the data's. mean_tokens: mean number of
+    trained tokens of the step's chosen answers.
     """
 
     chosen: Tensor
@@ -66,19 +67,20 @@ class Pairs:
 
     @property
     def chosen_nll(self) -> Tensor:
-        """Cross entropy of the chosen answers; its mean over the step's pairs is that over their tokens."""
+        """Cross entropy of the chosen answers, scaled so that its mean over the step's pairs is the mean over their
+        tokens."""
         return -self.chosen / self.mean_tokens
 
     def smoothed(self, logit: Tensor) -> Tensor:
-        """-log sigmoid(logit), with the label's probability of being wrong (Mitchell 2023, cDPO)."""
+        """-log sigmoid(logit), smoothed by the probability that the label is wrong (Mitchell 2023, cDPO)."""
         wrong = self.config.label_smoothing
         return -(1 - wrong) * logsigmoid(logit) - wrong * logsigmoid(-logit)
 
 
 @dataclass(frozen=True)
 class Singles:
-    """Answers one by one, [E] each. policy, reference: logprob sums. tokens: trained ones. desired: 1 or 0. kl: z of
-    KTO, the mean log ratio of the step's mismatched answers, at least 0; without gradient."""
+    """Single labelled answers, [E] each. policy, reference: logprob sums. tokens: number of trained tokens. desired: 1
+    or 0. kl: z of KTO, the mean log ratio of the step's mismatched answers, at least 0; without gradient."""
 
     policy: Tensor
     reference: Tensor

@@ -1,4 +1,5 @@
-"""Losses of preferences. Sources: weft/config/preference_losses.py. Of pairs, [P] each; of answers one by one, [E]."""
+"""The formulas of preference losses. Sources: weft/config/preference_losses.py. Losses of pairs return [P]; losses of
+single answers return [E]."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def hinge(pairs: Pairs) -> Tensor:
 
 
 def ipo(pairs: Pairs) -> Tensor:
-    """Of means over tokens, as the authors confirmed to TRL; sums would make the target depend on lengths."""
+    """Uses means over tokens, as the authors confirmed to TRL: with sums the target would depend on lengths."""
     chosen, rejected = pairs.chosen_score / pairs.chosen_tokens, pairs.rejected_score / pairs.rejected_tokens
     return (chosen - rejected - 1 / (2 * pairs.config.beta)).square()
 
@@ -33,7 +34,7 @@ def robust(pairs: Pairs) -> Tensor:
 
 
 def exo_pair(pairs: Pairs) -> Tensor:
-    """KL of the policy's preference from the label's, (1 - label_smoothing, label_smoothing)."""
+    """KL of the policy's preference from the label's distribution (1 - label_smoothing, label_smoothing)."""
     wrong, logit = pairs.config.label_smoothing, pairs.logit
     chosen = logit.sigmoid() * (logsigmoid(logit) - math.log1p(-wrong))
     return chosen + (-logit).sigmoid() * (logsigmoid(-logit) - math.log(wrong))
@@ -88,7 +89,7 @@ _LOG_HALF = -0.6931471805599453
 
 
 def simpo(pairs: Pairs) -> Tensor:
-    """Rewards are beta x mean log probability; the chosen one has to be larger by gamma."""
+    """Rewards are beta x mean log probability; the chosen answer's should be larger by gamma."""
     config = pairs.config
     difference = pairs.chosen / pairs.chosen_tokens - pairs.rejected / pairs.rejected_tokens
     return pairs.smoothed(config.beta * difference - config.gamma - pairs.margin)
@@ -109,7 +110,7 @@ def orpo(pairs: Pairs) -> Tensor:
 
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - e^x) for x < 0 (Maechler 2012)."""
-    x = x.clamp(max=-1e-12)  # a certain answer would have infinite odds
+    x = x.clamp(max=-1e-12)  # an answer with probability 1 would have infinite odds
     small = torch.log1p(-x.clamp(max=_LOG_HALF).exp())
     return torch.where(x > _LOG_HALF, torch.log(-torch.expm1(x.clamp(min=_LOG_HALF))), small)
 
@@ -118,7 +119,8 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 def kto(singles: Singles) -> Tensor:
-    """weight x (1 - value), value = sigmoid(beta (ratio - z)) of a desired answer, sigmoid(beta (z - ratio)) else."""
+    """weight x (1 - value), with value = sigmoid(beta (ratio - z)) for a desired answer, and sigmoid(beta (z - ratio))
+    for others."""
     sign = 2 * singles.desired - 1
     return singles.weight * (-singles.config.beta * sign * (singles.ratio - singles.kl)).sigmoid()
 
@@ -132,13 +134,14 @@ def apo_zero_unpaired(singles: Singles) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """The k-th smallest log ratio of chosen and rejected under the policy, against the reference's k-th smallest."""
+    """Compares the k-th smallest log ratio of chosen and rejected under the policy with the reference's k-th
+    smallest."""
     policy = (pairs.chosen - pairs.rejected).sort().values
     reference = (pairs.ref_chosen - pairs.ref_rejected).sort().values
     return pairs.smoothed(pairs.config.beta * (policy - reference))
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """The k-th smallest log ratio of chosen answers, against the k-th smallest of rejected ones."""
+    """Compares the k-th smallest log ratio of chosen answers with the k-th smallest of rejected answers."""
     difference = pairs.chosen_ratio.sort().values - pairs.rejected_ratio.sort().values
     return pairs.smoothed(pairs.config.beta * difference)

@@ -1,8 +1,9 @@
-"""The objective of `weft dpo`: any mix of losses of preferences, on every cut of a step.
+"""The loss of `weft dpo`: a weighted sum of preference losses, exact on every mesh.
 
-D documents of the step, by their indices in it; P pairs or E answers one by one (answers.py). A pair whose answers lie
-in one row on one rank is differentiated there. For other pairs, and for losses of the whole step, the logprob sums are
-read first, without gradients (engine/document_sums.py); what is trained is then the linear form of answers.py.
+D documents of the step, by their indices in it; P pairs or E answers one by one (answers.py). If both answers of a pair
+are in one row of one rank, the pair is differentiated there. For other pairs, and for losses of the whole step, the
+logprob sums are read first, without gradients (engine/document_sums.py); the step then trains the linear form of
+answers.py.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ LossFunction = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class StepAnswers:
-    """What is known of a step before its gradient; fp64 on the host. chosen, rejected: [P] documents; of answers one by
-    one `chosen` has all, and `rejected` is empty. reference, tokens: [D] logprob sums of the reference, trained tokens.
-    margin: [P]. desired: [E], of answers one by one. kl: as in Singles. policy: [D] logprob sums, NaN where they were
-    not read first."""
+    """The values of a step that are known before its gradient; fp64 on the host. chosen, rejected: [P] documents; for
+    single answers `chosen` has all of them, and `rejected` is empty. reference, tokens: [D] logprob sums of the
+    reference, number of trained tokens. margin: [P]. desired: [E], for single answers. kl: as in Singles. policy: [D]
+    logprob sums, NaN if they were not read first."""
 
     chosen: Tensor
     rejected: Tensor
@@ -51,7 +52,7 @@ class StepAnswers:
         return float(self.tokens[self.chosen].mean())
 
     def compared(self, policy: Tensor, examples: Tensor, config: PreferenceConfig) -> Pairs | Singles:
-        """The pairs or answers of these indices. policy: their logprob sums, [2, P] or [1, E]."""
+        """The pairs or answers with these indices. policy: their logprob sums, [2, P] or [1, E]."""
         numbers = policy.detach()
 
         def like(values: Tensor) -> Tensor:
@@ -72,13 +73,13 @@ class StepAnswers:
 
 
 def load_losses(config: PreferenceConfig) -> list[tuple[float, LossFunction]]:
-    """(Factor, function) of each loss. Raises UserError for an import path that leads to no function."""
+    """(weight, function) of each loss. Raises UserError for an import path that is not a function."""
     out: list[tuple[float, LossFunction]] = []
     for name, weight in zip(config.losses, config.weights or (1.0,) * len(config.losses), strict=True):
         function: Any = getattr(formulas, name) if name in LOSSES else import_named(name, "preference.loss")
         if not callable(function):
             raise UserError(
-                f"preference.loss: {name} is no function of the pairs (weft/engine/losses/preference/answers.py)."
+                f"preference.loss: {name} is not a function of pairs (weft/engine/losses/preference/answers.py)."
             )
         out.append((weight, function))
     return out
@@ -96,13 +97,14 @@ class PreferenceLoss:
         self.whole_step = any(facts.whole_step for facts in config.facts)
         self._step: StepAnswers | None = None
         self._columns: list[list[int]] = []  # documents of the examples: [2, P] or [1, E]
-        self._example: list[int] = []  # of each document: its example
-        self._read: list[bool] = []  # of each example: whether its answers were read first
-        self._factors = torch.zeros(0, dtype=torch.float64)  # [D] d loss / d logprob sum, of those
-        self._metrics: dict[str, Tensor] = {}  # [examples], of those
+        self._example: list[int] = []  # index of each document's example
+        self._read: list[bool] = []  # whether each example's answers were read first
+        # [D] d loss / d logprob sum, of answers that were read first
+        self._factors = torch.zeros(0, dtype=torch.float64)
+        self._metrics: dict[str, Tensor] = {}  # [examples], of answers that were read first
 
     def begin(self, step: StepAnswers) -> None:
-        """Accepts data of the next step, and differentiates the losses of answers that were read first."""
+        """Set the data of the next step, and differentiate the losses of answers that were read first."""
         self._step = step
         columns = [step.chosen, step.rejected] if len(step.rejected) else [step.chosen]
         documents = torch.stack(columns)
@@ -116,7 +118,7 @@ class PreferenceLoss:
         examples = read.nonzero()[:, 0]
         self._factors, self._metrics = torch.zeros_like(step.tokens), {}
         if self.whole_step and len(examples) < documents.shape[1]:
-            raise RuntimeError("a loss of the whole step needs the logprobs of all of its answers")
+            raise RuntimeError("a loss of the whole step needs the logprob sums of all answers in `policy`")
         policy = step.policy[documents[:, examples]].requires_grad_()
         metrics = self._measure(policy, examples)
         if len(examples):
@@ -130,11 +132,11 @@ class PreferenceLoss:
         return float(len(self._known.chosen)) or 1.0
 
     def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
-        return None  # it depends on the logprobs
+        return None  # the gradient depends on the logprobs
 
     @property
     def _known(self) -> StepAnswers:
-        assert self._step is not None, "begin() comes before a step"
+        assert self._step is not None, "call begin() before each step"
         return self._step
 
     def __call__(self, batch: Batch) -> LossOutput:
@@ -168,7 +170,7 @@ class PreferenceLoss:
         return LossOutput(loss_sum, sums)
 
     def _measure(self, policy: Tensor, examples: Tensor) -> dict[str, Tensor]:
-        """Name -> [examples]; `loss` with gradient. Of answers one by one, chosen means desired."""
+        """Name -> [examples]; `loss` with gradient. For single answers, chosen means desired."""
         compared = self._known.compared(policy, examples, self.config)
         loss = torch.zeros_like(policy[0])
         for weight, function in self.losses if len(examples) else ():
@@ -196,14 +198,14 @@ class PreferenceLoss:
         if not isinstance(loss, Tensor) or loss.shape != policy[0].shape:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
-                f"preference.loss: {getattr(function, '__name__', function)} must give a loss for each of the "
+                f"preference.loss: {getattr(function, '__name__', function)} must return a loss for each of the "
                 f"{len(policy[0])} pairs, not {shape}."
             )
         return loss
 
 
 def split_examples(columns: Sequence[Sequence[int]], plan: StepPlan) -> list[int]:
-    """The examples whose documents are not all whole in one row of the plan. columns: [2, P] or [1, E] documents."""
+    """The examples whose documents are not all complete in one row of the plan. columns: [2, P] or [1, E] documents."""
     rows = plan.rows_of_uncut()
     return [
         example
