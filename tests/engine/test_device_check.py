@@ -154,7 +154,7 @@ def test_a_planted_bug_is_found(
     examined(family)
     kernel = attention.KERNELS["per_document"]
     monkeypatch.setitem(attention.KERNELS, "per_document", replace(kernel, run=bug))
-    with pytest.raises(UserError, match=r"model\.attention=auto is not right on cpu in bfloat16") as refusal:
+    with pytest.raises(UserError, match=r"model\.attention=auto computes wrong results on cpu in bfloat16") as refusal:
         check(family)
     assert symptom in str(refusal.value) and "Set model.attention=per_document" in str(refusal.value)
     assert not list(device_check.FOLDER.glob("*"))
@@ -236,9 +236,7 @@ def test_a_device_that_writes_them_is_left_alone(written: None) -> None:
 def test_a_grouped_matmul_with_other_faults_is_refused(monkeypatch: pytest.MonkeyPatch, written: None) -> None:
     examined("qwen3_moe")
     monkeypatch.setattr(hf, "grouped_linear", next_expert(hf.grouped_linear))
-    message = (
-        r"torch's grouped matmul of experts is not right on cpu in bfloat16.*outputs with \(0, 33, 1, 16, 2, 7\) rows"
-    )
+    message = r"torch's grouped matmul of experts computes wrong results on cpu in bfloat16.*outputs with \(0, 33, 1, 16, 2, 7\) rows"
     with pytest.raises(UserError, match=message):
         check("qwen3_moe")
     assert set() == experts.UNWRITTEN
@@ -299,7 +297,9 @@ def test_a_fused_optimizer_that_steps_where_it_should_not_is_found(
 
     examined("llama")
     monkeypatch.setattr(FusedAdamW, "step", step)
-    with pytest.raises(UserError, match="torch's fused AdamW is not right on cpu.*1000 parameters are off by"):
+    with pytest.raises(
+        UserError, match="torch's fused AdamW computes wrong results on cpu.*1000 parameters are off by"
+    ):
         check("llama")
 
 
@@ -339,7 +339,7 @@ def test_collectives_are_tried_on_every_group(mesh: str, groups: set[str]) -> No
 
 def test_a_collective_with_wrong_numbers_is_named() -> None:
     for _, refusal in run(2, collectives_of, saved_model("llama"), "2", "planted"):
-        assert refusal.startswith("all-reduce over dp_shard (2 ranks) gave wrong numbers on rank ")
+        assert refusal.startswith("all-reduce over dp_shard (2 ranks) returned wrong numbers on its rank")
         assert "in bfloat16 on cpu" in refusal
 
 

@@ -190,7 +190,7 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert float(result.loss_sum) == pytest.approx(-2 + 1 + 3 + 4)
     with pytest.raises(UserError, match=r"own_loss:total must return a loss for each of the 2 tokens, not \(\)"):
         terms(algorithm(policy_loss="own_loss:total"), logprob, torch.ones(2), **arrays)
-    with pytest.raises(UserError, match="own_loss:number is no function"):
+    with pytest.raises(UserError, match="own_loss:number is not a function"):
         PolicyLoss(algorithm(policy_loss="own_loss:number"))
 
 

@@ -76,7 +76,7 @@ def test_a_weight_that_differs(mesh: str, name: str, rank: int, index: int, mess
     messages = run(world_of(mesh), with_another_weight, saved_model("qwen3"), mesh, name, rank, index)
     assert len(set(messages)) == 1
     title, *lines = messages[0].splitlines()
-    assert title == "ranks that hold the same weights have different ones:"
+    assert title == "ranks that should hold equal weights have different weights:"
     assert len(lines) == 1 and lines[0].startswith(f"  {message}") and f"on rank {rank}" in lines[0]
 
 

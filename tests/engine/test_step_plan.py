@@ -281,7 +281,7 @@ def test_refusals_say_what_to_set() -> None:
         plan_step([DocumentMeta(3, 1.0, 1), DocumentMeta(9, 1.0, 1)], ranks=1, budget=10, multiple=4)
     with pytest.raises(ValueError, match=r"step\.padding=buckets"):
         plan_step([DocumentMeta(3, 1.0, 1)], ranks=1, budget=10, layout="padded", shapes="fixed")
-    with pytest.raises(ValueError, match=r"has 30 tokens.*of this model are never cut: set .*=30 or more, or"):
+    with pytest.raises(ValueError, match=r"has 30 tokens.*of this model are never split: set .*=30 or more, or"):
         plan_step([DocumentMeta(30, 1.0, 1)], ranks=2, budget=10, cuts=False)
     with pytest.raises(ValueError, match="document 0 of the step has no tokens"):
         plan_step([DocumentMeta(0, 0.0, 0)], ranks=1, budget=10)

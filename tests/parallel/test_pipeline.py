@@ -400,7 +400,7 @@ def opened(path: str, sections: dict[str, Any]) -> str:
 def test_a_stage_without_anything_to_train_is_refused() -> None:
     frozen = {"model": {"freeze": ("model.layers.1", "model.norm", "lm_head")}}
     for message in run(2, opened, saved_model("llama"), frozen):
-        assert "model.freeze leaves nothing to train in stage 2 of mesh.pp (layers 1 to 1)" in message
+        assert "model.freeze leaves no parameter to train in stage 2 of mesh.pp (layers 1 to 1)" in message
 
 
 def drawn(path: str, mesh: str) -> dict[str, torch.Tensor]:
@@ -437,8 +437,8 @@ def test_hidden_states_travel_in_their_own_dtype() -> None:
 
 
 REFUSED = {
-    "gemma4_text": "layers take more than hidden states",
-    "zamba2": "layers take more than hidden states",
+    "gemma4_text": "layers read values other than hidden states",
+    "zamba2": "layers read values other than hidden states",
     "opt": "does not run with parts of its layers",
 }
 

@@ -373,7 +373,7 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
     forget_checks()
     with (
         mock.patch.object(transformers.LlamaForSequenceClassification, "forward", doubled),
-        pytest.raises(UserError, match="gives other scores than its head"),
+        pytest.raises(UserError, match="differ from its head"),
     ):
         check_scores(scores, support)
     forget_checks()

@@ -298,20 +298,20 @@ def test_damaged_hidden_states_are_an_error(tmp_path: Path) -> None:
     content = path.read_bytes()
     for damaged in (content[:3] + b"\x01" + content[4:], content[:5]):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="is damaged: remove .* and it is made anew"):
+        with pytest.raises(UserError, match="is damaged. Remove .* and weft writes it anew"):
             cache().get(document)
-    with pytest.raises(UserError, match="is damaged: remove .* and it is made anew"):
+    with pytest.raises(UserError, match="is damaged. Remove .* and weft writes it anew"):
         cache()  # before any work, a file that is too short
     path.write_bytes(content)
     opened = cache()
     path.unlink()
     for attempt in (cache, lambda: opened.get(document)):
-        with pytest.raises(UserError, match="is missing: remove .* and it is made anew"):
+        with pytest.raises(UserError, match="is missing. Remove .* and weft writes it anew"):
             attempt()
     path.write_bytes(content)
     entries.write_bytes(entries.read_bytes()[:-1])
     assert cache().get(second_document) is None and cache().get(document) is not None
-    with pytest.raises(UserError, match="holds what another teacher read"):
+    with pytest.raises(UserError, match="belongs to another teacher"):
         HiddenCache(tmp_path, 4, torch.float32, {"weights": "w"})
 
 
@@ -579,7 +579,9 @@ def test_another_tokenizer_is_refused_by_name(capsys: pytest.CaptureFixture[str]
 def test_hidden_states_that_make_no_sense_are_an_error() -> None:
     document = Document(torch.tensor([1, 2, 3]), torch.ones(3), source="a.jsonl:3")
     check_hidden(torch.ones(3, 4), document, "the teacher t")
-    with pytest.raises(FloatingPointError, match="the teacher t gives hidden states that are not finite, of a.jsonl:3"):
+    with pytest.raises(
+        FloatingPointError, match="the teacher t returns hidden states that are not finite, for a.jsonl:3"
+    ):
         check_hidden(torch.tensor([[1.0], [float("nan")], [2.0]]), document, "the teacher t")
     with pytest.raises(RuntimeError, match=r"hidden states of shape \(2, 4\) for a.jsonl:3 of 3 tokens"):
         check_hidden(torch.ones(2, 4), document, "the teacher t")

@@ -390,11 +390,11 @@ def of_read_models() -> dict[str, FaultCase]:
     )
     cases_by_name["the teacher of weft distill gives NaN"] = FaultCase(
         replace(nan, do="teacher gives NaN"), 2, 14,
-        [r"the teacher ../model gives hidden states that are not finite, of ../chats\.jsonl:\d+"], **of_distill,
+        [r"the teacher ../model returns hidden states that are not finite, for ../chats\.jsonl:\d+"], **of_distill,
     )  # fmt: skip
     cases_by_name["the teacher of weft distill gives too few hidden states"] = FaultCase(
         replace(nan, do="teacher gives too few"), 2, 1,
-        [r"RuntimeError: the teacher ../model gives hidden states of shape \(\d+, \d+\) for ../chats\.jsonl:\d+ of"],
+        [r"RuntimeError: the teacher ../model returns hidden states of shape \(\d+, \d+\) for ../chats\.jsonl:\d+ of"],
         traceback=True, **of_distill,
     )  # fmt: skip
     return cases_by_name

@@ -1,6 +1,7 @@
-"""Forwards and backwards of a model whose layers are over several ranks (mesh.pp), in stages, a row at a time.
+"""Runs forwards and backwards of a model whose layers are split into stages over several ranks (mesh.pp), a row at a
+time.
 
-Every rank builds every row of its documents, so that all know the shapes of messages between stages.
+Every rank builds every row of its documents, so that all ranks know the shapes of messages between stages.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class PipelineExecutor(Executor):
         self.placement = pipeline.placement
         self.has_loss = self.placement.last == self.axis.rank
         self.weights = WeightGradients(self.module) if self.schedule in DELAYED else None
-        # The root is a unit of the model's first stage if this rank has it, else of the rank's last stage.
+        # The root is a unit of the model's first stage if this rank holds that stage, else of the rank's last stage.
         self.units: list[list[FSDPModule]] = [[] for _ in range(pipeline.placement.chunks)]
         for name, child in self.module.named_modules():
             if isinstance(child, FSDPModule):
@@ -149,8 +150,8 @@ class PipelineExecutor(Executor):
         return _Done(row, received, outputs["sent"], None, routes, balance, loss)
 
     def run_backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
-        """Run a backward; returns what is left to do for the gradients of weights. last: of the chunk's
-        micro-batches."""
+        """Run a backward; returns the delayed computation of weight gradients. last: whether it is the chunk's last
+        micro-batch."""
         stage = self._stage(action)
         gradient = self.link.receive(P2PMessage(False, stage, action.micro))
         when = self.config.fsdp.reduce if self.weights is None else "later"
@@ -167,8 +168,8 @@ class PipelineExecutor(Executor):
         return [] if self.weights is None else self.weights.take()
 
     def compute_weight_gradients(self, action: Action, delayed: Delayed, *, last: bool) -> None:
-        """Compute the weight gradients that a backward left. With the last of a chunk, all its gradients are
-        reduced."""
+        """Compute the weight gradients that a backward delayed. After the last micro-batch of a chunk, reduce all of
+        the chunk's gradients."""
         with torch.no_grad(), numerics(self.config.exact):
             for add in delayed:
                 add()

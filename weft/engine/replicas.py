@@ -1,8 +1,8 @@
-"""Comparison of content that several ranks hold alike, in the reduction that ends a step: parameters that are
-replicated, or whole on all ranks of mesh.tp, and documents that ranks share.
+"""Compares replicated content of ranks in the all-reduce that ends a step: replicated parameters, parameters that
+mesh.tp does not divide, and shared documents.
 
-Each rank adds a term to a sum that is 0 if all holders agree (launch/consistency.py). Parameters are compared as the
-optimizer left them in the step before, so that optimizer state is compared by its effect.
+Each rank adds a term to a sum that is 0 if all holders agree (launch/consistency.py). Parameters are compared as they
+are after the previous step's update, so optimizer state is compared through its effect.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from weft.parallel.shards.cuts import RankBox, ShardSpecs, rank_boxes
 _PARAMETERS, _DOCUMENTS = "_parameters", "_documents"  # names of their sums in the step's reduction
 _BITS = 0xFFFFFF
 
-Groups = tuple[tuple[int, int], ...]  # as Shard.replicas: which ranks hold the same elements
+Groups = tuple[tuple[int, int], ...]  # as Shard.replicas: the ranks that hold the same elements
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """Elements of a trained parameter that other ranks hold, too."""
+    """Elements of a trained parameter that other ranks also hold."""
 
     name: str
     parameter: nn.Parameter
@@ -47,7 +47,7 @@ class ReplicaCheck:
     """Compares the trained parameters of one engine."""
 
     def __init__(self, module: nn.Module, cuts: ShardSpecs, tied: Mapping[str, tuple[int, int]]) -> None:
-        """tied: parameter -> (this rank's place among the pipeline stages that hold it, their number)."""
+        """tied: parameter -> (this rank's index among the pipeline stages that hold it, their number)."""
         self._copies: dict[Groups, list[_Copy]] = defaultdict(list)
         for name, parameter in module.named_parameters():
             for box in rank_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
@@ -57,7 +57,7 @@ class ReplicaCheck:
                     self._copies[box.replicas].append(_Copy(name, parameter, box))
 
     def add_to(self, sums: MetricSums, documents: Sequence[ReplicaChecksum], device: torch.device) -> None:
-        """Add this rank's terms, without waiting for the device. documents: of its rows."""
+        """Add this rank's terms, without waiting for the device. documents: the shared documents of its rows."""
         sums.add(_PARAMETERS, self._term(device), 1.0)
         sums.add(
             _DOCUMENTS, sum(checksum_term(shared.checksum, shared.index, shared.size) for shared in documents), 1.0
@@ -85,7 +85,7 @@ class ReplicaCheck:
             checksums = {
                 str(copy): f"{int(_number([copy])):06x}" for copies in self._copies.values() for copy in copies
             }
-            raise_mismatch("ranks that hold the same weights have different ones", checksums, mesh.world_group)
+            raise_mismatch("ranks that should hold equal weights have different weights", checksums, mesh.world_group)
 
 
 def _index_of(groups: Groups) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""A head of scores in place of logits, of a critic or a reward model: its settings, the names of its parameters, and
-its initial values if the source has none."""
+"""The score head of a critic or a reward model, which replaces the head of logits: its settings, parameter names and
+initial values."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ First = Literal["zeros", "normal", "transformers"]
 class ScoreSpec:
     """A linear head with `labels` numbers per token.
 
-    first: how its weight starts if the files have none: zeros; `normal`, with variance 1 / (H + 1) (Stiennon et al.
-    2020, arXiv:2009.01325); or as the family's class in transformers initialises it. task: the kind of class in
-    transformers; a critic may be of either. end_marked: the last token of a document only marks that the one before is
-    scored; no forward reads it.
+    first: initial weight if the files have none: zeros; `normal`, with variance 1 / (H + 1) (Stiennon et al. 2020,
+    arXiv:2009.01325); or as the family's class in transformers initialises it. task: the kind of class in transformers;
+    a critic may use either. end_marked: the last token of a document only marks that the token before is scored; no
+    forward reads it.
     """
 
     labels: int = 1
@@ -36,7 +36,7 @@ class ScoreSpec:
 
 
 def score_of(path: str, labels: int | None = None, task: hf.ScoreTask = "either") -> ScoreSpec | None:
-    """The head of the model at `path`, if it is a classifier. labels, task: those of an adapter that makes it one."""
+    """The head of the model at `path`, if it is a classifier. labels, task: of an adapter that adds a score head."""
     config = hf.read_config(path)
     if labels is None and not hf.classifies(config):
         return None
@@ -51,7 +51,7 @@ def score_head_names(model: PreTrainedModel) -> set[str]:
 
 @torch.no_grad()
 def fill_score_head(module: TrainModule, fresh: Collection[str] | None, first: First, seed: int) -> None:
-    """Fill this rank's shards of the head as ScoreSpec.first says; the same on every mesh.
+    """Fill this rank's shards of the head by ScoreSpec.first; equal on every mesh.
 
     fresh: parameters that the files lacked; None if there were no files.
     """

@@ -1,4 +1,4 @@
-"""Scores of a step's answers, and documents whose last token is scored."""
+"""Documents whose last token is scored, and the scores of a step's answers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from weft.engine.engine import Engine
 from weft.engine.losses.preference.objective import split_examples
 from weft.engine.step_plan.plan import StepPlan
 
-# Follows the last token of a document whose last token is scored (ScoreSpec.end_marked). Its id is of no consequence.
+# Appended to a document whose last token is scored (ScoreSpec.end_marked). No forward reads its id.
 END_MARK = 1
 
 
 def with_end_mark(tokens: Tensor) -> Tensor:
-    """[T + 1]: the tokens and the mark, whose prediction is the score of the last of them."""
+    """[T + 1]: the tokens and the mark. The prediction of the mark is the score of the last token."""
     return torch.cat([tokens, tokens.new_full((1,), END_MARK)])
 
 
 def scored_length(tokens: Tensor, pad: int | None) -> int:
-    """Tokens up to the one whose score transformers takes: the last that is not `pad`, the config's pad_token_id, even
-    where that ends an answer; the first if all are."""
+    """The number of tokens up to the token that transformers scores: the last token that is not `pad`, the config's
+    pad_token_id, even if the answer ends with it; 1 if all are `pad`."""
     if pad is None or int(tokens[-1]) != pad:
         return len(tokens)
     real = (tokens != pad).nonzero()
@@ -44,7 +44,7 @@ def scored_document(
 
 
 def parts_pairs(plan: StepPlan) -> bool:
-    """Whether the two answers of a pair, documents 2 i and 2 i + 1, are not always whole and in one row."""
+    """Whether the two answers of a pair, documents 2 i and 2 i + 1, may be split or in different rows."""
     documents = range(len(plan.documents))
     return bool(split_examples([documents[::2], documents[1::2]], plan))
 

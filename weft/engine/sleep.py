@@ -1,8 +1,8 @@
-"""Sleep: parts of an engine wait in host memory, so that something else can use the device's memory.
+"""Sleep: moves parts of an engine to host memory, so that another engine can use the device's memory.
 
 Storages are moved, not tensors: the bytes of a storage are copied to the host (host.py), and it is shrunk to zero in
-place. So every tensor, view and reference (FSDP2's, the optimizer's, the average's) stays valid and has its elements
-again after waking.
+place. So every tensor, view and reference (of FSDP2, the optimizer and the average) stays valid, and has its elements
+again after wake().
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Offloader:
     """The sleeping parts of one engine and their host memory."""
 
     def __init__(self, device: torch.device, storage: torch.device, shares_with: Offloader | None = None) -> None:
-        """storage: the device of the engine's shards. shares_with: the sleeper of another engine of this process; both
-        use one pool where their storage is the same."""
+        """storage: the device of the engine's shards. shares_with: the Sleeper of another engine of this process; both
+        share a pool if their storage is the same."""
         shared = shares_with is not None and shares_with.pool.storage == storage
         self.device = device
         self.pool: HostPool = shares_with.pool if shares_with is not None and shared else HostPool(storage)
@@ -49,7 +49,7 @@ class Offloader:
 
     @property
     def asleep(self) -> dict[Part, int]:
-        """Bytes that wait on the host, by part."""
+        """Bytes on the host, by part."""
         return {part: waiting.bytes for part, waiting in self._asleep.items()}
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class Offloader:
             storage.resize_(0)
         self._asleep[part] = waiting
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # so that another process can have it
+            torch.cuda.empty_cache()  # so that another process can use the memory
         return waiting.bytes
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class Offloader:
         """Bring a part back, bit for bit; returns the bytes."""
         waiting = self._asleep.pop(part)
         for storage, size in zip(waiting.storages, waiting.sizes, strict=True):
-            assert storage.nbytes() == 0, f"somebody gave {storage.nbytes()} bytes to what is asleep ({part})"
+            assert storage.nbytes() == 0, f"a storage of {part} has {storage.nbytes()} bytes although it is asleep"
             storage.resize_(size)
         for target, host in _pairs(waiting):
             target.copy_(host, non_blocking=True)
@@ -90,14 +90,14 @@ class Offloader:
 
 @dataclass(frozen=True)
 class OffloadedTensors:
-    """Storages whose memory and contents were given up, to be filled anew after restore()."""
+    """Storages whose memory and contents were freed; restore() allocates them again, to be filled anew."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]
 
     @classmethod
     def free(cls, tensors: Iterable[Tensor], device: torch.device) -> OffloadedTensors:
-        """Empty the storages of those tensors that are on the device. The tensors stay valid, without elements."""
+        """Empty the storages of the tensors on the device. The tensors stay valid, without elements."""
         storages = _storages(tensors, device)
         emptied = cls(storages, [storage.nbytes() for storage in storages])
         for storage in storages:
@@ -117,7 +117,7 @@ class OffloadedTensors:
 
 
 def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
-    """(bytes of a storage, their place on the host), piece by piece."""
+    """(bytes of a storage, their memory on the host), piece by piece."""
     for storage, pieces in zip(waiting.storages, waiting.allocation.pieces, strict=True):
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # all of it
         done = 0

@@ -1,13 +1,12 @@
-"""What a teacher reads, on disk by the content of documents; later epochs, runs and other meshes read it from there.
+"""A cache on disk of a teacher's outputs, by content of documents. Later epochs, runs and other meshes read it.
 
-That is its last hidden states, rows of H numbers, or lists of its likeliest tokens, rows of 2 K numbers (pack_lists).
+Outputs are last hidden states, rows of H numbers, or lists of the most likely tokens, rows of 2 K numbers (pack_lists).
 
-A folder belongs to one teacher in one dtype. It has the teacher's head, and for each process that wrote there a pair of
-files: PART.bin, rows of [trained tokens, H], and PART.idx, an entry for each document: a digest of its tokens and of
-which of them are trained, the offset in bytes, the number of rows, and a digest of these rows. An entry is written
-after its rows, so a file that was cut short has complete entries only; rows that changed since are an error. A document
-that changed has another digest, so that no row is taken for another's; a document without an entry is read by the
-teacher, which is opened then.
+A folder belongs to one teacher in one dtype. It contains the teacher's head, and a pair of files for each process that
+wrote to it: PART.bin, rows of [trained tokens, H], and PART.idx, an entry for each document: a digest of its tokens and
+trained positions, the offset in bytes, the number of rows, and a digest of these rows. An entry is written after its
+rows, so a truncated file has only complete entries. Rows that have changed since are an error. A changed document has
+another digest, so it never gets the rows of the old document. The teacher is opened when a document has no entry.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _FORMAT = "2"
 
 
 def digest_of(document: Document) -> bytes:
-    """16 bytes, of the tokens and of which of them have a loss weight."""
+    """16 bytes: the digest of the tokens and of the positions with a loss weight."""
     content = hashlib.blake2b(document.tokens.numpy().tobytes(), digest_size=16)
     content.update((document.weights != 0).numpy().tobytes())
     if document.positions is not None:
@@ -64,8 +63,8 @@ class HiddenCache:
             path = folder / "teacher.json"
             if path.exists() and path.read_text(encoding="utf-8") != manifest:
                 raise UserError(
-                    f"distill.cache_dir: {folder} holds what another teacher read, or is of another version of weft: "
-                    "remove it."
+                    f"distill.cache_dir: {folder} belongs to another teacher or another version of weft. Remove it, "
+                    "or name another folder."
                 )
             partial = path.with_name(f"{path.name}.{self._part}")
             partial.write_text(manifest, encoding="utf-8")
@@ -86,7 +85,7 @@ class HiddenCache:
         return self.width * self.dtype.itemsize
 
     def refresh(self) -> None:
-        """Take in entries that any process has written since."""
+        """Read the entries that processes have written since the last call."""
         for path in sorted(self.folder.glob("*.idx")):
             content = path.read_bytes()
             for offset in range(self._read.get(path.stem, 0), len(content) - _ENTRY.size + 1, _ENTRY.size):
@@ -95,7 +94,7 @@ class HiddenCache:
                 self._read[path.stem] = offset + _ENTRY.size
 
     def get(self, document: Document) -> Tensor | None:
-        """[T, H] as Engine.last_hidden gives it; None if there is no entry. Raises UserError for a damaged one."""
+        """[T, H] as returned by Engine.last_hidden; None if there is no entry. Raises UserError for a damaged entry."""
         entry = self._entries.get(digest_of(document))
         if entry is None:
             return None
@@ -117,7 +116,7 @@ class HiddenCache:
 
     def _damaged(self, path: Path) -> UserError:
         state = "is damaged" if path.exists() else "is missing"
-        return UserError(f"distill.cache_dir: {path} {state}: remove {self.folder}, and it is made anew.")
+        return UserError(f"distill.cache_dir: {path} {state}. Remove {self.folder}, and weft writes it anew.")
 
     def put(self, documents: Mapping[int, Document], hidden: Mapping[int, Tensor]) -> None:
         """Write the hidden states of these documents."""
@@ -136,7 +135,7 @@ class HiddenCache:
         self.refresh()
 
     def head(self, transform: LogitTransform, vocabulary: int) -> TeacherHead | None:
-        """The whole head, if it was kept. vocabulary: rows that the student's head has."""
+        """The complete head, if it is cached. vocabulary: number of rows of the student's head."""
         path = self.folder / "head.safetensors"
         if not path.exists():
             return None
@@ -157,13 +156,13 @@ def _digest(content: bytes) -> bytes:
 
 
 def _trained(document: Document) -> Tensor:
-    """[T] whether each token is predicted with a loss weight."""
+    """[T]: whether each token has a loss weight."""
     return (document.weights != 0) & (torch.arange(len(document)) > 0)
 
 
 class CachedTeacher:
     """A teacher that is opened when a document has no entry. open: opens it; collective. transform: of its head's
-    logits; None for a teacher that is known by lists."""
+    logits; None for a teacher that is given as lists."""
 
     def __init__(self, cache: HiddenCache, open: Callable[[], TeacherSource], transform: LogitTransform | None) -> None:
         self.cache, self._open, self._transform = cache, open, transform
@@ -197,7 +196,7 @@ class CachedTeacher:
             dist.barrier(group)
         head = self.cache.head(self._transform, rows)
         if head is None:
-            raise UserError(f"distill.cache_dir: {self.cache.folder} is not seen by all ranks: name a shared folder.")
+            raise UserError(f"distill.cache_dir: not all ranks see {self.cache.folder}. Name a shared folder.")
         return head_for(head, student)
 
 
@@ -208,8 +207,8 @@ def with_cached_teachers(
     local: Mapping[int, Document],
     student: Engine,
 ) -> dict[int, Document]:
-    """teachers.with_teachers, from the folders; what has no entry is read by its teacher, and kept. Teachers that are
-    not cached (RowLists) read nothing. Collective."""
+    """teachers.with_teachers, with outputs from the folders. Documents without entry are read by their teacher and
+    added. Teachers without cache (RowLists) read nothing. Collective."""
     cached = {number: teacher for number, teacher in enumerate(teachers) if isinstance(teacher, CachedTeacher)}
     teacher_of = {index: cached.get(0 if chosen is None else chosen[index]) for index in range(len(documents))}
     for teacher in cached.values():

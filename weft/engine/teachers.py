@@ -1,7 +1,8 @@
-"""Teachers of distillation: engines that only read, their heads, and their hidden states where the student needs them.
+"""Teachers of distillation: frozen engines, their heads, and the exchange of their hidden states with the student's
+ranks.
 
-H is a teacher's hidden width. What travels is its last hidden states, not its logits, which are vocabulary / H times
-as large; or, of teachers that are known by lists of their likeliest tokens (Listed), these lists: K tokens each.
+H is a teacher's hidden width. Teachers send last hidden states instead of logits, which are vocabulary / H times as
+large. Teachers that are given as lists of their most likely tokens (Listed) send these lists, of K tokens each.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from weft.ops.divergence import TeacherHead
 
 
 class TeacherSource(Protocol):
-    """What reads a teacher's distributions. head: of a student's ranks; None on ranks that compute no loss. Both are
+    """The interface of a teacher. head: for the student's ranks; None on ranks that compute no loss. Both methods are
     collective."""
 
     def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
-        """Index -> hidden states [T, H], or lists packed by pack_lists, of some of the documents; each document is
-        read by some rank."""
+        """Index -> hidden states [T, H], or lists packed by pack_lists, of some of the documents. Each document is read
+        by at least one rank."""
         ...
 
     def head(self, student: Engine) -> TeacherHead | Listed | None: ...
 
 
 class RowLists:
-    """A teacher whose lists are in the rows of the data, and so in the arrays of documents."""
+    """A teacher whose lists are in the rows of the data, and therefore in the arrays of documents."""
 
     def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
         return {}
@@ -49,22 +50,21 @@ class RowLists:
 
 
 def pack_lists(ids_TK: Tensor, logprobs_TK: Tensor) -> Tensor:
-    """[T, 2 K] int32 of ids and the bits of fp32 log-probabilities, which travel as one tensor."""
+    """[T, 2 K] int32: ids, and the bits of fp32 log-probabilities, so that both are sent as one tensor."""
     return torch.cat([ids_TK.to(torch.int32), logprobs_TK.float().view(torch.int32)], 1)
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """One teacher. weights: its engine's own, or, where that is the student's, those at its `base`, without adapters,
-    or the `average` of the trained ones."""
+    """A teacher with an engine. weights: the engine's; or, if the engine is the student's, its `base` without adapters,
+    or the `average` of the trained weights."""
 
     engine: Engine
     weights: Literal["own", "base", "average"] = "own"
 
     def read(self, documents: Sequence[Document]) -> dict[int, Tensor]:
-        """Index -> last hidden states [T, H] (Engine.last_hidden) of the documents that this rank's plan of them has;
-        the plan is that of the teacher's mesh and budget. Raises as check_hidden.
-        Collective."""
+        """Index -> last hidden states [T, H] (Engine.last_hidden) of this rank's documents in the plan of the teacher's
+        mesh and budget. Raises as check_hidden. Collective."""
         with flight.computing(self.name):
             plan, local = self.engine.plan_step(documents)
             with self._reading():
@@ -81,7 +81,7 @@ class Teacher:
         return f"the teacher, the student's {self.weights}"
 
     def head(self, student: Engine) -> TeacherHead | None:
-        """teacher_head of the weights that are read. Collective."""
+        """teacher_head of this teacher's weights. Collective."""
         with self._reading():
             return teacher_head(self.engine, student)
 
@@ -96,26 +96,26 @@ def check_hidden(states: Tensor, document: Document, teacher: str) -> None:
     document's tokens. teacher: its name."""
     if states.ndim != 2 or len(states) != len(document):
         raise RuntimeError(
-            f"{teacher} gives hidden states of shape {tuple(states.shape)} for {document.source or 'a document'} of "
-            f"{len(document)} tokens"
+            f"{teacher} returns hidden states of shape {tuple(states.shape)} for {document.source or 'a document'} "
+            f"of {len(document)} tokens"
         )
     if not all(read(states.isfinite().all()[None], lambda: [True])):
         raise FloatingPointError(
-            f"{teacher} gives hidden states that are not finite, of {document.source or 'a document'}. Look at its "
+            f"{teacher} returns hidden states that are not finite, for {document.source or 'a document'}. Check its "
             "weights, or set teacher.param_dtype=fp32."
         )
 
 
 def teacher_head(teacher: Engine, student: Engine) -> TeacherHead | None:
-    """The teacher's head, of which this rank keeps the rows of its student's shard of the vocabulary, on the student's
-    device; None on ranks that compute no loss (mesh.pp). Tokens that one of both lacks are left out. Collective."""
+    """The teacher's head: the rows of this rank's shard of the student's vocabulary, on the student's device; None on
+    ranks that compute no loss (mesh.pp). Tokens that only one of both vocabularies has are omitted. Collective."""
     weight, bias = teacher.head_weights()
     rows = int(student.built.config.get_text_config().vocab_size)
     return head_for(TeacherHead(weight, bias, teacher.module.facts.transform, min(rows, len(weight))), student)
 
 
 def head_for(head_of_teacher: TeacherHead, student: Engine) -> TeacherHead | None:
-    """What a rank of the student needs of a whole head, on its device; see teacher_head."""
+    """The part of a complete head that a rank of the student needs, on its device; see teacher_head."""
     pipeline = student.pipeline
     if student.mesh.pp is not None and pipeline is not None and student.mesh.pp.rank != pipeline.placement.last:
         return None
@@ -138,7 +138,7 @@ def with_teachers(
     """This rank's documents with the arrays that DistillationLoss reads. Collective.
 
     chosen: which teacher each document of the step has; None if there is one. documents: of the step. local: this
-    rank's, by their index in the step. received: what other ranks than the student's have read of these.
+    rank's, by their index in the step. received: the outputs for these that other ranks than the student's have read.
     """
     read = read_hidden([teacher.read for teacher in teachers], chosen, documents, range(len(documents)))
     is_read = [not isinstance(teacher, RowLists) for teacher in teachers]
@@ -157,8 +157,8 @@ def read_hidden(
     documents: Sequence[Document],
     indices: Sequence[int],
 ) -> dict[int, Tensor]:
-    """Index -> what this rank reads of the documents. readers: TeacherSource.read of each teacher. chosen, documents:
-    as in with_teachers. indices: of the documents to read, ascending. Collective."""
+    """Index -> the teachers' outputs for the documents that this rank reads. readers: TeacherSource.read of each
+    teacher. chosen, documents: as in with_teachers. indices: of the documents to read, ascending. Collective."""
     hidden: dict[int, Tensor] = {}
     for teacher, reader in enumerate(readers):
         taught = [index for index in indices if chosen is None or chosen[index] == teacher]
@@ -171,8 +171,8 @@ def read_hidden(
 def with_readings(
     local: Mapping[int, Document], read: Mapping[int, Tensor], chosen: Sequence[int] | None
 ) -> dict[int, Document]:
-    """The documents with what their teachers read, of TeacherSource.read. All get arrays of the same names and widths,
-    because a row has one of each: narrower ones are padded."""
+    """The documents with their teachers' outputs (TeacherSource.read). All documents get arrays of the same names and
+    widths, because a row joins them; narrower arrays are padded."""
     arrays = {index: _arrays(read[index]) if index in read else _row_lists(d) for index, d in local.items()}
     widths: dict[str, int] = {}
     for of_document in arrays.values():

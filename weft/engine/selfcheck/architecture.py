@@ -3,9 +3,9 @@
 1. Logits equal those of HuggingFace's eager forward of each document alone. 2. Changing one document leaves the logits
 of the others unchanged. 3. Training mode, without dropout and jitter, gives the logits of inference with them.
 
-A family that passes packed is laid out packed; one that passes only padded is laid out padded; one that passes neither,
-and whose attention does not go through transformers' interface, is tried with its own eager code, padded; others are
-refused.
+A family that passes packed is laid out packed; one that passes only padded is laid out padded; a family that passes
+neither, and whose attention does not use transformers' attention interface, is tried with its own eager code, padded;
+weft refuses other families.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from weft.parallel.memory import local_ranks
 from weft.terminal import byte_count, counted
 
 # Single documents, too, are longer than every window and chunk (16) of a small copy; one has a single token.
-LENGTHS = (36, 1, 24, 35)  # sum and longest divide by 2, 3 and 4, as rows do whose tokens are divided over tp
+# 2, 3 and 4 divide the sum and the longest length, as tp divides rows with sequence parallelism
+LENGTHS = (36, 1, 24, 35)
 LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; most families are below 4e-6
-# Copies with several state mixers amplify rounding: ten times HuggingFace's own error is allowed, up to this. Mistakes
-# change logits by 1e-3 and more.
+# Copies with several state mixers amplify rounding: ten times HuggingFace's own error is allowed, up to this tolerance.
+# Mistakes change logits by 1e-3 and more.
 WIDEST_TOLERANCE = 1e-4
 KNOWN_LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "attention", "linear_attention", "mamba", "conv",
@@ -53,10 +54,9 @@ _results: dict[tuple[Any, ...], Any] = {}
 
 
 def once_per_process(check: Check) -> Check:
-    """Decorator: a process runs a check of an architecture once for equal arguments, because a policy, its reference
-    and its critic have one architecture. It runs on one thread, because its operations are so small that several
-    threads take a hundred times as long on a busy machine. check: takes a config and hashable arguments. Errors are
-    not cached."""
+    """Decorator: a process runs a check once for equal arguments, because a policy, its reference and its critic have
+    the same architecture. The check runs on one thread: its operations are so small that several threads are a hundred
+    times slower on a busy machine. check: a function of a config and hashable arguments. Errors are not cached."""
 
     @wraps(check)
     def cached(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
@@ -75,13 +75,14 @@ def once_per_process(check: Check) -> Check:
 
 
 def forget_checks() -> None:
-    """Drop all cached results of checks, because the code that they ran has been replaced."""
+    """Drop all cached results. Call this when code that the checks run was replaced."""
     _results.clear()
 
 
 @contextmanager
 def fresh_checks() -> Iterator[None]:
-    """Inside, checks run anew, because code that they run has been replaced. Earlier results count again at the end."""
+    """Inside, checks run anew, because code that they run is replaced. Afterwards the earlier results are valid
+    again."""
     before = dict(_results)
     _results.clear()
     try:
@@ -95,8 +96,9 @@ def fresh_checks() -> Iterator[None]:
 class ModelSupport:
     """The result of the checks. uses_bounds: whether the model's forward needs document bounds. error: largest logit
     difference to HuggingFace, relative to the largest logit. attends: whether the model has attention. attention: the
-    kinds of its calls. mixers: classes of the modules that carry state along the sequence. copy: the small copy, in
-    words. head: name of the head. images, videos: why documents with them are refused; empty if they are not."""
+    kinds of its attention calls. mixers: classes of the modules that carry state along the sequence. copy: the small
+    copy, in words. head: name of the head. images, videos: why documents with them are refused; empty if they are not.
+    """
 
     layout: Layout
     uses_bounds: bool
@@ -116,10 +118,10 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
 
 
 def resolve_attention(config: PretrainedConfig) -> None:
-    """Let this process know how an architecture runs whose attention weft's may not stand in for (`examine`). For
-    processes that have not built an engine of it."""
+    """Register, in this process, an architecture that must run with its own attention code (`examine`). For processes
+    that have not built an engine of it."""
     if _may_have_own_attention(config):
-        with suppress(UserError):  # whoever trains it is told
+        with suppress(UserError):  # the training process prints the warning
             examine(hf.without_noise(copy.deepcopy(config)))
 
 
@@ -141,7 +143,7 @@ def check_kernel(
     if kernel == "auto":
         return
     if implementation(config, kernel) != f"weft_{kernel}" or not support.attends:
-        how = "computes attention in code of its own" if support.attends else "has no attention"
+        how = "computes attention in its own code" if support.attends else "has no attention"
         raise UserError(
             f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} {how}. "
             "Set model.attention=auto."
@@ -161,15 +163,16 @@ def check_kernel(
 
 @once_per_process
 def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> ModelSupport:
-    """Run the checks for this architecture. noise: dropout and jitter of the model's own config, which `config`
-    lacks. An architecture whose attention does not go through transformers' interface is tried with its own eager code
-    on padded documents, and runs so in this process if that is exact. Raises UserError, with the family, if nothing
-    is."""
+    """Run the checks for this architecture. noise: dropout and jitter of the model's config, which are 0 in `config`.
+    If its attention does not use transformers' interface, its own eager code is tried on padded documents, and is used
+    in this process if it is exact. Raises UserError, with the family, if no layout is exact."""
     hf.register_kernels()
     text = config.get_text_config()
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES)
     if unknown:
-        raise _refusal(text, f"weft does not know whether layers of type {', '.join(unknown)} keep documents apart")
+        raise _refusal(
+            text, f"weft does not know whether layers of type {', '.join(unknown)} isolate the documents of a row"
+        )
     try:
         return _examine(config, noise)
     except UserError as refused:
@@ -222,17 +225,17 @@ def _examine(config: PretrainedConfig, noise: hf.Noise) -> ModelSupport:
 def _differs_in_double(
     module: TrainModule, reference: PreTrainedModel, documents: list[Tensor], layout: Layout, uses_bounds: bool
 ) -> float:
-    """The worst difference of `_check_layout` in fp64. Random copies with many layers, or with experts, can amplify the
-    rounding of fp32 beyond every tolerance; a difference of what is computed stays."""
+    """The worst difference of `_check_layout` in fp64. Random copies with many layers, or with experts, can amplify
+    fp32 rounding beyond every tolerance. A real difference also appears in fp64."""
     module, reference = copy.deepcopy((module, reference))
     for model in (module, reference):
-        hf.run_experts_one_by_one(model)  # torch's grouped products take no fp64
+        hf.run_experts_one_by_one(model)  # torch's grouped matmul does not support fp64
         model.double()
     try:
         with hf.in_double():
             expected = [_reference_logits(reference, ids) for ids in documents]
             return _check_layout(module, documents, expected, layout, uses_bounds)[0]
-    except Exception:  # of any type: the family's code cannot run in fp64
+    except Exception:  # any exception type: the family's code cannot run in fp64
         return float("inf")
 
 
@@ -248,7 +251,7 @@ def _tolerance(reference: PreTrainedModel, documents: list[Tensor], expected: li
 def _check_noise(
     config: PretrainedConfig, reference: PreTrainedModel, noise: hf.Noise, ids: Tensor, expected: Tensor
 ) -> None:
-    """Raises UserError if logits of inference depend on keys that are to be noise in training alone."""
+    """Raises UserError if logits of inference depend on config keys that should only add noise in training."""
     if not noise:
         return
     noisy = _build(hf.with_noise(copy.deepcopy(reference.config), noise), "eager")
@@ -257,7 +260,10 @@ def _check_noise(
         _reference_logits(noisy, ids), expected, rtol=0.0, atol=float(LOGIT_TOLERANCE * expected.abs().max())
     ):
         keys = ", ".join(sorted({name for _, name, _ in noise}))
-        raise _refusal(config, f"its inference depends on {keys}, which weft sets to 0 as noise of training")
+        raise _refusal(
+            config,
+            f"its inference depends on {keys}, which weft sets to 0 because they should only add noise in training",
+        )
 
 
 @torch.no_grad()
@@ -269,13 +275,15 @@ def _check_training_mode(
     layout: Layout,
     uses_bounds: bool,
 ) -> None:
-    """Raises UserError if the model computes something else in training mode, such as drawn routes. expected: its
-    logits in inference mode."""
+    """Raises UserError if the model computes differently in training mode, for example if it samples routes. expected:
+    its logits in inference mode."""
     logits = logits_of(module.train(), documents, layout, uses_bounds)
     module.eval()
     difference = _largest([a - b for a, b in zip(logits, expected, strict=True)]) / _largest(expected)
     if not difference <= LOGIT_TOLERANCE:
-        raise _refusal(config, f"its logits in training mode differ by {difference:.1e} from those of inference")
+        raise _refusal(
+            config, f"its logits in training mode differ by {difference:.1e} from its logits in inference mode"
+        )
 
 
 def text_vocabulary(module: TrainModule) -> int:
@@ -306,10 +314,10 @@ def small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedModel
         count = counted(fewer.get_text_config().num_hidden_layers, "layer")
     except UserError:
         raise
-    except Exception as error:  # of any type: the family's code failed on its config
+    except Exception as error:  # any exception type: the family's code failed on its config
         raise _refusal(config, f"no model could be built from its config ({error})") from error
     failure = ""
-    # The cheapest first.
+    # Try the cheapest copy first.
     shrinkings: list[tuple[str, Callable[[], PretrainedConfig]]] = [
         (f"{count}, narrow", lambda: narrow(fewer)),
         ("all layers, narrow", lambda: narrow(config)),
@@ -324,19 +332,19 @@ def small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedModel
             _reference_logits(reference, torch.arange(3))
         except UserError:
             raise
-        except Exception as error:  # a shape that this family cannot be shrunk to
+        except Exception as error:  # the family's code does not support these shapes
             failure = failure or f"{type(error).__name__}: {error}"
             continue
         if has_all_kinds:
             reference.load_state_dict(model.state_dict())
             return model, reference, words
-        failure = failure or f"one of {words} has not the kinds of layers that the whole model has"
-    raise _refusal(config, f"no small copy of it could be built ({failure})")
+        failure = failure or f"a copy with {words} does not have the same kinds of layers as the model"
+    raise _refusal(config, f"weft could not build a small copy of it ({failure})")
 
 
 def _require_room(config: PretrainedConfig) -> None:
-    """Raises ValueError if a copy, which is built twice by each rank, would take more than half of the memory that is
-    free: one that cannot be made narrow may have layers of full width."""
+    """Raises ValueError if a copy needs more than half of the free memory. Each rank builds it twice, and some families
+    can only be copied at full width."""
     weights = sum(p.numel() for p in hf.build_meta(config, dtype=torch.float32, attention="eager").parameters())
     room = psutil.virtual_memory().available / 2 / local_ranks(1)
     if 2 * 4 * weights > room:
@@ -346,7 +354,7 @@ def _require_room(config: PretrainedConfig) -> None:
 def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
     model = hf.build_random(config, dtype=torch.float32, attention=name, seed=0).eval()
     for kind in {type(module) for module in model.modules()}:
-        dispatch_by_device(kind)  # or transformers' own forward calls fla's kernels, where installed, with CPU tensors
+        dispatch_by_device(kind)  # else transformers calls fla's kernels, if installed, with CPU tensors
     with torch.no_grad():  # weights of exactly 0 or 1 would hide mistakes
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
@@ -391,8 +399,8 @@ def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, uses
 def _check_layout(
     module: TrainModule, documents: list[Tensor], expected: list[Tensor], layout: Layout, uses_bounds: bool
 ) -> tuple[float, list[Tensor]]:
-    """(The worst difference to HuggingFace's logits, or to a document's logits after another one is changed, relative
-    to the largest logit; the logits of each document)."""
+    """(the largest difference to HuggingFace's logits, or to a document's logits after another document changed,
+    relative to the largest logit; the logits of each document)."""
     logits = logits_of(module, documents, layout, uses_bounds)
     scale = _largest(expected)
     worst = [_largest([a - b for a, b in zip(logits, expected, strict=True)])]
@@ -406,5 +414,5 @@ def _check_layout(
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:
-    """The largest magnitude of all elements; NaN where any is, unlike Python's max."""
+    """The largest magnitude of all elements; NaN if any element is, unlike Python's max."""
     return torch.stack([tensor.abs().max() for tensor in tensors]).max()

@@ -1,5 +1,5 @@
-"""Checks context parallelism before documents are cut over mesh.cp: a small random copy is run on cut documents, in
-threads that act as ranks, and readouts and all gradients must equal those of whole documents."""
+"""Checks context parallelism before documents are split over mesh.cp. A small random copy runs on split documents, in
+threads that act as ranks. Readouts and all gradients must equal those of unsplit documents."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from weft.models.vision import find_vision
 from weft.ops.communicator import Communicator, CPAxis
 from weft.ops.context import repeats
 
-_BUDGET = 20  # tokens per rank: all documents but the one-token one are longer
+_BUDGET = 20  # tokens per rank: all documents are longer, except the document of one token
 
 
 def choose_ulysses(flops: FlopFacts, config: PretrainedConfig, cp: int, tp: int) -> int:
-    """The number of cp ranks that exchange heads: among those that divide cp and a rank's heads, the one that sends the
-    fewest bytes.
+    """The number of cp ranks that exchange heads: of the common divisors of cp and a rank's heads, the one with the
+    fewest sent bytes.
 
     Elements received per token of a cut document and layer, with u ranks of Ulysses, a ring of n = cp / u, H query
     heads and K key heads of width D: (2 H + 2 K r) D (u - 1) / (u cp) for heads, where keys are repeated r times for u;
@@ -56,7 +56,8 @@ def received_per_token(
     flops: FlopFacts, config: PretrainedConfig, cp: int, ulysses: int, tp: int
 ) -> tuple[float, float]:
     """(for the exchange of heads; for keys and values in the ring): elements that a rank receives in forward, over all
-    layers, per token of a document that is cut over all of cp. Formulas: see `choose_ulysses`. Windows send less."""
+    layers, per token of a document that is split over all of cp. Formulas: see `choose_ulysses`. Layers with windows
+    send less."""
     n, of_heads, of_keys = cp // ulysses, 0.0, 0.0
     heads, keys = _heads(flops, config, tp)
     for count, layer in zip(heads, flops.attention, strict=True):
@@ -70,7 +71,7 @@ def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[in
     """(query heads of a rank in each layer; function: query heads of a layer -> its key heads)."""
     text = config.get_text_config()
     heads = [max(1, layer.heads // tp) for layer in flops.attention]
-    latent = getattr(text, "kv_lora_rank", None) is not None  # every head gets keys and values of its own
+    latent = getattr(text, "kv_lora_rank", None) is not None  # every query head has its own keys and values
     stated = int(getattr(text, "num_key_value_heads", None) or max(heads, default=1))
     of_rank = max(1, stated // tp)
 
@@ -85,13 +86,13 @@ def check_context(
     config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: int, tp: int, images: bool = False
 ) -> float:
     """The largest difference of a gradient, relative to the largest gradient of its parameter. Raises UserError, with
-    the family and what differs, if it is too large or the heads cannot be divided. images: check a document with
-    images, too."""
+    the family and what differs, if it is too large or the heads cannot be divided. images: also check a document with
+    images."""
     heads, _ = _heads(flops, config, tp)
     wrong = [h for h in heads if h % ulysses]
     if cp % ulysses or wrong:
         divided = f"mesh.cp = {cp}" if cp % ulysses else f"the {wrong[0]} attention heads of a rank"
-        raise UserError(f"mesh.ulysses={ulysses} does not divide {divided}: set mesh.ulysses=null, and weft chooses.")
+        raise UserError(f"mesh.ulysses={ulysses} does not divide {divided}. Set mesh.ulysses=null to let weft choose.")
     small = small_copy(config, "per_document")
     ranks, reference = _ranks_of_copy(small, cp, ulysses), copy_of(small)
     plan, documents = _documents(reference, ranks, images)
@@ -106,7 +107,7 @@ def _ranks_of_copy(small: PreTrainedModel, cp: int, ulysses: int) -> tuple[int, 
 
 
 def _documents(module: TrainModule, ranks: tuple[int, int], images: bool) -> tuple[StepPlan, dict[int, Document]]:
-    """Documents in a plan that cuts the longest ones."""
+    """Documents, and a plan that splits the longest of them."""
     ring, ulysses = ranks if ranks != (1, 1) else (2, 1)
     vision, documents = find_vision(module.base, module.facts), list(text_documents(module).values())
     if images and vision is not None:
@@ -143,7 +144,7 @@ def _run_cut(small: PreTrainedModel, documents: dict[int, Document], plan: StepP
 
 
 def axis_of(rank: int, ring: int, ulysses: int, groups: Groups) -> CPAxis:
-    """The axis of one stand-in rank."""
+    """The axis of one simulated rank."""
 
     def among(ranks: list[int]) -> Communicator | None:
         return None if len(ranks) == 1 else groups(tuple(ranks), rank)

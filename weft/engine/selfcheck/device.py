@@ -1,11 +1,11 @@
-"""Checks of what a run computes with on its device, before anything large is loaded, in the compute dtype:
+"""Checks the kernels of a run on its device, in the compute dtype, before anything large is loaded:
 
 1. For every kind of attention call that a small copy makes, output and gradients equal per_document's in fp64.
 2. Documents do not see each other, neither forward nor backward.
-3. Modules that carry state give what torch's code gives on the CPU, forward and backward.
-4. The grouped matmul of experts is that of single matmuls, also where experts have no rows.
-5. The fused AdamW steps as its formula says, scales gradients, and leaves out a step that is to be left out.
-Passed checks are remembered in the user's cache folder. Collectives are tried at each start (`check_collectives`).
+3. Modules with state compute the same as torch's code on the CPU, forward and backward.
+4. The grouped matmul of experts equals single matmuls, also for experts without rows.
+5. The fused AdamW follows its formula, scales gradients, and skips a step when told to. Passed checks are remembered in
+  the user's cache folder. Collectives are tried at each start (`check_collectives`).
 
 B, H, T: batch, heads, tokens. E: experts.
 """
@@ -49,10 +49,10 @@ from weft.versions import all_gather_single, installed_version, reduce_scatter_s
 LENGTHS = (256, 1, 140, 129)
 # For the RMS error of each document, relative to the RMS of the row. per_document itself: up to 1.1e-2, 1.5e-3, 7e-7.
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
-# Sums along a sequence are in another order on a device: in fp32 they are off by more than a product is. Mistakes
-# change results by 1e-3 and more.
+# A device sums along a sequence in another order, so in fp32 the error is larger than a matmul's. Mistakes change
+# results by 1e-3 and more.
 _STATE_TOLERANCES = TOLERANCES | {torch.float32: 1e-4}
-# Of modules with state, and of attention.
+# For modules with state, and for attention.
 KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "kernels", "triton", FLASH4)
 FOLDER = Path("~/.cache/weft/kernels")  # next to the files of data.cache
 
@@ -60,10 +60,10 @@ FOLDER = Path("~/.cache/weft/kernels")  # next to the files of data.cache
 def check_on_device(
     config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raises UserError if something that the run computes with is wrong, or fails, on this device in this dtype.
+    """Raises UserError if a kernel of the run fails or computes wrong results on this device in this dtype.
 
-    per_document is the reference for the other kernels of attention, and is not checked itself. Where gradients of
-    experts without rows are not written, the experts of this process set them to 0 from now on.
+    per_document is the reference for the other kernels of attention, and is not checked itself. If the grouped matmul
+    does not write gradients of experts without rows, this process sets them to 0 from now on.
     """
     content = _content(config, kernel, support, device, dtype)
     file = FOLDER.expanduser() / f"{hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()}.json"
@@ -81,8 +81,8 @@ def check_on_device(
             failures = [f"it does not run ({type(error).__name__}: {error})"]
         if failures:
             raise UserError(
-                f"{parts} is not right on {_device_name(device)} in {str(dtype).removeprefix('torch.')}, tried on a "
-                f"small copy: {'; '.join(failures)}. {fix}, and please report it."
+                f"{parts} computes wrong results on {_device_name(device)} in {str(dtype).removeprefix('torch.')} "
+                f"(tried on a small copy): {'; '.join(failures)}. {fix}, and please report it."
             )
     with suppress(OSError):  # if it cannot be written, the next run checks again
         _write(file, json.dumps(content | {"unwritten": device.type in UNWRITTEN}, indent=1))
@@ -99,7 +99,7 @@ def _checks(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, str, Callable[[], Failures]]]:
-    """(what is tried, what to do if it is wrong, the check), for all that this architecture computes with."""
+    """(name of the kernel, how to avoid it, the check), for all kernels that this architecture uses."""
     if support.mixers:
         yield (
             f"the code of {', '.join(support.mixers)}",
@@ -154,8 +154,8 @@ def _attention_failures(
 
 
 def errors(call: Call, run: Callable[[Call], Tensor]) -> dict[str, float]:
-    """Errors of a kernel's output and gradients, by name: the worst document's, relative to the row's size; NaN stays
-    NaN."""
+    """Errors of a kernel's output and gradients, by name: the largest over documents, relative to the row's RMS; NaN
+    stays NaN."""
     generator = torch.Generator().manual_seed(3)
     shape = (*call.query_BHTD.shape[:3], call.value_BKTE.shape[3])
     upstream = torch.randn(shape, generator=generator).to(call.query_BHTD)
@@ -193,11 +193,12 @@ def _error(result: Tensor, true: Tensor, bounds: Bounds) -> float:
 
 
 def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[str]:
-    """Messages about documents that see each other."""
+    """Messages about documents that influence each other."""
     generator = torch.Generator().manual_seed(2)
     vocabulary = text_vocabulary(module)
     documents = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
-    # With gradients, though none are needed yet: the kernels compiled for them are needed later, and take longest.
+    # With gradients, although they are not used here: the kernels compiled for them are needed later, and their
+    # compilation takes longest.
     hidden = hidden_of(module, documents, layout, uses_bounds=True)
     largest = torch.cat(hidden).detach().abs().max()
     for index in (0, 2):
@@ -251,7 +252,8 @@ def _mixer_failures(small: PreTrainedModel, layout: Layout, device: torch.device
         result = _mixed(mixer, inputs[name], device, dtype)
         cpu = torch.device("cpu")
         true = rounded = _mixed(mixer, inputs[name], cpu, torch.float32)
-        with suppress(RuntimeError):  # the CPU may lack a kernel in this dtype; then only the tolerance is allowed
+        # the CPU may lack a kernel in this dtype; then there is no noise to add to the tolerance
+        with suppress(RuntimeError):
             rounded = _mixed(mixer, inputs[name], cpu, dtype)
         for tensor_name, expected in true.items():
             scale = _rms(expected) + 1e-30
@@ -301,8 +303,8 @@ GROUPS_E = ((5, 33, 1, 16, 2, 7), (0, 33, 1, 16, 2, 7), (5, 33, 0, 16, 2, 7), (5
 
 
 def _grouped_failures(transposed: bool, device: torch.device, dtype: torch.dtype) -> Failures:
-    """Tries the grouped matmul; if all that is wrong are the gradients of experts without rows, they are set to 0 from
-    now on, and it is tried again."""
+    """Tries the grouped matmul. If only the gradients of experts without rows are wrong, this process sets them to 0
+    from now on, and tries again."""
     failures, unwritten = _grouped_errors(transposed, device, dtype)
     if unwritten and not failures:
         UNWRITTEN.add(device.type)
@@ -313,7 +315,7 @@ def _grouped_failures(transposed: bool, device: torch.device, dtype: torch.dtype
 
 
 def _grouped_errors(transposed: bool, device: torch.device, dtype: torch.dtype) -> tuple[list[str], bool]:
-    """(errors beyond the tolerance; whether an expert without rows got a gradient that is not 0)."""
+    """(errors beyond the tolerance; whether an expert without rows has a gradient that is not 0)."""
     failures, unwritten = list[str](), False
     generator = torch.Generator().manual_seed(6)
     for counts in GROUPS_E:
@@ -348,7 +350,7 @@ def _grouped(
     rows, weight = (x.to(device, dtype, copy=True).requires_grad_() for x in (rows, weight))
     with torch.enable_grad():
         out = product(rows, weight, ends.to(device), None, transposed)
-    # What the allocator hands out next is full of NaN, not of the zeros of fresh memory.
+    # Fill free memory with NaN, so that an unwritten result is not the zeros of fresh memory.
     used = [torch.full_like(weight, torch.nan) for _ in range(8)]
     del used
     gradients = torch.autograd.grad(out, (rows, weight), upstream.to(out))
@@ -365,7 +367,7 @@ def _one_by_one(rows: Tensor, weight: Tensor, ends: Tensor, bias: None, transpos
 
 
 def _adamw_failures(device: torch.device) -> Failures:
-    """Two steps of the fused kernel in fp32, one of them with scaled gradients, and one to be left out."""
+    """Two steps of the fused kernel in fp32, one of them with scaled gradients, and a third that it must skip."""
     generator = torch.Generator().manual_seed(7)
     sizes, settings = (1, 1000, 65537), dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     starts, *gradients = ([torch.randn(n, generator=generator) for n in sizes] for _ in range(3))
@@ -418,7 +420,7 @@ def check_collectives(
             if any(counted):
                 parts = ", ".join(kind for kind, count in zip(wrong, counted, strict=True) if count)
                 raise UserError(
-                    f"{parts} over {name} ({size} ranks) gave wrong numbers on rank {index} of it, in "
+                    f"{parts} over {name} ({size} ranks) returned wrong numbers on its rank {index}, in "
                     f"{str(dtype).removeprefix('torch.')} on {_device_name(device)}. The fault is in the library of "
                     "collectives or in a link between devices: try NCCL_NVLS_ENABLE=0, NCCL_P2P_DISABLE=1 or "
                     "NCCL_ALGO=Ring in the environment, and please report it."
@@ -431,7 +433,7 @@ def check_collectives(
 def _content(
     config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """All that the result depends on."""
+    """The key of a check: everything on which its result depends."""
     code = hashlib.blake2b(digest_size=8)
     for path in (Path(__file__), Path(experts.__file__), *sorted(Path(attention.__file__).parent.glob("*.py"))):
         code.update(path.read_bytes())
@@ -445,7 +447,7 @@ def _content(
 
 
 def _remembered(file: Path) -> Any:
-    """What an earlier check wrote; None if there is nothing, or it is damaged."""
+    """The result of an earlier check; None if there is none, or if its file is damaged."""
     with suppress(OSError, ValueError):
         return json.loads(file.read_text())
     return None

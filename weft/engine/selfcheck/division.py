@@ -1,5 +1,5 @@
-"""Checks tensor and expert parallelism before a model is divided: a small random copy of its architecture is divided
-over threads that act as ranks, and readouts and all gradients must equal the undivided copy's."""
+"""Checks tensor and expert parallelism before a model is divided. A small random copy of its architecture is divided
+over threads that act as ranks. Readouts and all gradients must equal the undivided copy's."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def check_division(config: PretrainedConfig, support: ModelSupport, tp: int) -> 
 
         return in_threads(ranks, run_rank)[0]
 
-    # Mixers with state, and code that adds values of all tokens to hidden states, need whole rows between blocks.
+    # Mixers with state, and code that adds values of all tokens to hidden states, need complete rows between blocks.
     with suppress(UserError):
         return Division(compare("tp", config, lambda: run(True), expected, tolerance), True)
     return Division(compare("tp", config, lambda: run(False), expected, tolerance), False)
 
 
 def _ranks(small: PreTrainedModel, tp: int) -> int:
-    """Number of ranks for the copy: tp, if that is 4 or less and its heads allow it, else 2."""
+    """Number of ranks for the copy: tp, if it is at most 4 and divides the copy's heads, else 2."""
     heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or tp)
     styles = [find_mixer_spec(mixer) for mixer in small.modules() if carries_state(mixer)]
     divide = heads % tp == 0 and all(style is None or style.divides(tp) for style in styles)
@@ -129,7 +129,7 @@ def _run_experts(
     predictions = [len(document) - 1 for document in documents.values()]
     for rank, (readouts, _) in enumerate(results):
         by_document[rank::ranks] = readouts.split(predictions[rank::ranks], 1)
-    # Gradients of experts are joined, and equal, on each thread; the others are of each thread's own documents.
+    # Gradients of experts are joined, and equal on each thread. Other gradients are of the documents of one thread.
     experts = tuple(f"{path}." for path in find_experts(small))
     shared_gradients = [{n: g for n, g in gradients.items() if not n.startswith(experts)} for _, gradients in results]
     return torch.cat(by_document, 1), {**results[0][1], **sum_by_name(shared_gradients)}

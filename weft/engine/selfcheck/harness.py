@@ -1,7 +1,7 @@
 """The harness of the checks before a model is divided over an axis of the mesh.
 
-Each check divides a small random copy over stand-in ranks (threads, or pipeline stages that run in turn), runs the same
-documents on them, joins the results, and compares readouts and every gradient with those of the whole copy.
+Each check divides a small random copy over simulated ranks (threads, or pipeline stages that run in turn). It runs the
+same documents on them, joins the results, and compares readouts and every gradient with the undivided copy's.
 
 N predictions of a row.
 """
@@ -33,17 +33,17 @@ from weft.ops.communicator import Communicator, ThreadCommunicator, ThreadGroup
 T = TypeVar("T")
 Groups = Callable[[tuple[int, ...], int], Communicator]  # (members, rank) -> their communicator
 Result = tuple[Tensor, dict[str, Tensor]]  # [2, N] log-probabilities and entropies; gradient of each parameter
-STAND_IN = "stands for a rank"  # how the names of such threads begin
+STAND_IN = "acts as a rank"  # prefix of the names of such threads
 
-# Relative to the largest. A wrong division changes gradients by a share of themselves; rounding changes those of small
-# copies by 1e-6 to 2e-5.
+# Relative to the largest gradient. A wrong division changes gradients by a large fraction; rounding changes gradients
+# of small copies by 1e-6 to 2e-5.
 GRADIENT_TOLERANCE = 5e-4
 # Mixers that carry state amplify rounding: dividing them changes gradients of copies by up to 3e-4.
 STATE_TOLERANCE = 2e-3
 READOUT_TOLERANCE = 1e-4
 
 Axis = Literal["tp", "ep", "cp", "pp"]
-# axis -> (what weft cannot do where the check fails; what the ranks had parts of)
+# axis -> (the action that weft refuses if the check fails; what the ranks hold parts of)
 _AXES: dict[Axis, tuple[str, str]] = {
     "tp": ("divide {family}", "its heads"),
     "ep": ("divide the experts of {family}", "its experts"),
@@ -67,8 +67,8 @@ def compare(
 ) -> float:
     """The largest difference of a gradient, relative to the largest gradient of its parameter.
 
-    run: gives the results of the divided copy. Raises UserError, with the family and the reason, if a difference is too
-    large or the divided copy fails.
+    run: returns the results of the divided copy. Raises UserError, with the family and the reason, if a difference is
+    too large or the divided copy fails.
     """
     try:
         readouts, gradients = run()
@@ -97,7 +97,7 @@ def gradient_difference(gradient: Tensor, expected: Tensor, largest: float) -> f
 
 
 def tolerance_of(module: TrainModule) -> float:
-    """The tolerance for a small copy's gradients."""
+    """The tolerance for gradients of a small copy."""
     return STATE_TOLERANCE if module.mixers else GRADIENT_TOLERANCE
 
 
@@ -105,7 +105,7 @@ def tolerance_of(module: TrainModule) -> float:
 
 
 def text_documents(module: TrainModule) -> dict[int, Document]:
-    """Documents of the lengths in architecture.LENGTHS, with loss weights that differ from token to token."""
+    """Documents with the lengths in architecture.LENGTHS, and with a different loss weight for each token."""
     weights = torch.linspace(0.5, 1.5, 64)
     return {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(text_vocabulary(module)))}
 
@@ -171,7 +171,7 @@ def sum_by_name(gradients: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def copy_of(small: PreTrainedModel) -> TrainModule:
-    """A copy of a small model to run or to divide."""
+    """A separate copy of a small model, to run or to divide."""
     return TrainModule(copy.deepcopy(small))
 
 
@@ -206,7 +206,7 @@ def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
     with ThreadPoolExecutor(ranks, STAND_IN) as pool:
         results = [pool.submit(run_rank, rank) for rank in range(ranks)]
     errors = [error for result in results if (error := result.exception()) is not None]
-    # The error that broke the barrier comes before those of the threads that waited at it.
+    # Raise the error that broke the barrier before the errors of threads that waited at it.
     for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
         raise error
     return [result.result() for result in results]

@@ -1,5 +1,6 @@
-"""Checks before a model takes images or videos: on the small copy, documents with images in one row must have the
-logits of HuggingFace's eager forward of each alone, and an image or a video may change no document but its own."""
+"""Checks a small copy before a model accepts images or videos. Documents with images in one row must have the logits of
+HuggingFace's eager forward of each document alone, and an image or a video may only change the logits of its own
+document."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ VIDEOS: tuple[tuple[MediaKind, ...], ...] = ((("image", 2), ("video", 1), ("vide
 
 
 def check_images(module: TrainModule, reference: PreTrainedModel, tolerance: float) -> str:
-    """Why this model cannot take images; empty if it can."""
+    """Why this model cannot accept images; empty if it can."""
     vision = find_vision(module.base, module.facts)
     if vision is None:
-        return "weft knows of no vision tower in it"
+        return "weft does not know its vision tower"
     return _check(module, reference, vision, IMAGES, tolerance)
 
 
 def check_videos(module: TrainModule, reference: PreTrainedModel, tolerance: float) -> str:
-    """Why this model, which takes images, cannot take videos; empty if it can."""
+    """Why this model, which accepts images, cannot accept videos; empty if it can."""
     vision = find_vision(module.base, module.facts)
     if vision is None or vision.clip is None:
-        return "weft does not know how it takes videos"
+        return "weft does not know the inputs of its videos"
     return _check(module, reference, vision, VIDEOS, tolerance)
 
 
@@ -56,7 +57,7 @@ def _check(
             _row(module, vision, [*samples[:index], _changed(samples[index]), *samples[index + 1 :]])
             for index in (0, 2)
         ]
-    except Exception as error:  # of any type: the family's code ran on such a row
+    except Exception as error:  # any exception type: the family's code ran on such a row
         return f"its code does not run on a row of documents with {kind} ({first_line(error)})"
     scale = max(float(logits.abs().max()) for logits in expected)
     worst = max(_distance(a, b) for a, b in zip(row_logits, expected, strict=True)) / scale
@@ -65,9 +66,9 @@ def _check(
     for index, row in zip((0, 2), moved, strict=True):
         distances = [_distance(a, b) / scale for a, b in zip(row, row_logits, strict=True)]
         if not distances[index] > tolerance:
-            return f"other {kind} change nothing of their document"
+            return f"changing {kind} does not change their document"
         if max(distances[:index] + distances[index + 1 :]) > tolerance:
-            return f"{kind} change other documents of their row"
+            return f"{kind} change the logits of other documents of the row"
     return ""
 
 
@@ -89,7 +90,7 @@ def documents_with(kinds: Sequence[Sequence[MediaKind]], vision: Vision, base: A
 
 
 def placeholders(vision: Vision, base: Any, inputs: Mapping[str, Tensor]) -> list[tuple[int, int]]:
-    """(token id, how many) of each run of placeholders of one image or video."""
+    """(token id, number) of each run of placeholders of an image or video."""
     count = count_features(base, inputs)
     if "video_grid_thw" not in inputs:
         return [(vision.image, count)]
@@ -98,7 +99,7 @@ def placeholders(vision: Vision, base: Any, inputs: Mapping[str, Tensor]) -> lis
 
 
 def _words(generator: torch.Generator, vocabulary: int, vision: Vision, count: int) -> list[int]:
-    """Ids of text: no placeholders."""
+    """Ids of text tokens, without placeholders."""
     ids = [i for i in range(1, vocabulary) if i not in (vision.image, vision.video)]
     return [ids[n] for n in torch.randint(len(ids), (count,), generator=generator).tolist()]
 

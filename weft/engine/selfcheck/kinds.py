@@ -1,7 +1,8 @@
-"""The kinds of layers of a model, read from the built modules, so that no config field need be known by name.
+"""The kinds of layers of a model, read from the built modules instead of from config fields.
 
 Two layers are of one kind if they run the same code: equal classes of modules, the same parameters and buffers, and
-equal attributes (a window or none, a flag, the name of a type). Of numbers it only matters whether they are zero.
+equal attributes (a window or none, a flag, the name of a type). Numbers count as equal if both are zero or both are
+nonzero.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """layers: the kind of each decoder layer, in order. other_classes: of all other modules. numbering: attributes
-    that hold the layer's index, whose 0 makes no difference."""
+    """layers: the kind of each decoder layer, in order. other_classes: of all other modules. numbering: attributes that
+    hold the layer's index, which are ignored."""
 
     layers: tuple[Kind, ...]
     other_classes: frozenset[str]

@@ -1,5 +1,6 @@
-"""Checks pipeline parallelism before a model is cut: a small random copy is run layer by layer, each a stage of its
-own, and readouts and all gradients must equal those of the whole copy. A traced forward shows when its modules run."""
+"""Checks pipeline parallelism before a model is split. A small random copy runs with each layer as a separate stage,
+and readouts and all gradients must equal the undivided copy's. A traced forward shows the order in which its modules
+run."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ from weft.parallel.pp.weight_gradients import WeightGradients
 def check_pipeline(
     config: PretrainedConfig, support: ModelSupport, compute: torch.dtype, *, delayed: bool = False
 ) -> LayerInterface:
-    """Find how the model's code runs its layers. Raises UserError, with family and reason, if stages are not exact.
+    """Determine how the model's code runs its layers. Raises UserError, with family and reason, if stages are not
+    exact.
 
     delayed: gradients of weights are computed after the backward.
     """
@@ -52,7 +54,7 @@ def check_pipeline(
         interface = _Trace(copy_of(small), compute).run(row, support)
     except _UnfitError as error:
         raise refusal("pp", config, str(error)) from error
-    except Exception as error:  # of any type: the family's code ran
+    except Exception as error:  # any exception type: the family's code ran
         raise refusal("pp", config, f"its layers could not be traced ({first_line(error)})") from error
     rows, vision = [row], None if support.images else find_vision(reference.base, reference.facts)
     if vision is not None:
@@ -64,13 +66,13 @@ def check_pipeline(
 
 
 class _UnfitError(Exception):
-    """The layers take something that a pipeline does not send."""
+    """The layers read inputs that a pipeline does not send."""
 
 
 def _run_staged(
     small: PreTrainedModel, row: Row, support: ModelSupport, interface: LayerInterface, *, delayed: bool
 ) -> Result:
-    """Readouts and gradients, summed over stages, of stages of one layer each, which run in turn."""
+    """Readouts, and gradients summed over stages. Each stage has one layer, and stages run in turn."""
     stages, count = list[TrainModule](), len(copy_of(small).layers)
     for rank in range(count):
         module = copy_of(small)
@@ -93,7 +95,7 @@ def _run_staged(
 
 
 class _Trace:
-    """One forward of a model in the compute dtype, in which hooks note which modules run when."""
+    """One forward of a model in the compute dtype, in which hooks record the order of modules."""
 
     def __init__(self, module: TrainModule, compute: torch.dtype) -> None:
         self.module, self.places = module, {name: number for number, (name, _) in enumerate(module.layers)}
@@ -134,8 +136,8 @@ class _Trace:
         self.begun += 1
         if any(tensor.requires_grad for tensor in _tensors(inputs)):
             raise _UnfitError(
-                "layers take more than hidden states of what others, or weights outside of them, have computed "
-                f"({type(module).__name__})"
+                "layers read values other than hidden states that other layers, or weights outside of layers, "
+                f"computed ({type(module).__name__})"
             )
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Check of a head of scores: on a small copy, weft's scores equal the scores of the family's class in transformers."""
+"""Checks a score head: on a small copy, weft's scores must equal the scores of the family's class in transformers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from weft.models.train_module import TrainModule
 @once_per_process
 @torch.no_grad()
 def check_scores(config: PretrainedConfig, support: ModelSupport) -> None:
-    """Raises UserError if the class, config.architectures, computes something else than a linear layer on the last
-    hidden state of a document's last token, or of each token. config: of hf.with_scores."""
+    """Raises UserError unless the class in config.architectures computes a linear layer on the last hidden state of a
+    document's last token, or of each token. config: of hf.with_scores."""
     model, reference, _ = small_copies(config, "per_document")
     module, text = TrainModule(model).eval(), reference.config.get_text_config()
     documents = [ids for ids in documents_of(int(text.vocab_size)) if len(ids) > 1]
@@ -39,7 +39,7 @@ def check_scores(config: PretrainedConfig, support: ModelSupport) -> None:
         worst = max(worst, float(difference.abs().max() / expected.abs().max()))
     if not worst <= WIDEST_TOLERANCE:
         raise UserError(
-            f"model.path: weft makes no critic or reward model of model_type {text.model_type!r}: its "
-            f"{(config.architectures or ['class'])[0]} in transformers gives other scores than its head on the last "
-            f"hidden state, by {worst:.1e} of the largest. Use a model of another family, such as qwen3 or llama."
+            f"model.path: weft cannot use model_type {text.model_type!r} as a critic or reward model: scores of its "
+            f"{(config.architectures or ['class'])[0]} in transformers differ from its head on the last hidden state "
+            f"by {worst:.1e} of the largest score. Use a model of another family, such as qwen3 or llama."
         )

@@ -1,4 +1,4 @@
-"""Small copies of any config that keep what can go wrong: kinds of layers, windows, chunks, experts, scalings."""
+"""Small copies of any config that keep its features: kinds of layers, windows, chunks, experts, scalings."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ _SMALL = {
     "vocab_size_per_layer_input": 512, "q_lora_rank": 32, "kv_lora_rank": 16, "chunk_size": _WINDOW,
     "mamba_chunk_size": _WINDOW, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
 }  # fmt: skip
-# Sizes that keep their ratio to the hidden width: of state mixers, and of attention that is wider than the rest.
+# Sizes of state mixers and of wide attention, which keep their ratio to the hidden width.
 _WITH_HIDDEN = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "attention_hidden_size")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def fewer_layers(config: PretrainedConfig, layers: int, kinds: LayerKinds) -> PretrainedConfig:
-    """A copy with `layers` decoder layers, or more if that is needed to have every kind in `kinds`. Widths stay.
+    """A copy with `layers` decoder layers, or more if it needs them to have every kind in `kinds`. Widths do not
+    change.
 
-    The first layer of each kind is kept, if the config's per-layer lists can say so; otherwise the shortest prefix of
-    the layers with every kind; otherwise all layers.
+    The first layer of each kind is kept, if the config has per-layer lists; otherwise the shortest prefix of the layers
+    with every kind; otherwise all layers.
     """
     total, firsts = len(kinds.layers), [kinds.layers.index(kind) for kind in set(kinds.layers)]
     remaining = [number for number in range(total) if number not in firsts]
@@ -48,7 +49,7 @@ def fewer_layers(config: PretrainedConfig, layers: int, kinds: LayerKinds) -> Pr
 
 
 def _with_layers(config: PretrainedConfig, numbers: list[int]) -> PretrainedConfig:
-    """A copy with these layers only. Lists with one entry per layer, and lists of layer numbers, are cut too."""
+    """A copy with these layers only. Lists with one entry per layer, and lists of layer numbers, are shortened too."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     total = int(text.num_hidden_layers)
@@ -72,7 +73,7 @@ def _with_layers(config: PretrainedConfig, numbers: list[int]) -> PretrainedConf
 def _has_all_kinds(config: PretrainedConfig, kinds: LayerKinds) -> bool:
     try:
         return kinds.are_those_of(meta_model(config))
-    except Exception:  # of any type: cut lists may not fit together
+    except Exception:  # any exception type: shortened lists may not fit together
         return False
 
 

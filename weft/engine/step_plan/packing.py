@@ -1,8 +1,8 @@
-"""Dealing documents to rows: the search behind the step plan. Plain integers in, lists of document indices out.
+"""Assigns documents to rows: the search of the step plan. Plain integers in, lists of document indices out.
 
-Costs are integers, so that sums do not depend on their order and every rank finds the same rows, whatever machine
-it runs on. n rows are dealt as micro-batches of `ranks` rows each; the time of a plan is the sum over micro-batches
-of their largest row cost, which, given the rows, is least when rows are sorted by cost.
+Costs are integers, so that sums do not depend on their order, and every rank computes the same rows on any machine. n
+rows form micro-batches of `ranks` rows each; the time of a plan is the sum over micro-batches of their largest row
+cost, which, given the rows, is least when rows are sorted by cost.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# Refinement stops here: the rest is below what an estimate of FLOPs can tell.
+# Refinement stops here: smaller gains are below the error of a FLOPs estimate.
 _GOOD_ENOUGH = 0.99
-# Most documents to give and to take that one try looks at; most tries.
+# The most documents to give and to receive in one try; the most tries.
 _MOST_GIVEN, _MOST_TAKEN, _MOST_TRIES = 24, 256, 100
 
 
@@ -35,18 +35,18 @@ def pack(tokens: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: i
         rows = rows or _deal_to_fullest(by_length, tokens, count * ranks, capacity)
         if rows is not None:
             return _Refinement(rows, tokens, costs, ranks, capacity).run()
-        count += 1  # this ends: with a row for each document, all fit
+        count += 1  # this loop ends: with one row per document, all fit
 
 
 def pack_padded(widths: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
     """m x ranks rows of similar documents with count x largest width <= capacity; m is the smallest possible.
 
     A row costs count x its dearest document, because all are padded to the widest. Rows are runs of the documents
-    sorted by width; of all such cuts, one whose dearest row is cheapest.
+    sorted by width. Among all such partitions, the largest row cost is smallest.
     """
     order = sorted(range(len(widths)), key=lambda i: (-widths[i], -costs[i], i))
     wide = [widths[i] for i in order]
-    # The dearest among a document and all narrower ones, so that the first of a run is its dearest.
+    # The largest cost of a document and all narrower documents, so that the first of a run has the run's largest cost.
     dear = list(accumulate((costs[i] for i in reversed(order)), max))[::-1]
     fewest = len(_cut(wide, dear, capacity, limit=len(order) * max(dear)))
     n = -(-fewest // ranks) * ranks
@@ -113,13 +113,14 @@ def _deal_to_fullest(order: Sequence[int], tokens: Sequence[int], n: int, capaci
 
 
 class _Refinement:
-    """Local search: exchanges documents between a micro-batch's dearest row and any other while the time falls."""
+    """Local search: exchanges documents between a micro-batch's most expensive row and any other while the time
+    decreases."""
 
     def __init__(
         self, rows: list[list[int]], tokens: Sequence[int], costs: Sequence[int], ranks: int, capacity: int
     ) -> None:
         self.ranks, self.capacity = ranks, capacity
-        # A last document of no tokens and no cost stands for giving without taking.
+        # The last entry, without tokens and cost, represents giving a document without receiving one.
         self.tokens = np.array([*tokens, 0], dtype=np.int64)
         self.costs = np.array([*costs, 0], dtype=np.int64)
         self.row_of = np.zeros(len(costs), dtype=np.int64)
@@ -160,7 +161,8 @@ class _Refinement:
         self.row_of = np.argsort(order, kind="stable")[self.row_of]
 
     def _improve(self, batch: int) -> bool:
-        """Makes the best exchange that lowers the cost of this micro-batch's dearest row, if one lowers the time."""
+        """Makes the best exchange that lowers the cost of this micro-batch's most expensive row, if an exchange lowers
+        the time."""
         leader = batch * self.ranks
         giving = _thin(np.flatnonzero(self.row_of == leader), _MOST_GIVEN)
         taking = _thin(np.flatnonzero(self.row_of != leader), _MOST_TAKEN)
@@ -184,10 +186,11 @@ class _Refinement:
         return True
 
     def _gain(self, leader: int, shift: Ints, row: Ints) -> Ints:
-        """[giving, taking]: by how much the time falls if `shift` of cost moves from the leader to `row`."""
+        """[given, received]: the decrease of the time if `shift` of cost moves from the most expensive row to `row`."""
         costs, ranks = self.row_costs, self.ranks
         fall = np.minimum(shift, costs[leader] - costs[leader + 1])
-        # A row of the same micro-batch may rise to a little below the leader, one of another to its own leader.
+        # A row of the same micro-batch may rise to just below the leader; a row of another micro-batch may rise to that
+        # one's leader.
         same = row // ranks == leader // ranks
         ceiling = np.where(same, costs[leader], costs[(row // ranks) * ranks])
         rise = shift - (ceiling - costs[row])

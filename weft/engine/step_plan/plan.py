@@ -1,10 +1,10 @@
-"""The step plan: which documents go to which rank in which micro-batch.
+"""The step plan: it assigns documents to ranks and micro-batches.
 
 A pure function of the documents' metadata, so that all ranks compute the same plan without communication. A step's
 documents are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). Documents that are longer than a
-row may be cut over the rows of one micro-batch (parallel/cp/split.py). FSDP synchronises the ranks in every
+row may be split over the rows of one micro-batch (parallel/cp/split.py). FSDP synchronises the ranks in every
 micro-batch, so a step takes the sum over k of the maximum over r of the cost of row (k, r). The plan keeps that low.
-Documents that share a beginning are dealt together, as far as that lowers the time (step_plan/trees.py).
+Documents that share a prefix are assigned together if that lowers the time (step_plan/trees.py).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from weft.parallel.cp.split import CPGroup, Interval, assign
 Shapes = Literal["free", "buckets", "fixed"]
 Pieces = tuple[tuple[tuple[tuple[Interval, ...], ...], ...], ...]  # [micro-batch][rank][document of the row]
 
-# `buckets`: a length is rounded up to one of so many per octave, at most 1/8 longer.
+# `buckets`: number of row lengths per octave; a length is rounded up by at most 1/8.
 _BUCKETS_PER_OCTAVE = 8
 # No row is shorter: models treat a single token as a decoding step.
 _SHORTEST_ROW = 2
-# Costs become integers of so many bits, so that sums over 2**30 documents fit 63 bits.
+# Costs become integers of this many bits, so that sums over 2**30 documents fit 63 bits.
 _COST_BITS = 32
-# Trees must leave out this share of a step's tokens, because attention takes a little longer by segments.
+# Trees must save at least this share of a step's tokens, because attention by segments is slightly slower.
 _LEAST_SAVING = 0.05
 # A plan this close to the shortest possible time is not improved by splitting trees.
 _EVEN = 1.02
@@ -71,7 +71,7 @@ class StepPlan:
 
     lengths[k][r]: T of that row with padding; with layout `padded`, of each document in it. costs[k][r]: estimated
     FLOPs, with padding where `padded`, in the unit of DocumentMeta.cost (tokens, if no document has a cost).
-    pieces[k][r]: for each document of the row, its tokens there; empty if the step cuts no document. group: shape of
+    pieces[k][r]: for each document of the row, its tokens there; empty if the step splits no document. group: shape of
     the groups of consecutive ranks that may share documents.
     """
 
@@ -97,8 +97,8 @@ class StepPlan:
         return [micro_batch[rank] for micro_batch in self.rows]
 
     def has_images(self, micro_batch: int) -> bool:
-        """Whether every rank runs the vision tower in this micro-batch: if any rank has images in it; in the last one,
-        if the step has any, because gradients may be reduced there."""
+        """Whether every rank runs the vision tower in this micro-batch: if any rank has images in it. In the last
+        micro-batch, if any has, because gradients may be reduced there."""
         last = micro_batch == self.micro_batches - 1
         rows = self.rows if last else (self.rows[micro_batch],)
         return any(self.documents[index].patches for ranks in rows for row in ranks for index in row)
@@ -108,7 +108,8 @@ class StepPlan:
         return self.lengths[micro_batch][rank]
 
     def shared_documents(self, micro_batch: int, rank: int) -> list[int]:
-        """Documents that several ranks of this rank's group have parts of, ascending; not all need be in this row."""
+        """Documents of which several ranks of this rank's group hold parts, ascending. Not all of them need be in this
+        row."""
         if not self.pieces:
             return []
         ranks_of: dict[int, int] = {}
@@ -118,7 +119,7 @@ class StepPlan:
         return sorted(document for document, ranks in ranks_of.items() if ranks > 1)
 
     def rows_of_uncut(self) -> dict[int, tuple[int, int]]:
-        """Document -> (micro-batch, rank) of its row, for each that one row has whole."""
+        """Document -> (micro-batch, rank) of its row, for each document that is complete in one row."""
         rows: dict[int, tuple[int, int]] = {}
         for micro_batch, ranks in enumerate(self.rows):
             for rank, row in enumerate(ranks):
@@ -147,7 +148,7 @@ class StepPlan:
 
     @property
     def tokens_read(self) -> int:
-        """Tokens that forwards read of each document, also those that it shares; see tokens_forwarded."""
+        """Tokens that forwards read of each document, including shared tokens; see tokens_forwarded."""
         return sum(d.read for d in self.documents)
 
     @property
@@ -161,8 +162,8 @@ class StepPlan:
         )
 
     def segments(self, micro_batch: int, rank: int) -> Segments | None:
-        """The segments of a row of whole documents, without padding; None if its documents share no tokens. Documents
-        that are cut come first, and share none."""
+        """The segments of a row of whole documents, without padding; None if its documents share no tokens. Split
+        documents come first, and share none."""
         row = self.rows[micro_batch][rank]
         documents = [self.documents[index] for index in row]
         if not any(document.path for document in documents):
@@ -179,15 +180,15 @@ class StepPlan:
 
     @property
     def tokens_forwarded(self) -> int:
-        """Tokens that forwards of all rows read, without padding: fewer than those of the documents where these share
-        beginnings."""
+        """Tokens that forwards of all rows read, without padding: fewer than the documents' tokens if documents share
+        prefixes."""
         if not any(document.path for document in self.documents):
             return sum(document.read for document in self.documents)
         return sum(self.row_tokens(k, r) for k in range(self.micro_batches) for r in range(self.ranks))
 
     @property
     def flops(self) -> float:
-        """Estimated FLOPs of the step, without padding, in the unit of DocumentMeta.cost; shared beginnings count
+        """Estimated FLOPs of the step, without padding, in the unit of DocumentMeta.cost; shared prefixes count
         once."""
         if not any(document.path for document in self.documents):
             return self.totals.cost
@@ -200,7 +201,7 @@ class StepPlan:
 
     @property
     def time(self) -> float:
-        """Estimated time of the step, in the unit of the costs: the sum of the micro-batches' dearest rows."""
+        """Estimated time of the step, in the unit of the costs: the sum over micro-batches of the largest row cost."""
         return math.fsum(max(micro_batch) for micro_batch in self.costs)
 
     @property
@@ -211,7 +212,8 @@ class StepPlan:
     def fingerprint(self) -> str:
         """16 hexadecimal digits that differ between different plans. Cheap enough for every step.
 
-        Python hashes numbers and tuples of numbers alike in every process of a version, but not None, strings and NaN.
+        In every process of a Python version, numbers and tuples of numbers have the same hash; None, strings and NaN do
+        not.
         """
         groups = (-1 if d.group is None else d.group for d in self.documents)
         made_of = tuple(
@@ -245,15 +247,15 @@ def plan_step(
     cuts: bool = True,
     cuts_images: bool = False,
 ) -> StepPlan:
-    """Deal a step's documents to m x ranks rows, with the smallest m for which every row fits the budget.
+    """Assign a step's documents to m x ranks rows, with the smallest m for which every row fits the budget.
 
     ranks: number of ranks with different documents, or parts of documents. budget: the most tokens of a row, with
     padding. multiple: row lengths are multiples of it. layout: `packed` lays documents end to end; `padded` pads them
     to the row's longest (count x longest <= budget, similar lengths together). shapes: row lengths are `free`, rounded
-    up to one of a few (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their
-    own. ring, ulysses: ring x ulysses consecutive ranks share documents that are longer than a row (packed only). cuts:
-    whether a larger mesh may cut documents of this model, for messages. cuts_images: whether documents with images may
-    be cut, too. Raises UserError if a document fits neither one row nor the rows of a group.
+    up to one of a few (`buckets`), or the budget (`fixed`). alone_above: longer documents get a separate packed row.
+    ring, ulysses: ring x ulysses consecutive ranks share documents that are longer than a row (packed only). cuts:
+    whether a larger mesh may split documents of this model, for messages. cuts_images: whether documents with images
+    may be split too. Raises UserError if a document fits neither one row nor the rows of a group.
     """
     sizes = _RowSizes(budget, multiple, shapes)
     group = CPGroup(ring, ulysses, sizes.capacity) if layout == "packed" else CPGroup(1, 1, sizes.capacity)
@@ -295,7 +297,7 @@ def _weighed(costs: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Dealing:
-    """Deals packed documents to rows; see plan_step."""
+    """Assigns packed documents to rows; see plan_step."""
 
     documents: tuple[DocumentMeta, ...]
     ranks: int
@@ -305,8 +307,8 @@ class _Dealing:
     alone_above: int | None
 
     def with_trees(self) -> StepPlan:
-        """The best plan of those with whole trees, and with trees in 2, 4, ... parts; without trees if they save too
-        little. A tree in one row leaves the least tokens, but may leave other ranks waiting."""
+        """The best plan among plans with whole trees and with trees in 2, 4, ... parts; a plan without trees if they
+        save too little. A tree in one row needs the fewest tokens, but other ranks may have to wait."""
         trees = Counter(document.path[0].digest for document in self.documents if document.path)
         best, parts = self.plan(1), 2
         shortest = math.fsum(cost for micro_batch in best.costs for cost in micro_batch) / self.ranks
@@ -341,8 +343,8 @@ class _Dealing:
         )
 
     def _plan_cut(self, items: Sequence[PlanItem], costs: Sequence[float], weighed: Sequence[int]) -> StepPlan:
-        """A plan with documents that are longer than a row: first rows of whole groups, each then spread over its
-        ranks. Whole items without room there are dealt to all ranks as usual."""
+        """A plan with documents that are longer than a row: plans rows of whole groups, then splits each over the
+        group's ranks. Items without room there are assigned to all ranks as usual."""
         group, capacity = self.group, self.sizes.capacity
         rows: list[list[_Row]] = []
         remaining = list(range(len(items)))
@@ -369,7 +371,7 @@ class _Dealing:
         )
 
     def _pieces(self, row: _Row, items: Sequence[PlanItem]) -> _Row:
-        """document -> its tokens there, from the same of items; only items of one document are cut."""
+        """document -> its tokens there, from the same for items; only items of one document are split."""
         cut = {
             items[n].documents[0]: intervals
             for n, intervals in row.items()
@@ -397,8 +399,8 @@ _Row = dict[int, tuple[Interval, ...]]  # document -> its tokens there
 
 
 class _Contents(NamedTuple):
-    """What a row with parts of documents holds. documents: of the step. uncut: those that it has whole. cut: tokens of
-    the others."""
+    """The content of a row with parts of documents. documents: of the step. uncut: the complete documents of the row.
+    cut: the row's tokens of split documents."""
 
     documents: Sequence[DocumentMeta]
     uncut: list[int]
@@ -424,8 +426,8 @@ class _Contents(NamedTuple):
 def _over_ranks(
     row: Sequence[int], items: Sequence[PlanItem], weighed: Sequence[int], group: CPGroup
 ) -> tuple[list[_Row], list[int]]:
-    """(row of each rank; items for which there was no room). In a row, cut documents come first, ascending, then whole
-    ones by length."""
+    """(row of each rank; items for which there was no room). In a row, split documents come first, ascending, then
+    complete documents by length."""
     rooms = [items[n].room for n in row]
     placed, remaining = assign([items[n].read for n in row], [weighed[n] for n in row], group, rooms)
     order = sorted(
@@ -441,26 +443,26 @@ def _check(
         raise UserError("a step needs at least one document, got none")
     if layout == "padded" and sizes.shapes == "fixed":
         raise UserError(
-            "step.padding=fixed would give every document a row of its own, because this model's documents cannot "
-            "share one: set step.padding=buckets"
+            "step.padding=fixed would put every document into a separate row, because documents of this model "
+            "cannot share a row. Set step.padding=buckets"
         )
     for index, document in enumerate(documents):
         if document.length < 1:
-            raise UserError(f"document {index} of the step has no tokens: leave it out")
+            raise UserError(f"document {index} of the step has no tokens: remove it")
         over_ranks = ranks if cuts_images else 1
         if document.patches and document.room > sizes.capacity * over_ranks:
             needed = -(-document.room // (sizes.multiple * over_ranks)) * sizes.multiple
-            suffix = f" on each of {ranks} ranks of mesh.cp" if over_ranks > 1 else ", and it is not cut"
+            suffix = f" on each of {ranks} ranks of mesh.cp" if over_ranks > 1 else ", and it is not split"
             raise UserError(
-                f"document {index} of the step has {document.read} tokens, and its images take as much memory as "
-                f"{document.tower_tokens} more, but a row holds {sizes.capacity}{suffix}: set "
-                f"step.max_tokens_per_device={needed} or more, or smaller images with data.image_pixels"
+                f"document {index} of the step has {document.read} tokens, and its images need as much memory as "
+                f"{document.tower_tokens} more, but a row holds {sizes.capacity}{suffix}. Set "
+                f"step.max_tokens_per_device={needed} or more, or make images smaller with data.image_pixels"
             )
         if document.read > sizes.capacity * ranks:
             needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple
             over = f" on each of {ranks} ranks of mesh.cp" if ranks > 1 else ""
             wider = ", a larger mesh.cp" if cuts else ""
-            never = "" if cuts else ", and documents of this model are never cut"
+            never = "" if cuts else ", and documents of this model are never split"
             raise UserError(
                 f"document {index} of the step has {document.read} tokens, but a row holds {sizes.capacity}{over}"
                 f"{never}: set step.max_tokens_per_device={needed} or more{wider}, or data.long_documents to truncate "
@@ -469,8 +471,9 @@ def _check(
 
 
 def _deal_to_ranks(rows: list[list[int]], ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[k][r] from rows sorted by falling cost. Every second micro-batch is dealt backwards, so that no rank has the
-    most expensive row of each: with gradients reduced only once, ranks need not wait for each other in between."""
+    """[k][r] from rows sorted by falling cost. The order of ranks is reversed in every second micro-batch, so that no
+    rank always has the most expensive row: if gradients are reduced only once a step, ranks do not wait for each other
+    in between."""
     micro_batches = []
     for k, start in enumerate(range(0, len(rows), ranks)):
         dealt = [tuple(row) for row in rows[start : start + ranks]]
@@ -492,7 +495,7 @@ class _RowSizes:
             )
 
     def padded(self, tokens: int) -> int:
-        """The padded length of a row, or of a `padded` document, with so many tokens."""
+        """The padded length of a row, or of a `padded` document, with this many tokens."""
         if self.shapes == "fixed":
             return self.capacity
         tokens = max(tokens, _SHORTEST_ROW)
@@ -503,18 +506,18 @@ class _RowSizes:
 
 
 def _reason_apart(step: StepConfig, built: BuiltModel) -> str:
-    """Why documents of this model are forwarded apart although they begin alike; empty if they need not be."""
+    """Why documents of this model with a common prefix are forwarded separately; empty if they can share it."""
     if step.share_prefixes == "off":
         return "step.share_prefixes is off"
     if built.layout == "padded" or not built.uses_bounds:
-        return "this family's documents are padded, or its attention is its own"
+        return "this family's documents are padded, or it uses its own attention code"
     if built.module.facts.model_type in ADAPTERS:
         return "attention of this family depends on where a document's chunks begin"
     return ""
 
 
 class StepPlanner:
-    """Plans the steps of one model on one mesh, which is `engine.planner`."""
+    """Plans the steps of one model on one mesh; available as `engine.planner`."""
 
     def __init__(
         self,
@@ -528,9 +531,9 @@ class StepPlanner:
         end_marked: bool = False,
         apart: str = "",
     ) -> None:
-        """ranks: (this rank's place among ranks with different documents, their number). context: the ranks that share
+        """ranks: (this rank's index among ranks with different documents, their number). context: the ranks that share
         documents, if any. multiple: row lengths are multiples of it. end_marked: see ScoreSpec. apart: why documents of
-        this run share no beginnings; empty if nothing speaks against it."""
+        this run cannot share prefixes; empty if they can."""
         self.step, self.layout, self.context, self.multiple = step, built.layout, context, multiple
         self._rank, self._ranks = ranks
         self._cuts = context is not None if has_cp else built.cuts_documents
@@ -560,7 +563,7 @@ class StepPlanner:
         return result
 
     def shares(self, length: int) -> bool:
-        """Whether a document of this length may share its beginning: not if its length chooses its rotary table."""
+        """Whether a document of this length may share its prefix: not if its length selects its rotary table."""
         return self._position_limit is None or length - self._omitted(length) <= self._position_limit
 
     def check_images(self, documents: Sequence[Document]) -> None:
@@ -581,24 +584,24 @@ class StepPlanner:
         extra, per_rank = self.image_room.in_tokens(patches), self.multiple * self._image_ranks
         if length - self._omitted(length) + extra > self.image_room.tokens:
             raise UserError(
-                f"{source}: has {length} tokens, and its images, {patches} patches, take as much memory as {extra}; "
-                f"{self._fits}: set that to {-(-(length + extra) // per_rank) * self.multiple} or more, or make images "
-                "smaller with data.image_pixels."
+                f"{source}: has {length} tokens, and its images, {patches} patches, need as much memory as {extra}; "
+                f"{self._fits}: set that to {-(-(length + extra) // per_rank) * self.multiple} or more, or make "
+                "images smaller with data.image_pixels."
             )
 
     @property
     def _image_ranks(self) -> int:
-        """The number of ranks over which a document with images may be cut."""
+        """The number of ranks over which a document with images may be split."""
         return self.context.size if self.context is not None and self._cuts_images else 1
 
     @property
     def _fits(self) -> str:
         if self._image_ranks > 1:
-            return f"a document has to fit step.max_tokens_per_device on each of {self._image_ranks} ranks of mesh.cp"
-        return "a document with images of this model is not cut, and has to fit step.max_tokens_per_device"
+            return f"a document must fit step.max_tokens_per_device on each of {self._image_ranks} ranks of mesh.cp"
+        return "a document with images of this model is not split, and must fit step.max_tokens_per_device"
 
     def _omitted(self, length: int) -> int:
-        """See DocumentMeta. If a document's length chooses its rotary table, the whole document is read."""
+        """See DocumentMeta. If a document's length selects its rotary table, the whole document is read."""
         limit = self._position_limit
         counts = self._every_token_counts or (limit is not None and length > limit)
         return omitted_tokens(length, read_all=counts and not self._end_marked)
@@ -621,8 +624,8 @@ class StepPlanner:
         )
 
     def _alone_above(self, metadata: Sequence[DocumentMeta], budget: int) -> int | None:
-        """The length above which a document needs a row, and a rotary table, of its own. Raises UserError for longer
-        documents that would be cut, or whose table keeps a state."""
+        """The length above which a document needs a separate row and rotary table. Raises UserError for longer
+        documents that would be split, or whose table keeps state."""
         limit = self._position_limit
         longest = max((meta.read for meta in metadata), default=0)
         if limit is not None and self.context is not None and longest > max(limit, budget):
@@ -633,8 +636,8 @@ class StepPlanner:
             )
         if limit is not None and self._dynamic and max(meta.read for meta in metadata) > limit:
             raise UserError(
-                f"rope_type dynamic keeps a state from call to call beyond {limit} tokens, so longer documents have no "
-                f"one result: set data.max_length={limit} with data.long_documents=truncate or drop."
+                f"rope_type dynamic keeps a state from call to call beyond {limit} tokens, so longer documents have "
+                f"no unique result. Set data.max_length={limit} with data.long_documents=truncate or drop."
             )
         return limit
 

@@ -1,4 +1,4 @@
-"""Trees in the step plan: documents that share their beginnings are dealt to rows together, and laid out as segments.
+"""Trees in the step plan: documents that share a prefix are assigned to rows together, and laid out as segments.
 
 Plain integers in and out, equal on every rank. Paths: see weft/engine/batch/prefixes.py.
 """
@@ -18,7 +18,7 @@ from weft.ops.segments import ROOT, Segments
 
 
 class PlanItem(NamedTuple):
-    """What the plan deals to a row as a whole: a document, or documents of one tree in depth-first order. read: tokens
+    """The unit that the plan assigns to a row: a document, or documents of one tree in depth-first order. read: tokens
     that a forward reads. room: as DocumentMeta.room. longest: tokens read of the longest document."""
 
     documents: tuple[int, ...]
@@ -31,8 +31,8 @@ class PlanItem(NamedTuple):
 def items_of(
     documents: Sequence[DocumentMeta], costs: Sequence[float], chosen: Collection[int], capacity: int, parts: int
 ) -> list[PlanItem]:
-    """The chosen documents as items, each tree in the fewest parts of at most `capacity` tokens that this search finds,
-    or in about `parts` parts. costs: of each document."""
+    """The chosen documents as items. Each tree is split into few parts of at most `capacity` tokens, or into about
+    `parts` parts. costs: of each document."""
     items, trees = list[PlanItem](), dict[int, list[int]]()
     for index in chosen:
         document = documents[index]
@@ -56,7 +56,7 @@ def items_of(
 
 @dataclass
 class _Part:
-    """Documents of a subtree. room: of the subtree's part that they need, as DocumentMeta.room."""
+    """Documents of a subtree. room: the room of the part of the subtree that they need, as DocumentMeta.room."""
 
     documents: list[int]
     room: int
@@ -64,7 +64,7 @@ class _Part:
 
 @dataclass
 class _Branch:
-    """A node of a tree. room: its tokens, and those that its images take. documents: those that end with it."""
+    """A node of a tree. room: the room of its tokens and images. documents: the documents that end at it."""
 
     room: int
     documents: list[int] = field(default_factory=list)
@@ -76,8 +76,8 @@ class _Branch:
         return self.room + sum(child.subtree_room for child in self.children)
 
     def split(self, capacity: int) -> list[_Part]:
-        """The subtree in parts of at most `capacity` tokens. Each part repeats this node, so there should be few: first
-        fit by falling size (Johnson 1973)."""
+        """The subtree in parts of at most `capacity` tokens. Each part repeats this node, so the number of parts is
+        kept low: first fit by falling size (Johnson 1973)."""
         room = capacity - self.room
         pieces = [part for child in self.children for part in child.split(room)]
         pieces.sort(key=lambda part: -part.room)
@@ -113,8 +113,8 @@ def _grow(documents: Sequence[DocumentMeta], indices: Sequence[int]) -> _Branch:
 
 
 def depth_first(documents: Sequence[DocumentMeta], indices: Sequence[int], level: int = 0) -> list[int]:
-    """The documents in an order in which those with a common node are neighbours, else as they are: a row may hold
-    several parts of a tree, and attention reads a tree's segments from one end to the other."""
+    """The documents, reordered so that documents with a common node are neighbours. A row may hold several parts of a
+    tree, and attention needs the segments of a tree to be contiguous."""
     branches: dict[tuple[bool, int], list[int]] = {}
     for index in indices:
         path = documents[index].path
@@ -144,7 +144,7 @@ def tree_tokens(documents: Sequence[DocumentMeta], indices: Collection[int]) -> 
 
 
 def tree_cost(documents: Sequence[DocumentMeta], costs: Sequence[float], indices: Collection[int]) -> float:
-    """The cost of these documents in one row: that of each node, which is what its documents cost more with it."""
+    """The cost of these documents in one row: the sum over nodes of the additional cost of a node."""
     nodes: dict[int, float] = {}
     alone = list[float]()
     for index in indices:
@@ -163,7 +163,7 @@ def tree_cost(documents: Sequence[DocumentMeta], costs: Sequence[float], indices
 def segments_of(documents: Sequence[DocumentMeta], alone: Collection[int] = ()) -> Segments | None:
     """The segments of a row of these documents, without padding; None if none of them share tokens.
 
-    alone: indices, among these documents, of those that share nothing because they are cut.
+    alone: indices, among these documents, of split documents, which share no tokens.
     """
     paths = [() if index in alone else document.path for index, document in enumerate(documents)]
     uses = Counter(node.digest for path in paths for node in path)
@@ -185,6 +185,6 @@ def segments_of(documents: Sequence[DocumentMeta], alone: Collection[int] = ()) 
 
 
 def _joined(path: Sequence[PathNode], uses: Mapping[int, int]) -> tuple[PathNode, ...]:
-    """The path without nodes at whose end no document of the row parts from the others, or ends."""
+    """The path without nodes at whose end no document of the row diverges or ends."""
     between = [a for a, b in pairwise(path) if uses[a.digest] != uses[b.digest]]
     return (*between, *path[-1:])
