@@ -236,7 +236,9 @@ def test_a_device_that_writes_them_is_left_alone(written: None) -> None:
 def test_a_grouped_matmul_with_other_faults_is_refused(monkeypatch: pytest.MonkeyPatch, written: None) -> None:
     examined("qwen3_moe")
     monkeypatch.setattr(hf, "grouped_linear", next_expert(hf.grouped_linear))
-    message = r"torch's grouped matmul of experts computes wrong results on cpu in bfloat16.*outputs with \(0, 33, 1, 16, 2, 7\) rows"
+    message = (
+        r"grouped matmul of experts computes wrong results on cpu in bfloat16.*outputs with \(0, 33, 1, 16, 2, 7\) rows"
+    )
     with pytest.raises(UserError, match=message):
         check("qwen3_moe")
     assert set() == experts.UNWRITTEN

@@ -492,7 +492,7 @@ def test_of_several_failures_the_cause_is_raised() -> None:
 def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
     class Silent:
         def send(self, version: int, names: Any, attempt: Any) -> None:
-            raise SyncError("hf-0 did not come for version 3 within 8 s", late=True, engine="hf-0")
+            raise SyncError("hf-0 did not connect for version 3 within 8 s", late=True, engine="hf-0")
 
     trainer: Any = object.__new__(TrainerRank)
     trainer.sender, trainer.engine = Silent(), mock.Mock(asleep={})

@@ -213,7 +213,7 @@ def follow_planted(path: str, plant: str, kind: type[Receiver], port: int) -> li
     [
         ("dropped position", "sync     all tensors of version 3 were sent again: it: "),
         ("wrong slot", "sync     all tensors of version 3 were sent again: it: "),
-        ("stale base", "sync     all tensors of version 3 were sent again: it: 1 patched tensors differ from what was"),
+        ("stale base", "sync     all tensors of version 3 were sent again: it: 1 patched tensors differ from the"),
         ("restart", "sync     all tensors of version 3: it has no version, not 2"),
         ("missed version", "sync     all tensors of version 3: it has version 1, not 2"),
     ],
@@ -260,7 +260,7 @@ def refuse(path: str) -> str:
 
 def test_a_transport_without_memory_of_the_host_is_refused() -> None:
     (text,) = pool.run(1, refuse, saved_model("llama"))
-    assert "rollout.sync=delta: weights of it travel by transport files" in text
+    assert "rollout.sync=delta: weights of it are sent by transport files" in text
 
 
 def test_a_run_with_deltas_is_the_run_without(tmp_path: Path) -> None:

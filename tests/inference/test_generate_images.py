@@ -169,5 +169,5 @@ def test_an_engine_of_texts_refuses_images() -> None:
     model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         folder("qwen2_5_vl"), dtype=torch.float32
     )
-    with pytest.raises(UserError, match="has images, and this engine was opened for a model of text"):
+    with pytest.raises(UserError, match="has images, but this engine was opened for a text-only model"):
         Generator(model).add(Request("7", prompts[0].tokens, (0,), SamplingParams(2), prompts[0].images))

@@ -49,7 +49,7 @@ from weft.rl.served_pool import ServedPool
 CPU = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=True)
 
 # A server that answers GET /health, /slow never, /broken with status 500, and all others with what they were sent;
-# after /deaf, which it never answers, it listens no more.
+# after /deaf, which it never answers, it no longer listens.
 SERVER = """
 import asyncio, json, os, sys
 async def answer(reader, writer):
@@ -209,7 +209,7 @@ def test_a_server_that_listens_no_more_ends_what_it_would_never_answer(tmp_path:
 
     async def body(fake: Fake) -> float:
         began = time.monotonic()
-        with pytest.raises(EngineDiedError, match="fake-0 listens no more while pausing") as error:
+        with pytest.raises(EngineDiedError, match="fake-0 no longer listens while pausing") as error:
             await fake.served.order("/deaf", {}, "pausing")
         assert error.value.kind == "killed"
         return time.monotonic() - began
@@ -337,7 +337,7 @@ def test_the_interpreter_is_found_and_its_version_checked(tmp_path: Path, monkey
     assert find(good) == Interpreter(tmp_path / "good/bin/python", "0.32.0", cpu=True, torch="2.13.0+cpu")
     cuda = interpreter(tmp_path / "cuda", {"vllm": "0.32.5"})
     assert find(cuda + "/bin/python") == Interpreter(tmp_path / "cuda/bin/python", "0.32.5", cpu=False)
-    with pytest.raises(UserError, match=r"has vLLM 0.40.1, but weft was written and tested for vllm>=0.32,<0.33"):
+    with pytest.raises(UserError, match=r"has vLLM 0.40.1, but weft supports vllm>=0.32,<0.33"):
         find(interpreter(tmp_path / "new", {"vllm": "0.40.1"}))
     with pytest.raises(UserError, match=r"has no vLLM. Install one with `weft engine install vllm`"):
         find(interpreter(tmp_path / "none", {"torch": "2"}))
@@ -461,15 +461,17 @@ def test_what_a_host_lacks_is_told_by_its_actor(tmp_path: Path) -> None:
 
     vllm = ["rollout.engine=vllm", f"rollout.python={stand_in(tmp_path / 'env')}"]
     check(*vllm, "rollout.gpu_memory_utilization=2")
-    with pytest.raises(UserError, match=r"rollout.gpu_memory_utilization is 2.5: on CPU vLLM takes whole GiB"):
+    with pytest.raises(
+        UserError, match=r"rollout.gpu_memory_utilization is 2.5: on CPU this key is vLLM's cache in GiB"
+    ):
         check(*vllm, "rollout.gpu_memory_utilization=2.5")
     with pytest.raises(UserError, match=r"there is no Python at .*none/bin/python|there is no Python at .*none"):
         check("rollout.engine=sglang", f"rollout.python={tmp_path}/none")
     config = config_of(tmp_path, *vllm)
     (tmp_path / "model").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"model.path: there is no .*model where vllm-0 is to run"):
+    with pytest.raises(UserError, match=r"model.path: vllm-0 reads config and tokenizer from .*model, which"):
         asyncio.run(HostedServer(config, 0).check(model_is_local=True))
-    with pytest.raises(UserError, match=r"run.dir: .*version-1, which vllm-0 is to read weights from, is not there"):
+    with pytest.raises(UserError, match=r"run.dir: vllm-0 reads weights from .*version-1, which does not exist"):
         asyncio.run(HostedServer(config, 0).reload(tmp_path / "version-1", 1))
 
 
@@ -533,7 +535,7 @@ def test_sglang_is_asked_as_documented(tmp_path: Path) -> None:
             "skip_special_tokens": False,
         }  # fmt: skip
         shown = PromptImages("p", (Image(path="a.png"),), (MediaInfo(8, 8, 1),), 1, 1)
-        with pytest.raises(UserError, match=r"p: rollout.engine=sglang takes no images"):
+        with pytest.raises(UserError, match=r"p: rollout.engine=sglang does not support images"):
             await engine.generate(replace(REQUEST, images=shown))
 
     with_sglang(tmp_path, body)
@@ -651,7 +653,7 @@ def test_an_aborted_sglang_returns_what_there_is_and_one_without_weights_does_no
         server.succeeds = False
         with pytest.raises(SyncError, match="did not get version 3: no such folder"):
             await engine.reload(Path("/none"), 3)
-        with pytest.raises(SyncError, match="no whole weights"):
+        with pytest.raises(SyncError, match="no complete weights"):
             await engine.resume()
 
     with_sglang(tmp_path, body)
@@ -785,4 +787,4 @@ def test_a_server_that_nobody_can_connect_to_is_dead_after_a_while() -> None:
         served._deaf -= 3.0
         return [*found, await served._trouble()]
 
-    assert asyncio.run(troubles()) == [None, "listens no more"]
+    assert asyncio.run(troubles()) == [None, "no longer listens"]

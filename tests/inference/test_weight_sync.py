@@ -381,7 +381,7 @@ def refused(path: str, options: SyncOptions) -> str:
 
 def test_shared_memory_of_another_host_is_refused() -> None:
     (text,) = pool.run(1, refused, saved_model("llama"), SyncOptions("shared"))
-    assert text.startswith("rollout.transport=shared: it is on another, where no trainer rank is")
+    assert text.startswith("rollout.transport=shared: it is on another, but no trainer rank is")
 
 
 # ---------------------------------------------------------------- shared memory that a device writes

@@ -169,21 +169,21 @@ PLANTS: dict[str, tuple[Callable[[Attempt], Any], str]] = {
     "withheld": (lambda a: a.rows.pop(1), "1 of 3 tensors did not come with version 3: b"),
     "misnamed": (lambda a: _row(a, 1, name="d"), "d came with version 3 and is not in its manifest"),
     "doubled": (lambda a: a.rows.append(a.rows[0]), "a came twice with version 3"),
-    "of another dtype": (lambda a: _row(a, 1, dtype="float16"), "b came with version 3 as float16 .5., promised"),
-    "of another shape": (lambda a: _row(a, 0, shape=(3, 2)), "a came with version 3 as float32 .3, 2., promised"),
+    "of another dtype": (lambda a: _row(a, 1, dtype="float16"), "b came with version 3 as float16 .5., but the manifest has"),
+    "of another shape": (lambda a: _row(a, 0, shape=(3, 2)), "a came with version 3 as float32 .3, 2., but the manifest has"),
     "truncated": (
         lambda a: a.rows.__setitem__(2, BucketTensor(a.rows[2].entry, 4096 - 8)),
         "c came with version 3 cut short: 8 of 32 bytes",
     ),
-    "changed on its way": (_swap, "engine-0 received other bytes than were sent, version 3: a"),
+    "changed on its way": (_swap, "engine-0 received bytes that differ from the sent bytes, version 3: a"),
     "not where it belongs": (
         lambda a: setattr(a, "placed", {**a.sums, "c": 1}),
-        "engine-0 holds other values than it was sent, version 3: c",
+        "engine-0 holds values that differ from the sent values, version 3: c",
     ),
     "not read back": (
         lambda a: setattr(a, "placed", {"a": a.sums["a"]}), "engine-0 did not say what it placed of b, c, version 3",
     ),
-    "of an older version": (lambda a: setattr(a, "version", 2), "stale weights: version 2 was sent, version 3 was "),
+    "of an older version": (lambda a: setattr(a, "version", 2), "stale weights: version 2 was sent, but version 3 was "),
 }  # fmt: skip
 
 
@@ -213,7 +213,7 @@ def test_nobody_waits_for_an_engine_that_has_died() -> None:
     with pytest.raises(ActorError, match="engine 0 died"):
         asyncio.run(decline_on_error(dies(), ticket))
     began = time.monotonic()
-    with pytest.raises(SyncError, match="engine-0 did not come for version 3: it has died"):
+    with pytest.raises(SyncError, match="engine-0 died before it connected for version 3"):
         server.welcome([ticket], 3)
     assert time.monotonic() - began < 10
     server.close()
@@ -222,10 +222,10 @@ def test_nobody_waits_for_an_engine_that_has_died() -> None:
 def test_every_wait_ends_and_says_for_whom() -> None:
     server = SyncServer("127.0.0.1", 0, 0.2)
     ticket = Ticket("127.0.0.1", server.port, "key", "engine-0", 0, 0.2)
-    with pytest.raises(SyncError, match=r"engine-0 did not come for version 3 within 0.2 s"):
+    with pytest.raises(SyncError, match=r"engine-0 did not connect for version 3 within 0.2 s"):
         server.welcome([ticket], 3)
     Delivery(replace(ticket, key="another"), 3)
-    with pytest.raises(SyncError, match="engine-0 did not come for version 3"):
+    with pytest.raises(SyncError, match="engine-0 did not connect for version 3"):
         server.welcome([ticket], 3)  # one without the key is not let in
     delivery = Delivery(ticket, 3)
     server.welcome([ticket], 3)
@@ -239,7 +239,7 @@ def test_every_wait_ends_and_says_for_whom() -> None:
         server.wait_taken(4, 3)
     server.leave(3)
     Delivery(ticket, 2)
-    with pytest.raises(SyncError, match="engine-0 asks for version 2, and version 3 is being sent"):
+    with pytest.raises(SyncError, match="engine-0 requests version 2, but version 3 is being sent"):
         server.welcome([ticket], 3)
     server.close()
     with pytest.raises(SyncError, match=r"engine-0 found no sender of version 3 at 127.0.0.1:\d+ for 0.2 s"):
@@ -256,7 +256,7 @@ def test_shared_memory_that_is_short_or_left_behind(tmp_path: Path, monkeypatch:
     assert len(list(tmp_path.iterdir())) == 2 * transports.SLOTS  # those of living processes stay
     buckets.close()
     assert len(list(tmp_path.iterdir())) == transports.SLOTS
-    with pytest.raises(UserError, match="set rollout.bucket_mb lower"):
+    with pytest.raises(UserError, match="Lower rollout.bucket_mb"):
         SharedBuckets("vast", 0, 1 << 60, 4096, True)
 
 
@@ -324,14 +324,16 @@ def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> N
             writing[0] = False
 
     monkeypatch.setattr(LoadedWeights, "_local_view", swapped)
-    with pytest.raises(SyncError, match=r"engine-0 holds other values .*experts.1.up_proj.weight, .*experts.3.up_proj"):
+    with pytest.raises(
+        SyncError, match=r"engine-0 holds values that differ.*experts.1.up_proj.weight, .*experts.3.up_proj"
+    ):
         filled.take_weights(Swapping(part.given))  # type: ignore[arg-type]
     monkeypatch.setattr(
         LoadedWeights,
         "_local_view",
         lambda self, piece: local_view(self, piece).clone() if "norm" in piece.disk else local_view(self, piece),
     )
-    with pytest.raises(SyncError, match="engine-0 holds other values .* version 1: model.norm.weight"):
+    with pytest.raises(SyncError, match="engine-0 holds values that differ.* version 1: model.norm.weight"):
         filled.take_weights(stale)  # type: ignore[arg-type]
 
 
@@ -354,14 +356,14 @@ def test_an_adapter_that_is_not_applied_is_found() -> None:
         return filled.base[name]
 
     filled._merged = forgetful  # type: ignore[method-assign]
-    with pytest.raises(SyncError, match="q_proj.weight is without its adapter"):
+    with pytest.raises(SyncError, match="q_proj.weight is not its base with the adapter"):
         filled.take_adapter(part)  # type: ignore[arg-type]
 
 
 def test_an_engine_refuses_weights_of_another_model() -> None:
     _, part = _filled("llama")
     tied_model = saved_model("llama_tied")
-    with pytest.raises(SyncError, match="the model has no place for lm_head"):
+    with pytest.raises(SyncError, match="the model has no tensors for lm_head"):
         LoadedWeights(
             tied_model,
             None,
@@ -370,7 +372,7 @@ def test_an_engine_refuses_weights_of_another_model() -> None:
             torch.device("cpu"),
         )
     incomplete = {name: entry for name, entry in part.manifest.items() if name != "model.norm.weight"}
-    with pytest.raises(SyncError, match="the sync does not bring model.norm.weight .1 tensors"):
+    with pytest.raises(SyncError, match="the sync does not contain model.norm.weight .1 tensors"):
         LoadedWeights(saved_model("llama"), None, incomplete, torch.float32, torch.device("cpu"))
     engine = Standalone(tied_model, dtype=torch.float32)
     with pytest.raises(SyncError, match="this engine has no weights"):
@@ -400,7 +402,7 @@ def test_what_an_engine_sampled_is_compared_with_what_the_trainer_reads() -> Non
         2, 2, 1.0, rollout_logprobs=(-1, -3), old_logprobs=(-1, -2), versions=(3, 4)
     )  # begun under older weights
     require_parity([right, stale], 4, "hf", ["fp32"], RolloutConfig())
-    with pytest.raises(ActorError, match="logprobs of 4 tokens differ by 0.25 in the mean"):
+    with pytest.raises(ActorError, match="logprobs of 4 tokens differ by 0.25 on average"):
         require_parity([right, wrong, stale], 4, "hf", ["fp32"], RolloutConfig())
     config = rl_config(algorithm(), engine="hf", verify_every=3)
     assert [parity_is_due(config, step) for step in (1, 2, 3, 4, 6)] == [True, False, True, False, True]
@@ -505,7 +507,7 @@ def test_who_shows_no_ticket_is_sent_away_after_seconds(monkeypatch: pytest.Monk
 
     thread, began = threading.Thread(target=look), time.monotonic()
     thread.start()
-    with pytest.raises(SyncError, match="engine-0 did not come for version 3 within 3 s"):
+    with pytest.raises(SyncError, match="engine-0 did not connect for version 3 within 3 s"):
         server.welcome([ticket], 3)
     thread.join()
     assert sent_away[0] - began < 2.0
@@ -525,11 +527,11 @@ def fed(report: bytes) -> tuple[SyncServer, socket.socket]:
 @pytest.mark.parametrize(
     ("report", "message"),
     [
-        (b'{"received": 5, "placed": null}', "engine-0 sent a message that cannot be understood: TypeError: checksums"),
-        (b'{"received": {"a": "1"}, "placed": null}', "engine-0 sent a message that cannot be understood: TypeError"),
-        (b'{"received": {}}', "engine-0 sent a message that cannot be understood: KeyError: 'placed'"),
-        (b"[]", "engine-0 was waited for, for what it received of version 3: a message is list, and no object"),
-        (b"[" * 100_000, "engine-0 was waited for, .* a message is nested too deeply"),
+        (b'{"received": 5, "placed": null}', "engine-0 sent a malformed message: TypeError: checksums"),
+        (b'{"received": {"a": "1"}, "placed": null}', "engine-0 sent a malformed message: TypeError"),
+        (b'{"received": {}}', "engine-0 sent a malformed message: KeyError: 'placed'"),
+        (b"[]", "waited for what it received of version 3 from engine-0: a message is list, not an object"),
+        (b"[" * 100_000, "waited for .* a message is nested too deeply"),
     ],
 )
 def test_reports_that_make_no_sense_are_said_to_be_the_engines(report: bytes, message: str) -> None:

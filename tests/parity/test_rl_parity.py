@@ -152,7 +152,7 @@ def test_rollouts_of_a_run_may_be_taken(tmp_path: Path) -> None:
     verdict = run(1, recorded, model("llama"), str(tmp_path / "rollouts"))[0]
     assert verdict.passed, describe(verdict)
     assert "weights after 2 updates" in {figure.name for figure in verdict.figures}
-    with pytest.raises(UserError, match="--rollouts .*: no rollouts are there"):
+    with pytest.raises(UserError, match="--rollouts .*: contains no rollouts"):
         recorded_rollouts(str(tmp_path))
 
 

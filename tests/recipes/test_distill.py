@@ -387,7 +387,7 @@ def test_a_served_teacher_is_its_likeliest_tokens_and_a_tail(tmp_path: Path) -> 
     assert not server.requests
     assert [line["loss"] for line in lines(tmp_path / "again")] == pytest.approx(expected[0], rel=1e-5)
     wide = [f"distill.teacher={server.url}", "distill.top_k=21"]
-    with pytest.raises(Exception, match="completions did not answer as vLLM's server does: status 400: .*allowed: 20"):
+    with pytest.raises(Exception, match="completions did not answer like vLLM's server: status 400: .*allowed: 20"):
         run(1, attempt, config_of(tmp_path / "wide", *wide))
 
 

@@ -420,7 +420,7 @@ OTHERS = {
     "a sync brings other bytes": RlCase(
         fault=RlFault(do="another checksum"), when="syncing weights, before step 1", status=1, saved=0,
         words=["rollout.engine=hf"],
-        says=["rollout.restarts is 3", "received other bytes than were sent, version 0", "weft rl --resume run"],
+        says=["rollout.restarts is 3", "received bytes that differ from the sent bytes, version 0", "weft rl --resume run"],
     ),
     "port in use": RlCase(
         fault=RlFault(do="port in use"), when="before loading", status=2, saved=0, on="Ray, 2 ranks",

@@ -202,7 +202,7 @@ def test_an_update_that_fails_leaves_nothing_to_sample_from_until_one_succeeds(
     async def fail_then_succeed() -> list[Completion]:
         with pytest.raises(SyncError, match=r"vllm-0 did not get version 4, and is paused.*kk_proj"):
             await engine.reload(tmp_path, 4)
-        with pytest.raises(SyncError, match="no whole weights"):
+        with pytest.raises(SyncError, match="no complete weights"):
             await engine.resume()
         waiting = asyncio.create_task(engine.generate(Request("early", PROMPTS[0], (1,), SamplingParams(8))))
         await asyncio.sleep(0.5)

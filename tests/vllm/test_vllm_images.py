@@ -56,7 +56,9 @@ def test_images(tmp_path: Path) -> None:
         engine = await VllmEngine.start(settings, version=1)
         try:
             answers = await asyncio.gather(*(engine.generate(request) for request in requests))
-            with pytest.raises(UserError, match="vLLM's processor gives its images 4 tokens, and the trainer's 5"):
+            with pytest.raises(
+                UserError, match="vLLM's processor makes 4 tokens of its images, but the trainer's makes 5"
+            ):
                 await engine.generate(wrong)
             return answers
         finally:

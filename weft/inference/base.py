@@ -16,7 +16,7 @@ from weft.inference.engine_clock import EngineClock
 
 # How a completion ended: by an end token or a stop text, at max_new_tokens, or by abort().
 Finish = Literal["end", "length", "abort"]
-EnginePart = Literal["weights", "cache"]  # of an engine's memory; during a sync there need be no room for the cache
+EnginePart = Literal["weights", "cache"]  # parts of an engine's memory; the cache is not allocated during a sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Completion:
 
 
 class Generates(Protocol):
-    """What samples are drawn from: a rollout engine, or what stands before one."""
+    """The source of samples: a rollout engine, or a wrapper of one."""
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed, in order. Many requests may be concurrent."""
@@ -115,11 +115,11 @@ class RolloutEngine(Generates, Protocol):
         ...
 
     async def sync(self, version: int) -> Synced:
-        """Take the trainers' current weights as `version` (weft/inference/weight_sync)."""
+        """Receive the trainers' current weights as `version` (weft/inference/weight_sync)."""
         ...
 
     async def hold(self) -> None:
-        """The trainers' weights are about to change: until the next sync no engine may take them."""
+        """Called before the trainers' weights change: until the next sync no engine may receive them."""
         ...
 
     async def sleep(self) -> None:
@@ -137,8 +137,8 @@ class RolloutEngine(Generates, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The outcome of a sync. version: of the weights that the engine now samples with. tensors: their number. extra:
-    further metrics. note: a line for the user, or ""."""
+    """The outcome of a sync. version: of the engine's weights. tensors: number of sent tensors. extra: further metrics.
+    note: a line for the user, or ""."""
 
     version: int
     tensors: int

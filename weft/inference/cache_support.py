@@ -41,7 +41,7 @@ def _is_exact(config: PretrainedConfig) -> bool:
         uncached = _walk(UncachedRows(small), vocabulary)
         try:
             cached = _walk(CachedRows(small), vocabulary)
-        except (ValueError, RuntimeError, LookupError, AttributeError, TypeError):  # in the family's own code
+        except (ValueError, RuntimeError, LookupError, AttributeError, TypeError):  # the family's code failed
             return False
     pairs = list(zip(cached, uncached, strict=True))
     worst = torch.stack([(a - b).abs().max() for a, b in pairs]).max()

@@ -1,8 +1,8 @@
-"""The embedded engine: a plain HuggingFace model in the trainer's own ranks, which generates.
+"""The embedded engine: a plain HuggingFace model that generates in the trainer's ranks.
 
-The tensor walker fills it, so that it works on every mesh. On sleep its memory is freed. With lora.sampling=separate it
-has no copy of a frozen tensor that its rank holds whole anyway, on a mesh that shards nothing: both read one memory,
-which stays on the device while the trainer sleeps.
+The tensor walker fills it, so that it works on every mesh. On sleep its memory is freed. With lora.sampling=separate
+and a mesh that shards nothing, the engine does not copy frozen tensors: it shares their memory with the trainer, and
+that memory stays on the device while the trainer sleeps.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class EmbeddedEngine:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of what the copy has for itself."""
+        """Size in bytes of the tensors that the copy does not share with the trainer."""
         _, manifest = self._layout(base=True)
         return sum(tensor.nbytes for tensor in manifest.values())
 
     @property
     def copies_base(self) -> bool:
-        """Whether the copy has a base for itself."""
+        """Whether the copy has a separate base."""
         return len(self._layout(base=True)[1]) > len(self._layout(base=False)[1]) or not self.separate
 
     def smaller(self) -> str:
-        """What to set for a smaller copy, for a message about memory; "" if there is nothing."""
+        """Advice for a message about memory: the setting for a smaller copy; "" if there is none."""
         return "" if self.separate or self.engine.lora is None else "Set lora.sampling=separate for a smaller one. "
 
     def wake(self, generates: bool = True, version: int = 0) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class EmbeddedEngine:
         return {} if self.generator is None else self.generator.end()
 
     def _layout(self, base: bool) -> tuple[list[TensorMapping], dict[str, Tensor]]:
-        """The mappings and the manifest of what the walker copies. base: with what is not trained."""
+        """The mappings and the manifest of the copied tensors. base: include frozen tensors."""
         built, lora, compute = self.engine.built, self.engine.lora, self.engine.precision.compute
         if not self.separate or lora is None:
             return built.mappings, manifest_of(self.engine, compute)
@@ -160,14 +160,14 @@ class EmbeddedEngine:
 
     @property
     def _shared(self) -> set[str]:
-        """Names of what every rank has of the scales of quantised weights, except with pipeline stages."""
+        """Names of the scales of quantised weights that every rank holds; none with pipeline stages."""
         weights = self.engine.module.quantised if self.engine.pipeline is None else {}
         return {name + SHARED.format(number) for name in weights for number in range(2)}
 
     @cached_property
     def _lent(self) -> dict[str, Tensor]:
-        """The trainer's frozen tensors that its copy reads in place: those that every rank holds whole, on the device
-        and in the copy's dtype. None with pipeline stages, whose ranks lack those of other stages."""
+        """The trainer's frozen tensors that the copy reads in place: tensors that every rank holds completely, on the
+        device and in the copy's dtype. None with pipeline stages, because a rank lacks the tensors of other stages."""
         engine, lora, lent = self.engine, self.engine.lora, dict[str, Tensor]()
         if not self.separate or lora is None or engine.pipeline is not None:
             return lent
@@ -200,7 +200,7 @@ class EmbeddedEngine:
             for name, parameter in model.named_parameters()
             if name in self._lent
         }
-        # Not while materialize() allocates memory for the others.
+        # Remove them while materialize() allocates memory for the other tensors.
         places = [(owner, leaf, p) for owner in model.modules() for leaf, p in owner._parameters.items() if p in lent]
         for owner, leaf, _ in places:
             del owner._parameters[leaf]
@@ -223,7 +223,7 @@ class EmbeddedEngine:
             return
         for name, owner in hf.tied_parameters(self.engine.built.module.hf_model).items():
             if name in state and name not in self._tied():
-                state[name].detach().copy_(state[owner].detach())  # the walker yields only the owner
+                state[name].detach().copy_(state[owner].detach())  # the iterator yields a tied tensor once
         matrices = self._matrices([name for target in lora.targets for name in lora.tensors(target)])
         for target in lora.targets:
             values = {name: next(matrices) for name in lora.tensors(target)}

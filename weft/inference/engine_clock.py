@@ -11,13 +11,13 @@ from contextlib import contextmanager
 class EngineClock:
     """The shares of all engines' time since the last `take`.
 
-    An engine generates while it has requests. It waits for weights while they are sent, while no rollout step is
-    generated because the trainers must train first (cluster.max_staleness), and while it is started again. Otherwise it
-    waits for prompts: for the slowest samples on other engines, for environments, agents or rewards.
+    An engine generates while it has requests. It waits for weights during a sync, while trainers must train before the
+    next rollout step (cluster.max_staleness), and during its restart. Otherwise it waits for prompts: for the slowest
+    samples on other engines, for environments, agents or rewards.
     """
 
     def __init__(self, engines: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        """engines: those that have weights from the start, or get them with the first sync."""
+        """engines: the engines that have weights from the start, or receive them with the first sync."""
         self._clock, self._at = clock, clock()
         self._ready = dict.fromkeys(range(engines), True)  # engine -> whether it has weights
         self._requests = Counter[int]()  # engine -> requests

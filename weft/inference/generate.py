@@ -1,7 +1,7 @@
 """Batched generation with a plain HuggingFace causal LM: many requests at once, on one device (continuous batching).
 
 Rows are samples in progress. A prompt is forwarded once for its whole group. A finished sample leaves the batch, and
-waiting ones take its place. A sample depends only on the weights, its prompt, its seed and its sampling options.
+waiting samples replace it. A sample depends only on the weights, its prompt, its seed and its sampling options.
 """
 
 from __future__ import annotations
@@ -160,17 +160,19 @@ class Generator:
     def add(self, request: Request) -> None:
         """Queue a request. UserError if it cannot be served."""
         if not request.tokens or request.sampling.max_new_tokens < 1:
-            raise UserError(f"{request.id}: a request has at least one token and asks for at least one.")
+            raise UserError(
+                f"{request.id}: a request must have at least one prompt token, and max_new_tokens of at least 1."
+            )
         if request.sampling.stop and self._tokenizer is None:
-            raise UserError(f"{request.id}: stop texts need a tokenizer.")
+            raise UserError(f"{request.id}: stop texts need a tokenizer, but this engine was opened without one.")
         if request.images is not None and self._opener is None:
-            raise UserError(f"{request.id}: has images, and this engine was opened for a model of text.")
+            raise UserError(f"{request.id}: has images, but this engine was opened for a text-only model.")
         job = _ActiveRequest(request)
         self._waiting.append(_WaitingSamples(job, request.tokens, list(job.samples)))
 
     def step(self) -> Finished:
-        """Sample one token for every running sample, then let waiting ones join and sample their first. Returns the
-        finished requests with their completions."""
+        """Sample one token for every running sample, then let waiting samples join and sample their first token.
+        Returns the finished requests with their completions."""
         flight.beat()
         with torch.inference_mode(), numerics(self._exact):
             jobs = self._advance() + self._admit()
@@ -178,9 +180,9 @@ class Generator:
         return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]
 
     def advance(self, requests: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """Add the requests `requests`, by number, and work on all requests until they have finished or `seconds` have
-        passed. Returns finished completions by number, and the number of tokens sampled in this call. Weights may
-        change between two calls (renew)."""
+        """Add `requests`, by number, and work on all requests until they have finished or `seconds` have passed.
+        Returns finished completions by number, and the number of tokens sampled in this call. Weights may change
+        between two calls (renew)."""
         end, before = time.monotonic() + seconds, self.work.tokens
         for number, request in requests.items():
             self.add(request)
@@ -263,7 +265,7 @@ class Generator:
             self._waiting.popleft()
         if not joining:
             return []
-        joining.sort(key=lambda entry: len(entry.tokens))  # similar lengths side by side need less padding
+        joining.sort(key=lambda entry: len(entry.tokens))  # rows of similar lengths need less padding
         counts, media = [len(entry.samples) for entry in joining], [self._media(entry) for entry in joining]
         logits_PV = self._rows.join([entry.tokens for entry in joining], counts, media)
         new = [sample for entry in joining for sample in entry.samples]
@@ -316,7 +318,7 @@ class Generator:
         self.work.steps += 1
         self.work.row_steps += len(running)
         logits_RV = self._rows.advance([sample.tokens[-1] for sample in running])
-        for sample, routes in zip(running, self._rows.routes, strict=False):  # none where they are not recorded
+        for sample, routes in zip(running, self._rows.routes, strict=False):  # empty if they are not recorded
             sample.routes.append(routes)
         self._take(running, logits_RV)
         self._leave()

@@ -24,14 +24,14 @@ _CLOSING = 15.0  # seconds for a process to end before it is killed
 _LOOK = 0.05  # seconds between two looks at its status
 
 
-# The allocator of weft's own processes: vLLM's sleep mode cannot live with expandable segments. PYTHONHOME: of weft's
-# Python, not of the engine's.
+# Variables of weft's processes that an engine must not get. The allocator's: vLLM's sleep mode does not work with
+# expandable segments. PYTHONHOME: it is of weft's Python, not of the engine's.
 _NOT_INHERITED = ("PYTHONHOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment variables, as an engine's process gets them: without those that are about weft's own
-    ranks. NCCL's interface is one of them where weft has set it to loopback, for ranks of one host."""
+    """This process's environment variables for an engine's process, without variables for weft's ranks. NCCL's
+    interface is removed too, if weft has set it to loopback for ranks of one host."""
     variables = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     if variables.get("NCCL_SOCKET_IFNAME") == "lo":
         del variables["NCCL_SOCKET_IFNAME"]
@@ -39,7 +39,7 @@ def inherited() -> dict[str, str]:
 
 
 class EngineDiedError(ActorError):
-    """A rollout engine has exited, hangs, or is broken. The message has its name, what it was doing, and the end of its
+    """A rollout engine has exited, hangs, or is broken. The message has its name, its current call, and the end of its
     log."""
 
     def __init__(self, message: str, kind: Literal["killed", "hang"] = "killed") -> None:

@@ -88,8 +88,8 @@ def read_rollouts(path: Path) -> list[SampleGroup]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reader sees of a sample. prompt_id: as Prompt.id. number: in its group. rewards: of each function. length:
-    tokens that the policy drew. images: names of the prompt's."""
+    """A recorded sample for a reader. prompt_id: as Prompt.id. number: in its group. rewards: of each function. length:
+    number of sampled tokens. images: names of the prompt's images."""
 
     prompt_id: str
     prompt: str
@@ -106,8 +106,8 @@ _READ = ("prompt_index", "visit", "number", "branch", "prompt", "completion", "r
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers of one file, in order, one for each episode of an agent, without their tokens and logprobs, which are
-    most of it. UserError if it is not a file of weft's rollouts."""
+    """The answers of one file, in order; one for each episode of an agent. Tokens and logprobs, most of the file, are
+    not read. UserError if it is not a file of weft's rollouts."""
     _, pq = import_arrow()
     try:
         table = pq.ParquetFile(regular_file(path, "a file of rollouts")).read([*_READ, "sampled"])
@@ -184,7 +184,7 @@ def _life(row: dict[str, Any]) -> SampleLife | None:
     )
     shown = [life.queued, life.ended, life.rewarded, life.trained or 0.0, *(c.ended for c in calls)]
     if not all(math.isfinite(value) for value in shown + [value for c in calls for value in (c.queued, c.began)]):
-        raise ValueError("times are no numbers")
+        raise ValueError("times must be numbers")
     return life
 
 
@@ -204,7 +204,7 @@ def recorded_files(folder: str, option: str) -> list[Path]:
     """The files of RUN/rollouts in order. UserError, naming the option, if there are none."""
     files = list(rollout_files(Path(folder)).values())
     if not files:
-        raise UserError(f"{option} {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
+        raise UserError(f"{option} {folder}: contains no rollouts. Name the folder RUN/rollouts of a `weft rl` run.")
     return files
 
 
@@ -250,7 +250,8 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
 
 
 def _replied(images: PromptImages | None) -> dict[str, Any]:
-    """The columns for images of replies. Images that are not files are stored as bytes: no data contain them."""
+    """The columns for images of replies. Images that are not files are stored as bytes, because the data does not
+    contain them."""
     if images is None:
         return {"reply_images": None, "reply_patches": None, "reply_pairs": None}
     pairs = zip(images.images, images.sizes, strict=True)
@@ -299,7 +300,7 @@ def _checked_rewards(row: dict[str, Any], names: Collection[str]) -> dict[str, f
             raise ValueError(f"{name} is a {type(row[name]).__name__}")
     rewards = json.loads(row["rewards"])
     if not isinstance(rewards, dict) or not all(isinstance(v, float | int | NoneType) for v in rewards.values()):
-        raise ValueError("rewards are no numbers")
+        raise ValueError("rewards must be numbers")
     return rewards
 
 

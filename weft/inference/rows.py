@@ -157,7 +157,7 @@ class _GenerationModel:
 
     def _with_images(self, prompt: Sequence[int], media: Media) -> _PromptBatch:
         vision, tokens_T, length = self._vision, torch.tensor(prompt), len(prompt)
-        assert vision is not None, "prompts with images are refused by models of text"
+        assert vision is not None, "text-only models refuse prompts with images"
         positions = vision.positions(self._base, tokens_T, media.inputs)
         ahead = 0 if positions is None else int(positions.max()) + 1 - length
         positions = torch.arange(length) if positions is None else positions
@@ -172,9 +172,9 @@ class _GenerationModel:
 
 
 class CachedRows:
-    """Rows with a key-value cache, so that every token is forwarded once. A layer has one pair of tensors
-    [rows, K, slots, D], with a row's token t in slot t. So rows of different lengths need no alignment, and moving a
-    row copies only that row."""
+    """Rows with a key-value cache, so that every token is forwarded once. A layer has a pair of tensors [rows, K,
+    slots, D], with a row's token t in slot t. So rows of different lengths need no alignment, and moving a row copies
+    only that row."""
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)

@@ -106,13 +106,13 @@ class Served:
             async with asyncio.timeout(_PATIENCE):
                 await self._address.call("GET", self._health)
         except RefusedError as error:
-            return f"is broken by its own account: {self._health} was answered with status {error.status}"
+            return f"reports that it is broken: {self._health} returned status {error.status}"
         except TimeoutError:
             return None  # a dead server will be noticed by its exit or its silence
         except ConnectionError as error:
             refused = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
             self._deaf = (self._deaf or time.monotonic()) if refused else None
-            return "listens no more" if self._deaf is not None and time.monotonic() - self._deaf > _DEAF else None
+            return "no longer listens" if self._deaf is not None and time.monotonic() - self._deaf > _DEAF else None
         self._deaf = None
         return None
 
@@ -153,7 +153,7 @@ class Served:
 
 
 def _may_be_dead(error: BaseException | None) -> bool:
-    """Whether a call failed in the way it fails when the server, or a process that it needs, has ended."""
+    """Whether this error shows that the server, or a process that it needs, has ended."""
     return isinstance(error, ConnectionError) or (isinstance(error, RefusedError) and error.status >= 500)
 
 

@@ -3,8 +3,8 @@
     POST URL/completions {"model", "prompt": [token ids], "max_tokens": 1, "prompt_logprobs": K, "temperature": 0}
 
 The response's choices[0].prompt_logprobs has an entry for each token of the prompt: null for the first, then an object
-{token id: {"logprob": ..., "rank": ...}} of the K likeliest tokens in its place, and of the token itself. They are of
-logits at temperature 1, whatever the request samples at.
+{token id: {"logprob": ..., "rank": ...}} with the K most likely tokens at this position, and the token itself. Logprobs
+are at temperature 1, for any temperature of the request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from weft.strict_json import JsonError, parse
 
 KEY = "VLLM_API_KEY"  # the environment variable that has the server's key, as vLLM's server reads it
 _THREADS = 8  # requests of a rank at a time; the server batches them
-_ATTEMPTS, _PAUSE = 4, 1.0  # of a request that a busy or restarting server did not answer; seconds, doubled each time
+# seconds before a request is repeated because a busy or restarting server did not answer; doubled each time
+_ATTEMPTS, _PAUSE = 4, 1.0
 _SHOWN = 300
 
 
@@ -55,7 +56,10 @@ class ServedTeacher:
         group = self.student.mesh.world_group
         chosen = take(documents, range(dist.get_rank(group), len(documents), dist.get_world_size(group)))
         if images := [document.source for document in chosen.values() if document.media is not None]:
-            raise UserError(f"{images[0]}: has images, which a served teacher is not sent. Name a model instead.")
+            raise UserError(
+                f"{images[0]}: has images, but weft cannot send images to a served teacher. Set distill.teacher "
+                "to a model."
+            )
         with ThreadPoolExecutor(_THREADS) as threads:
             futures = {
                 index: threads.submit(self.lists, document.source, document.tokens.tolist())
@@ -86,8 +90,8 @@ class ServedTeacher:
             return pack_lists(*_read_entries(entries, self.top_k, len(tokens)))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
-                f"distill.teacher: {self.url} gave no prompt_logprobs of {source} ({type(error).__name__}: "
-                f"{first_line(error)}): it must be vLLM's OpenAI-compatible server. It answered: "
+                f"distill.teacher: {self.url} returned no prompt_logprobs for {source} ({type(error).__name__}: "
+                f"{first_line(error)}). The server must be vLLM's OpenAI-compatible server. It answered: "
                 f"{json.dumps(answer)[:_SHOWN]}"
             ) from error
 
@@ -102,7 +106,7 @@ def open_served(url: str, model: str | None, top_k: int, student: Engine, timeou
             model = str(answer["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(
-                f"distill.teacher: {url}/models names no model: name it in distill.served_model. It answered: "
+                f"distill.teacher: {url}/models lists no model. Set distill.served_model. The server answered: "
                 f"{json.dumps(answer)[:_SHOWN]}"
             ) from error
     teacher = ServedTeacher(url, model, top_k, student, timeout)
@@ -131,9 +135,9 @@ def call(url: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         except (URLError, OSError) as error:
             problem = str(getattr(error, "reason", error))
         except (JsonError, UnicodeDecodeError) as error:
-            problem = f"its answer is no JSON: {error}"
+            problem = f"its answer is not JSON: {error}"
             break
-    raise UserError(f"distill.teacher: {url} did not answer as vLLM's server does: {problem}")
+    raise UserError(f"distill.teacher: {url} did not answer like vLLM's server: {problem}")
 
 
 def _read_entries(entries: Sequence[Mapping[str, Any] | None], top_k: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -34,12 +34,13 @@ def interpreter_of(config: RlConfig) -> Interpreter:
     assert config.rollout.python is not None, "checked with the config"
     program = program_of(Path(config.rollout.python).expanduser())
     if not program.is_file():
-        raise UserError(f"rollout.python: there is no Python at {program}, which SGLang was to run with.")
+        raise UserError(f"rollout.python: there is no Python at {program} to run SGLang.")
     return Interpreter(program, "", cpu=False)
 
 
 def server_names(config: RlConfig) -> list[str]:
-    """The names of the engines, such as "vllm-0", for messages, logs and weight sync; of those that may join, too."""
+    """The names of the engines, such as "vllm-0", for messages, logs and weight sync; including engines that may join
+    later."""
     count = config.cluster.engines.get("max", config.rollout.count)
     return [f"{config.rollout.engine}-{number}" for number in range(count)]
 
@@ -76,13 +77,14 @@ class HostedServer:
             interpreter, memory = interpreter_of(self._config), self._config.rollout.gpu_memory_utilization
             if interpreter.cpu and memory is not None and memory % 1:
                 raise UserError(
-                    f"rollout.gpu_memory_utilization is {memory:g}: on CPU vLLM takes whole GiB, at least 1."
+                    f"rollout.gpu_memory_utilization is {memory:g}: on CPU this key is vLLM's cache in GiB, an "
+                    "integer of at least 1. Set it to 1 or more."
                 )
             path = self._config.model.path
             if model_is_local and not Path(path).expanduser().is_dir():
                 raise UserError(
-                    f"model.path: there is no {path} where {self._name} is to run, which reads config and tokenizer "
-                    "there: put it on a file system that all hosts share, or at the same path on each."
+                    f"model.path: {self._name} reads config and tokenizer from {path}, which does not exist on its "
+                    "host. Put it on a file system that all hosts share, or at the same path on each host."
                 )
 
     async def start(self, run: str, compute: str, devices: str | None = None) -> None:
@@ -108,7 +110,7 @@ class HostedServer:
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the engine, of RolloutEngine or `receive`; returns its result."""
-        assert self._engine is not None, "start comes first"
+        assert self._engine is not None, "call start() first"
         with _located():
             return await getattr(self._engine, method)(*args)
 
@@ -117,7 +119,7 @@ class HostedServer:
         with _located():
             if not folder.is_dir():
                 raise UserError(
-                    f"run.dir: {folder}, which {self._name} is to read weights from, is not there on its host: put "
+                    f"run.dir: {self._name} reads weights from {folder}, which does not exist on its host. Put "
                     "run.dir on a file system that all hosts share."
                 )
         await self.ask("reload", folder, version)
@@ -140,7 +142,7 @@ async def _beat() -> None:
 
 @contextmanager
 def _located() -> Iterator[None]:
-    """Inside, errors get a note with the host, on a cluster, and a SyncError becomes an ActorError."""
+    """Inside, on a cluster, errors get a note with the host. A SyncError becomes an ActorError."""
     try:
         yield
     except Exception as error:

@@ -66,8 +66,8 @@ class SglangEngine:
         must not be trained on. UserError for a request with images."""
         if request.images is not None:
             raise UserError(
-                f"{request.id}: rollout.engine=sglang takes no images in this version: set rollout.engine=vllm or "
-                "embedded."
+                f"{request.id}: rollout.engine=sglang does not support images in this version. Set "
+                "rollout.engine=vllm or embedded."
             )
         return await gather_or_cancel(self._complete(request, index) for index in range(len(request.seeds)))
 
@@ -79,7 +79,7 @@ class SglangEngine:
     async def resume(self) -> None:
         """Continue all requests. SyncError if the last update failed."""
         if self.version is None:
-            raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with.")
+            raise SyncError(f"rollout engine {self.settings.name} has no complete weights, so it cannot resume.")
         await self._resume()
 
     async def abort(self) -> None:
@@ -97,7 +97,7 @@ class SglangEngine:
             answer = await self._served.order("/update_weights_from_disk", body, f"reading {folder}")
             if not answer["success"]:
                 raise SyncError(
-                    f"rollout engine {self.settings.name} did not get version {version}: {answer['message']}"
+                    f"rollout engine {self.settings.name} did not load version {version}: {answer['message']}"
                 )
             self.version = version
             if not self._sleeps:
@@ -162,7 +162,7 @@ def command(settings: Settings, port: int, key: str) -> list[str]:
         "--host", "127.0.0.1", "--port", str(port), "--api-key", key,
         "--dtype", settings.dtype, "--tp-size", str(settings.tp),
         "--context-length", str(settings.max_tokens), "--random-seed", str(settings.seed),
-        "--enable-deterministic-inference",  # without it a request's seed is not read
+        "--enable-deterministic-inference",  # without it SGLang ignores a request's seed
     ]  # fmt: skip
     if settings.sleeps:
         words += ["--enable-memory-saver"]
@@ -206,6 +206,6 @@ def completion_of(answer: Mapping[str, Any], version: int) -> Completion:
         raise ValueError(f"a completion ended by {about['finish_reason']}")
     output_ids = answer.get("output_ids")
     if output_ids is not None and tuple(output_ids) != tokens:
-        raise ValueError(f"{len(output_ids)} tokens came with {len(tokens)} logprobs, or others")
+        raise ValueError(f"{len(output_ids)} tokens came with {len(tokens)} logprobs, or with logprobs of other tokens")
     logprobs = tuple(float(logprob) for logprob, *_ in drawn)
     return Completion(tokens, logprobs, finish, ((version, len(tokens)),) if tokens else ())

@@ -133,7 +133,7 @@ class Standalone:
         if self._generator is None or self.version is None:
             asleep = self._weights is not None and self._weights.asleep
             why = "it sleeps" if asleep else "none were synced yet, or the last sync failed"
-            raise SyncError(f"this engine has no weights: {why}")
+            raise SyncError(f"this engine has no weights to sample with: {why}")
         return self._generator
 
     def _take(self, part: SyncPart) -> None:
@@ -145,7 +145,7 @@ class Standalone:
             self._weights.wake()
             self._weights.take_weights(part)
         elif self._weights is None:
-            raise SyncError("an adapter came, and this engine has no base for it")
+            raise SyncError("received an adapter, but this engine has no base model for it")
         else:
             self._weights.take_adapter(part)
 
@@ -157,19 +157,20 @@ def engine_class(name: str) -> type[Standalone]:
     entry = plugin(name, "rollout.engine", ENGINES)
     if entry is None:
         raise UserError(
-            f"rollout.engine: {name} is neither {', '.join(ENGINES)} nor an engine of an installed package."
+            f"rollout.engine: {name} is neither {', '.join(ENGINES)} nor an engine of an installed package. Name one "
+            "of these, or install the package."
         )
     loaded = load_plugin(entry, "rollout.engine")
     if not (isinstance(loaded, type) and issubclass(loaded, Standalone)):
         raise UserError(
-            f"rollout.engine: {name} is {entry.value}, which is no class of weft.inference.standalone.Standalone."
+            f"rollout.engine: {name} is {entry.value}, which is not a subclass of weft.inference.standalone.Standalone."
         )
     return loaded
 
 
 class LoadedWeights:
     """A model with storage, and the destination of each tensor of a sync. Adapters are merged in place, from a copy of
-    the adapted weights (base), or lie beside the base (lora.sampling)."""
+    the adapted weights (base), or kept separate from the base (lora.sampling)."""
 
     def __init__(
         self,
@@ -180,8 +181,8 @@ class LoadedWeights:
         device: torch.device,
         form: Format | None = None,
     ) -> None:
-        """manifest: of the sync that will fill the model; SyncError if it describes another model. form: of weights
-        whose codes it has."""
+        """manifest: of the sync that will fill the model; SyncError if it describes another model. form: of quantised
+        weights in the manifest."""
         config = hf.without_noise(hf.read_config(path))
         self.model = hf.build_meta(config, dtype=dtype, attention=None)
         self.plan: LoraPlan | None = None if lora is None else plan_lora(self.model, lora)
@@ -226,11 +227,14 @@ class LoadedWeights:
             self._emptied = None
 
     def _quantised(self, manifest: Mapping[str, TensorHeader], form: Format | None) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every weight that comes as codes. SyncError if the engine is to merge adapters into them."""
+        """Name -> shape of every weight that is sent in quantised form. SyncError if the engine must merge adapters
+        into it."""
         if form is None:
             return {}
         if not self.separate:
-            raise SyncError("the sync brings a quantised base, and this engine merges adapters (lora.sampling)")
+            raise SyncError(
+                "the sync sends a quantised base, but this engine merges adapters. Set lora.sampling=separate"
+            )
         state = self.model.state_dict()
         names = [name.removesuffix(CODES) for name in manifest if name.endswith(CODES)]
         return {name: tuple(state[name].shape) for name in names if name in state}
@@ -268,8 +272,8 @@ class LoadedWeights:
         part.finish(placed)
 
     def take_adapter(self, part: SyncPart) -> None:
-        """Set adapted weights to W + s B A, with W from the base, or adapters to the received tensors, and so modules
-        that are trained whole; finish the part."""
+        """Set adapted weights to W + s B A, with W from the base, or set adapters, and fully trained modules, to the
+        received tensors; finish the part."""
         plan, stored, values = self.plan, self._adapter_names(), dict[str, Tensor]()
         assert plan is not None
         shapes = {name: shape for target in plan.targets for name, shape in plan.tensors(target).items()}
@@ -288,7 +292,7 @@ class LoadedWeights:
 
     def _adapter_names(self) -> dict[str, str]:
         """Name in a sync -> name in the trainer's model, for all trained tensors."""
-        assert self.plan is not None, "an adapter came, and this engine was opened without"
+        assert self.plan is not None, "received an adapter, but this engine was opened without one"
         matrices = [name for target in self.plan.targets for name in self.plan.tensors(target)]
         trained = [name for name in self.state if self.plan.trains(name)]
         return {file: name for name, file in file_names([*matrices, *trained]).items()}
@@ -298,10 +302,10 @@ class LoadedWeights:
         or a merged weight is not its base with the adapter."""
         for name in values.keys() & self.state.keys():
             if not torch.equal(self.state[name], values[name].to(self.state[name].dtype)):
-                raise SyncError(f"{name} is not what was received")
+                raise SyncError(f"{name} differs from the received tensor")
         for target in () if self.separate else plan.targets:
             if not torch.equal(self.state[target.weight], self._merged(plan, target, values)):
-                raise SyncError(f"{target.weight} is without its adapter")
+                raise SyncError(f"{target.weight} is not its base with the adapter")
         return {file: _sum(values[name]) for file, name in stored.items()}
 
     def _merged(self, plan: LoraPlan, target: Target, values: Mapping[str, Tensor]) -> Tensor:
@@ -315,12 +319,12 @@ class LoadedWeights:
 
 
 def _format_of(part: SyncPart) -> Format | None:
-    """The format of the quantised weights of a part. SyncError if this version has none of that name."""
+    """The format of the quantised weights of a part. SyncError if this version does not know the name."""
     if part.form is None:
         return None
     name, *block = part.form
     if name not in FORMATS:
-        raise SyncError(f"the sync brings a base in {name!r:.40}, which this engine does not know")
+        raise SyncError(f"the sync sends a base in format {name!r:.40}, which this engine does not know")
     form, sizes = FORMATS[name], (block[0], block[1])
     return form if form.block == sizes else replace(form, block=sizes)  # fp8 in blocks of the files' size
 

@@ -46,7 +46,8 @@ def _supervise(folder: str, command: list[str], pipe: int) -> int:
 
 
 def _clear(group: int, folder: str) -> None:
-    """Kill what is left of the command's process group and remove its folder. group: 0 if the command never started."""
+    """Kill the remaining processes of the command's group and remove its folder. group: 0 if the command never
+    started."""
     if group:
         _signal(group, signal.SIGKILL)
     if folder:

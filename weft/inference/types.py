@@ -66,21 +66,19 @@ class Sample:
 
     number: index in the group. branch: of an agent's episode, which is several samples if its calls do not extend each
     other (weft/rl/agents/session.py); they share number, rewards and the episode's advantage, and the one with branch 0
-    is scored. sampled: whether the policy sampled each token; only sampled tokens are trained.
-    rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs: logprobs of the sampled tokens, 0 elsewhere: under
-    the engine, under the trainer with the rollout's weights, under the reference policy, and under a teacher. values: a
-    critic's values. versions: of the weights that sampled each token; -1 for other tokens. kept_logmass: as in
-    Completion, 0 at other tokens; None if sampling was not truncated. turns: number of the policy's answers. finish:
-    how the last answer ended. text: the
-    decoded completion. routes: as in Completion.
-    rewards: of each function, before weights; None if the function gave none. reward: their weighted sum; None if the
-    sample failed or has no reward, and is not trained.
-    advantages, correction, returns: values of the sampled tokens. correction multiplies their loss
-    (weft/rl/corrections.py); returns are the targets of a critic.
-    trained: False if the sample failed. reply_images: the images of the environment's replies, in order; its patches
-    and pairs include the prompt's images. notes: recorded with the sample for the environment and the rewards.
-    beginnings: what it has in common with others of its group, without and with its routes; None: not computed yet
-    (weft/rl/documents.py:note_beginnings). times: of its life.
+    is scored. sampled: whether the policy sampled each token; only sampled tokens are trained. rollout_logprobs,
+    old_logprobs, ref_logprobs, teacher_logprobs: logprobs of the sampled tokens, 0 elsewhere: under the engine, under
+    the trainer with the rollout's weights, under the reference policy, and under a teacher. values: a critic's values.
+    versions: of the weights that sampled each token; -1 for other tokens. kept_logmass: as in Completion, 0 at other
+    tokens; None if sampling was not truncated. turns: number of the policy's answers. finish: how the last answer
+    ended. text: the decoded completion. routes: as in Completion. rewards: of each function, before weights; None if
+    the function returned None. reward: their weighted sum; None if the sample failed or has no reward, and is not
+    trained. advantages, correction, returns: values of the sampled tokens. correction multiplies their loss
+    (weft/rl/corrections.py); returns are the targets of a critic. trained: False if the sample failed. reply_images:
+    the images of the environment's replies, in order; its patches and pairs include the prompt's images. notes:
+    recorded with the sample for the environment and the rewards. beginnings: the prefix that it shares with others of
+    its group, without and with its routes; None: not computed yet (weft/rl/documents.py:note_beginnings). times: of its
+    life.
     """
 
     prompt: Prompt
@@ -111,7 +109,8 @@ class Sample:
     times: SampleTimes = field(default_factory=SampleTimes)
 
     def forget_readings(self) -> None:
-        """Drop what trainers computed for the sample, and what was derived from that; tokens and rewards stay."""
+        """Drop the values that trainers computed for the sample, and values derived from them; tokens and
+        rewards stay."""
         self.old_logprobs = self.ref_logprobs = self.teacher_logprobs = None
         self.values = self.advantages = self.correction = None
 
@@ -153,7 +152,7 @@ class SampleGroup:
 
     @property
     def episodes(self) -> list[Sample]:
-        """One sample of each episode: those that are no further branches."""
+        """One sample of each episode: the samples with branch 0."""
         return [sample for sample in self.samples if not sample.branch]
 
     @property

@@ -1,5 +1,5 @@
-"""Copies of a model with adapters that hold both as its trainer does (lora.sampling=separate): the base in the bytes of
-lora.base, dequantised inside the layer, and the adapters beside it."""
+"""Copies of a model with separate base and adapters, as in the trainer (lora.sampling=separate). The base is stored in
+the format of lora.base, and each layer dequantises it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from weft.parallel.shards.layout import TensorMapping
 
 
 def stored_layout(engine: HasModel, dtype: torch.dtype) -> tuple[list[TensorMapping], dict[str, Tensor]]:
-    """(mappings, manifest) of the base as the trainer stores it: of a quantised weight its parts (models/quantised.py),
-    which have no names in a checkpoint; of the others as manifest_of() has them. dtype: of parameters that are not
-    quantised."""
+    """(mappings, manifest) of the base as the trainer stores it. A quantised weight has its parts
+    (models/quantised.py), which no checkpoint names; other weights are as in manifest_of(). dtype: of parameters that
+    are not quantised."""
     module, manifest = engine.built.module, manifest_of(engine, dtype)
     mappings = [mapping for mapping in engine.built.mappings if mapping.runtime not in module.quantised_shapes]
     manifest = {mapping.disk: manifest[mapping.disk] for mapping in mappings}
@@ -38,8 +38,8 @@ def stored_layout(engine: HasModel, dtype: torch.dtype) -> tuple[list[TensorMapp
 def separate(
     model: PreTrainedModel, plan: LoraPlan, shapes: Mapping[str, tuple[int, ...]], form: Format | None
 ) -> dict[str, QuantisedWeight]:
-    """Attach adapters to a plain model on meta, and replace the weights of these names and shapes by bytes; returns
-    what stands for these weights."""
+    """Attach adapters to a plain model on meta, and replace the weights with these names and shapes by stored bytes.
+    Returns the replacements."""
     attach(model, replace(plan, dropout=0.0, switch=AdapterSwitch()))
     weights = {}
     for name, shape in shapes.items():
@@ -53,8 +53,8 @@ def separate(
 
 
 def destinations(model: PreTrainedModel, weights: Mapping[str, QuantisedWeight]) -> dict[str, Tensor]:
-    """Name -> tensor of the state dict, and of the parts of quantised weights, which get memory here where they have
-    none. The model must have storage."""
+    """Name -> tensor of the state dict and of the parts of quantised weights. Allocates parts without memory. The model
+    must have storage."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
     for name, weight in weights.items():
         if weight.shared is None:

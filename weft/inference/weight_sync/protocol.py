@@ -21,8 +21,8 @@ the host or of a device that both map, through a process group, or through files
     {committed: version}                      .. another part (an adapter after its base), or
                                               {done: version}
 
-A row of a bucket may have two more fields: the number of changed elements of a patch, and the checksum of the tensor
-that it leads to. holds: the version whose bytes the engine still has, which patches need.
+A row of a bucket may have two more fields: the number of changed elements of a patch, and the checksum of the resulting
+tensor. holds: the version whose bytes the engine still has, which patches need.
 
 Either side may send {error: text} instead of any message. An engine that has not received `commit` has no weights to
 sample with. Every wait ends with an error after the ticket's timeout. A message of more than 64 MiB is an error.
@@ -128,7 +128,7 @@ def parsed(text: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("a message is nested too deeply") from error
     if not isinstance(message, dict):
-        raise ValueError(f"a message is {type(message).__name__}, and no object")
+        raise ValueError(f"a message is {type(message).__name__}, not an object")
     return message
 
 
@@ -139,7 +139,7 @@ def understood(peer: str) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise SyncError(f"{peer} sent a message that cannot be understood: {reason:.200}") from error
+        raise SyncError(f"{peer} sent a malformed message: {reason:.200}") from error
 
 
 class SyncChannel:
@@ -160,7 +160,7 @@ class SyncChannel:
             late = isinstance(error, TimeoutError)
             if not late and (peer_error := self._last_words()):
                 raise SyncError(peer_error) from error
-            raise SyncError(f"{self.peer} cannot be written to: {_reason(error, self.timeout)}", late) from error
+            raise SyncError(f"could not write to {self.peer}: {_reason(error, self.timeout)}", late) from error
 
     def read(self, awaited: str, *expected: str) -> dict[str, Any]:
         """Receive the next message, which must have one of the `expected` keys. awaited: describes the message in
@@ -168,12 +168,12 @@ class SyncChannel:
         try:
             message = self._message()
         except (OSError, ValueError) as error:
-            text = f"{self.peer} was waited for, for {awaited}: {_reason(error, self.timeout)}"
+            text = f"waited for {awaited} from {self.peer}: {_reason(error, self.timeout)}"
             raise SyncError(text, isinstance(error, TimeoutError)) from error
         if "error" in message:
             raise SyncError(str(message["error"]))
         if not any(key in message for key in expected):
-            raise SyncError(f"{self.peer} was waited for, for {awaited}, and said {', '.join(message)}")
+            raise SyncError(f"waited for {awaited} from {self.peer}, which sent {', '.join(message)} instead")
         return message
 
     def close(self) -> None:
@@ -231,12 +231,14 @@ class Checklist:
         if entry.name not in self.missing:
             raise SyncError(f"{entry.name} came twice with version {self.version}")
         if entry != promised:
-            raise SyncError(f"{entry.name} came with version {self.version} as {entry}, promised was {promised}")
+            raise SyncError(
+                f"{entry.name} came with version {self.version} as {entry}, but the manifest has {promised}"
+            )
         expected = promised.length if changed is None else changed * promised.patch_width
         if length != expected:
             unit = promised if changed is None else f"a patch of {changed} elements of {promised}"
             raise SyncError(
-                f"{entry.name} came with version {self.version} in {length} bytes, and {unit} has {expected}"
+                f"{entry.name} came with version {self.version} in {length} bytes, but {unit} has {expected}"
             )
         del self.missing[entry.name]
 
@@ -254,12 +256,12 @@ def check_manifest(manifest: Mapping[str, TensorHeader], expected: Mapping[str, 
     that model."""
     lacking, unknown = sorted(expected.keys() - manifest.keys()), sorted(manifest.keys() - expected.keys())
     if lacking:
-        raise SyncError(f"the sync does not bring {', '.join(lacking[:3])} ({len(lacking)} tensors in all)")
+        raise SyncError(f"the sync does not contain {', '.join(lacking[:3])} ({len(lacking)} tensors in all)")
     if unknown:
-        raise SyncError(f"the model has no place for {', '.join(unknown[:3])} ({len(unknown)} tensors in all)")
+        raise SyncError(f"the model has no tensors for {', '.join(unknown[:3])} ({len(unknown)} tensors in all)")
     for name, shape in expected.items():
         if manifest[name].shape != tuple(shape):
-            raise SyncError(f"the sync brings {name} as {manifest[name]}, the model has it as {list(shape)}")
+            raise SyncError(f"the sync contains {name} as {manifest[name]}, but the model's is {list(shape)}")
 
 
 # ---------------------------------------------------------------- the engine's side
@@ -319,13 +321,13 @@ class Delivery:
     ) -> None:
         if error is not None:
             text = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
-            with suppress(SyncError):  # the engine's own error is raised and says more
+            with suppress(SyncError):  # the engine's error is raised, and has more details
                 self.channel.write(error=text)
         self.channel.close()
 
 
 def software() -> dict[str, str]:
-    """Versions of torch and of the NCCL that it runs with, of this process; "" for what it has not loaded."""
+    """The versions of torch and NCCL in this process; "" for a library that is not loaded."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {"torch": "", "nccl": ""}
@@ -336,11 +338,11 @@ def software() -> dict[str, str]:
 
 
 def opens_handles(receiver: str, sender: str) -> bool:
-    """Whether a process with one version of torch opens CUDA IPC handles that another made. "": not known, which hello
-    will tell.
+    """Whether a process with one version of torch can open CUDA IPC handles of another version. "": not known yet;
+    hello will contain it.
 
-    Handles begin with the version of their format, and a newer one than the receiver knows is refused: 2 up to torch
-    2.12, 3 in 2.13. Of later versions nothing is assumed, but that each opens its own.
+    Handles begin with the version of their format: 2 up to torch 2.12, 3 in 2.13. torch refuses formats newer than its
+    own. A later version is only assumed to open its own handles.
     """
     if not receiver or not sender:
         return True
@@ -365,8 +367,8 @@ def _connect(ticket: Ticket, version: int) -> socket.socket:
 
 class SyncPart:
     """One manifest and its tensors. kind: `weights`; `base`, the weights under an adapter; or `adapter`, in peft's
-    format. adapter: the content of its adapter_config.json, else None. form: of quantised weights that come as they are
-    stored: name, rows and columns of a block; else None. verify: whether checksums must be reported. deltas: whether
+    format. adapter: the content of its adapter_config.json, else None. form: of weights that are sent in quantised
+    form: name, rows and columns of a block; else None. verify: whether checksums must be reported. deltas: whether
     later syncs may bring patches of these tensors."""
 
     def __init__(self, delivery: Delivery, message: Mapping[str, Any]) -> None:
@@ -378,22 +380,22 @@ class SyncPart:
             self.manifest = {entry.name: entry for entry in map(_entry, message["manifest"])}
             transport_of, transport = _transports[message["transport"]["kind"]], message["transport"]
         self.received: dict[str, int] = {}
-        self.mismatched: list[str] = []  # tensors whose patch did not lead to what was sent
+        self.mismatched: list[str] = []  # tensors for which the patched result differs from the sent tensor
         self.finished = False
         self._delivery, self._channel = delivery, delivery.channel
         self._transport = transport_of(transport, delivery.ticket)
         if self.version != delivery.version or self.version < (delivery.has or 0):
             raise SyncError(
-                f"stale weights: version {self.version} was sent, version {delivery.version} was asked for, and the "
-                f"engine has version {delivery.has}"
+                f"stale weights: version {self.version} was sent, but version {delivery.version} was requested, and "
+                f"the engine has version {delivery.has}"
             )
 
     def tensors(self, stored: Callable[[str], Bytes] | None = None) -> Iterator[tuple[TensorHeader, Bytes]]:
-        """Yield (entry, bytes) of every tensor that is not as the engine has it. stored: a copy of the engine's own
-        bytes of a tensor; needed for patches. One that does not lead to the announced digest is noted, and its tensor
-        not yielded. Bytes are a NumPy array, or a uint8 tensor on a CUDA device. They are
-        valid until the next tensor is requested; a bucket in device memory is released only after this process's
-        pending work on it. SyncError, naming the tensor, if one differs from the manifest or is missing at the end."""
+        """Yield (entry, bytes) of every tensor that changed. stored: returns a copy of the engine's bytes of a tensor;
+        needed for patches. If a patch does not result in the announced digest, the tensor is recorded and not yielded.
+        Bytes are a NumPy array, or a uint8 tensor on a CUDA device. They are valid until the next tensor is requested;
+        a bucket in device memory is released only after this process's pending work on it. SyncError, naming the
+        tensor, if one differs from the manifest or is missing at the end."""
         checklist = Checklist(self.manifest, self.version)
         while True:
             message = self._channel.read(f"the next bucket of version {self.version}", "bucket", "end")
@@ -453,13 +455,13 @@ def patched(base: Bytes, patch: Any, width: int) -> Bytes | None:
 
 def _of_type(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
-        raise TypeError(f"{value!r:.40} is no {kinds[0].__name__}")
+        raise TypeError(f"{value!r:.40} is not a {kinds[0].__name__}")
     return value
 
 
 def _number(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TypeError(f"{value!r:.40} is no number of bytes or elements")
+        raise TypeError(f"{value!r:.40} is not a number of bytes or elements")
     return value
 
 
@@ -472,7 +474,7 @@ def _entry(row: Any) -> TensorHeader:
     """Parse an entry of a manifest or of a bucket's table. TypeError or ValueError if it is malformed."""
     name, dtype, shape = row
     if dtype not in WIDTHS:
-        raise ValueError(f"{dtype!r:.40} is no dtype")
+        raise ValueError(f"{dtype!r:.40} is not a dtype")
     return TensorHeader(_of_type(name, str), dtype, tuple(map(_number, shape)))
 
 
@@ -589,8 +591,8 @@ def _opened(handle: Mapping[str, Any], ticket: Ticket) -> Any:
         return device_memory.open(handle)
     except (RuntimeError, ValueError) as error:
         raise SyncError(
-            f"{ticket.name} cannot map the sender's memory on device {handle['device']} (CUDA IPC): {error}. Where "
-            "this machine does not allow it, set rollout.transport=shared"
+            f"{ticket.name} cannot map the sender's memory on device {handle['device']} (CUDA IPC): {error}. If this "
+            "machine does not allow CUDA IPC, set rollout.transport=shared"
         ) from error
 
 
@@ -601,7 +603,7 @@ class DeviceMemory:
     UUID, because CUDA_VISIBLE_DEVICES renumbers them per process.
     """
 
-    # What UntypedStorage._share_cuda_ returns and _new_shared_cuda takes, after the device index.
+    # Results of UntypedStorage._share_cuda_, and arguments of _new_shared_cuda, after the device index.
     _FIELDS = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_needed")
 
     def devices(self, device: Any) -> list[str]:
@@ -616,11 +618,11 @@ class DeviceMemory:
         return [local_uuid, *(uuid for uuid in uuids if uuid != local_uuid)]
 
     def allocate(self, size: int, device: Any) -> Any:
-        """An uninitialised uint8 tensor [size] that can be shared. CUDA IPC shares no expandable segments, so the
-        allocator is told to use none for it, and then what it was told before."""
+        """An uninitialised uint8 tensor [size] that can be shared. CUDA IPC cannot share expandable segments, so they
+        are switched off for this allocation, and the setting is restored."""
         import torch
 
-        from weft.versions import set_allocator  # the trainer's part alone allocates
+        from weft.versions import set_allocator  # only the trainer allocates
 
         before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         if "expandable_segments:true" not in before.lower().replace(" ", ""):
@@ -672,7 +674,7 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> 
     wait = timedelta(seconds=timeout)
     if not serve:
         return dist.TCPStore(host, port, is_master=False, timeout=wait)
-    listener = socket.create_server((host, port))  # torch's own would listen on every interface
+    listener = socket.create_server((host, port))  # torch's server would listen on every interface
     port = int(listener.getsockname()[1])
     listening = listener.detach()
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening, timeout=wait)
@@ -723,6 +725,6 @@ class BroadcastTimeoutError(RuntimeError):
 
 
 def abort(group: Any) -> None:
-    """End what a group still does, so that its watchdog finds nothing for which it would end the process."""
+    """Abort a group's pending operations, so that its watchdog does not end the process because of them."""
     with suppress(RuntimeError):
         group.abort()

@@ -39,7 +39,7 @@ from weft.launch.process import world_group
 
 T = TypeVar("T")
 Transport = Literal["ipc", "shared", "group", "files"]
-AHEAD = SLOTS - 2  # posted buckets that engines may still be reading while the next ones are written and agreed on
+AHEAD = SLOTS - 2  # number of posted buckets that engines may still read while ranks write the next buckets
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class EngineTarget:
 
     host: address of its machine, as host_address() returns there; None: the first rank's. workers: number of processes
     that each receive all tensors. devices: UUIDs of the CUDA devices that its workers see (protocol.DeviceMemory), its
-    own first. torch: the version of its workers' torch; "": not known before they come.
+    own first. torch: the version of its workers' torch; "": not known before they connect.
     """
 
     name: str
@@ -61,11 +61,11 @@ class EngineTarget:
 @dataclass(frozen=True)
 class SyncOptions:
     """transport: `auto` is CUDA IPC for engines that see a trainer rank's device, shared memory for others on a
-    trainer's host, else a process group. bucket_bytes: total size of the bucket buffers. verify_every: one of this many
-    syncs is verified; 0: only when an engine is new or lacks the last version (verify_is_due). timeout: seconds of any
-    single wait. folder: for transport `files`. dtype: of the engines' weights; None: the trainer's compute dtype. sync:
-    whether changed elements are sent alone (delta.py); `auto`: through a process group on CPU. stored:
-    whether engines take a quantised base as it is stored (buckets.weights)."""
+    trainer's host, else a process group. bucket_bytes: total size of the bucket buffers. verify_every: every n-th sync
+    is verified; 0: only if an engine is new or lacks the last version (verify_is_due). timeout: seconds of any single
+    wait. folder: for transport `files`. dtype: of the engines' weights; None: the trainer's compute dtype. sync:
+    whether only changed elements are sent (delta.py); `auto`: through a process group on CPU. stored: whether engines
+    accept a base in quantised form (buckets.weights)."""
 
     transport: Literal["auto", "ipc", "shared", "group", "files"] = "auto"
     bucket_bytes: int = 1 << 27
@@ -132,8 +132,8 @@ class Sender:
         self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
         if self.options.sync == "delta" and (dense := [name for name in self._routes if not self._has_deltas(name)]):
             raise UserError(
-                f"rollout.sync=delta: weights of {dense[0]} travel by transport {self._routes[dense[0]][0]}, through "
-                "memory that the host does not compare: set rollout.transport=shared, or rollout.sync=full."
+                f"rollout.sync=delta: weights of {dense[0]} are sent by transport {self._routes[dense[0]][0]}, for "
+                "which weft cannot compare versions. Set rollout.transport=shared or rollout.sync=full."
             )
         leads = any(rank == self._rank for _, rank in self._routes.values())
         self.server = SyncServer(address, 0 if self._rank else port, self.options.timeout) if leads else None
@@ -150,7 +150,7 @@ class Sender:
         self._names: Collection[str] = self._routes.keys()  # the engines that the current sync sends to
         self._count, self._waited = 0, 0.0
         self._last: int | None = None  # the version that all engines confirmed
-        self._bases = dict[Transport, DeltaBase]()  # of transports that send changed elements alone
+        self._bases = dict[Transport, DeltaBase]()  # of transports that send only changed elements
         self._note = ""
         self._error: SyncError | UserError | None = None
         self._folder: Path | None = None
@@ -174,7 +174,7 @@ class Sender:
         return Synced(version, tensors, total, seconds, extra, self._note)
 
     def _has_deltas(self, name: str) -> bool:
-        """Whether changed elements are sent alone to this engine: through memory of the host."""
+        """Whether only changed elements are sent to this engine: if its buckets are in host memory."""
         transport, is_host = self._routes[name][0], self._backend == "gloo"
         asks_for_deltas = self.options.sync == "delta" or (self.options.sync == "auto" and transport == "group")
         return (
@@ -211,15 +211,15 @@ class Sender:
                 raise self._other_handles(receiver.name, receiver.torch)
         if requested == "ipc":
             raise UserError(
-                f"rollout.transport=ipc: {receiver.name} sees no CUDA device of a trainer rank (rollout engines have "
-                "those with cluster.placement=colocated): set rollout.transport=auto."
+                f"rollout.transport=ipc: {receiver.name} sees no CUDA device of a trainer rank (engines share these "
+                "only with cluster.placement=colocated). Set rollout.transport=auto."
             )
         if requested == "group" or (requested == "auto" and host not in self._hosts):
             return "group", 0
         if host not in self._hosts:
             raise UserError(
-                f"rollout.transport=shared: {receiver.name} is on {host}, where no trainer rank is (these are on "
-                f"{', '.join(sorted(set(self._hosts)))}): set rollout.transport=auto."
+                f"rollout.transport=shared: {receiver.name} is on {host}, but no trainer rank is (they are on "
+                f"{', '.join(sorted(set(self._hosts)))}). Set rollout.transport=auto."
             )
         return "shared", self._hosts.index(host)
 
@@ -261,7 +261,8 @@ class Sender:
         return sent
 
     def _check_software(self, server: SyncServer, transport: Transport) -> None:
-        """Raise UserError if an engine that has come cannot receive by this transport with its own versions."""
+        """Raise UserError if a connected engine cannot receive by this transport with its versions of torch and
+        NCCL."""
         for connection in server.connections:
             if transport == "ipc" and not protocol.opens_handles(connection.torch, self._software["torch"]):
                 raise self._other_handles(connection.name, connection.torch)
@@ -275,16 +276,17 @@ class Sender:
             ):
                 raise UserError(
                     f"rollout.transport: {connection.name} has NCCL {receiver_nccl} (torch {connection.torch}), and "
-                    f"this trainer NCCL {sender_nccl} (torch {self._software['torch']}); a group needs one version at "
-                    "both ends. Install the same torch in both environments, or set rollout.transport=shared, where "
-                    "engines are on a trainer's host, or rollout.transport=files, where all see run.dir."
+                    f"this trainer NCCL {sender_nccl} (torch {self._software['torch']}), but a group needs the same "
+                    "version on both sides. Install the same torch in both environments; or set "
+                    "rollout.transport=shared if engines are on a trainer's host, or rollout.transport=files if all "
+                    "hosts share run.dir."
                 )
 
     def _other_handles(self, name: str, receiver_torch: str) -> UserError:
         return UserError(
-            f"rollout.transport=ipc: {name} has torch {receiver_torch}, which is not known to open CUDA IPC handles of "
-            f"this trainer's torch {self._software['torch']}: set rollout.transport=shared, or install the same torch "
-            "in both environments."
+            f"rollout.transport=ipc: {name} has torch {receiver_torch}, which may not open CUDA IPC handles of this "
+            f"trainer's torch {self._software['torch']}. Set rollout.transport=shared, or install the same torch in "
+            "both environments."
         )
 
     def _contents_to_send(self) -> list[SyncContent]:
@@ -306,7 +308,7 @@ class Sender:
         verify = verify_is_due(self._count, self.options.verify_every, had, self._last)
         base = self._bases.setdefault(transport, DeltaBase()) if self._sends_deltas(transport) else None
         if self._sent(content, transport, version, verify, sent, base):
-            # What an engine has is not what was noted: all tensors are sent.
+            # An engine does not have the expected version: all tensors are sent.
             self._lead(SyncServer.again, version)
             sent.clear()
             self._sent(content, transport, version, verify, sent, base)
@@ -319,8 +321,8 @@ class Sender:
         self, content: SyncContent, transport: Transport, version: int, verify: bool, sent: dict[str, int],
         base: DeltaBase | None,
     ) -> str:  # fmt: skip
-        """Send all tensors of a content, or what has changed since `base`, if every engine has that. Returns which
-        patches did not fit; then all must be sent again."""
+        """Send all tensors of a content; or only elements that have changed since `base`, if every engine has that
+        version. Returns the patches that did not fit; then all tensors must be sent again."""
         needed = base.begin() if base is not None else None
         active = [] if self.server is None else self.server.active
         gaps = [c for c in active if c.holds != needed]
@@ -401,7 +403,7 @@ class Sender:
             assert isinstance(memories, SharedBuckets)
             server.post(number, rows, {"path": memories.path(number)})
         else:
-            size = max(1, rows[-1].end)  # a bucket without a change is not empty, which gloo would not send
+            size = max(1, rows[-1].end)  # a bucket is never empty, because gloo cannot send an empty tensor
             server.post(number, rows, {"bytes": size})
             self._group.start(number, memory[:size])
 
@@ -436,7 +438,7 @@ class Sender:
         return "nccl" if self.engine.device.type == "cuda" else "gloo"
 
     def _on_one_host(self, transport: Transport) -> bool:
-        """Whether all ranks can write to the buffers of this transport, so that nothing is gathered."""
+        """Whether all ranks can write to the buffers of this transport, so that tensors need not be gathered."""
         if transport == "ipc":
             return self._world == 1
         return len(set(self._hosts)) == 1 and (transport == "shared" or self._backend == "gloo")
@@ -515,9 +517,9 @@ class Sender:
 
 
 def verify_is_due(count: int, interval: int, had: Sequence[int | None], last: int | None) -> bool:
-    """Whether a sync is verified: every `interval`-th one, and any to an engine without `last`, the last version that
-    all confirmed. count: number of this sync, from 1. had: each engine's version, None for none; empty: no engine
-    receives from this rank."""
+    """Whether a sync is verified: every `interval`-th sync, and every sync to an engine without `last`, the last
+    version that all confirmed. count: number of this sync, from 1. had: each engine's version, None for none; empty: no
+    engine receives from this rank."""
     is_due = interval > 0 and count % interval == 0
     return bool(had) and (is_due or any(version is None or version != last for version in had))
 

@@ -77,7 +77,7 @@ class Hello:
             "torch": (str,), "nccl": (str,),
         }  # fmt: skip
         if message.keys() != kinds.keys():
-            raise ValueError(f"it has the fields {', '.join(message)}")
+            raise ValueError(f"the message has the fields {', '.join(message)}")
         for name, allowed in kinds.items():
             if not isinstance(message[name], allowed) or (isinstance(message[name], bool) and bool not in allowed):
                 raise ValueError(f"{name} is {message[name]!r:.40}")
@@ -134,10 +134,10 @@ class SyncServer:
         self.port = int(self._listener.getsockname()[1])
 
     def welcome(self, tickets: Iterable[Ticket], version: int, attempt: int | None = None) -> None:
-        """Accept connections until every worker with one of these tickets has asked for this version. SyncError if one
-        does not come in time, has died, or asks for another version; the workers of other engines have come by then,
-        so that leave() can tell them. attempt: the number of this sync, which tells a worker that has died apart from
-        one that died in an earlier sync."""
+        """Accept connections until every worker with one of these tickets has requested this version. SyncError if a
+        worker does not connect in time, has died, or requests another version. By then the workers of other engines are
+        connected, so that leave() can notify them. attempt: the number of this sync; reports of workers that died in an
+        earlier sync are ignored."""
         missing = {(ticket.name, ticket.member): ticket for ticket in tickets}
         waiting, deadline = list[_Pending](), time.monotonic() + self.timeout
         failures = list[SyncError]()
@@ -157,8 +157,8 @@ class SyncServer:
                 if missing and time.monotonic() > deadline:
                     names = ", ".join(sorted({name for name, _ in missing}))
                     raise SyncError(
-                        f"{names} did not come for version {version} within {self.timeout:g} s: is the engine running, "
-                        f"and was it told to take this version?",
+                        f"{names} did not connect for version {version} within {self.timeout:g} s. Check that the "
+                        "engine is running and was told to receive this version.",
                         late=True,
                         engine=next(iter(missing))[0],
                     )
@@ -206,12 +206,13 @@ class SyncServer:
         with _at_engine(ticket.name):
             if hello.protocol != PROTOCOL:
                 raise SyncError(
-                    f"{ticket.name} syncs by protocol {hello.protocol}, this is {PROTOCOL}: versions of weft differ"
+                    f"{ticket.name} uses sync protocol {hello.protocol}, but this trainer uses {PROTOCOL}: their "
+                    "versions of weft differ"
                 )
             if hello.version == WORKER_DIED:
-                raise SyncError(f"{ticket.name} did not come for version {version}: it has died")
+                raise SyncError(f"{ticket.name} died before it connected for version {version}")
             if hello.version != version:
-                raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
+                raise SyncError(f"{ticket.name} requests version {hello.version}, but version {version} is being sent")
         del missing[worker]
         channel = SyncChannel(pending.socket, ticket.name, self.timeout)
         return Connection(
@@ -252,8 +253,8 @@ class SyncServer:
 
     def prove(self, buckets: int, version: int, sent: Mapping[str, int]) -> str:
         """After the last bucket: compare the checksums that every engine reports with those of the sent tensors.
-        buckets: their number. sent: checksums by tensor; {} to compare nothing. SyncError if one differs. Returns which
-        patches did not lead to what was sent, and where; "" if all did."""
+        buckets: their number. sent: checksums by tensor; {} to compare nothing. SyncError if one differs. Returns the
+        engines and tensors for which a patch did not result in the sent tensor; "" if there are none."""
         problem = ""
         for connection in self.active:
             with _at_engine(connection.name):
@@ -265,13 +266,15 @@ class SyncServer:
                     placed, mismatched = None if placed is None else sums_of(placed), list(report["mismatched"])
                 if mismatched:
                     first = f"first {mismatched[0]!s:.200}"
-                    problem = f"{connection.name}: {len(mismatched)} patched tensors differ from what was sent, {first}"
+                    problem = (
+                        f"{connection.name}: {len(mismatched)} patched tensors differ from the sent tensors, {first}"
+                    )
                 else:
                     compare(version, connection.name, sent, received, placed)
         return problem
 
     def again(self, version: int) -> None:
-        """Tell the engines that the part comes once more."""
+        """Tell the engines that the part will be sent again."""
         for connection in self.active:
             with _at_engine(connection.name):
                 connection.channel.write(again=version)
@@ -320,5 +323,5 @@ def _at_engine(name: str) -> Iterator[None]:
 def sums_of(value: Any) -> dict[str, int]:
     """Validate checksums by name. TypeError if they are malformed."""
     if not isinstance(value, dict) or not all(isinstance(number, int) for number in value.values()):
-        raise TypeError("checksums are numbers by name")
+        raise TypeError("checksums must be an object of numbers by name")
     return value

@@ -26,15 +26,15 @@ SLOTS = 4  # buffers: one being written, one being read, and two in between, so 
 
 
 class HostMemory:
-    """Memory of the host that CUDA is told of, so that it copies to it without a stop in between."""
+    """Host memory registered with CUDA, so that copies to it are asynchronous."""
 
     def register(self, memory: Tensor) -> bool:
-        """Whether CUDA has registered it. Where it may not (a container's limit on locked memory), copies still work,
-        one after the other."""
+        """Whether CUDA has registered it. If registration is not allowed (a container's limit on locked memory), copies
+        still work, synchronously."""
         portable = 1  # for every device's context
         done = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)) == 0
         if not done:
-            with suppress(RuntimeError):  # the next kernel is told of the error, and it is forgotten with that
+            with suppress(RuntimeError):  # the next kernel raises the error, and clears it
                 torch.zeros(1, device="cuda")
         return done
 
@@ -114,8 +114,8 @@ def _create(path: Path, size: int) -> int:
         memory = scratch.SHARED_MEMORY
         free = shutil.disk_usage(memory).free
         raise UserError(
-            f"{memory} has {free / 1e6:.0f} MB left, and a sync needs {SLOTS} buckets of {size / 1e6:.0f} MB: "
-            "set rollout.bucket_mb lower (a bucket holds at least the largest tensor), give it more (docker run "
+            f"{memory} has {free / 1e6:.0f} MB left, but a sync needs {SLOTS} buckets of {size / 1e6:.0f} MB. Lower "
+            f"rollout.bucket_mb (a bucket holds at least the largest tensor), enlarge {memory} (docker run "
             "--shm-size), or set rollout.transport=group."
         ) from error
     return descriptor
@@ -132,8 +132,8 @@ class DeviceBuckets:
             self._memories = [protocol.device_memory.allocate(room, device) for _ in range(SLOTS if leads else 0)]
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"{device} has no room for the {SLOTS} buckets of {room / 1e6:.0f} MB that a sync needs: set "
-                f"rollout.bucket_mb lower (a bucket holds at least the largest tensor). {first_line(error)}"
+                f"{device} has no room for the {SLOTS} buckets of {room / 1e6:.0f} MB that a sync needs. Lower "
+                f"rollout.bucket_mb (a bucket holds at least the largest tensor). {first_line(error)}"
             ) from error
 
     def memory(self, number: int) -> Tensor | None:
@@ -163,8 +163,8 @@ class IpcBuckets(DeviceBuckets):
             return [protocol.device_memory.share(memory) for memory in self._memories]
         except RuntimeError as error:
             raise SyncError(
-                f"memory of this device cannot be shared with {connection.name} (CUDA IPC): {first_line(error)}. Where "
-                "this machine does not allow it, set rollout.transport=shared"
+                f"memory of this device cannot be shared with {connection.name} (CUDA IPC): {first_line(error)}. If "
+                "this machine does not allow CUDA IPC, set rollout.transport=shared"
             ) from error
 
     def finish(self, number: int) -> dict[str, Any]:
@@ -217,8 +217,8 @@ class BroadcastGroup:
             raise SyncError(f"bucket {number} did not go through the group: {error}", late) from error
 
     def leave(self) -> None:
-        """Drop the group after a failure; the next sync creates another. What it still does is aborted, because NCCL's
-        watchdog would end this process over it. A thread does that, because it may take a while."""
+        """Drop the group after a failure; the next sync creates another. Its pending operations are aborted, because
+        NCCL's watchdog would end this process because of them. A thread does this, because it may take a while."""
         abandoned = [self._group, self._works]
         self._group, self._works = None, {}
 

@@ -21,14 +21,19 @@ def compare(
         lacking = [name for name in sent if name not in sums]
         if lacking:
             raise SyncError(
-                f"{receiver} did not say what it {verb} of {_first_names(lacking)}, version {version}: it is not proven"
+                f"{receiver} did not report checksums of {_first_names(lacking)} that it {verb}, version {version}, "
+                "so the sync cannot be verified"
             )
     wrong = [name for name, value in sent.items() if received[name] != value]
     if wrong:
-        raise SyncError(f"{receiver} received other bytes than were sent, version {version}: {_first_names(wrong)}")
+        raise SyncError(
+            f"{receiver} received bytes that differ from the sent bytes, version {version}: {_first_names(wrong)}"
+        )
     wrong = [name for name, value in sent.items() if placed is not None and placed[name] != value]
     if wrong:
-        raise SyncError(f"{receiver} holds other values than it was sent, version {version}: {_first_names(wrong)}")
+        raise SyncError(
+            f"{receiver} holds values that differ from the sent values, version {version}: {_first_names(wrong)}"
+        )
 
 
 def _first_names(names: Sequence[str]) -> str:
@@ -53,7 +58,7 @@ def check_parity(
     empty = np.zeros(0)
     expected, sampled = (np.concatenate([empty, *parts]).astype(np.float64) for parts in (trainer, engine))
     if expected.shape != sampled.shape:
-        raise SyncError(f"{receiver} gave {sampled.size} logprobs for {expected.size} tokens, version {version}")
+        raise SyncError(f"{receiver} returned {sampled.size} logprobs for {expected.size} tokens, version {version}")
     if not expected.size:
         return 0.0
     limit = max(PARITY[dtype] for dtype in dtypes)
@@ -63,8 +68,8 @@ def check_parity(
         worst = int(np.nanargmax(np.where(np.isfinite(distance), distance, np.inf)))
         raise SyncError(
             f"{receiver} samples from another distribution than the trainer trains, version {version}: logprobs of "
-            f"{expected.size} tokens differ by {mean:.2g} in the mean, where {'/'.join(dict.fromkeys(dtypes))} "
-            f"explains at most {limit:g}; most where the engine says {sampled[worst]:.4g} and the trainer "
-            f"{expected[worst]:.4g}"
+            f"{expected.size} tokens differ by {mean:.2g} on average, but rounding in "
+            f"{'/'.join(dict.fromkeys(dtypes))} explains at most {limit:g}. The largest difference: "
+            f"{sampled[worst]:.4g} in the engine, {expected[worst]:.4g} in the trainer"
         )
     return mean
