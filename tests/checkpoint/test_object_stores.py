@@ -613,7 +613,7 @@ def test_a_run_that_is_stopped_uploads_what_it_has_saved(files: OpenedStore, tmp
     run.wait(120.0)
     assert run.status == 143, run.errors()
     (step,) = RemoteRun(files.store("run")).steps()
-    assert f"Go on with: weft sft --resume {url}" in run.output()
+    assert f"Resume with: weft sft --resume {url}" in run.output()
     summary = json.loads(files.store("run").read("summary.json") or b"")
     assert summary["stopped"] == "SIGTERM" and summary["saved"] == f"{url}/checkpoints/step-{step:06d}"
 

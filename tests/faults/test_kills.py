@@ -173,7 +173,9 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(number: signal.Signals, tmp
     run.wait(60)
     out, err = run.output(), run.errors()
     assert run.status == 128 + number, err
-    advice = re.search(rf"^stopped  by {number.name} after step (\d+)\. Go on with: weft sft --resume (.+)$", out, re.M)
+    advice = re.search(
+        rf"^stopped  by {number.name} after step (\d+)\. Resume with: weft sft --resume (.+)$", out, re.M
+    )
     assert advice is not None and advice[2] == str(run_folder)
     step = int(advice[1])
     assert complete_steps(run_folder / "checkpoints")[-1] == step == len(lines(run_folder))

@@ -192,7 +192,7 @@ def test_rollouts_alone_go_on_behind_the_last(
 
     with pytest.raises(StoppedError):
         start(task, run, "train.steps=4", "track.report_to=[tensorboard]", rollout_only=True, hook=strike)
-    assert f"after step 2. Go on with: weft rl --resume {run} --rollout-only" in capsys.readouterr().out
+    assert f"after step 2. Resume with: weft rl --resume {run} --rollout-only" in capsys.readouterr().out
     start(task, run, resume=True, rollout_only=True)
     assert "resumed  behind rollout step 2" in capsys.readouterr().out
     assert lines_of(run) == lines_of(unbroken) and rollouts_of(run) == rollouts_of(unbroken)
@@ -216,7 +216,7 @@ def test_training_from_rollouts_goes_on_from_the_same_ones(
     with pytest.raises(StoppedError):
         start(task, run, *whole_keys(task), replay=rollouts_there, hook=strike)
     printed = capsys.readouterr().out
-    assert f"Go on with: weft rl --resume {run} --replay {rollouts_there}" in printed
+    assert f"Resume with: weft rl --resume {run} --replay {rollouts_there}" in printed
     start(task, run, resume=True, replay=rollouts_there)
     assert "resumed  step 2" in capsys.readouterr().out
 
@@ -265,7 +265,7 @@ def test_a_signal_ends_and_saves_the_step(
     with pytest.raises(StoppedError) as stopped:
         start(task, run, *whole_keys(task), hook=strike)
     assert stopped.value.number == signal.SIGTERM
-    assert "stopped  by SIGTERM after step 2. Go on with: weft rl --resume" in capsys.readouterr().out
+    assert "stopped  by SIGTERM after step 2. Resume with: weft rl --resume" in capsys.readouterr().out
     assert json.loads((run / "summary.json").read_text())["stopped"] == "SIGTERM"
     start(task, run, resume=True)
     same_run(run, complete_run)

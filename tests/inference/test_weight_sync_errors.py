@@ -169,8 +169,8 @@ PLANTS: dict[str, tuple[Callable[[Attempt], Any], str]] = {
     "withheld": (lambda a: a.rows.pop(1), "1 of 3 tensors did not come with version 3: b"),
     "misnamed": (lambda a: _row(a, 1, name="d"), "d came with version 3 and is not in its manifest"),
     "doubled": (lambda a: a.rows.append(a.rows[0]), "a came twice with version 3"),
-    "of another dtype": (lambda a: _row(a, 1, dtype="float16"), "b came with version 3 as float16 .5., but the manifest has"),
-    "of another shape": (lambda a: _row(a, 0, shape=(3, 2)), "a came with version 3 as float32 .3, 2., but the manifest has"),
+    "of another dtype": (lambda a: _row(a, 1, dtype="float16"), "b came with version 3 as float16 .5., but"),
+    "of another shape": (lambda a: _row(a, 0, shape=(3, 2)), "a came with version 3 as float32 .3, 2., but"),
     "truncated": (
         lambda a: a.rows.__setitem__(2, BucketTensor(a.rows[2].entry, 4096 - 8)),
         "c came with version 3 cut short: 8 of 32 bytes",
@@ -181,7 +181,7 @@ PLANTS: dict[str, tuple[Callable[[Attempt], Any], str]] = {
         "engine-0 holds values that differ from the sent values, version 3: c",
     ),
     "not read back": (
-        lambda a: setattr(a, "placed", {"a": a.sums["a"]}), "engine-0 did not say what it placed of b, c, version 3",
+        lambda a: setattr(a, "placed", {"a": a.sums["a"]}), "engine-0 did not report checksums of b, c",
     ),
     "of an older version": (lambda a: setattr(a, "version", 2), "stale weights: version 2 was sent, but version 3 was "),
 }  # fmt: skip

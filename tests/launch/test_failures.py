@@ -610,9 +610,9 @@ def test_the_launcher_gets_a_limit_for_endings_where_torch_has_one(
 def test_a_controller_that_does_not_come_back_is_shown_where_it_is(tmp_path: Path) -> None:
     frame = sys._getframe()
     text = failure.hang_message(12.0, frame, tmp_path, "weft rl --resume RUN")
-    assert "from one call for 12 seconds (train.timeout)" in text and text.endswith("Go on with: weft rl --resume RUN")
+    assert "in one call for 12 seconds (train.timeout)" in text and text.endswith("Resume with: weft rl --resume RUN")
     assert "in test_a_controller_that_does_not_come_back_is_shown_where_it_is" in text
-    assert "longer than that:\n\n" in failure.hang_message(12.0, None, tmp_path, "weft rl --resume RUN")
+    assert "longer:\n\n" in failure.hang_message(12.0, None, tmp_path, "weft rl --resume RUN")
 
 
 CONTROLLER = """

@@ -125,7 +125,7 @@ def test_a_broken_package_is_an_error_of_those_who_name_it(broken: Path, tmp_pat
     expected = [
         f"rl.algorithm: tilted is broken.without:DECLARES of broken 0.3, which {missing}",
         "rl.algorithm: quits is broken.quits:DECLARES of broken 0.3, which cannot be imported: SystemExit: no licence",
-        "rl.algorithm: broken:NOTHING of broken 0.3 is no tuple of what",
+        "rl.algorithm: broken:NOTHING of broken 0.3 is not a tuple of objects",
         f"rl.advantage is tilt: it must be one of gae, grpo, .* {missing}",
         f"rl.environment: maze is broken.without:Maze of broken 0.3, which {missing}",
         f"rl.reward: .*nice is broken.without:nice of broken 0.3, which {missing}",

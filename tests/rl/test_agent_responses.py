@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stream_options": ({"stream_options": {"include_obfuscation": True}}, "which this endpoint does not do"),
     "temperature": ({"temperature": 0.2}, "the run samples with rollout.temperature=1"),
     "text": ({"text": {"format": {"type": "json_schema"}}}, "which this endpoint does not do"),
-    "tool_choice": ({"tool_choice": {"type": "function", "name": "add"}}, "the policy decides itself"),
+    "tool_choice": ({"tool_choice": {"type": "function", "name": "add"}}, "the policy decides"),
     "tools[0].type": ({"tools": [{"type": "web_search"}]}, "is 'web_search'; this endpoint reads function"),
     "tools[0].defer_loading": ({"tools": [{**TOOL, "defer_loading": True}]}, "has no effect here"),
     "top_logprobs": ({"top_logprobs": 2}, "which this endpoint does not do"),
@@ -165,7 +165,7 @@ def test_what_would_be_ignored_is_refused() -> None:
     (first,) = responses(Scripted("four"), {**ASKED, "store": False})
     bodies = [{**ASKED, "store": False}, {**ASKED, "previous_response_id": first["id"]}]
     _, (status, answer) = asked(Scripted("four"), *bodies, path="/responses", longest=100)
-    assert status == 400 and "was asked for with `store: false`" in answer["error"]["message"]
+    assert status == 400 and "was requested with `store: false`" in answer["error"]["message"]
 
 
 # ---------------------------------------------------------------- the packages that agents use

@@ -278,8 +278,8 @@ def test_an_agent_that_fails_costs_its_episode(tmp_path: Path) -> None:
     assert errors["raises"].endswith(": ValueError: no idea")
     assert errors["exits"].endswith(": its process ended with status 3")
     assert errors["hangs"].endswith(" took more than 1 seconds")
-    assert "gave 'good' for a reward, which is no number" in errors["text"]
-    assert "gave no reward: return one" in errors["nothing"]
+    assert "returned 'good' as its reward, which is not a number" in errors["text"]
+    assert "returned no reward: return it" in errors["nothing"]
     assert not any(by_play[name].counts for name in ("raises", "exits", "hangs", "text", "nothing"))
     assert (by_play["posts"].reward, by_play["posts"].notes["why"], by_play["well"].reward) == (0.5, "posted", 1.0)
     assert all(sample.length for sample in by_play.values())  # what they drew is recorded
@@ -357,11 +357,11 @@ def test_where_the_endpoint_listens() -> None:
 
 
 REFUSED = {
-    "temperature": (0.2, "the run samples with rollout.temperature=1"), "seed": (3, "seeds are those of the run"),
-    "n": (2, "which this endpoint does not do"), "model": ("gpt-9", "is not served here"),
+    "temperature": (0.2, "the run samples with rollout.temperature=1"), "seed": (3, "the run sets seeds"),
+    "n": (2, "which this endpoint does not support"), "model": ("gpt-9", "is not served here"),
     "messages": ([{"role": "assistant", "content": "x"}], "the last message is the assistant's"),
     "max_tokens": (0, "must be 1 or more"), "best_of": (2, "has no effect here"),
-    "tool_choice": ("required", "the policy decides itself"), "tools": ("add", "must be a list of objects"),
+    "tool_choice": ("required", "because the policy decides"), "tools": ("add", "must be a list of objects"),
     "stop": (5, "must be a text or a list"), "chat_template_kwargs": ("x", "must be an object"),
 }  # fmt: skip
 
@@ -437,7 +437,7 @@ def test_what_would_be_ignored_is_refused() -> None:
         assert answer["error"]["param"] in (name, None)
     assert asked(Scripted("four"), body, key="other")[0][0] == 401
     status, answer = asked(Scripted("four"), body, path="/completions")[0]
-    assert status == 404 and "there are POST /v1/chat/completions" in answer["error"]["message"]
+    assert status == 404 and "the routes are POST /v1/chat/completions" in answer["error"]["message"]
     long = {**body, "messages": [{"role": "user", "content": "2" * 2500}]}
     assert asked(Scripted("four"), long)[0][1]["error"]["code"] == "context_length_exceeded"
     statuses = [status for status, _ in asked(Scripted("four"), *[body] * 3, max_turns=2)]

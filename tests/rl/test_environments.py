@@ -155,7 +155,7 @@ def test_plain_text_goes_behind_an_answer_as_it_stands() -> None:
     prompt = Prompt(0, 0, tuple(TOKENIZER("> ")["input_ids"]), "> ")
     (sample,) = play(Scripted("say x", "done", end=False), episodes(Blocking), prompt).samples
     assert TOKENIZER.decode(sample.completion()) == "say x\n> done" and sample.rewards == {}
-    with pytest.raises(UserError, match="the prompt is a text, and rl.environment replies with messages"):
+    with pytest.raises(UserError, match="the prompt is a text, but rl.environment replies with messages"):
         play(Scripted("say x", "done"), episodes(Echo), prompt)
 
 
@@ -204,7 +204,7 @@ ENDS = {
     "crash": ": its process was ended by signal 11",
     "be_killed": ": its process was ended by signal 9",
     "run_out": ": MemoryError: MemoryError",
-    "nothing": ": TypeError: returned None, which is no Reply (weft.rl.environments.base)",
+    "nothing": ": TypeError: returned None, which is not a Reply (weft.rl.environments.base)",
     "nan": ": ValueError: `reward` of a Reply is nan",
     "unsendable": ": its reply cannot be sent: cannot pickle",
     "words": ": TypeError: `messages` and `calls` of a Reply are lists of dicts",
@@ -386,8 +386,8 @@ def test_results_of_the_calculator(call: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("tests.rl.test_environments:Scripted", "is no environment: write a class of"),
-        ("tests.support.environments:Blocking", "rl.reward is empty, and .* gives no rewards"),
+        ("tests.rl.test_environments:Scripted", "is not an environment: write a subclass of"),
+        ("tests.support.environments:Blocking", "rl.reward is empty, and .* returns no rewards"),
         ("tests.rl.test_environments:Absent", "has no Absent"),
     ],
 )

@@ -98,9 +98,9 @@ def test_what_cannot_be_a_game() -> None:
     opening = Reply(messages=[{"role": "user", "content": "Guess."}])
     with pytest.raises(EnvironmentFailure, match="more than rollout.max_prompt_tokens=5"):
         episodes.opened(QUESTION, opening)
-    with pytest.raises(EnvironmentFailure, match="was done before the first answer"):
+    with pytest.raises(EnvironmentFailure, match="returned done=True before the first answer"):
         episodes.opened(QUESTION, Reply(done=True))
-    with pytest.raises(UserError, match="is a text, and rl.environment begins with messages"):
+    with pytest.raises(UserError, match="is a text, but rl.environment starts with messages"):
         episodes.opened(Prompt(0, 0, (5,), "> "), opening)
     text = replace(episodes, most_prompt=99).opened(Prompt(0, 0, (5,), "> "), Reply(tokens=[6, 7], text=None))
     assert text.tokens == (5, 6, 7)
@@ -166,7 +166,7 @@ def test_gymnasiums_own_games() -> None:
     assert "[S]FFF" in str(TOKENIZER.decode(sample.prompt.tokens)) and sample.turns == 4 and sample.trained
     assert "Answer with a number from 0 to 3." in shown(sample, False) and "(Left)" in shown(sample, False)
     assert sample.rewards == {"environment": 0.0}
-    with pytest.raises(UserError, match="gymnasium:NoGame-v9 cannot be made: .*NoGame"):
+    with pytest.raises(UserError, match="gymnasium:NoGame-v9 cannot be created: .*NoGame"):
         load_class("gymnasium:NoGame-v9")
 
 

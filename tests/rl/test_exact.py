@@ -172,7 +172,7 @@ def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
     assert run(2, proofs, saved_model("qwen3"), {}) == [ExactnessResult(tokens, 0, 0.0, 0)] * 2
     first, second = run(2, proofs, saved_model("llama"), {"sampling": "merged"})
     assert first == second
-    assert "or more have another logprob in the trainer, by" in first and "set lora.sampling=separate" in first
+    assert "have a different logprob in the trainer, by at most" in first and "set lora.sampling=separate" in first
 
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -198,7 +198,7 @@ def test_adapters_beside_the_base_are_exact(lora: dict[str, Any]) -> None:
     [
         ("qwen3_moe", {"targets": ("mlp.experts.down_proj",)}, "Remove experts from lora.targets"),
         ("qwen3_moe", {"base": "int8"}, "experts in lora.base=int8 are not exact"),
-        ("llama", {"targets": ("lm_head",), "sampling": "separate"}, "leave the head out of lora.targets"),
+        ("llama", {"targets": ("lm_head",), "sampling": "separate"}, "remove the head from lora.targets"),
     ],
 )
 def test_adapters_that_are_not_exact_are_refused(family: str, lora: dict[str, Any], words: str) -> None:
@@ -206,7 +206,7 @@ def test_adapters_that_are_not_exact_are_refused(family: str, lora: dict[str, An
 
 
 def test_completions_that_depend_on_the_batch_alone_are_said_without_logprobs() -> None:
-    words = "to try it, 3 completions depend on what is generated beside them. Because"
+    words = "for the check at start, 3 completions depend on the other requests of the batch. Because"
     with (
         mock.patch.object(proof, "_compare", return_value=ExactnessResult(10, 0, 0.0, 3)),
         mock.patch.object(proof, "_requests"),
@@ -240,8 +240,8 @@ def test_an_engine_of_its_own_is_tried_on_the_runs_prompts_before_training() -> 
     assert asyncio.run(tried(0.0)).startswith("exact    64 tokens sampled by vllm")
     with pytest.raises(UserError) as refused:
         asyncio.run(tried(2.0**-20))
-    assert "32 of 64 tokens that it sampled for 8 of this run's prompts have another logprob" in str(refused.value)
-    assert "by 4.8e-07 in the mean and 9.5e-07 at most" in str(refused.value)
+    assert "32 of 64 tokens that it sampled for 8 of this run's prompts have a different logprob" in str(refused.value)
+    assert "by 4.8e-07 on average and at most 9.5e-07" in str(refused.value)
     assert "VLLM_BATCH_INVARIANT" in str(refused.value) and "rollout.engine=embedded" in str(refused.value)
 
 
@@ -249,5 +249,5 @@ def test_a_sample_that_differs_in_one_bit_is_named() -> None:
     compared = sample(0, 3, 1.0, old_logprobs=[-1.0, -2.0, -3.0], rollout_logprobs=[-1.0, -2.0, -3.0])
     require_exact([compared, sample(1, 3, None)])  # that one is not trained
     compared.rollout_logprobs[4] = np.nextafter(np.float32(-2.0), np.float32(0))
-    with pytest.raises(UserError, match=r"sample 0\.0/0: 1 of 3 tokens .* the first is token 1 of what was sampled"):
+    with pytest.raises(UserError, match=r"sample 0\.0/0: 1 of 3 tokens .* The first is sampled token 1:"):
         require_exact([compared])

@@ -156,7 +156,7 @@ def test_a_reply_that_cannot_be_taken_costs_its_sample(data: Path, tmp_path: Pat
     sample, _ = play(prompt, episodes(images), data, ask="<|image_pad|>")
     assert not sample.trained and "a text holds <|image_pad|>" in sample.notes["error"]
     for reply in (Reply(text="<|image_pad|>"), Reply(tokens=[prompt.placeholders[0]])):
-        with pytest.raises(EnvironmentFailure, match="replied with a token that stands for an image"):
+        with pytest.raises(EnvironmentFailure, match="replied with a placeholder token of an image"):
             episodes(images).reply_tokens(prompt, reply, True, None)
     with pytest.raises(EnvironmentFailure, match=r"part 1 of `content` is of type \"sound\""):
         episodes(images).reply_tokens(
@@ -166,7 +166,7 @@ def test_a_reply_that_cannot_be_taken_costs_its_sample(data: Path, tmp_path: Pat
 
 def test_models_that_take_no_images_are_named(data: Path) -> None:
     (prompt,), images = read(FAMILY, [question_row("who?", "b")])
-    with pytest.raises(UserError, match="Gallery replied with an image, and this model cannot be trained on images: x"):
+    with pytest.raises(UserError, match="Gallery replied with an image, but this model cannot be trained on images: x"):
         play(prompt, episodes(images, room=ImageRoom(900, 0.5, "x")), data)
     with pytest.raises(UserError, match=r"a reply to .* has images, and model.path is a text-only model"):
         play(replace(prompt, images=None, placeholders=()), episodes(None), data)

@@ -220,9 +220,9 @@ def test_an_advantage_of_ones_own() -> None:
     groups = [group([0.5, 3.0, None, 1.0])]
     advantages(groups, algorithm(advantage="own_rl:ranks"))
     assert firsts(groups) == [[0.0, 2.0, 0.0, 1.0]]
-    with pytest.raises(UserError, match=r"own_rl:wrong must give sample 0.0/0 one finite number, or 2 of them"):
+    with pytest.raises(UserError, match=r"own_rl:wrong must return one finite number for sample 0.0/0, or 2 numbers"):
         advantages(groups, algorithm(advantage="own_rl:wrong"))
-    with pytest.raises(UserError, match="own_rl:number is no function"):
+    with pytest.raises(UserError, match="own_rl:number is not a function"):
         advantages(groups, algorithm(advantage="own_rl:number"))
 
 

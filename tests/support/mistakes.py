@@ -264,9 +264,9 @@ OF_DATA = [
 OF_MODELS = [
     Mistake("no tokenizer", sft(), ["holds no tokenizer", "tokenizer.json"], None, DATA,
             {"tiny/tokenizer.json": None, "tiny/tokenizer_config.json": None}),
-    Mistake("weights cut short", sft(), ["is cut short: 3 bytes", "Download or save the adapter again"], None, DATA,
+    Mistake("weights cut short", sft(), ["is cut short: 3 bytes", "Fetch or write it again"], None, DATA,
             {"tiny/model.safetensors": b"abc"}),
-    Mistake("a broken config.json", sft(), ["tiny/config.json: is not JSON", "Download or save the adapter again"], None, DATA,
+    Mistake("a broken config.json", sft(), ["tiny/config.json: is not JSON", "Fetch or write it again"], None, DATA,
             {"tiny/config.json": "{"}),
     Mistake("weights in a pickle", sft(), ["a pickle, which weft does not open", "save_pretrained"], None, DATA,
             {"tiny/model.safetensors": None, "tiny/pytorch_model.bin": b"abc"}),

@@ -184,7 +184,7 @@ def engines() -> dict[str, RlCase]:
     cases["a rollout engine answers nonsense"] = RlCase(
         fault=RlFault(do="an engine answers nonsense"), when="generating, step 1", words=hf_engine,
         **goes_on | {"on": "one process"},
-        says=["rollout engine 0 is replaced, .*has answered what is no completion: ValueError: logprob nan", back],
+        says=["rollout engine 0 is replaced, .*returned an invalid completion: ValueError: logprob nan", back],
     )  # fmt: skip
     cases["a rollout engine is killed each time"] = RlCase(
         fault=RlFault(do="kill", **generating), status=10, words=[*hf_engine, "rollout.restarts=1"], **ends,
@@ -343,7 +343,7 @@ def controllers() -> dict[str, RlCase]:
             cases[f"{name}, {when}"] = RlCase(
                 fault=fault, status=128 + number, saved=0 if early else 2, lost="" if early else "nothing", **common,
                 tidy=not (early and do == "terminate"),
-                says=[] if early else [rf"stopped  by {name} after step 2\. Go on with: weft rl --resume run"],
+                says=[] if early else [rf"stopped  by {name} after step 2\. Resume with: weft rl --resume run"],
             )  # fmt: skip
         for on in ("one process", "Ray, 1 rank") if phase in ("generate", "update", "save") else ("one process",):
             name = f"the controller is killed, {when}" + (", with Ray" if "Ray" in on else "")
@@ -386,7 +386,7 @@ def raising() -> dict[str, RlCase]:
         cases["what computes advantages hangs" + (", with Ray" if "Ray" in on else "")] = RlCase(
             fault=RlFault(who="controller", do="sleep", phase="advantages", nth=2), status=11, saved=1, on=on,
             when="computing advantages, step 2", words=["train.timeout=10"], tidy=False,
-            says=[r"has not come back from one call for 1\d seconds \(train.timeout\)", "compute_advantages", "Go on"],
+            says=[r"has been in one call for 1\d seconds \(train.timeout\)", "compute_advantages", "Resume"],
         )  # fmt: skip
     return cases
 
@@ -420,7 +420,7 @@ OTHERS = {
     "a sync brings other bytes": RlCase(
         fault=RlFault(do="another checksum"), when="syncing weights, before step 1", status=1, saved=0,
         words=["rollout.engine=hf"],
-        says=["rollout.restarts is 3", "received bytes that differ from the sent bytes, version 0", "weft rl --resume run"],
+        says=["rollout.restarts is 3", "bytes that differ from the sent bytes, version 0", "weft rl --resume run"],
     ),
     "port in use": RlCase(
         fault=RlFault(do="port in use"), when="before loading", status=2, saved=0, on="Ray, 2 ranks",

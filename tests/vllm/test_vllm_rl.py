@@ -166,7 +166,7 @@ def test_exact_mode_is_refused_with_the_mismatch_that_was_measured(home: Path, d
     words = ["rl", str(ROOT / "examples/rl_arithmetic_cpu.yaml"), "rollout.engine=vllm", "rl.on_policy=exact"]
     out = weft(home, *words, "run.dir=.demo/exact", status=2)
     match = re.search(
-        r"rl.on_policy=exact: .*rollout.engine=vllm.* (\d+) of (\d+) tokens .* by (\S+) in the mean and (\S+) at most",
+        r"rl.on_policy=exact: .*rollout.engine=vllm.* (\d+) of (\d+) tokens .* by (\S+) on average and at most (\S+)\.",
         out,
     )
     assert match, out

@@ -92,7 +92,7 @@ def _from_to(first: Sequence[float], last: Sequence[float], has_means: bool, ste
 
 def say_stopped(stopped_by: str, step: int, resume_command: str) -> None:
     """Prints that a run stopped early. stopped_by: the signal, or the eval key, that ended it."""
-    say(f"stopped  by {stopped_by} after step {step}. Go on with: {resume_command}")
+    say(f"stopped  by {stopped_by} after step {step}. Resume with: {resume_command}")
 
 
 def say_finished(folder: Path, step: int, steps: int, stopped_by: str | None, ranks: Ranks, advice: str) -> None:

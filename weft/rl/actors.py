@@ -46,8 +46,9 @@ class ActorResources:
 
 @dataclass(frozen=True)
 class DevicePlaces:
-    """Where cluster.devices puts the actors of a run. devices: all that are named, in order. bundle: what each device
-    reserves. roles: role -> indices of its devices among these. shares: role -> what each of its actors requests."""
+    """The placement of a run's actors by cluster.devices. devices: all named devices, in order. bundle: the resources
+    that each device reserves. roles: role -> indices of its devices. shares: role -> the resources that each of its
+    actors requests."""
 
     devices: Sequence[int]
     bundle: Bundle
@@ -56,8 +57,8 @@ class DevicePlaces:
 
 
 def device_places(config: RlConfig, gpu: bool) -> DevicePlaces:
-    """The places of cluster.devices. Engines that are servers are left out: they have devices of trainer ranks, or of
-    their own, and several each. gpu: whether devices are CUDA devices."""
+    """The placement by cluster.devices. Server engines are omitted: each uses several devices, of trainer ranks or
+    separate. gpu: whether devices are CUDA devices."""
     lists = dict(device_lists(config.cluster.devices))
     if config.rollout.engine in SERVERS:
         lists.pop("rollout", None)

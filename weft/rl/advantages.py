@@ -26,7 +26,7 @@ Estimator = Callable[[Sequence[SampleGroup], RlAlgorithm], Estimates]
 def advantages(groups: Sequence[SampleGroup], config: RlAlgorithm) -> dict[str, float]:
     """Set the advantages of all samples, and their `returns` with gae; returns metrics of rewards and values.
 
-    Samples that have no reward or are not trained get advantages of zero and are left out of all means.
+    Samples without a reward or without training get advantages of zero, and no mean includes them.
     """
     for group in groups:
         for sample in group.samples:
@@ -64,12 +64,12 @@ def value_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def choose_estimator(name: str) -> Estimator:
-    """One of weft's estimators, or the user's at an import path. UserError if the path does not name a callable."""
+    """A built-in estimator, or the user's at an import path. UserError if the path does not name a callable."""
     if name in ADVANTAGES:
         return ADVANTAGES[name].estimate
     loaded = import_named(name, "rl.advantage")
     if not callable(loaded):
-        raise UserError(f"rl.advantage: {name} is no function of (groups, config).")
+        raise UserError(f"rl.advantage: {name} is not a function of (groups, config).")
     estimator: Estimator = loaded
     return estimator
 
@@ -78,8 +78,8 @@ def _set(sample: Sample, estimate: Any, name: str) -> None:
     values = np.asarray(estimate, np.float64)
     if values.shape not in ((), (sample.length,)) or not np.isfinite(values).all():
         raise UserError(
-            f"rl.advantage: {name} must give sample {sample.id} one finite number, or {sample.length} of them, one for "
-            f"each token that the policy drew; it gave {estimate!r}."
+            f"rl.advantage: {name} must return one finite number for sample {sample.id}, or {sample.length} numbers, "
+            f"one for each sampled token; it returned {estimate!r}."
         )
     assert sample.advantages is not None
     sample.advantages[sample.sampled] = values

@@ -55,7 +55,7 @@ class BatchPool:
         return await future
 
     def _deal_soon(self) -> None:
-        """Deal after all coroutines that are ready now have queued their requests."""
+        """Assign requests after all ready coroutines have queued theirs."""
         if not self._dealing and not self._is_paused:
             self._dealing = True
             loop = asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class BatchPool:
                 self._began.pop(key, None)
 
     def _checked(self, number: int, answer: Any) -> tuple[Mapping[int, list[Completion]], int]:
-        """The answer of actor `number`. ActorError if it makes no sense."""
+        """The answer of actor `number`. ActorError if it is invalid."""
         finished, drawn = answer
         return finished, drawn
 
@@ -154,11 +154,11 @@ class BatchPool:
         await self.resume()
 
     async def _end_all(self) -> list[Any]:
-        """What the actors have of the requests that they are working on."""
+        """The partial completions of the requests that actors work on."""
         return await self.actors.call_all("end")
 
     async def _end_unwanted(self) -> None:
-        """End the requests whose answers nobody waits for: their agents were killed, or have ended."""
+        """End the requests of agents that were killed or have ended."""
         entries = [*self._waiting, *self._running.values()]
         assert all(future.done() for _, future in entries), "requests are being answered"
         if entries:
@@ -323,7 +323,7 @@ class StandalonePool(BatchPool):
             for key, completions in finished.items():
                 require_completions(self._running[key][0], completions, self._vocab_size)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            text = f"{self.actors.name} {number} has answered what is no completion: {type(error).__name__}: {error}"
+            text = f"{self.actors.name} {number} returned an invalid completion: {type(error).__name__}: {error}"
             raise ActorError(text, "failed") from error
         return finished, int(drawn)
 

@@ -24,7 +24,7 @@ from weft.inference.types import Prompt
 
 Message = Mapping[str, Any]
 
-_ANSWER = "answer"  # stands for the policy's answer: what the template writes after an answer does not depend on it
+_ANSWER = "answer"  # replaces the policy's answer: the template's text after an answer must not depend on the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,9 @@ class ChatRenderer:
         return str(self.encoding.chat_template or self.tokenizer.get_chat_template())
 
     def rendered_question(self, source: str, messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[int, ...]:
-        """Token ids of a conversation up to the start of the answer. Unlike question(), it accepts what the template
-        leaves out, such as the thoughts of earlier answers. UserError if the template cannot render it."""
+        """Token ids of a conversation up to the start of the answer. Unlike question(), it accepts messages that the
+        template omits or shortens, such as the thoughts of earlier answers. UserError if the template cannot render it.
+        """
         chat = self._conversation(source, messages, row)
         answers, kwargs = self._answers(source, chat, ())
         try:
@@ -93,15 +94,14 @@ class ChatRenderer:
         """The tokens between an answer and the next one, with the messages `following` (tool results, user turns)
         between them.
 
-        The tokens are what the template writes after a stand-in answer, so that sampled text is never rendered or
-        tokenised again. calls: the answer's tool calls, if the template needs them to render their results.
-        reply_images:
-        images of earlier replies. UserError if the template would render the earlier messages differently, or if the
-        model takes no images; BadRowError for messages and images that cannot be read.
+        The tokens are the template's output after a placeholder answer, so sampled text is never rendered or tokenised
+        again. calls: the answer's tool calls, if the template needs them to render their results. reply_images: images
+        of earlier replies. UserError if the template would render the earlier messages differently, or if the model
+        takes no images; BadRowError for messages and images that cannot be read.
         """
         source, prompt_messages = prompt.source, prompt.messages
         following, new_images = self._take_images(source, following)
-        assert prompt_messages is not None, "a text is continued as text"
+        assert prompt_messages is not None, "a text prompt can only be continued with text"
         answer: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
         if calls:
             answer = {"role": "assistant", "content": "", "tool_calls": list(calls)}
@@ -119,12 +119,12 @@ class ChatRenderer:
             )
         except AmbiguousAnswerError as error:
             raise UserError(
-                f"{source}: cannot tell how the chat template goes on behind an answer: {error}. Set "
+                f"{source}: cannot determine the chat template's output after an answer: {error}. Set "
                 "data.chat_template to one that renders each message by itself."
             ) from error
         except RenderError as error:
             raise UserError(
-                f"{source}: the chat template refused what the environment replied: {first_line(error)}. Reply with "
+                f"{source}: the chat template cannot render the environment's reply: {first_line(error)}. Reply with "
                 "other messages, or set data.chat_template."
             ) from error
         except RenderLimitError as error:
@@ -132,9 +132,9 @@ class ChatRenderer:
         start, end = mask.spans[-1]
         if not header or not text.startswith(header.rstrip()) or text[:end] != mask.text[:end]:
             raise UserError(
-                f"{source}: the chat template writes what came first otherwise once more follows, so that a longer "
-                "conversation does not extend the tokens of a shorter one. Set data.chat_template to one that renders "
-                "each message by itself, or let the environment reply with `text`."
+                f"{source}: the chat template renders earlier messages differently when messages are added, so the "
+                "tokens of a longer conversation do not extend those of a shorter one. Set data.chat_template to "
+                "one that renders each message by itself, or let the environment reply with `text`."
             )
         closing = self._encoder.plain([text[start:end]])[0][-1:]
         special, after = set(self.tokenizer.added_tokens_decoder), text[end:]
@@ -146,7 +146,7 @@ class ChatRenderer:
         return Continuation(tuple(closing), tuple(self.tokens([after])[0]), reply_images)
 
     def _take_images(self, source: str, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[Image, ...]]:
-        """The messages, with a bare part in place of each image, and the images."""
+        """The messages, with an empty image part for each image, and the images."""
         if not any(isinstance(message.get("content"), list) for message in messages):
             self._refuse_marks(source, messages)
             return messages, ()

@@ -4,7 +4,7 @@ During a weight sync both are awake, so each keeps only what the sync needs: the
 weights. The trainers' other parts move to host memory before the sync. The engine's cache is allocated after the
 parameters have moved to host memory too.
 
-Reward models in the trainers' ranks score when all samples of a round are drawn, and so wake with the trainers.
+Reward models in the trainers' ranks score after all samples of a round are drawn, so they wake with the trainers.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class DeviceSharing:
     """Switches between rollouts and training: `await switch.to_rollouts(version)`, generate, `await
     switch.to_training()`, train.
 
-    sharing: the trainers, and the separate ranks of other models, that use the engines' devices; empty if none does,
-    so that all stay awake. parts: their parts that sleep during rollouts. scores: whether reward models are among
-    them.
+    sharing: the trainers, and the separate ranks of other models, that use the engines' devices; empty if none does;
+    then all stay awake. parts: the parts that sleep during rollouts. scores: whether reward models are among the
+    sharing ranks.
     """
 
     def __init__(

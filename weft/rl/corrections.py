@@ -1,14 +1,14 @@
 """Corrects for the difference between the policy that an engine sampled from (`rollout`) and the trainer's (`old`).
 
 Both have the same weights, but the engine's kernels round differently. This file measures the difference and sets the
-factors on the tokens' losses. Their formulas are in weft/engine/losses/correction.py.
+importance weights of the tokens' losses. Their formulas are in weft/engine/losses/correction.py.
 
 An engine that truncates sampling (top-p, top-k, min-p) reports logprobs renormalised over the kept tokens. Adding the
 log of the kept tokens' total probability (`kept_logmass`) gives the logprob over the whole vocabulary, which a trainer
-computes. So the ratio rho is 1 where engine and trainer compute the same. The change of the kept share during training
-is neglected. vLLM reports no kept_logmass. With rollout.allow_truncated its samples are trained as they come: rho is
-then the ratio of the trainer's policy and the truncated distribution that the token was drawn from, at most 1 by the
-kept share, and sampling/kept_share is the mean of that share. Without the key such samples are refused.
+computes. So the ratio rho is 1 if engine and trainer compute the same. The change of the kept share during training is
+neglected. vLLM reports no kept_logmass, so such samples are refused unless rollout.allow_truncated is set. rho is then
+the ratio of the trainer's policy and the truncated distribution, which includes the kept share as a factor;
+sampling/kept_share is the mean of that share.
 
 require_parity() also checks that engine and trainer have the same model, as the last part of verifying a weight sync.
 """
@@ -63,9 +63,10 @@ def require_comparable(samples: Sequence[Sample], sampling: SamplingParams, *, a
     silent = next((sample for sample in samples if sample.kept_logmass is None), None)
     if silent is not None:
         raise UserError(
-            f"sample {silent.id} cannot be trained: rollout.top_p, top_k or min_p leave tokens out, and this engine "
-            "does not say how much of the distribution the others have: set rollout.top_p=1, rollout.top_k=0 and "
-            "rollout.min_p=0 (evaluation may have its own), or accept the bias: rollout.allow_truncated=true."
+            f"sample {silent.id} cannot be trained: rollout.top_p, top_k or min_p truncate sampling, and this engine "
+            "does not report the probability mass of the kept tokens. Set rollout.top_p=1, rollout.top_k=0 and "
+            "rollout.min_p=0 (evaluation may use other values), or accept the bias with "
+            "rollout.allow_truncated=true."
         )
 
 
@@ -95,9 +96,8 @@ def correct(samples: Sequence[Sample], config: RlAlgorithm, *, truncated: bool =
 
 
 def _kept_share(samples: Sequence[Sample]) -> dict[str, float]:
-    """The share of the distribution that tokens were drawn from, in the geometric mean over tokens: as the engine says,
-    else from the trainer's logprobs, which are of the whole vocabulary. The difference of the logprobs holds rounding,
-    too."""
+    """The share of the distribution from which tokens were drawn, as geometric mean over tokens: as reported by the
+    engine, else from the trainer's logprobs over the whole vocabulary. The latter includes rounding differences."""
     logs: list[Floats] = []
     for sample in samples:
         if sample.kept_logmass is not None:
@@ -112,7 +112,7 @@ def _difference(sample: Sample) -> Exact:
     assert sample.old_logprobs is not None, f"sample {sample.id} has no logprobs of the old policy"
     difference = sample.old_logprobs[sample.sampled].astype(np.float64) - comparable(sample)[sample.sampled]
     if not np.isfinite(difference).all():
-        raise UserError(f"sample {sample.id}: the engine or the trainer gives a token that was sampled no probability.")
+        raise UserError(f"sample {sample.id}: a sampled token has probability 0 in the engine or the trainer.")
     exact: Exact = difference
     return exact
 
@@ -152,13 +152,13 @@ def require_parity(
     """Raise ActorError if the engine's logprobs of this version's samples differ from the trainer's (`old`) by more
     than dtypes explain (check_parity). engine: its name. dtypes: of engine and trainer, such as "bf16".
 
-    Where an engine truncates sampling and does not say the kept share, its logprobs may be above the trainer's: by at
-    most -log(top_p) with top_p alone; top_k and min_p set no bound."""
+    If an engine truncates sampling and does not report the kept share, its logprobs may be above the trainer's: by at
+    most -log(top_p) with top_p alone; with top_k and min_p there is no bound."""
     kept_least = rollout.top_p if not (rollout.top_k or rollout.min_p) else 0.0
     most_above = -math.log(kept_least) if kept_least else math.inf
 
     def expected(sample: Sample, old: Floats) -> Floats:
-        """[G] what of the engine's logprobs truncation does not explain."""
+        """[G] the difference of logprobs that truncation does not explain."""
         logprobs = comparable(sample)[sample.sampled]
         if sample.kept_logmass is not None or not rollout.truncated:
             return logprobs
@@ -177,7 +177,7 @@ def require_parity(
 
 
 def note_on_staleness(config: RlConfig) -> list[str]:
-    """A warning if samples may be older than the policy that trains on them, and nothing corrects or bounds that."""
+    """A warning if samples may come from older weights, and no setting corrects or bounds the difference."""
     rl, staleness = config.rl, config.cluster.max_staleness
     spec = TOKEN_LOSSES.get(rl.policy_loss)
     is_clipped = spec is None or spec.clipping != "none"  # a function of the user's may clip
@@ -185,6 +185,6 @@ def note_on_staleness(config: RlConfig) -> list[str]:
         return []
     fix = "rl.correction=tis" if rl.old_logprobs == "recompute" else "rl.old_logprobs=recompute rl.correction=tis"
     return [
-        f"warning  cluster.max_staleness is {staleness}, and nothing corrects that samples come from older weights: "
-        f"the gradient is biased ({fix} corrects it)"
+        f"warning cluster.max_staleness is {staleness}, so samples come from older weights, and no correction is "
+        f"set: the gradient is biased (set {fix} to correct it)"
     ]

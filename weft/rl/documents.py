@@ -53,12 +53,12 @@ class _Samples(MeasuredDocuments):
         )
 
     def groups(self) -> list[int | None]:
-        """Samples of one prompt are a group: their equal beginnings are forwarded once."""
+        """Samples of one prompt are a group: their shared prefixes are forwarded once."""
         numbers: dict[str, int] = {}
         return [numbers.setdefault(sample.prompt.id, len(numbers)) for sample in self.samples]
 
     def beginnings(self, indices: Sequence[int], placeholders: Sequence[int] = ()) -> dict[int, Beginning]:
-        """As the controller noted them; computed for samples that did not come from it."""
+        """The controller's notes; computed for samples without notes."""
         if any(self.samples[index].beginnings is None for index in indices):
             return sample_beginnings({index: self.samples[index] for index in indices}, placeholders, self._routed)
         noted = {index: (self.samples[index].beginnings or {}).get(self._routed) for index in indices}
@@ -101,7 +101,7 @@ class _Samples(MeasuredDocuments):
         images = sample.images
         if images is None:
             return None
-        assert self._opener is not None, "who reads samples with images can open them"
+        assert self._opener is not None, "samples with images need an opener"
         return self._opener(images)
 
     def _routes(self, sample: Sample) -> Tensor | None:
@@ -117,9 +117,9 @@ class ReadSamples(_Samples):
 
 class TrainedSamples(_Samples):
     """One document per trained sample, in order; may be empty. places: index in `samples` of each document. masked:
-    episodes that only rl.mask_truncated leaves out. branches: documents beyond the first of each episode.
+    number of episodes that only rl.mask_truncated omits. branches: documents beyond the first of each episode.
 
-    Samples that do not count or have no sampled token are left out; with rl.mask_truncated, also those with finish
+    Samples that do not count or have no sampled token are omitted; with rl.mask_truncated, also samples with finish
     `length`.
     """
 
@@ -137,7 +137,7 @@ class TrainedSamples(_Samples):
         super().__init__(trained, weights, routed=True, opener=opener)
         self.old_is_known = (
             bool(trained) and trained[0].old_logprobs is not None
-        )  # else the current policy is the old one
+        )  # else the current policy is the old policy
         self._corrects = config.rl.corrects
         counts = {key: sum(getattr(sample, key) is not None for sample in trained) for key in _LOSS_ARRAYS}
         if not (self.old_is_known and self._corrects):
@@ -148,7 +148,7 @@ class TrainedSamples(_Samples):
         assert not trained or "advantages" in self._keys, "samples without advantages are not ready to be trained"
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
-        """Per-token arrays for losses, of those that every trained sample has: name -> one array [T] per sample."""
+        """The per-token arrays for losses that every trained sample has: name -> one array [T] per sample."""
         arrays = {key: [getattr(sample, key) for sample in samples] for key in self._keys}
         if self._corrects and not self.old_is_known:
             arrays["rollout_logprobs"] = [comparable(sample) for sample in samples]
@@ -156,8 +156,8 @@ class TrainedSamples(_Samples):
 
 
 def note_beginnings(samples: Sequence[Sample]) -> None:
-    """Set `beginnings` of samples that have none, so that trainers plan trees without looking at tokens and routes. A
-    sample with images needs the placeholders of its prompt, else its group is left as it is."""
+    """Set `beginnings` of samples without them, so that trainers plan trees without reading tokens and routes. Groups
+    with images and without placeholders are skipped."""
     by_prompt: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_prompt[sample.prompt.id].append(sample)
@@ -175,7 +175,7 @@ def note_beginnings(samples: Sequence[Sample]) -> None:
 
 
 def sample_beginnings(samples: Mapping[int, Sample], placeholders: Sequence[int], routed: bool) -> dict[int, Beginning]:
-    """The beginnings of samples, by index, of which those of one prompt are a group. Other arguments: as in _keys."""
+    """The shared prefixes of samples, by index. Samples of one prompt are a group. Other arguments: as in _keys."""
     keys = {index: _keys(sample, placeholders, routed) for index, sample in samples.items()}
     groups = {index: sample.prompt.id for index, sample in samples.items()}
     return beginnings_of(groups, {index: of for index, of in keys.items() if of is not None})

@@ -1,8 +1,8 @@
-"""Replacement of rollout engines that fail, while the run goes on.
+"""Replaces rollout engines that fail, while the run continues.
 
-An engine fails when its process dies, hangs, raises, or answers what cannot be a completion. A new process takes its
-number. It gets the trainers' weights at the next sync, or at once while the trainers still have the weights of the last
-sync. Requests depend on their seeds only, so any engine with the same weights can redo them.
+An engine fails when its process dies, hangs, raises, or returns an invalid completion. A new process gets its number.
+It gets the trainers' weights at the next sync, or at once while the trainers still have the weights of the last sync.
+Requests depend on their seeds only, so any engine with the same weights can redo them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EngineLocation:
 
 
 class SupervisedPool(Protocol):
-    """What a supervisor calls of the pool whose engines it supervises."""
+    """The interface of a pool of engines for their supervisor."""
 
     async def start_engine(self, number: int) -> EngineLocation:
         """Wait until the process of an engine can receive weights."""
@@ -56,8 +56,8 @@ class SupervisedPool(Protocol):
         ...
 
     async def begin_again(self, number: int, runs: bool) -> None:
-        """A sync failed: the engine begins its requests again once it is ready. runs: whether its process is the one
-        that began them."""
+        """A sync failed: the engine starts its requests again once it is ready. runs: whether its process is still the
+        same."""
         ...
 
     def end_requests(self, error: Exception) -> None:
@@ -83,9 +83,9 @@ class EngineSupervisor:
         self, pool: SupervisedPool, actors: ActorGroup, trainers: ActorGroup, names: Sequence[str],
         restarts: RestartBudget, timeout: float, first: int | None = None, workers: int = 1,
     ) -> None:  # fmt: skip
-        """names: of the engines, for weight sync. timeout: rollout.timeout. first: number of the engines that are there
-        from the start; others join when the cluster has room, and may leave (cluster.engines). None: all. workers:
-        processes of each engine that receive weights."""
+        """names: of the engines, for weight sync. timeout: rollout.timeout. first: number of the engines at the start;
+        others join when the cluster has room, and may leave (cluster.engines). None: all. workers: processes of each
+        engine that receive weights."""
         self.actors, self.restarts = actors, restarts
         self._first = len(actors) if first is None else first
         self._members = set(range(self._first))
@@ -95,7 +95,7 @@ class EngineSupervisor:
         self.ready = set[int]()
         self.failure: Exception | None = None
         self._locations: dict[int, EngineLocation] = {}
-        self._known_locations: dict[int, EngineLocation] = {}  # those that the trainers' tickets are for
+        self._known_locations: dict[int, EngineLocation] = {}  # engines for which the trainers have tickets
         self._tickets: Mapping[str, Sequence[Ticket]] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._filling = set[asyncio.Task[None]]()
@@ -109,7 +109,7 @@ class EngineSupervisor:
         await self._open_sync()
 
     async def open(self) -> None:
-        """Start all engines, but those that join later. ActorError if one cannot be started."""
+        """Start all engines, except engines that join later. ActorError if an engine cannot be started."""
         for number in range(self._first):
             self._starting[number] = asyncio.ensure_future(self._start(number, None))
         await self._all_started()
@@ -118,7 +118,8 @@ class EngineSupervisor:
             self._come(number, None)
 
     async def sync(self, version: int) -> Synced:
-        """Send the trainers' weights to all engines. Those that fail meanwhile are replaced, and get them, too."""
+        """Send the trainers' weights to all engines. Engines that fail meanwhile are replaced, and receive the weights
+        too."""
         async with self._sending:
             self.ready.clear()
             while True:
@@ -157,8 +158,8 @@ class EngineSupervisor:
             self._pool.end_requests(error)
 
     async def call_ready(self, method: str, *args: Any, among: Collection[int] | None = None) -> list[Any]:
-        """Call this method on all engines with weights, or those of them in `among`; returns the results of those that
-        do not fail."""
+        """Call this method on all engines with weights, or on those in `among`; returns the results of engines that do
+        not fail."""
 
         async def call(number: int) -> list[Any]:
             try:
@@ -211,8 +212,8 @@ class EngineSupervisor:
             task.add_done_callback(self._filling.discard)
 
     def _come(self, number: int, error: ActorError | None) -> None:
-        """Let an engine join as soon as the cluster has room, after this error. One whose budget of restarts is used up
-        stays away."""
+        """Let an engine join as soon as the cluster has room, after this error. An engine whose budget of restarts is
+        used up does not join again."""
         try:
             if error is not None:
                 self.restarts.spend(self.actors.name, number, error)
@@ -228,7 +229,7 @@ class EngineSupervisor:
         except ActorError as error:
             if self._replaceable(error):
                 self._come(number, error)
-            elif error.kind == "user":  # its host lacks what engines need: the others go on
+            elif error.kind == "user":  # its host cannot run engines: the others continue
                 self.restarts.show(f"engines  {self.actors.name} {number} stays away: {first_line(error)}")
             else:
                 self.fail(error)
@@ -267,7 +268,7 @@ class EngineSupervisor:
             self.fail(error)
 
     async def _send(self, version: int, numbers: Sequence[int]) -> Synced | None:
-        """Send the trainers' weights to these engines. Those that confirm are ready; those that fail are replaced.
+        """Send the trainers' weights to these engines. Engines that confirm are ready; engines that fail are replaced.
         Returns None if the sync failed, after which engines that have not failed need it again."""
         if self._locations != self._known_locations:
             await self._open_sync()
@@ -293,7 +294,7 @@ class EngineSupervisor:
                 errors[number] = ActorError(text, "hang")
             elif (failure := task.result()) is not None:
                 errors[number] = failure
-        # After a sync that all engines have confirmed, an engine's error is no other engine's fault.
+        # After a sync that all engines have confirmed, an engine's error cannot come from another engine.
         confirmed = isinstance(sent, Synced)
         failed = {n: failure for n, failure in errors.items() if confirmed or not _is_sync_error(failure)}
         if isinstance(sent, SyncFailure):
@@ -361,8 +362,8 @@ class FolderSupervisor(EngineSupervisor):
 
 
 def _is_sync_error(error: ActorError) -> bool:
-    """Whether an engine reports that a sync failed, which may be another engine's fault. An engine that is a server
-    reports an ActorError in its place, whose cause the traceback names."""
+    """Whether an engine reports that a sync failed, which may be another engine's fault. A server engine reports an
+    ActorError instead, whose traceback contains the cause."""
     return (
         error.kind == "failed"
         and error.report is not None

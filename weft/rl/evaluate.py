@@ -49,7 +49,7 @@ class HeldOutPrompts:
         return [row for prompts in self.named.values() for row in prompts.bad]
 
     def leaks(self, training: Prompts) -> list[str]:
-        """Lines about held-out prompts that are trained on, too. Equal are tokens, and sizes of images."""
+        """Lines about held-out prompts that are also training prompts: their tokens and image sizes are equal."""
         lines: list[str] = []
         for name, prompts in self.named.items():
             held_out = {_content(prompt) for prompt in prompts}

@@ -1,4 +1,4 @@
-"""rl.on_policy=exact: samples come from exactly the trained policy, to the last bit (docs/explanation/exact.md).
+"""rl.on_policy=exact: the sampling policy and the trained policy are bitwise equal (docs/explanation/exact.md).
 
 Before training, a few sequences of this model are sampled and compared on this machine. During training, every sample
 must match.
@@ -31,8 +31,8 @@ _LENGTHS = ((1, 6), (58, 9), (13, 24), (70, 1), (13, 5), (30, 40))
 _INSTEAD = "Set rl.on_policy=measured, which corrects for the difference (rl.correction)"
 _PROMPTS, _SAMPLES, _TOKENS = 8, 4, 64  # for a separate engine: prompts, samples of each, tokens of each sample
 _ENGINES = {
-    "vllm": "vLLM has kernels that do not depend on the batch on CUDA alone (VLLM_BATCH_INVARIANT, which is set there)",
-    "sglang": "Its kernels are others than the trainer's",
+    "vllm": "vLLM's batch-invariant kernels exist only on CUDA (weft sets VLLM_BATCH_INVARIANT there)",
+    "sglang": "Its kernels differ from the trainer's",
     "hf": "It computes as the embedded engine does, on the same device with as many threads",
 }
 
@@ -64,13 +64,13 @@ def prove_exact(
     """
     proof = _compare(engine, embedded, _requests(engine, longest_prompt, longest_completion))
     if not proof.exact:
-        reasons = [f"{proof.moved} completions depend on what is generated beside them"] if proof.moved else []
+        reasons = [f"{proof.moved} completions depend on the other requests of the batch"] if proof.moved else []
         if proof.differing:
             reasons.insert(
-                0, f"{proof.differing} or more have another logprob in the trainer, by {proof.worst:.1e} at most"
+                0, f"at least {proof.differing} have a different logprob in the trainer, by at most {proof.worst:.1e}"
             )
         raise UserError(
-            f"rl.on_policy=exact: of {proof.tokens} tokens that were sampled to try it, {'; '.join(reasons)}. "
+            f"rl.on_policy=exact: of {proof.tokens} tokens sampled for the check at start, {'; '.join(reasons)}. "
             f"{_reason(engine)} {_INSTEAD}."
         )
     return proof
@@ -111,21 +111,21 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
 
 
 def _reason(engine: Engine) -> str:
-    """The known cause of a difference, and what to do about it."""
+    """The known cause of a difference, and the remedy."""
     if engine.lora is not None and not samples_separate(engine.config.lora):
-        where = "Adapters lie beside the weights in the trainer, and are merged where it samples"
+        where = "Adapters are separate from the weights in the trainer, but merged in the engine"
         return f"{where}: set lora.sampling=separate."
     if engine.lora is not None and engine.module.head.lora is not None:
-        return "The trainer multiplies by the head and its adapter at once: leave the head out of lora.targets."
+        return "The trainer multiplies by the head and its adapter in one matmul: remove the head from lora.targets."
     if engine.precision.compute != torch.float32:
         return "This is known to work in fp32: set fsdp.param_dtype=fp32."
     if engine.device.type != "cpu":
-        return f"The kernels of {engine.device.type} depend on the shape of what they are given."
+        return f"Results of kernels on {engine.device.type} depend on the shape of their inputs."
     if not engine.built.uses_bounds:
-        return "This family has layers of its own in place of the attention that is made exact."
+        return "This family has layers other than attention, which weft cannot make exact."
     if torch.get_num_threads() > 1:
         return f"Each rank has {torch.get_num_threads()} threads: try OMP_NUM_THREADS=1."
-    return "This family computes something in a way that depends on the shape of what it is given."
+    return "Results of this family's code depend on the shape of its inputs."
 
 
 async def try_engine(
@@ -147,15 +147,15 @@ async def try_engine(
     sampled, old = (np.concatenate([values(s)[s.sampled] for s in samples]) for values in (comparable, _old))
     differences, name = np.abs(sampled.astype(np.float64) - old), config.rollout.engine
     if differences.any():
-        asked_for, why = min(len(prompts), _PROMPTS), _ENGINES.get(name, "It computes otherwise than the trainer")
+        asked_for, why = min(len(prompts), _PROMPTS), _ENGINES.get(name, "It computes differently from the trainer")
         raise UserError(
             f"rl.on_policy=exact: rollout.engine={name} is not exact here: {int((differences > 0).sum())} of "
-            f"{len(differences)} tokens that it sampled for {asked_for} of this run's prompts have another logprob in "
-            f"the trainer, by {differences.mean():.1e} in the mean and {differences.max():.1e} at most. {why}. "
-            f"{_INSTEAD}, or rollout.engine=embedded, which is exact on CPU in fp32."
+            f"{len(differences)} tokens that it sampled for {asked_for} of this run's prompts have a different "
+            f"logprob in the trainer, by {differences.mean():.1e} on average and at most {differences.max():.1e}. "
+            f"{why}. {_INSTEAD}, or rollout.engine=embedded, which is exact on CPU in fp32."
         )
     count = len(differences)
-    return f"exact    {count} tokens sampled by {name} to try it: the trainer has the same logprobs, to the last bit"
+    return f"exact    {count} tokens sampled by {name} for a check: the trainer's logprobs are bitwise equal"
 
 
 def _old(sample: Sample) -> Floats:
@@ -172,7 +172,7 @@ def require_exact(samples: Sequence[Sample]) -> None:
         if not np.array_equal(old, rollout):
             index = int((old != rollout).argmax())
             raise UserError(
-                f"rl.on_policy=exact: sample {sample.id}: {int((old != rollout).sum())} of {len(old)} tokens have "
-                f"another logprob in the trainer than where they were sampled; the first is token {index} of what was "
-                f"sampled, with {old[index]:.9g} and {rollout[index]:.9g}. {_INSTEAD}."
+                f"rl.on_policy=exact: sample {sample.id}: {int((old != rollout).sum())} of {len(old)} tokens have a "
+                f"different logprob in the trainer than in the engine. The first is sampled token {index}: "
+                f"{old[index]:.9g} and {rollout[index]:.9g}. {_INSTEAD}."
             )

@@ -1,4 +1,4 @@
-"""The report of a failed run of `weft rl`: evidence, what is left of the run, and how to resume."""
+"""The report of a failed `weft rl` run: evidence, the state of the run, and how to resume."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report_failures(folder: Path, groups: Mapping[str, ActorGroup], command: str
         for name, group in groups.items():
             group.save_evidence(folder / name)
         if error.kind != "user":
-            error.add_note(describe_remaining_files(str(folder)).strip() + f"\nGo on with: {command}")
+            error.add_note(describe_remaining_files(str(folder)).strip() + f"\nResume with: {command}")
         raise
     except OSError as error:
         if failure_kind(error, str(folder)) != "storage":
@@ -51,12 +51,13 @@ def storage_message(error: OSError, folder: Path, command: str) -> str:
         f"could not write {file}{error.strerror or error}. The storage is full, read-only or gone: look at `df -h` "
         "and at the folder."
     )
-    return " ".join(filter(None, (failed, last_whole_checkpoint(folder), f"Then go on: {command}")))
+    return " ".join(filter(None, (failed, last_whole_checkpoint(folder), f"Then resume with: {command}")))
 
 
 @contextmanager
 def watching_controller(timeout: float, folder: Path, command: str) -> Iterator[None]:
-    """Inside, a function that holds the controller's event loop for `timeout` seconds ends the process with its stack.
+    """Inside, if a function blocks the controller's event loop for `timeout` seconds, the process ends and prints its
+    stack.
 
     The actors' watchdog acts only while the controller waits for actors; this one is for what runs in the controller,
     where rl.advantage and on_step are the user's. command: the command that resumes.
@@ -81,11 +82,12 @@ def watching_controller(timeout: float, folder: Path, command: str) -> Iterator[
 
 
 def hang_message(seconds: float, frame: FrameType | None, folder: Path, command: str) -> str:
-    """The message for a controller whose event loop has been held."""
+    """The message for a controller whose event loop is blocked."""
     calls = "".join(traceback.format_stack(frame)[-_SHOWN_CALLS:]) if frame is not None else ""
     hang = (
-        f"error: the controller has not come back from one call for {seconds:.0f} seconds (train.timeout). A function "
-        f"that runs in it, such as rl.advantage or on_step, hangs or takes longer than that:\n{calls.rstrip()}"
+        f"error: the controller has been in one call for {seconds:.0f} seconds (train.timeout). A function that runs "
+        "in it, such as rl.advantage or on_step, hangs or takes longer:\n"
+        f"{calls.rstrip()}"
     )
-    goes_on = filter(None, (last_whole_checkpoint(folder), f"Go on with: {command}"))
+    goes_on = filter(None, (last_whole_checkpoint(folder), f"Resume with: {command}"))
     return f"{hang}\n{' '.join(goes_on)}"

@@ -205,7 +205,7 @@ class TrainerRank:
         proof = prove_exact(self.engine, self.embedded, rollout.max_prompt_tokens, rollout.max_new_tokens)
         if asleep:
             self.engine.sleep(*asleep)
-        return f"exact    {proof.tokens} tokens sampled to try it: the trainer has the same logprobs, to the last bit"
+        return f"exact    {proof.tokens} tokens sampled for a check: the trainer's logprobs are bitwise equal"
 
     def generate(self, requests: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
         """Completions from this rank's embedded engine (EmbeddedEngine.advance)."""

@@ -1,1 +1,1 @@
-"""Agents: programs of the user's that ask the policy over HTTP, and the endpoint that answers them."""
+"""Agents: the user's programs that call the policy over HTTP, and the endpoint that answers their calls."""

@@ -1,4 +1,4 @@
-"""Episodes of agents: the endpoint that answers them, and one process for each."""
+"""Episodes of agents: the endpoint for their calls, and a process for each episode."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Agents:
         rewards = [entry["reward"] for entry in outcomes if entry["reward"] is not None]
         reward = rewards[-1] if rewards else None
         if error is None and reward is None and self.needs_reward:
-            error = " gave no reward: return one, print it as the last line, or post it to base_url/reward"
+            error = " returned no reward: return it, print it as the last line, or post it to base_url/reward"
         samples = samples_of_calls(prompt, number, session.calls, "" if error is None else f"{rl.agent}{error}")
         for sample in samples:
             sample.notes |= {name: note for entry in outcomes for name, note in entry["notes"].items()}
@@ -111,11 +111,13 @@ def load_agents(
     check_agent(agent)
     encoding = encoding or read_encoding(config.data, tokenizer)
     if has_images:
-        raise UserError(f"{KEY}: models that read images have no agents in this version: name one of text.")
+        raise UserError(
+            f"{KEY}: agents are not supported with vision models in this version. Set model.path to a text-only model."
+        )
     if not has_template(tokenizer, encoding):
         raise UserError(
-            f"{KEY}: the tokenizer has no chat template, and agents ask in chats. Use the model's chat (instruct) "
-            "variant, or set data.chat_template (chatml, or a file)."
+            f"{KEY}: the tokenizer has no chat template, which agents need. Use the model's chat (instruct) variant, "
+            "or set data.chat_template (chatml, or a file)."
         )
     pool = EnvironmentPool(agent, rl.agents_at_once, KEY)
     chats = ChatRenderer(tokenizer, encoding)

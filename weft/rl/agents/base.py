@@ -1,4 +1,4 @@
-"""Agents: what rl.agent names, an (async) function or a command. Imports no torch."""
+"""The agent that rl.agent names: an (async) function or a command. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def is_command(agent: str) -> bool:
 
 
 def agent_function(path: str) -> Callable[..., Any]:
-    """The function at an import path. UserError if it does not take (row, base_url, api_key)."""
+    """The function at an import path. UserError if it does not accept (row, base_url, api_key)."""
     function = import_named(path, KEY)
     try:
         inspect.signature(function).bind({}, "", "")
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{KEY}: {path} is no agent: write `{_SIGNATURE}`, or a plain function with these arguments "
+            f"{KEY}: {path} is not an agent: write `{_SIGNATURE}`, or a plain function with these arguments "
             "(docs/how-to/agents.md)."
         ) from error
     agent: Callable[..., Any] = function
@@ -53,7 +53,7 @@ def check_agent(agent: str) -> None:
     try:
         program = shlex.split(agent)[0]
     except (ValueError, IndexError) as error:
-        raise UserError(f"{KEY}: {agent!r} is no command line: {error}.") from error
+        raise UserError(f"{KEY}: {agent!r} is not a valid command line: {error}.") from error
     if shutil.which(program) is None:
         raise UserError(
             f"{KEY}: {agent!r} is a command, and there is no program {program} in PATH or at {Path.cwd() / program}. "

@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/chat/completions: requests as weft reads them, and responses as OpenAI's clients read them."""
+"""Bodies of POST /v1/chat/completions: parsing of requests, and responses for OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READ = {
     "messages", "stop", "max_tokens", "max_completion_tokens", "stream_options", "logprobs",
 }  # fmt: skip
 _READ_BY_ALL = {"model", "tools", "tool_choice", "stream", "chat_template_kwargs", "return_token_ids"}
-# Keys that the config of the run decides -> the key. A request may name the same value.
+# Keys of a request -> the config key that decides their value. A request may only set the same value.
 _DECIDED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 # Keys that may only have the value that changes nothing.
 _NEUTRAL: dict[str, Any] = {
@@ -49,7 +49,7 @@ class ChatRequest:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What the chat template reads beside messages, as columns of a row."""
+        """The inputs of the chat template besides messages, as columns of a row."""
         columns: dict[str, Any] = {}
         if self.tools:
             columns["tools"] = list(self.tools)
@@ -59,7 +59,8 @@ class ChatRequest:
 
 
 def parse_request(body: bytes, models: Sequence[str], rollout: RolloutConfig) -> ChatRequest:
-    """Read a request. models: the names by which the policy is served. HttpError for what cannot be answered."""
+    """Read a request. models: the names by which the policy is served. HttpError for a request that cannot be
+    answered."""
     value = read_body(body, models)
     refuse(value, rollout, _READ, _NEUTRAL)
     stop = value.get("stop", ())
@@ -84,19 +85,20 @@ def parse_request(body: bytes, models: Sequence[str], rollout: RolloutConfig) ->
 
 
 def read_body(body: bytes, models: Sequence[str]) -> dict[str, Any]:
-    """The keys of a request that are not null. HttpError for what is no object, and for a model that is not served."""
+    """The keys of a request that are not null. HttpError if the body is not an object, or names a model that is not
+    served."""
     try:
         value = json.loads(body)
     except ValueError as error:
-        raise HttpError(400, f"the body is no JSON: {error}") from error
+        raise HttpError(400, f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise HttpError(400, "the body must be a JSON object")
     value = {name: item for name, item in value.items() if item is not None}
     if value.get("model") not in models:
         raise HttpError(
             404,
-            f"the model {value.get('model')!r} is not served here, only {models[0]!r} is, the policy that is trained. "
-            "An agent that asks other models needs another client for them.",
+            f"the model {value.get('model')!r} is not served here. The endpoint serves only {models[0]!r}, the "
+            "trained policy; use another client for other models.",
             "model_not_found",
             "model",
         )
@@ -110,25 +112,25 @@ def refuse(value: Mapping[str, Any], rollout: RolloutConfig, read: Set[str], neu
         if name in value and value[name] != getattr(rollout, key):
             raise HttpError(
                 400,
-                f"`{name}` is {value[name]!r}, but the run samples with rollout.{key}={getattr(rollout, key):g}, which "
-                f"its loss assumes of every token: leave `{name}` out, or set the key.",
+                f"`{name}` is {value[name]!r}, but the run samples with rollout.{key}={getattr(rollout, key):g}, "
+                f"which the loss assumes for every token. Remove `{name}`, or set the config key.",
                 param=name,
             )
     for name, unchanged in neutral.items():
         if name in value and value[name] != unchanged:
             raise HttpError(
-                400, f"`{name}` is {value[name]!r}, which this endpoint does not do: leave it out", param=name
+                400, f"`{name}` is {value[name]!r}, which this endpoint does not support: remove it", param=name
             )
     accepted = read | _READ_BY_ALL | _WITHOUT_EFFECT | _DECIDED.keys() | neutral.keys()
     if unknown := sorted(value.keys() - accepted):
-        reason = "; seeds are those of the run (train.seed)" if "seed" in unknown else ""
-        raise HttpError(400, f"`{unknown[0]}` has no effect here: leave it out{reason}", param=unknown[0])
+        reason = "; the run sets seeds (train.seed)" if "seed" in unknown else ""
+        raise HttpError(400, f"`{unknown[0]}` has no effect here: remove it{reason}", param=unknown[0])
     if not isinstance(value.get("chat_template_kwargs", {}), dict):
         raise HttpError(400, "`chat_template_kwargs` must be an object", param="chat_template_kwargs")
 
 
 def most_tokens(value: Mapping[str, Any], name: str) -> int | None:
-    """The limit of tokens under this name. HttpError if it is no positive number."""
+    """The limit of tokens under this name. HttpError if it is not a positive number."""
     limit = value.get(name)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise HttpError(400, f"`{name}` is {limit!r}; it must be 1 or more", param=name)
@@ -142,19 +144,22 @@ def offered(value: Mapping[str, Any], tools: Any) -> tuple[Mapping[str, Any], ..
     choice = value.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise HttpError(
-            400, f"`tool_choice` is {choice!r}; the policy decides itself: `auto` or `none`", param="tool_choice"
+            400,
+            f"`tool_choice` is {choice!r}; this endpoint supports `auto` and `none`, because the policy "
+            "decides about calls",
+            param="tool_choice",
         )
     return tuple(tools) if choice == "auto" else ()
 
 
 def messages_of(raw: Any) -> tuple[Mapping[str, Any], ...]:
-    """The messages of a request, with contents as texts. HttpError for what is none."""
+    """The messages of a request, with contents as texts. HttpError for a malformed message."""
     try:
         messages = read_messages("the request", "messages", raw)
     except UserError as error:
         raise HttpError(400, str(error)) from error
     if messages[-1]["role"] == "assistant":
-        raise HttpError(400, "the last message is the assistant's: end with one that is to be answered")
+        raise HttpError(400, "the last message is the assistant's: end with a message to answer")
     return tuple({**message, "content": text_of(message.get("content"))} for message in messages)
 
 
@@ -192,8 +197,8 @@ def parses_calls(template: str) -> bool:
 
 
 def parse_answer(text: str, has_tools: bool, name: str) -> dict[str, Any]:
-    """The assistant's message. Calls are parsed only if tools were offered; a call that is no JSON stays text. name: of
-    this answer, from which the ids of its calls are made."""
+    """The assistant's message. Calls are parsed only if tools were offered; a call that is not JSON stays text. name:
+    of this answer, from which the ids of its calls are made."""
     calls: list[dict[str, Any]] = []
     for written in _CALL.findall(text) if has_tools else ():
         try:
@@ -209,8 +214,8 @@ def parse_answer(text: str, has_tools: bool, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer, and what responses say of it. name: of the call in its session. pieces: the text of each token.
-    finish: `stop`, `length` or `tool_calls`."""
+    """An answer, and its fields in responses. name: of the call in its session. pieces: the text of each token. finish:
+    `stop`, `length` or `tool_calls`."""
 
     name: str
     message: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The endpoint that agents ask: chat completions, responses and models, as OpenAI has them, and /v1/reward."""
+"""The endpoint that agents call: OpenAI's chat completions, responses and models, and /v1/reward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Endpoint:
             await self._server.start(host, port)
         except OSError as error:
             raise UserError(
-                f"rl.agent_host, rl.agent_port: cannot listen on {host}:{port}: {error}. Set rl.agent_port=0 for any "
+                f"rl.agent_host, rl.agent_port: cannot listen on {host}:{port}: {error}. Set rl.agent_port=0 for a "
                 "free port, and rl.agent_host to an address of this machine."
             ) from error
         reached = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
@@ -60,7 +60,9 @@ class Endpoint:
         session = self._sessions.get(key)
         if session is None:
             raise HttpError(
-                401, "the API key is of no running episode: use OPENAI_API_KEY as the agent got it", "invalid_api_key"
+                401,
+                "the API key belongs to no running episode: use the OPENAI_API_KEY that the agent received",
+                "invalid_api_key",
             )
         match request.method, request.path:
             case "POST", "/v1/chat/completions":
@@ -79,8 +81,8 @@ class Endpoint:
                 return HttpResponse(200, b"{}")
         raise HttpError(
             404,
-            f"{request.method} {request.path} is not served: there are POST /v1/chat/completions, POST /v1/responses, "
-            "GET /v1/models and POST /v1/reward",
+            f"{request.method} {request.path} is not served; the routes are POST /v1/chat/completions, POST "
+            "/v1/responses, GET /v1/models and POST /v1/reward",
         )
 
     async def _answer(self, session: Session, request: HttpRequest, asked: ChatRequest) -> HttpResponse:
@@ -88,8 +90,8 @@ class Endpoint:
             raise HttpError(
                 400,
                 "the chat template of this model writes calls of tools in a format that this endpoint cannot parse "
-                "(it reads <tool_call>{...}</tool_call>, as of Qwen3 and Hermes): describe tools in a message, and "
-                "parse calls in the agent",
+                "(it reads <tool_call>{...}</tool_call>, as of Qwen3 and Hermes): describe tools in a message "
+                "instead, and parse calls in the agent",
                 param="tools",
             )
         call = await session.answer(asked, retry=request.headers.get(_RETRY, "0") != "0")

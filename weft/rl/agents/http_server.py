@@ -130,7 +130,8 @@ class HttpServer:
                 return await handling, watching.result() if watching.done() else b""
             except HttpError as error:
                 return error.response(), watching.result() if watching.done() else b""
-            except Exception as error:  # of the handler: the client hears of it, and other connections go on
+            # an error of the handler: the client receives it, and other connections continue
+            except Exception as error:
                 failed = HttpError(500, f"{type(error).__name__}: {first_line(error)}")
                 return failed.response(), watching.result() if watching.done() else b""
         finally:
@@ -140,7 +141,7 @@ class HttpServer:
 
 
 async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ahead: bytes) -> HttpRequest:
-    """The next request. ahead: its first byte, if that was read before. HttpError for what is no request."""
+    """The next request. ahead: its first byte, if that was read before. HttpError for a malformed request."""
     try:
         head = ahead + await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
@@ -148,7 +149,7 @@ async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
     first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise HttpError(400, "no request of HTTP/1.1")
+        raise HttpError(400, "not a request of HTTP/1.1")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     length = headers.get("content-length", "0")
     if headers.get("transfer-encoding", "").lower() == _CHUNKED:

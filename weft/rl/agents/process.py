@@ -41,9 +41,9 @@ def outcome(result: Any) -> dict[str, Any]:
     try:
         number = float(reward)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"gave {reward!r:.80} for a reward, which is no number") from error
+        raise TypeError(f"returned {reward!r:.80} as its reward, which is not a number") from error
     if not math.isfinite(number):
-        raise ValueError(f"gave the reward {number}")
+        raise ValueError(f"returned the reward {number}")
     json.dumps(notes, default=str)  # notes are recorded as JSON
     return {"reward": number, "notes": notes}
 

@@ -30,7 +30,8 @@ _NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 _LOGPROBS = "message.output_text.logprobs"
 _PREFIX = "resp_"  # of ids of responses
-# Keys of the objects in `input` and `tools`, by type. Those in the second set say nothing that a template writes.
+# Keys of the objects in `input` and `tools`, by type: (required, optional). Chat templates do not write the optional
+# keys.
 _ITEMS = {
     "message": ({"role", "content"}, {"id", "status"}),
     "function_call": ({"call_id", "name", "arguments"}, {"id", "status"}),
@@ -51,7 +52,7 @@ def parse_responses_request(
     body: bytes, models: Sequence[str], rollout: RolloutConfig, calls: Sequence[AgentCall]
 ) -> ResponsesRequest:
     """Read a request. models: the names by which the policy is served. calls: earlier ones of the session, which
-    `previous_response_id` may name. HttpError for what cannot be answered."""
+    `previous_response_id` may name. HttpError for a request that cannot be answered."""
     value = read_body(body, models)
     refuse(value, rollout, _READ, _NEUTRAL)
     include = value.get("include", [])
@@ -87,7 +88,7 @@ def _earlier(name: Any, calls: Sequence[AgentCall]) -> list[Mapping[str, Any]]:
     for call in calls:
         if isinstance(call.request, ResponsesRequest) and name == _PREFIX + call.answer.name:
             if not call.request.echoed.get("store", True):
-                reason = "was asked for with `store: false`: repeat its items in `input`"
+                reason = "was requested with `store: false`: repeat its items in `input`"
                 break
             return [*call.request.messages["instructions" in call.request.echoed :], call.answer.message]
     else:
@@ -156,7 +157,7 @@ def _read(
     if missing := sorted(required - item.keys()):
         raise HttpError(400, f"`{name}` has no `{missing[0]}`", param=f"{name}.{missing[0]}")
     if unknown := sorted(item.keys() - required - optional - {"type"}):
-        raise HttpError(400, f"`{name}.{unknown[0]}` has no effect here: leave it out", param=f"{name}.{unknown[0]}")
+        raise HttpError(400, f"`{name}.{unknown[0]}` has no effect here: remove it", param=f"{name}.{unknown[0]}")
     return item
 
 

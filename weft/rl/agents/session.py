@@ -1,8 +1,8 @@
-"""A session: the calls of one episode's agent, and the samples that they become.
+"""A session: the calls of one episode's agent, and the samples made from them.
 
-What is trained is the engine's own tokens. The prompt of a call that repeats an earlier conversation and its answer is
-the tokens of both, followed by those that the chat template writes for the new messages. Any other conversation is
-rendered and tokenised as a whole.
+Samples contain the engine's tokens, never tokenised again. If a call repeats an earlier conversation and its answer,
+its prompt is the tokens of both, followed by the tokens that the chat template writes for the new messages. Any other
+conversation is rendered and tokenised completely.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Session:
     """The calls of one episode. number: of the sample in its group. name: of the prompt, with the label of an
     evaluation. most_calls, most_prompt: limits on the number of calls, and on the tokens of a prompt.
 
-    calls: those whose answers were delivered, in order. posted: rewards that the agent has posted. failed: set to the
-    engine's error, which ends the run.
+    calls: the calls with delivered answers, in order. posted: rewards that the agent has posted. failed: the engine's
+    error, which ends the run.
     """
 
     prompt: Prompt
@@ -68,7 +68,7 @@ class Session:
     _started: int = 0
 
     async def answer(self, request: ChatRequest, retry: bool = False) -> AgentCall:
-        """Answer a call; it is then among `calls`. retry: whether the client repeats a call, whose answer is then given
+        """Answer a call, and add it to `calls`. retry: whether the client repeats a call; it then gets the same answer
         again. HttpError if it cannot be answered."""
         prompt = self.prompt_tokens(request)
         if retry and (before := self._answered(request, prompt)) is not None:
@@ -80,7 +80,9 @@ class Session:
                 "context_length_exceeded",
             )
         if len(self.calls) + len(self._running) >= self.most_calls:
-            raise HttpError(403, f"an episode has {self.most_calls} calls (rl.max_turns)", "too_many_calls")
+            raise HttpError(
+                403, f"the episode has reached its limit of {self.most_calls} calls (rl.max_turns)", "too_many_calls"
+            )
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -89,7 +91,7 @@ class Session:
         try:
             call = await self._complete(request, prompt, repeated)
         except BaseException:
-            self._repeats[prompt] -= 1  # nobody has seen an answer: who asks again gets the same
+            self._repeats[prompt] -= 1  # the answer was not delivered: a repeated call gets the same answer
             raise
         finally:
             self._running.discard(task)
@@ -118,7 +120,7 @@ class Session:
             try:
                 continuation = self.chats.continuation(earlier, following, calls)
             except UserError:
-                break  # the template writes the history otherwise than it was: a new beginning
+                break  # the template renders the history differently: start a new branch
             return (*call.tokens, *(() if call.ended else continuation.closing), *continuation.tokens)
         try:
             return self.chats.rendered_question(source, request.messages, request.columns)
@@ -131,7 +133,7 @@ class Session:
         sampling = replace(sampling, max_new_tokens=limit, stop=(*sampling.stop, *request.stop))
         self._started += 1
         name = f"{self.name}/{self.number} call {self._started}"
-        # A seed depends on the call's tokens, not on when it came: concurrent calls come in any order.
+        # A seed depends on the call's tokens, not on its time, because concurrent calls arrive in any order.
         turn = _turn(prompt, repeated)
         seed = seed_of(self.seed, self.name, self.number, turn)
         try:
@@ -164,7 +166,7 @@ class Session:
         return ChatAnswer(name, message, finish, prompt, tokens, completion.logprobs, pieces)
 
     def _answered(self, request: ChatRequest, prompt: tuple[int, ...]) -> AgentCall | None:
-        """The last call that asked the same."""
+        """The last call with the same request."""
         same = (call for call in reversed(self.calls) if call.prompt == prompt)
         return next((call for call in same if replace(call.request, messages=request.messages) == request), None)
 
@@ -204,9 +206,9 @@ def chains(calls: Sequence[AgentCall]) -> list[list[AgentCall]]:
 
 
 def samples_of_calls(prompt: Prompt, number: int, calls: Sequence[AgentCall], error: str = "") -> list[Sample]:
-    """The samples of an episode, one for each path of chains(). Each call is sampled in the first path that has it, and
-    is context in the others. They end as the last call did, so that rl.mask_truncated leaves out all or none. error:
-    why the episode failed."""
+    """The samples of an episode, one for each path of chains(). The tokens of a call are trained in the first path that
+    contains it, and are context in other paths. All samples have the last call's finish, so that rl.mask_truncated
+    masks all or none. error: why the episode failed."""
     counted: set[int] = set()
     samples: list[Sample] = []
     for branch, path in enumerate(chains(calls) or [[]]):

@@ -1,6 +1,7 @@
-"""Environments of the package verifiers (its v1 API, 0.4) as agents: they ask the policy themselves. Imports no torch.
+"""Environments of the package verifiers (its v1 API, 0.4) as agents: they call the policy through the endpoint. Imports
+no torch.
 
-python -m weft.rl.agents.verifiers_agent NAME > tasks.jsonl    # a row for each task: what data.path names
+python -m weft.rl.agents.verifiers_agent NAME > tasks.jsonl    # a row for each task, for data.path
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _MOST_TASKS = 100_000  # rows of a taskset that has no end
 
 
 def verifiers_function(agent: str) -> Callable[..., Awaitable[Mapping[str, Any]]]:
-    """The agent that plays one task of the environment that `agent`, `verifiers:NAME` or `verifiers:FILE.toml`, names:
-    the task whose number is the row's column `idx`. UserError if there is no such environment."""
+    """The agent that plays one task of the environment `agent`, which is `verifiers:NAME` or `verifiers:FILE.toml`. The
+    row's column `idx` is the task's number. UserError if there is no such environment."""
     env = _environment(agent)
 
     async def play(row: Mapping[str, Any], base_url: str, api_key: str) -> Mapping[str, Any]:
@@ -32,14 +33,14 @@ def verifiers_function(agent: str) -> Callable[..., Awaitable[Mapping[str, Any]]
         number = row.get("idx")
         if not isinstance(number, int):
             raise ValueError(
-                "the row has no column `idx`, the task's number: write rows by "
-                f"`python -m weft.rl.agents.verifiers_agent {agent.partition(':')[2]} > tasks.jsonl`"
+                "the row has no column `idx`, the task's number. Write rows with `python -m "
+                f"weft.rl.agents.verifiers_agent {agent.partition(':')[2]} > tasks.jsonl`"
             )
         task = next(itertools.islice(iter(env.taskset), number, None), None)
         if task is None:
             raise ValueError(f"the taskset has no task {number}")
-        # The key is in OPENAI_API_KEY (weft/rl/agents/process.py). An attempt that verifiers repeated would leave its
-        # calls in the episode, so that nothing is repeated.
+        # The key is in OPENAI_API_KEY (weft/rl/agents/process.py). verifiers must not repeat attempts, because calls of
+        # a failed attempt would stay in the episode.
         client = EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         async with env.serving():
             episode = await env.run_episode(task, ModelContext(model="policy", client=client))
@@ -75,8 +76,9 @@ def _environment(agent: str) -> Any:
         roles = agent_config_fields(config)
         if len(roles) != 1:
             raise UserError(
-                f"{KEY}: {agent} has the agents {', '.join(roles)}, and weft trains environments of one agent in this "
-                "version: name another, or write an agent function (docs/how-to/agents.md)."
+                f"{KEY}: {agent} has the agents {', '.join(roles)}, but weft supports only environments with one "
+                "agent in this version. Name another environment, or write an agent function "
+                "(docs/how-to/agents.md)."
             )
         ((role, settings),) = roles.items()
         once = settings.retries.model_copy(update={"max_retries": 0})

@@ -28,7 +28,7 @@ def _built_in() -> list[tuple[Spec, ...]]:
 
 
 def _of_packages(built_in: list[tuple[Spec, ...]]) -> tuple[list[tuple[Spec, ...]], dict[str, str]]:
-    """(Declarations of packages, by the name of an algorithm: why the package that gives it cannot be used)."""
+    """(declarations of packages; name of an algorithm -> why its package cannot be used)."""
     givers = {(type(spec), spec.name): "weft" for specs in built_in for spec in specs}
     algorithms = tuple(name for kind, name in givers if kind is AlgorithmSpec)
     files, unusable = list[tuple[Spec, ...]](), dict[str, str]()
@@ -41,14 +41,14 @@ def _of_packages(built_in: list[tuple[Spec, ...]]) -> tuple[list[tuple[Spec, ...
             declared = load_plugin(entry, _KEY)
             giver = f"{entry.value} of {package_of(entry)}"
             if not (isinstance(declared, tuple) and all(isinstance(spec, Spec) for spec in declared)):
-                raise UserError(f"{_KEY}: {giver} is no tuple of what weft.rl.algorithms.base declares.")
+                raise UserError(f"{_KEY}: {giver} is not a tuple of objects of weft.rl.algorithms.base.")
             if entry.name not in {spec.name for spec in declared if isinstance(spec, AlgorithmSpec)}:
-                raise UserError(f"{_KEY}: {giver} declares no algorithm of the name {entry.name}.")
+                raise UserError(f"{_KEY}: {giver} declares no algorithm named {entry.name}.")
             for spec in declared:
                 if (other := givers.setdefault((type(spec), spec.name), giver)) != giver:
                     raise UserError(
-                        f"{_KEY}: {entry.name} is {giver}, which declares {spec.name}, as {other} does: uninstall one "
-                        "of the packages."
+                        f"{_KEY}: {giver}, for {entry.name}, declares {spec.name}, and so does {other}. Uninstall "
+                        "one of the packages."
                     )
         except UserError as error:
             unusable[entry.name] = str(error)
@@ -65,7 +65,7 @@ _FILES = sorted(
 )
 _DECLARED = [spec for specs in _FILES for spec in specs]
 ALGORITHMS = {spec.name: spec for spec in _DECLARED if isinstance(spec, AlgorithmSpec)}  # the values of rl.algorithm
-# The values of rl.advantage and of rl.policy_loss, beside import paths.
+# The values of rl.advantage and of rl.policy_loss, besides import paths.
 ADVANTAGES = {spec.name: spec for spec in _DECLARED if isinstance(spec, AdvantageSpec)}
 TOKEN_LOSSES = {spec.name: spec for spec in _DECLARED if isinstance(spec, TokenLossSpec)}
 

@@ -1,8 +1,8 @@
-"""What a file of this folder declares: an algorithm, and the advantages and losses that only it adds.
+"""The declarations in a file of this folder: an algorithm, and the advantages and losses that it adds.
 
-From the declarations follow the values that the config accepts, the keys that would have no effect, the tables of
-docs/reference/algorithms.md, and the plain implementation that `weft verify` compares with. An advantage, a loss and a
-preset of one file may be combined with those of other files through the config.
+The declarations define the values that the config accepts, the keys without effect, the tables of
+docs/reference/algorithms.md, and the plain implementation for `weft verify`. An advantage, a loss and a preset of one
+file may be combined with those of other files through the config.
 
 The config reads these files at every start. So their top level imports neither torch nor numpy; functions import
 returns.py (NumPy) and plain.py (torch) when they run. Groups and samples are those of weft/inference/types.py, tokens

@@ -1,4 +1,4 @@
-"""CISPO: clipped ratios weigh the logprobs, so that clipping stops no token's gradient."""
+"""CISPO: clipped ratios weight the logprobs, so every token keeps its gradient."""
 
 from __future__ import annotations
 

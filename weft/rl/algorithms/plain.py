@@ -1,6 +1,7 @@
-"""What plain implementations share (base.AdvantageSpec.plain, TokenLossSpec.plain): torch on single rows, in fp64.
+"""Functions of the plain implementations (base.AdvantageSpec.plain, TokenLossSpec.plain): torch on single rows, in
+fp64.
 
-Shares no code with returns.py and the advantages and losses that it is compared with.
+Shares no code with returns.py, nor with the advantages and losses under test.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 def scores_of_groups(rows: Sequence[Any], rewards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """For each row: the sum of its rewards, and those of all rows of its group."""
+    """For each row: the sum of its rewards, and the sums of all rows of its group."""
     scores = [reward.sum() for reward in rewards]
     members = {
         row.group: [s for _member, s in zip(rows, scores, strict=True) if _member.group == row.group] for row in rows
@@ -22,7 +23,7 @@ def scores_of_groups(rows: Sequence[Any], rewards: Sequence[Tensor]) -> list[tup
 
 
 def per_token(rows: Sequence[Any], values: Sequence[Tensor | float]) -> list[Tensor]:
-    """Each row's value at each of its drawn tokens."""
+    """Each row's value, repeated for each of its sampled tokens."""
     return [
         torch.full((len(row.drawn),), float(value), dtype=torch.float64)
         for row, value in zip(rows, values, strict=True)

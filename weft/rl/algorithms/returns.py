@@ -65,7 +65,7 @@ def deviation(values: Exact) -> float:
 
 
 def centred(values: Exact) -> Exact:
-    """values - mean; exactly 0 for equal values, of which rounding could leave a rest."""
+    """values - mean; exactly 0 for equal values, without rounding errors."""
     return values - values.mean() if np.ptp(values) > 0 else np.zeros_like(values)
 
 

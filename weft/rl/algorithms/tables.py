@@ -37,7 +37,7 @@ def losses_table() -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its three tables as they are declared. Each stands between two comments with its name."""
+    """The page with its three tables from the declarations. Each table is between two comments with its name."""
     for name, table in {"presets": presets_table(), "advantages": advantages_table(), "losses": losses_table()}.items():
         begin, end = f"<!-- {name}: written by weft/rl/algorithms/tables.py -->\n", f"<!-- end of {name} -->\n"
         before, _, remainder = page.partition(begin)

@@ -1,4 +1,4 @@
-"""Environments: the protocol by which user code answers the policy over several turns. Imports no torch."""
+"""Environments: the interface for user code that replies to the policy over several turns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -60,15 +60,16 @@ class Environment:
 
 
 def environment_class(config: RlConfig) -> type[Environment] | None:
-    """The class at rl.environment, or None. UserError if it is no Environment, or if the run would have no rewards."""
+    """The class at rl.environment, or None. UserError if it is not an Environment, or if the run would have no
+    rewards."""
     path = config.rl.environment
     if path is None:
         return None
     loaded = load_class(path)
     if not config.rl.reward and not loaded.gives_reward:
         raise UserError(
-            f"rl.reward is empty, and {path} gives no rewards: name a reward function, or set gives_reward = True in "
-            "the class and `reward` in its replies."
+            f"rl.reward is empty, and {path} returns no rewards. Set rl.reward to a reward function, or set "
+            "gives_reward = True in the class and `reward` in its replies."
         )
     return loaded
 
@@ -83,7 +84,7 @@ def load_class(path: str) -> type[Environment]:
     loaded = import_named(path, "rl.environment")
     if not (isinstance(loaded, type) and issubclass(loaded, Environment)):
         raise UserError(
-            f"rl.environment: {path} is no environment: write a class of weft.rl.environments.base.Environment "
-            "(docs/how-to/environments.md)."
+            f"rl.environment: {path} is not an environment: write a subclass of "
+            "weft.rl.environments.base.Environment (docs/how-to/environments.md)."
         )
     return loaded

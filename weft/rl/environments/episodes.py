@@ -40,9 +40,9 @@ class ReplyTokens:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Settings of all conversations. most_prompt: limit of a prompt with what the environment begins with. most_tokens:
-    limit of a conversation, after its prompt. timeout: seconds of one call. room: what a row of the trainers holds of a
-    sample with images; None for a model of text."""
+    """Settings of all conversations. most_prompt: limit of tokens of a prompt, including the environment's first
+    messages. most_tokens: limit of tokens of a conversation, after its prompt. timeout: seconds of one call. room: the
+    trainers' room for a sample with images; None for a text-only model."""
 
     kind: type[Environment]
     pool: EnvironmentPool
@@ -69,19 +69,22 @@ class Episodes:
         return min(self.most_tokens, self.room.tokens - self.room.in_tokens(reply_images.patches) - len(prompt.tokens))
 
     def opened(self, prompt: Prompt, opening: Reply) -> Prompt:
-        """The prompt with what Environment.start replied behind it. It is rendered as a whole, because nothing of it
-        has been sampled yet. EnvironmentFailure if it cannot be a prompt."""
+        """The prompt, followed by the reply of Environment.start. It is rendered completely, because no token has been
+        sampled yet. EnvironmentFailure if it is not a valid prompt."""
         name = f"{self.kind.__name__}.start"
         if opening.done:
-            raise EnvironmentFailure(f"{name} was done before the first answer")
+            raise EnvironmentFailure(f"{name} returned done=True before the first answer")
         if opening.messages:
             if prompt.messages is None:
                 raise UserError(
-                    f"{prompt.source}: the prompt is a text, and rl.environment begins with messages: write prompts as "
-                    "messages, or set rl.chat=true."
+                    f"{prompt.source}: the prompt is a text, but rl.environment starts with messages. Write prompts "
+                    "as messages, or set rl.chat=true."
                 )
             if prompt.images is not None or not all(isinstance(m.get("content"), str) for m in opening.messages):
-                raise UserError(f"rl.environment: {name} replied to {prompt.source}: it takes no images, only texts.")
+                raise UserError(
+                    f"rl.environment: {name} replied to {prompt.source}: model.path is a text-only model, so "
+                    "replies must not have images."
+                )
             last, first = prompt.messages[-1], opening.messages[0]
             joined = last["role"] == first["role"] == "user"
             messages = (*prompt.messages, *opening.messages)
@@ -97,7 +100,7 @@ class Episodes:
             prompt = replace(prompt, tokens=(*prompt.tokens, *tokens), text=prompt.text + (opening.text or ""))
         if len(prompt.tokens) > self.most_prompt:
             raise EnvironmentFailure(
-                f"{name} made a prompt of {len(prompt.tokens):,} tokens, more than "
+                f"{name} returned a prompt of {len(prompt.tokens):,} tokens, more than "
                 f"rollout.max_prompt_tokens={self.most_prompt:,}"
             )
         return prompt
@@ -110,7 +113,7 @@ class Episodes:
         tokens = list(reply.tokens) if reply.tokens is not None else self.chats.tokens([str(reply.text)])[0]
         if set(tokens) & set(prompt.placeholders):
             raise EnvironmentFailure(
-                f"{self.kind.__name__}.step replied with a token that stands for an image: images are parts of "
+                f"{self.kind.__name__}.step replied with a placeholder token of an image; pass images as parts of "
                 "`messages`"
             )
         return ReplyTokens(tokens, reply_images)
@@ -118,12 +121,12 @@ class Episodes:
     def _of_messages(self, prompt: Prompt, reply: Reply, ended: bool, reply_images: PromptImages | None) -> ReplyTokens:
         if not reply.messages:
             raise UserError(
-                f"rl.environment: {self.kind.__name__} replied nothing to an answer to {prompt.source} and was not "
-                "done: give `messages`, `text` or `tokens`, or set done=True."
+                f"rl.environment: {self.kind.__name__} returned an empty reply to an answer to {prompt.source} "
+                "without done=True. Set `messages`, `text` or `tokens`, or done=True."
             )
         if prompt.messages is None:
             raise UserError(
-                f"{prompt.source}: the prompt is a text, and rl.environment replies with messages: write prompts as "
+                f"{prompt.source}: the prompt is a text, but rl.environment replies with messages. Write prompts as "
                 "messages (or set rl.chat=true), or reply with `text`."
             )
         try:
@@ -132,7 +135,7 @@ class Episodes:
             raise EnvironmentFailure(f"{self.kind.__name__}.step: {error}") from error
         if continuation.reply_images is not None and self.room is not None and self.room.refusal:
             raise UserError(
-                f"rl.environment: {self.kind.__name__} replied with an image, and this model cannot be trained on "
+                f"rl.environment: {self.kind.__name__} replied with an image, but this model cannot be trained on "
                 f"images: {self.room.refusal}."
             )
         return ReplyTokens([*(() if ended else continuation.closing), *continuation.tokens], continuation.reply_images)

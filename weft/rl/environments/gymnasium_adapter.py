@@ -26,7 +26,7 @@ def environment(name: str) -> type[Environment]:
     is no such game."""
     make = import_named(name, KEY) if IMPORT_PATH.fullmatch(name) else _registered(name)
     if not callable(make):
-        raise UserError(f"{KEY}: gymnasium:{name} is no class or function that makes a game.")
+        raise UserError(f"{KEY}: gymnasium:{name} is not a class or function that creates a game.")
     return type("Game", (Game,), {"make": staticmethod(make)})
 
 
@@ -43,18 +43,17 @@ def _registered(name: str) -> Callable[[], Any]:
         spec = gymnasium.spec(name)
         modes = gymnasium.make(spec).unwrapped.metadata.get("render_modes", ())
     except Exception as error:  # of Gymnasium, and of the game
-        raise UserError(f"{KEY}: gymnasium:{name} cannot be made: {first_line(error)}") from error
+        raise UserError(f"{KEY}: gymnasium:{name} cannot be created: {first_line(error)}") from error
     return lambda: gymnasium.make(spec, **({"render_mode": _ANSI} if _ANSI in modes else {}))
 
 
 class Game(Environment):
-    """One episode of a game. Each observation is a message of the user, the first one behind the prompt.
+    """One episode of a game. Each observation is a user message; the first follows the prompt.
 
     Columns that are read: `seed` (default: the prompt's index, so that the samples of a prompt begin alike) and
-    `options`, both of `reset`. An observation that is no text is rendered, if the game has the render mode `ansi`; what
-    has a colour is put in brackets.
-    Actions: the answer's text; of a Discrete space, the last whole number of it, and an answer without one that is
-    valid costs a turn.
+    `options`, both of `reset`. An observation that is not a text is rendered, if the game has the render mode `ansi`;
+    coloured text is put in brackets. Actions: the answer's text; of a Discrete space, the last whole number of it, and
+    an answer without one that is valid costs a turn.
     """
 
     gives_reward = True
@@ -67,8 +66,8 @@ class Game(Environment):
         self.number_of_actions = int(space.n) if hasattr(space, "n") else None
         if self.number_of_actions is None and type(space).__name__ not in ("Text", "NoneType"):
             raise TypeError(
-                f"the game's actions are {type(space).__name__}, and an answer is a text: wrap it in an ActionWrapper "
-                "whose action_space is Text or Discrete"
+                f"the game's actions are {type(space).__name__}, but an answer is a text. Wrap the game in an "
+                "ActionWrapper whose action_space is Text or Discrete"
             )
 
     def start(self, prompt: Prompt) -> Reply:  # type: ignore[override]  # a plain method is run in the main thread
@@ -95,13 +94,13 @@ class Game(Environment):
 
     def _said(self, observation: Any) -> dict[str, str]:
         if not isinstance(observation, str) and getattr(self.game, "render_mode", None) == _ANSI:
-            # What is coloured (where the player is) is put in brackets.
+            # Coloured text (the player's position) is put in brackets.
             observation = _COLOUR_ENDS.sub("]", _COLOUR.sub("[", self.game.render()))
         if isinstance(observation, numbers.Number):
             observation = str(observation)
         if not isinstance(observation, str):
             raise TypeError(
-                f"an observation is {type(observation).__name__}, no text: wrap the game in an ObservationWrapper that "
-                "writes it"
+                f"an observation is {type(observation).__name__}, not a text. Wrap the game in an ObservationWrapper "
+                "that returns a text"
             )
         return {"role": "user", "content": observation}

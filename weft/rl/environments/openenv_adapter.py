@@ -42,17 +42,17 @@ def _action_schema(url: str) -> Mapping[str, Any]:
             return schema
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"rl.environment: no server of OpenEnv answers at {url}/schema: {first_line(error)}. Start the server, or "
-            "mend the address."
+            f"rl.environment: no server of OpenEnv answers at {url}/schema: {first_line(error)}. Start the server, "
+            "or correct the address."
         ) from error
 
 
 class OpenEnvSession(Environment):
-    """One session. Each observation is a message of the user, the first one behind the prompt.
+    """One session. Each observation is a user message; the first follows the prompt.
 
     Columns that are read: `reset`, the arguments of `reset`; `seed` (default: the prompt's index). An action is the
     JSON object of an answer, alone or in a fence of ```; if the schema requires one field, a text is its value. An
-    answer that is no action costs a turn.
+    answer without a valid action costs a turn.
     """
 
     gives_reward = True
@@ -107,7 +107,7 @@ class OpenEnvSession(Environment):
 
 
 def read_action(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The action that an answer is. ValueError if it is none."""
+    """The action in an answer. ValueError if there is none."""
     text = text.strip()
     if text.startswith("```") and text.endswith("```"):
         text = "\n".join(text.splitlines()[1:-1]).strip()

@@ -13,7 +13,7 @@ from weft.rl.environments.worker import ENDED, ORDER
 from weft.rl.workers import Worker, start_worker
 
 _OBEYS_SECONDS = 10.0  # within which the fork server must end a process
-_AT_ONCE = 1024  # conversations; a large held-out set waits for free places
+_AT_ONCE = 1024  # the most open conversations; further ones wait
 
 
 class EnvironmentPool:
@@ -107,7 +107,7 @@ class _ForkServer:
             self._ended.pop(number).set_result(status)
 
     def _require_end(self, ended: asyncio.Future[int | None]) -> None:
-        """Kill a fork server that does not obey, perhaps because it is stopped; its forked processes end with it."""
+        """Kill a fork server that does not react, perhaps because it is stopped; its forked processes end with it."""
         if not ended.done():
             self._worker.kill()
             self._lost()

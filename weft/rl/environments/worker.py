@@ -115,7 +115,7 @@ class ForkServer:
             self._live(descriptors[0])
         os.close(descriptors[0])
         with contextlib.suppress(OSError):
-            os.setpgid(process, process)  # the child does the same; whoever comes first
+            os.setpgid(process, process)  # the child does the same; either may be first
         self._numbers[process] = number
         return True
 
@@ -175,11 +175,11 @@ def converse(kind: Callable[[], Any], connection: socket.socket) -> None:
 def plain(reply: Any) -> Reply:
     """The reply with its containers and numbers as built-in types. TypeError or ValueError if it is no valid reply."""
     if not isinstance(reply, Reply):
-        raise TypeError(f"returned {reply!r:.80}, which is no Reply (weft.rl.environments.base)")
+        raise TypeError(f"returned {reply!r:.80}, which is not a Reply (weft.rl.environments.base)")
     if not all(isinstance(entry, Mapping) for entry in (*reply.messages, *reply.calls)):
         raise TypeError("`messages` and `calls` of a Reply are lists of dicts")
     if reply.text is not None and not isinstance(reply.text, str):
-        raise TypeError(f"`text` of a Reply is {type(reply.text).__name__}, no text")
+        raise TypeError(f"`text` of a Reply is {type(reply.text).__name__}, not a text")
     reward = None if reply.reward is None else float(reply.reward)
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"`reward` of a Reply is {reward}")
