@@ -172,7 +172,7 @@ def test_a_replay_goes_on_as_a_replay(complete_run: Path, task: Path, tmp_path: 
     assert all((weights_of(run)[name] == value).all() for name, value in weights_of(complete_run).items())
     second = shutil.copytree(complete_run, tmp_path / "other", symlinks=True)
     back_to(second, 1)
-    with pytest.raises(UserError, match="it drew its own samples so far: leave --replay out"):
+    with pytest.raises(UserError, match="the run sampled its rollouts so far: remove --replay"):
         start(task, second, resume=True, replay=files)
     with pytest.raises(UserError, match="--rollout-only makes rollouts, and --replay trains"):
         start(task, tmp_path / "both", "train.steps=3", replay=files, rollout_only=True)
@@ -194,7 +194,7 @@ def test_rollouts_alone_go_on_behind_the_last(
         start(task, run, "train.steps=4", "track.report_to=[tensorboard]", rollout_only=True, hook=strike)
     assert f"after step 2. Resume with: weft rl --resume {run} --rollout-only" in capsys.readouterr().out
     start(task, run, resume=True, rollout_only=True)
-    assert "resumed  behind rollout step 2" in capsys.readouterr().out
+    assert "resumed  after rollout step 2" in capsys.readouterr().out
     assert lines_of(run) == lines_of(unbroken) and rollouts_of(run) == rollouts_of(unbroken)
     read = EventAccumulator(str(run / "tensorboard"))
     read.Reload()
@@ -248,7 +248,7 @@ def test_rollouts_that_are_damaged_are_skipped_by_name(
     capsys.readouterr()
     start(task, only, "train.steps=3", resume=True, rollout_only=True)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "skipped" in printed and "resumed behind rollout step 2" in printed
+    assert "skipped" in printed and "resumed after rollout step 2" in printed
     assert lines_of(only) == lines_of(unbroken) and rollouts_of(only) == rollouts_of(unbroken)
     assert (only / "rollouts/dropped/step-000003.parquet").exists()
 
@@ -623,15 +623,15 @@ def test_a_run_that_cannot_learn_says_so_and_ends(
     the last checkpoint; and no word of it from an algorithm that compares them with nothing."""
     constant = ["rl.reward=[tests.support.reward_functions:of_one]", "rl.reward_workers=1", "checkpoint.every=0"]
     run = tmp_path / "run"
-    words = r"nothing was learnt: in all 4 rollout steps .*(\nsample .* reward 1 for .*){2}"
+    words = r"the run had no training signal: in all 4 rollout steps .*(\nsample .* reward 1 for .*){2}"
     with pytest.raises(UserError, match=words):
         start(task, run, "train.steps=4", *constant)
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count("warning 3 rollout steps in a row had nothing to learn from") == 1
+    assert printed.count("warning 3 rollout steps in a row had no training signal") == 1
     assert len(re.findall(r"sample \d\.0/\d of \S+additions.jsonl:\d: reward 1 for ", printed)) == 2
     assert (run / "checkpoints/latest").exists() and (run / "summary.json").exists()
     start(task, tmp_path / "other", "train.steps=3", *constant, f"rl.advantage={NO_BASELINE}")
-    assert "nothing to learn" not in capsys.readouterr().out
+    assert "no training signal" not in capsys.readouterr().out
 
 
 def test_flat_steps_are_those_whose_advantages_are_all_zero() -> None:
@@ -663,7 +663,7 @@ def test_samples_that_are_nearly_all_cut_are_warned_of_once() -> None:
     assert cut.count(samples) == []
     samples[8].finish = "length"
     (line,) = cut.count(samples)
-    assert line.startswith("warning  9 of 10 samples were cut at rollout.max_new_tokens=16")
+    assert line.startswith("warning  9 of 10 samples were truncated at rollout.max_new_tokens=16")
     assert "rollout.max_new_tokens=32" in line and "rl.chat=true" in line and cut.count(samples) == []
 
 

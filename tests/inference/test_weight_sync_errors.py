@@ -181,9 +181,10 @@ PLANTS: dict[str, tuple[Callable[[Attempt], Any], str]] = {
         "engine-0 holds values that differ from the sent values, version 3: c",
     ),
     "not read back": (
-        lambda a: setattr(a, "placed", {"a": a.sums["a"]}), "engine-0 did not report checksums of b, c",
+        lambda a: setattr(a, "placed", {"a": a.sums["a"]}),
+        "engine-0 did not report checksums of b, c",
     ),
-    "of an older version": (lambda a: setattr(a, "version", 2), "stale weights: version 2 was sent, but version 3 was "),
+    "of an older version": (lambda a: setattr(a, "version", 2), "stale weights: version 2 was sent, but"),
 }  # fmt: skip
 
 

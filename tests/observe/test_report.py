@@ -561,7 +561,7 @@ def test_rollouts_alone_go_on_behind_the_last_whole_step(tmp_path: Path) -> None
         write_rollouts(tmp_path, step, groups_of([[1.0]], ["a"]))
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines)[:-1])
     start = find_collected(tmp_path)
-    assert (start.rollout, start.taken, start.notes) == (2, 9, ("resumed  behind rollout step 2",))
+    assert (start.rollout, start.taken, start.notes) == (2, 9, ("resumed  after rollout step 2",))
     (tmp_path / "rollouts" / "step-000002.parquet").write_bytes(b"cut")
     start = find_collected(tmp_path)
     assert (start.rollout, start.taken) == (1, 4) and "skipped" in start.notes[0]

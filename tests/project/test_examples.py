@@ -200,7 +200,7 @@ def test_the_images_of_the_examples_are_read(checkout: Path, capsys: pytest.Capt
     [
         (
             "rl.reward=[tests.support.reward_functions:needs_more]",
-            "additions.jsonl:1: rl.reward: needs_more asks for `difficulty`",
+            "additions.jsonl:1: rl.reward: needs_more has a parameter `difficulty`",
         ),
         (
             "rl.reward=[tests.support.reward_functions:absent]",

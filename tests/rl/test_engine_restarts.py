@@ -548,5 +548,5 @@ def test_a_budget_counts_engines_one_by_one_and_the_ranks_of_a_model_together(
     now[0] = 61.0
     models.spend("reference rank", None, error)  # the window is over
     assert shown[0].startswith("restart  engine 0 is replaced, restart 1 of 1 within 60 s (rollout.restarts): ")
-    assert shown[2].startswith("restart  reference ranks are started anew, restart 1 of 1 within 60 s (cluster.fro")
+    assert shown[2].startswith("restart  reference ranks are started again, restart 1 of 1 within 60 s (cluster.fro")
     assert len(shown) == 4

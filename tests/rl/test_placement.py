@@ -32,14 +32,14 @@ def never(config: RlConfig) -> float:
     ("words", "options", "rollouts", "placement", "why"),
     [
         ([], {}, LONG, "auto", ""),
-        (["rollout.engine=hf"], {}, LONG - 1, "colocated", "499 rollout steps are too few to time both (from 500 on)"),
+        (["rollout.engine=hf"], {}, LONG - 1, "colocated", "499 rollout steps are too few to time both"),
         (["rollout.engine=hf", "cluster.max_staleness=1"], {}, LONG, "disaggregated", "with cluster.max_staleness"),
         (["rollout.engine=hf", "cluster.placement=disaggregated"], {}, LONG, "disaggregated", ""),
-        (["rollout.engine=vllm"], {"device": "cuda", "world": 8}, LONG, "colocated", "trainers have all accelerators"),
+        (["rollout.engine=vllm"], {"device": "cuda", "world": 8}, LONG, "colocated", "trainers use all accelerators"),
         (["rollout.engine=vllm", "cluster.trainer_ranks=6", "rollout.tp=2", "rollout.num_engines=2"],
-         {"device": "cuda", "world": 6}, LONG, "colocated", "of 8 accelerators trainers leave too few"),
+         {"device": "cuda", "world": 6}, LONG, "colocated", "trainers leave too few of the 8 accelerators"),
         (["rollout.engine=vllm", "rollout.tp=2"], {"device": "cuda", "world": 3}, LONG, "disaggregated",
-         "3 trainer ranks are no multiple of rollout.tp = 2"),
+         "3 trainer ranks are not a multiple of rollout.tp = 2"),
         (["rollout.engine=hf"], {"rollout_only": True}, LONG, "colocated", "nothing to do"),
     ],
 )  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_placement_that_is_not_possible_is_not_taken() -> None:
     (note,) = resolve_placement(config("rollout.engine=hf"), RlOptions(), LONG, seconds).notes
     assert note.endswith("step: colocated 3, disaggregated not possible (the Ray cluster has 1 GPUs. And more)")
     hopeless = True
-    with pytest.raises(UserError, match="cluster.placement=auto found none that is possible"):
+    with pytest.raises(UserError, match="cluster.placement=auto: no placement is possible"):
         resolve_placement(config("rollout.engine=hf"), RlOptions(), LONG, seconds)
 
 
@@ -86,7 +86,7 @@ def test_a_placement_that_is_not_possible_is_not_taken() -> None:
             ["rollout.num_engines=3", "rollout.tp=2"],
             "4 trainer ranks have room for 2: set rollout.num_engines=2 or fewer",
         ),
-        (["rollout.transport=group"], "which NCCL does not join: set rollout.transport=auto"),
+        (["rollout.transport=group"], "which NCCL does not support in one group. Set rollout.transport=auto"),
     ],
 )
 def test_what_cannot_be_colocated_is_refused(words: list[str], message: str) -> None:

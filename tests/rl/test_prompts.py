@@ -81,7 +81,7 @@ def test_rows_of_prompts_are_read_as_documents_are(tmp_path: Path) -> None:
     assert decoded(second) == "<|start|>system:kind<|end|><|start|>user:hi<|end|><|start|>assistant:"
     assert second.columns["answer"] == "7"
     text = write_jsonl(tmp_path / "t.jsonl", {"prompt": "hi"})
-    with pytest.raises(UserError, match="data.system has no effect on a `prompt` that is a text"):
+    with pytest.raises(UserError, match="data.system has no effect on a text `prompt`"):
         load_rl_prompts(config_of(f"data.path={text}", keys[1]), byte_tokenizer(template))
 
 
@@ -114,7 +114,7 @@ def test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it() -> N
     ("rows", "template", "message"),
     [
         ([{"prompt": "a"}], ASKING,
-         "NOT used: `prompt` is text, continued as it stands. rl.chat=true makes it what a user says"),
+         "NOT used: `prompt` is text, which the model continues. Set rl.chat=true to render it as a user message"),
         ([{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}], ASKING,
          "the chat template renders 1 prompts, not 1: `prompt` is text, continued as it stands. rl.chat=true makes it "
          "what a user says"),
@@ -251,7 +251,7 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
         and [p.index for p in remaining] == [0, 1]
     )
     assert remaining[1].source.endswith("p.jsonl:3")
-    with pytest.raises(UserError, match="leaves no prompt"):
+    with pytest.raises(UserError, match="no prompt is left"):
         read(path, longest=1, drop=True)
     with pytest.raises(UserError, match="data.long_documents is truncate, but a prompt without its end"):
         config_of("data.long_documents=truncate")
@@ -266,7 +266,7 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
         ),
         ({"instruction": "a", "input": "b"}, "Write `instruction` and `input` into one column, `prompt`"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "has `prompt` and `messages`"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "holds no message that could be answered"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "contains no message to answer"),
         ({"prompt": "a", "tools": [{"name": "f"}]}, "has `tools`, but `prompt` is a text .* rl.chat=true"),
         ({"prompt": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}, "does not render"),
         ({"prompt": "a", "images": ["x"]}, "has `images`, but `prompt` is a text .* rl.chat=true"),
@@ -417,7 +417,7 @@ def test_weights_of_sources_say_how_often_their_prompts_come(tmp_path: Path) -> 
         (
             "phi3_longrope",
             30,
-            r"40 tokens, but the model has another rotary table above 32 .* Lower the two keys to 32 tog",
+            r"40 tokens, but the model uses another rotary table above 32 .* Lower the sum of the two keys to 32",
         ),
     ],
 )

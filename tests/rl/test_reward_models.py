@@ -208,7 +208,7 @@ def test_a_score_that_is_no_number_loses_its_samples_and_is_named(task: Path, tm
     with torch.no_grad():
         model.score.weight.fill_(float("nan"))
     model.save_pretrained(folder)
-    with pytest.raises(UserError, match="rl.reward: reward_model failed for every one of the 6 samples.*score is nan"):
+    with pytest.raises(UserError, match="rl.reward: reward_model failed for all 6 samples.*score is nan"):
         start(task, tmp_path / "run", f"rl.reward=[model:{folder}, length]", "train.steps=1")
 
 
@@ -221,7 +221,7 @@ def test_readings_that_make_no_sense_name_their_role() -> None:
     ):
         check_readings("teacher", values[1:], first)
     with pytest.raises(
-        FloatingPointError, match="the reference gives log probabilities that are not finite, of sample"
+        FloatingPointError, match="the reference returns log probabilities that are not finite, for sample"
     ):
         check_readings("reference", values + np.float32("nan"), first)
 
@@ -300,7 +300,7 @@ def test_a_rank_that_raises_ends_the_run(task: Path, tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize(("reward", "expected"), [
-    ("model:{task}/adder", "Qwen3ForCausalLM without a trained head of scores: weft reward makes"),
+    ("model:{task}/adder", "Qwen3ForCausalLM without a trained score head. Train it"),
     ("model:{task}/nothing", "model:{task}/nothing: "), ("model:{task}/rm-3", "has 3 labels; a reward is one number"),
     ("'model:'", "write model:PATH"),
 ])  # fmt: skip

@@ -94,7 +94,7 @@ def test_what_fails_costs_its_sample() -> None:
 def test_a_function_that_fails_for_all_ends_the_run() -> None:
     samples, failures = scored(["raise", "raise"], MODULE + "as_number", "length")
     assert given(samples) == [None, None] and samples[0].rewards == {"as_number": None, "length": -0.95}
-    with pytest.raises(UserError, match=r"as_number failed for every one of the 2 samples .* no such thing"):
+    with pytest.raises(UserError, match=r"as_number failed for all 2 samples .* no such thing"):
         failures.metrics()
 
 
@@ -260,7 +260,7 @@ def test_a_column_says_which_functions_are_asked() -> None:
     async def run() -> None:
         await rewards.start(prompts)
         await rewards.score(samples, Failures())
-        with pytest.raises(UserError, match="d:9: rl.reward_column: `by` is 'math', which is none of rl.reward"):
+        with pytest.raises(UserError, match="d:9: rl.reward_column: `by` is 'math', but must be a name in rl.reward"):
             await rewards.start([Prompt(9, 0, (1,), "?", None, {"by": "math"}, "d:9")])
         await rewards.close()
 
@@ -279,7 +279,7 @@ def test_samples_whose_environment_failed_are_not_scored() -> None:
     assert (good.reward, bad.reward, bad.rewards) == (0.0, None, {})
     assert failures.metrics()["rewards/environment/failed"] == 1
     asyncio.run(rewards.score([bad], failures))
-    with pytest.raises(UserError, match="rl.environment failed for every one of the 1 samples"):
+    with pytest.raises(UserError, match="rl.environment failed for all 1 samples"):
         failures.metrics()
 
 
@@ -289,7 +289,7 @@ def test_samples_whose_environment_failed_are_not_scored() -> None:
         ("of_miles", "has the parameters args, sample; a reward function is"),
         ("NO_FUNCTION", "is a int, which cannot be called"),
         ("absent", "tests.support.reward_functions has no absent"),
-        ("needs_more", "data.jsonl:5: rl.reward: needs_more asks for `difficulty`, and the row has no columns"),
+        ("needs_more", "data.jsonl:5: rl.reward: needs_more has a parameter `difficulty`, but the row has no columns"),
     ],
 )
 def test_what_is_no_reward_function_is_said_before_anything_runs(name: str, message: str) -> None:
@@ -298,7 +298,9 @@ def test_what_is_no_reward_function_is_said_before_anything_runs(name: str, mess
 
 
 def test_a_missing_answer_is_said_before_anything_runs() -> None:
-    with pytest.raises(UserError, match=r"exact_match needs the right answer, .* Set 'data.columns={answer: COLUMN}'"):
+    with pytest.raises(
+        UserError, match=r"exact_match needs the reference answer, .* Set 'data.columns={answer: COLUMN}'"
+    ):
         scored([], "exact_match", columns={"question": "a"})
 
 
@@ -439,7 +441,7 @@ def test_functions_of_a_program_are_sent_and_others_named() -> None:
 
 def test_what_cannot_be_sent_is_said() -> None:
     lock = threading.Lock()
-    with pytest.raises(UserError, match=r"reward: held cannot be sent to the processes that run rewards: .*lock"):
+    with pytest.raises(UserError, match=r"reward: held cannot be pickled for the reward processes: .*lock"):
         name_rewards(
             in_a_program("def hold(lock):\n    def held(completions):\n        lock\n    return held")["hold"](lock)
         )

@@ -92,7 +92,7 @@ def test_recordings_are_trained_from_with_the_images_of_the_data(data: Path, tmp
     for first, second in zip(lines_of(run), lines_of(replayed), strict=True):
         assert {key: first[key] for key in ("loss", "grad_norm")} == {key: second[key] for key in ("loss", "grad_norm")}
     (data / "others.jsonl").write_text((data / "prompts.jsonl").read_text().replace("who is it", "who is that"))
-    with pytest.raises(UserError, match=r"the recorded prompt is not .*others.jsonl:1 of data.path"):
+    with pytest.raises(UserError, match=r"the recorded prompt differs from .*others.jsonl:1 of data.path"):
         run_config(config_of(data, tmp_path / "third", f"data.path={data}/others.jsonl"), replay=str(run / "rollouts"))
 
 
@@ -160,7 +160,7 @@ def test_an_answer_that_draws_an_image_is_not_trained() -> None:
     group = asyncio.run(rollout_group(prompt, 2, Engine(), SamplingParams(9, ends=(7,)), None, 0))  # type: ignore[arg-type]
     first, second = group.samples
     assert first.completion() == [5, 6] and first.length == 2 and first.finish == "length" and not first.trained
-    assert first.notes == {"untrained": "it drew a token that stands for an image"}
+    assert first.notes == {"untrained": "it sampled a placeholder token of an image"}
     assert second.completion() == [5, 6, 7] and second.trained and len(second.versions) == len(second)
 
 

@@ -252,7 +252,7 @@ OF_DATA = [
             sft("data.chat_template=right.jinja"), DATA, {"tiny/chat_template.jinja": QUESTION_ONLY},
             {"right.jinja": CHATML}),
     Mistake("a tokenizer of another model", sft("model.init=random"),
-            ["the tokenizer gives id", "vocabulary has 16"], None, DATA, {"tiny/config.json": CONFIG_16},
+            ["the tokenizer returns id", "vocabulary has 16"], None, DATA, {"tiny/config.json": CONFIG_16},
             {"tiny/config.json": CONFIG_16.replace("16", "300", 1)}),
     Mistake("prompts too long", rl("rollout.max_prompt_tokens=2"), ["Set rollout.max_prompt_tokens=4"],
             rl("rollout.max_prompt_tokens=4"), DATA),

@@ -259,7 +259,7 @@ def read_models() -> dict[str, RlCase]:
         for do, done, options in (("kill", "killed", []), ("stop", "stopped", SOON)):
             cases[f"a {model} is {done} {name}"] = RlCase(
                 fault=RlFault(who="reference_critic", do=do, step=0, once="once", **fault), words=[*words, *options],
-                says=[rf"restart  {model} ranks are started anew, restart 1 of 3", f"{model} ranks load"], **common,
+                says=[rf"restart  {model} ranks are started again, restart 1 of 3", f"{model} ranks load"], **common,
             )  # fmt: skip
     scoring: dict[str, Any] = {"who": "reference_critic", "step": 0, "phase": "score", "after": later}
     ends: dict[str, Any] = {"when": "asking for rewards, step 2", "on": "Ray, a reward model", "saved": 1}
@@ -310,7 +310,7 @@ def read_models() -> dict[str, RlCase]:
     )  # fmt: skip
     cases["the teacher of weft rl gives NaN"] = RlCase(
         fault=RlFault(do="teacher gives NaN"), status=14, words=in_advantage, saved=0,
-        says=["the teacher gives log probabilities that are not finite, of sample"], when="computing logprobs, step 1",
+        says=["teacher returns log probabilities that are not finite, for sample"], when="computing logprobs, step 1",
     )  # fmt: skip
     return cases
 
@@ -554,7 +554,7 @@ ALWAYS = {
     "reward raises for all samples": RlCase(
         fault=RlFault(who="user", do="raise", phase="reward"), when="asking for rewards, step 1", status=2,
         words=OF_USER,
-        says=[r"error: rl\.reward: reward failed for every one of the 6 samples"], saved=0,
+        says=[r"error: rl\.reward: reward failed for all 6 samples"], saved=0,
     ),
     "reward hangs for all samples": RlCase(
         fault=RlFault(who="user", do="sleep", phase="reward"), when="asking for rewards, step 1", status=2,
@@ -569,13 +569,13 @@ ALWAYS = {
     "all rewards are alike, for ever": RlCase(
         fault=RlFault(who="user", do="all alike", phase="reward"), when="in every step", status=2,
         words=OF_USER, saved=3,
-        says=["warning  3 rollout steps in a row had nothing to learn from", "error: nothing was learnt"],
+        says=["warning  3 rollout steps in a row had no training signal", "error: the run had no training signal"],
         lost="nothing: all steps were done", resumes=False,
     ),
     "environment raises for all samples": RlCase(
         fault=RlFault(who="user", do="raise", phase="start"), when="starting an environment, step 1", status=2,
         words=ENVIRONMENT,
-        says=[r"error: rl\.environment failed for every one of the 6 samples"], saved=0,
+        says=[r"error: rl\.environment failed for all 6 samples"], saved=0,
     ),
     "fork server of environments is killed": RlCase(
         fault=RlFault(who="user", do="kill the parent", phase="step", once="once"), words=ENVIRONMENT, status=0,

@@ -1,7 +1,7 @@
-"""Separate ranks of a model that is only read, which are started anew if they die or hang, while the run goes on.
+"""Separate ranks of a frozen model. If they die or hang, weft starts them again while the run continues.
 
-Such a model has no state: new ranks load the same weights, and the call that failed is repeated with the same
-arguments. What it returns is what it would have returned.
+A frozen model has no state: new ranks load the same weights, and the failed call is repeated with the same arguments,
+so its result does not change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.errors import ActorError
 from weft.launch.ray_actors import ActorGroup
 from weft.rl.restarts import RestartBudget
 
-_OF_PROCESSES = ("killed", "hang", "peer")  # kinds of failure that new processes may not have
+_OF_PROCESSES = ("killed", "hang", "peer")  # kinds of failure that new processes may avoid
 
 
 class FrozenRanks:
@@ -44,8 +44,8 @@ class FrozenRanks:
         return await self._group.call_one(number, method, *args)
 
     async def _restart(self, error: ActorError) -> None:
-        """Start all ranks anew after this error, or raise it, if that would not help or the budget is used up. Ranks
-        that die while they start are another failure."""
+        """Start all ranks again after this error; raise it if a restart cannot help or the budget is used up. Ranks
+        that die while they start count as another failure."""
         name, started = self._group.name, False
         if error.kind not in _OF_PROCESSES or not self._restarts.limit or not self._group.can_restart:
             raise error

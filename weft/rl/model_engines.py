@@ -1,6 +1,5 @@
-"""The engine configs of policy, reference, teacher and reward models (only read) and critic (trained), and the engines
-of all but the policy, which follow the policy's config, except where their sections set path, mesh, dtype or token
-budget.
+"""The engine configs of policy, critic, reference, teacher and reward models, and the engines of all but the policy.
+Configs are the policy's, with the path, mesh, dtype and token budget of the model's section.
 """
 
 from __future__ import annotations
@@ -138,18 +137,18 @@ def opening_lines(
 
 
 def notes_on_generation(config: RlConfig, shape: PretrainedConfig) -> list[str]:
-    """A warning if weft's own engines must generate without a cache, which is many times slower."""
+    """A warning if the embedded or hf engine must generate without a cache, which is many times slower."""
     if config.rollout.engine not in ("embedded", "hf") or caches(shape):
         return []
     return [
-        f"warning  {shape.get_text_config().model_type} has no cache that gives the logits of a forward without one: "
-        "each token is drawn by a forward of its whole row, which may cost ten times as much or more "
-        "(rollout.engine=vllm generates by itself)"
+        f"warning  {shape.get_text_config().model_type} cannot generate exactly with a key-value cache, so each "
+        "token needs a forward of its whole row, which may be ten times slower or more. rollout.engine=vllm has its "
+        "own cache"
     ]
 
 
 def note_on_prefixes(engine: Engine) -> list[str]:
-    """A line if what answers to one prompt have in common is forwarded for each of them."""
+    """A line if the common prompt of answers is forwarded once for each answer."""
     reason = engine.planner.apart
     if not reason or engine.config.step.share_prefixes == "off":
         return []
@@ -157,8 +156,8 @@ def note_on_prefixes(engine: Engine) -> list[str]:
 
 
 def check_images(engines: Mapping[str, Engine], samples: Sequence[tuple[str, int, int]]) -> None:
-    """Raise UserError, naming the prompt, if an engine cannot take a sample with images. engines: by role. samples: as
-    longest_samples returns."""
+    """Raise UserError, naming the prompt, if an engine cannot process a sample with images. engines: by role. samples:
+    as longest_samples returns."""
     for role, engine in engines.items():
         with nullcontext() if role == "policy" else named_section(role):
             for sample in samples:

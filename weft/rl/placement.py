@@ -1,8 +1,8 @@
-"""`cluster.placement`: whether rollout engines share the trainers' devices, or have their own.
+"""`cluster.placement`: whether rollout engines share the trainers' devices or have separate devices.
 
 The embedded engine always shares them. For other engines, `auto` measures a few rollout steps with each placement, in a
-temporary folder, and takes the faster. It measures only if both are possible and the run is long enough to pay for it;
-otherwise `_by_rule` decides. The choice is printed and written to RUN/config.yaml, so a resumed run keeps it.
+temporary folder, and chooses the faster. It measures only if both are possible and the run is long enough to gain from
+it; otherwise `_by_rule` decides. The choice is printed and written to RUN/config.yaml, so a resumed run keeps it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.launch.options import RlOptions
 
 Placement = Literal["colocated", "disaggregated"]
 PLACEMENTS: tuple[Placement, ...] = ("colocated", "disaggregated")
-LONG = 500  # rollout steps from which a run is long enough to pay for 2 x TIMED steps and two starts
+LONG = 500  # shorter runs, in rollout steps, do not gain from 2 x TIMED steps and two starts
 TIMED = 4  # rollout steps per placement; the first is not counted, because it includes one-time work
 
 
@@ -60,17 +60,17 @@ def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Place
     if cluster.max_staleness:
         return "disaggregated", "with cluster.max_staleness engines generate while trainers train"
     if options.rollout_only or options.replay is not None:
-        return "colocated", "trainers or engines have nothing to do"
+        return "colocated", "trainers or engines would be idle"
     if options.device == "cuda":
         if options.world % rollout.tp:
-            return "disaggregated", f"{options.world} trainer ranks are no multiple of rollout.tp = {rollout.tp}"
+            return "disaggregated", f"{options.world} trainer ranks are not a multiple of rollout.tp = {rollout.tp}"
         if cluster.trainer_ranks is None:
-            return "colocated", "trainers have all accelerators (cluster.trainer_ranks would leave some)"
+            return "colocated", "trainers use all accelerators (set cluster.trainer_ranks to keep some for engines)"
         num_accelerators = accelerator_count("cuda") if cluster.address is None else None
         if num_accelerators is not None and num_accelerators < options.world + rollout.count * rollout.tp:
-            return "colocated", f"of {num_accelerators} accelerators trainers leave too few"
+            return "colocated", f"trainers leave too few of the {num_accelerators} accelerators"
     if rollouts < LONG:
-        return "colocated", f"{rollouts} rollout steps are too few to time both (from {LONG} on)"
+        return "colocated", f"{rollouts} rollout steps are too few to time both placements ({LONG} or more are needed)"
     return None, ""
 
 
@@ -86,7 +86,7 @@ def _by_trial(config: RlConfig, options: RlOptions, seconds: Callable[[RlConfig]
             results.append(f"{placement} not possible ({first_line(error)})")
     if not measured:
         raise UserError(
-            "cluster.placement=auto found none that is possible:\n" + "\n".join(f"  {text}" for text in results)
+            "cluster.placement=auto: no placement is possible:\n" + "\n".join(f"  {text}" for text in results)
         )
     return min(measured, key=lambda placement: measured[placement]), f"seconds of a rollout step: {', '.join(results)}"
 
@@ -97,24 +97,25 @@ def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlCon
     engines = rollout.num_engines or 1
     if rollout.transport == "ipc" and not (placement == "colocated" and gpu):
         raise UserError(
-            "rollout.transport is ipc, which is memory of a CUDA device that trainers and engines share, and with "
-            f"cluster.placement={placement} on {'CUDA' if gpu else 'CPU'} they share none: set rollout.transport=auto."
+            "rollout.transport=ipc needs CUDA devices that trainers and engines share, but with "
+            f"cluster.placement={placement} on {'CUDA' if gpu else 'CPU'} they share none. Set "
+            "rollout.transport=auto."
         )
     if placement == "colocated" and rollout.sync == "delta":
         raise UserError(
-            "rollout.sync is delta, but colocated engines free their weights while trainers train, so that all are "
-            "sent: set cluster.placement=disaggregated, or rollout.sync=full."
+            "rollout.sync=delta: colocated engines free their weights while trainers train, so every sync must send "
+            "all weights. Set cluster.placement=disaggregated or rollout.sync=full."
         )
     if placement == "colocated" and gpu and rollout.transport == "group":
         raise UserError(
-            "rollout.transport is group, but with cluster.placement=colocated trainers and engines have the same "
-            "devices, which NCCL does not join: set rollout.transport=auto."
+            "rollout.transport=group: with cluster.placement=colocated trainers and engines use the same devices, "
+            "which NCCL does not support in one group. Set rollout.transport=auto."
         )
     if placement == "colocated" and gpu and not config.cluster.devices:
         if world % rollout.tp:
             raise UserError(
-                f"rollout.tp is {rollout.tp}, but with cluster.placement=colocated an engine has the devices of so "
-                f"many trainer ranks, and there are {world}: set rollout.tp to a divisor of {world}."
+                f"rollout.tp={rollout.tp}: with cluster.placement=colocated an engine uses the devices of rollout.tp "
+                f"of the {world} trainer ranks. Set rollout.tp to a divisor of {world}."
             )
         max_engines = world // rollout.tp
         engines = rollout.num_engines or max_engines

@@ -1,4 +1,4 @@
-"""Rollout steps, generated up to cluster.max_staleness versions ahead of training."""
+"""A queue of rollout steps, generated up to cluster.max_staleness versions ahead of training."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from weft.strict_json import check_unicode
 
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 
-# Columns that go into the chat template.
+# Columns that the chat template reads.
 _RENDERED = (
     "prompt", "messages", *CONVERSATIONS, "system", "tools", *TOOLS, "chat_template_kwargs", COLUMN, VIDEOS,
 )  # fmt: skip
@@ -69,8 +69,8 @@ class PromptRules:
 
 
 def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
-    """Raise UserError if a sample may become longer than the model has positions, or grow into another rotary table
-    than it was sampled by. shape: the text config."""
+    """Raise UserError if a sample may become longer than the model has positions, or would be trained with another
+    rotary table than it was sampled with. shape: the text config."""
     rollout, positions = config.rollout, getattr(shape, "max_position_embeddings", None)
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     if positions is not None and longest > positions:
@@ -81,10 +81,10 @@ def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
     limit = position_limit(shape)
     if limit is not None and longest > limit:
         raise UserError(
-            f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest:,} tokens, but the model "
-            f"has another rotary table above {limit:,} tokens (rope_parameters in its config.json): a sample that "
-            f"grows beyond them would be trained by another table than it was sampled by. Lower the two keys to "
-            f"{limit:,} together."
+            f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest:,} tokens, but the "
+            f"model uses another rotary table above {limit:,} tokens (rope_parameters in its config.json). A longer "
+            "sample would be trained with another table than it was sampled with. Lower the sum of the two keys to "
+            f"{limit:,}."
         )
 
 
@@ -132,7 +132,7 @@ class Prompts(Sequence[Prompt]):
             if texts == len(self)
             else f"the chat template renders {len(self) - texts:,} prompts, not {texts:,}"
         )
-        return f"{use}: `prompt` is text, continued as it stands. rl.chat=true makes it what a user says"
+        return f"{use}: `prompt` is text, which the model continues. Set rl.chat=true to render it as a user message"
 
     @property
     def digest(self) -> str:
@@ -192,8 +192,8 @@ def read_prompts(
         bad += [(source.label, text) for text in wrong]
         if wrong and not read:
             raise UserError(
-                f"data.bad_rows: drop leaves no prompt of {source.label}: all {len(wrong):,} rows are bad. The first: "
-                f"{wrong[0]}"
+                f"data.bad_rows=drop: no prompt of {source.label} is left, because all {len(wrong):,} rows are bad. "
+                f"The first: {wrong[0]}"
             )
         short = [prompt for prompt in read if len(prompt.tokens) <= rules.longest]
         _check(source, read, short, rules)
@@ -210,11 +210,11 @@ def _keep(wrong: list[str], number: int, error: UserError) -> None:
 
 def _check(source: DataSource, read: Sequence[Prompt], short: Sequence[Prompt], rules: PromptRules) -> None:
     if not read:
-        raise UserError(f"{source.label}: holds no prompts. data.path must name data with {_NEEDED}.")
+        raise UserError(f"{source.label}: contains no prompts. data.path must name data with {_NEEDED}.")
     longest = max(read, key=lambda prompt: len(prompt.tokens))
     if rules.drop and not short:
         raise UserError(
-            f"{source.label}: data.long_documents: drop leaves no prompt: all {len(read):,} are longer than "
+            f"{source.label}: data.long_documents=drop: no prompt is left, because all {len(read):,} are longer than "
             f"rollout.max_prompt_tokens = {rules.longest}. Raise rollout.max_prompt_tokens."
         )
     if len(short) < len(read) and not rules.drop:
@@ -227,15 +227,15 @@ def _check(source: DataSource, read: Sequence[Prompt], short: Sequence[Prompt], 
         for prompt in short:
             if max(prompt.tokens) >= rules.vocab_size:
                 raise UserError(
-                    f"{prompt.source}: the tokenizer gives id {max(prompt.tokens)}, but the model's vocabulary has "
-                    f"{rules.vocab_size}. Tokenizer and model of model.path do not belong together."
+                    f"{prompt.source}: the tokenizer returns id {max(prompt.tokens)}, but the model's vocabulary has "
+                    f"{rules.vocab_size} tokens. Tokenizer and model at model.path do not match."
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class _RlPromptRow:
-    """A row before it is tokenised. text: what is tokenised; a chat's rendering. shown: Prompt.text. images: found in
-    the row. opened: the same images, measured."""
+    """A row before it is tokenised. text: the text to tokenise; for a chat, its rendering. shown: Prompt.text. images:
+    found in the row. opened: the same images, measured."""
 
     location: str
     text: str
@@ -302,7 +302,7 @@ class _RlPromptReader:
                 ids.update(zip(places, tokenise([rows[i].text for i in places]), strict=True))
         for i, row in enumerate(rows):
             if not ids[i]:
-                bad(i, UserError(f"{row.location}: `prompt` is empty: write what is to be answered."))
+                bad(i, UserError(f"{row.location}: `prompt` is empty. Write a question or messages."))
                 continue
             shown = row.opened, self.placeholders
             yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.location, *shown)
@@ -360,8 +360,8 @@ class _RlPromptReader:
 
 
 def _rename_columns(row: SourceRow, columns: Mapping[str, str]) -> dict[str, Any]:
-    """All columns of a row, and those of `columns` under weft's names. Rewards get nulls as the data have them; what
-    the chat template renders has none that an Arrow table put into its objects."""
+    """All columns of a row, and the columns of `columns` under weft's names. Rewards get nulls as in the data. Columns
+    that the chat template renders are without nulls that an Arrow table added to objects."""
     named_columns = add_named_columns(row.location, row.values, columns)
     if row.cleaners:
         paths = {name: path for name, path in columns.items() if name in _RENDERED}
@@ -373,15 +373,15 @@ def _rename_columns(row: SourceRow, columns: Mapping[str, str]) -> dict[str, Any
 def _text_prompt(location: str, text: str, other_columns: dict[str, Any], rules: MessageRules) -> _RlPromptRow:
     if rules.system is not None:
         raise UserError(
-            f"{location}: data.system has no effect on a `prompt` that is a text to be continued. Set rl.chat=true if "
-            "it is what a user says, write it as messages, or leave data.system out."
+            f"{location}: data.system has no effect on a text `prompt`, which the model continues. Set rl.chat=true "
+            "to render it as a user message, write it as messages, or remove data.system."
         )
     if unread := [
         name for name in ("system", *SYSTEMS, "tools", "chat_template_kwargs", COLUMN) if other_columns.get(name)
     ]:
         raise UserError(
-            f"{location}: has `{unread[0]}`, but `prompt` is a text that is continued as it stands. Set rl.chat=true "
-            f"if it is what a user says, write it as messages, or remove `{unread[0]}`."
+            f"{location}: has `{unread[0]}`, but `prompt` is a text, which the model continues. Set rl.chat=true to "
+            f"render it as a user message, write it as messages, or remove `{unread[0]}`."
         )
     return _RlPromptRow(location, text, text, None, other_columns)
 
@@ -394,7 +394,7 @@ def _prompt_column(location: str, row: Mapping[str, Any], columns: Mapping[str, 
         return (named or candidates)[0]
     if candidates:
         raise UserError(
-            f"{location}: has `prompt` and `messages`. Remove one of them, or name the one to be answered in "
+            f"{location}: has `prompt` and `messages`. Remove one of them, or name the column to use in "
             f"data.columns, as in {override('data.columns', {'prompt': 'prompt'})}."
         )
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
@@ -422,7 +422,7 @@ def _without_last_answers(location: str, name: str, messages: list[dict[str, Any
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not any(message["role"] != "system" for message in messages):
-        raise UserError(f"{location}: `{name}` holds no message that could be answered: end it with one of the user.")
+        raise UserError(f"{location}: `{name}` contains no message to answer. End it with a user message.")
     return messages
 
 
@@ -434,7 +434,8 @@ def with_images(prompt: Prompt, prompts: Sequence[Prompt]) -> Prompt:
         return prompt
     if data_prompt.tokens != prompt.tokens:
         raise UserError(
-            f"{prompt.source}: the recorded prompt is not {data_prompt.source} of data.path, which has its images."
+            f"{prompt.source}: the recorded prompt differs from {data_prompt.source} of data.path, so its images "
+            "cannot be read. Set data.path to the data of the recorded run."
         )
     return replace(prompt, images=data_prompt.images)
 

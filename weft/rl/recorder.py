@@ -160,7 +160,7 @@ class RlRecorder:
         """Raise UserError after train.max_nonfinite consecutive steps that were not finite, or that had no sample to
         train. Returns lines to print after consecutive steps whose advantages were all zero."""
         for line in lines:
-            self.bad.count(line, "Lower optimizer.lr, or look at the rollouts.")
+            self.bad.count(line, "Lower optimizer.lr, or inspect the rollouts with `weft rollouts`.")
         self.empty.count(step.samples, self.config)
         return [*self.flat.count(step.samples, self.config), *self.cut.count(step.samples)]
 
@@ -202,12 +202,12 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def truncation_line(rollout: RolloutConfig) -> str:
-    """What rollout.top_p, top_k and min_p mean for training."""
+    """A line about the effect of rollout.top_p, top_k and min_p on training."""
     cut = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
     keys = ", ".join(f"{name} {value:g}" for name, value in cut.items() if value != KEEPS_ALL[name])
-    text = f"with {keys}: tokens that are left out are never drawn, and the policy is trained as if they could be"
+    text = f"with {keys}: excluded tokens are never sampled, but the policy is trained as if they could be"
     if rollout.allow_truncated:
-        text += f"; {rollout.engine} does not say the share that it kept, which biases the correction"
+        text += f"; {rollout.engine} does not report the kept probability mass, which biases the correction"
     return f"{text} (sampling/kept_share says by how much)"
 
 

@@ -1,4 +1,4 @@
-"""The reference, which is only read, and the critic, which learns values.
+"""The frozen reference, and the critic, which learns values.
 
 Each runs in the trainer's ranks, or in separate ranks (reference.ranks, critic.ranks), which form their own process
 group and work at the same time as the trainers. A TrainerRank has no engine for a role with separate ranks.
@@ -68,13 +68,13 @@ def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mappin
 
 def check_readings(role: Role, values: Floats, sample: Sample) -> None:
     """Raises RuntimeError if a role has not read each token of a sample, and FloatingPointError for a value that is not
-    finite. Those of the policy are checked later, with the rollout's (corrections.py)."""
+    finite. The policy's values are checked later, with the rollout's (corrections.py)."""
     if values.shape != (len(sample),):
         raise RuntimeError(f"the {role} has read {values.shape} values of sample {sample.id} of {len(sample)} tokens")
     if role != "policy" and not np.isfinite(values).all():
         kind = "values" if role == CRITIC else "log probabilities"
         raise FloatingPointError(
-            f"the {role} gives {kind} that are not finite, of sample {sample.id}. Look at its weights, or set "
+            f"the {role} returns {kind} that are not finite, for sample {sample.id}. Check its weights, or set "
             f"{'fsdp' if role == CRITIC else role}.param_dtype=fp32."
         )
 
@@ -103,7 +103,8 @@ def own_ranks(config: RlConfig) -> dict[Role, int]:
 
 
 def critic_checkpoint(run: Path, step: int) -> Path:
-    """The folder of the critic's checkpoint of a step: the one of separate ranks if it exists, else in the policy's."""
+    """The folder of the critic's checkpoint of a step: the separate ranks' folder if it exists, else in the
+    policy's."""
     separate = step_folder(run / CRITIC / "checkpoints", step)
     return separate if separate.is_dir() else step_folder(run / "checkpoints", step) / CRITIC
 
@@ -146,7 +147,7 @@ def device_role(role: Role) -> str:
 
 
 def shared_with_trainers(config: RlConfig) -> set[Role]:
-    """The roles with separate ranks that have devices of trainer ranks, too (cluster.devices)."""
+    """The roles with separate ranks that share devices with trainer ranks (cluster.devices)."""
     lists = device_lists(config.cluster.devices)
     sharing = roles_on(lists, "trainer") if lists else ()
     return {role for role in own_ranks(config) if device_role(role) in sharing}
@@ -209,7 +210,7 @@ class ReferenceCriticRank:
         return self.engine.wake()
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
-        """Raise UserError if a model cannot take these samples (model_engines.check_images)."""
+        """Raise UserError if a model cannot process these samples (model_engines.check_images)."""
         check_images({self.role: self.engine}, samples)
 
     def image_room(self) -> ImageRoom:

@@ -1,4 +1,4 @@
-"""How often the processes of a run may be started anew while it goes on."""
+"""The budget of restarts of a run's processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.terminal import say
 
 
 class RestartBudget:
-    """Restarts of engines, or of the ranks of models that are only read, and their messages.
+    """Counts restarts of engines, or of the ranks of frozen models, and prints messages.
 
     limit: restarts within `window` seconds of one engine, or of all ranks of one model. key: of the config, which sets
     the limit. show: prints a line.
@@ -21,7 +21,7 @@ class RestartBudget:
         self.limit, self.window, self.key, self.show = limit, window, key, show
         self._restarts: dict[tuple[str, int | None], deque[float]] = {}
         self._count = 0
-        self.engines: int | None = None  # that are there, if they join and leave
+        self.engines: int | None = None  # number of present engines, if they join and leave
 
     def spend(self, name: str, number: int | None, error: ActorError) -> None:
         """Count a restart after this error, of the process `number` of those called `name`, or, with None, of all of
@@ -34,7 +34,7 @@ class RestartBudget:
             raise self.exhausted(f"{failed} {len(earlier) + 1} times", error)
         earlier.append(now)
         self._count += 1
-        restarted = f"{name}s are started anew" if number is None else f"{name} {number} is replaced"
+        restarted = f"{name}s are started again" if number is None else f"{name} {number} is replaced"
         self.show(
             f"restart  {restarted}, restart {len(earlier)} of {self.limit} within {self.window:g} s ({self.key}): "
             f"{first_line(error)}"

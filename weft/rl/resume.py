@@ -86,11 +86,11 @@ def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: RlPlan, *
 def _contents_changed(content: Mapping[str, Any], config: RlConfig, prompts: Prompts, replayed: bool) -> list[str]:
     problems = []
     if content["replayed"] and not replayed:
-        problems.append("it was trained from rollouts that were there: name their folder again (--replay)")
+        problems.append("the run was trained from recorded rollouts: name their folder again (--replay)")
     if replayed and not content["replayed"]:
-        problems.append("--replay: it drew its own samples so far: leave --replay out")
+        problems.append("--replay: the run sampled its rollouts so far: remove --replay")
     if content["data"]["digest"] != prompts.digest:
-        problems.append("the data gives other prompts than before: the place in them would mean nothing")
+        problems.append("the data gives other prompts than before, so the run cannot continue at its position in them")
     if content["model"]["sha256"] != model_fingerprint(config):
         problems.append(f"model.path: config.json of {config.model.path} differs from before")
     return problems
@@ -100,7 +100,7 @@ def find_collected(folder: Path) -> RlStart:
     """The start of `--rollout-only`: after the last complete rollout step of RUN. UserError if the run has trained."""
     if steps := complete_steps(folder / "checkpoints"):
         raise UserError(
-            f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another: "
+            f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another run: "
             f"{from_weights(step_folder(folder / 'checkpoints', steps[-1]), 'rl')} --rollout-only"
         )
     files, metrics, starts, skipped = rollout_files(folder / FOLDER), folder / "metrics.jsonl", [RlStart()], list[str]()
@@ -112,7 +112,7 @@ def find_collected(folder: Path) -> RlStart:
     while starts[-1].rollout and (problem := _unreadable(files[starts[-1].rollout])):
         skipped.append(f"skipped  {problem}")
         starts.pop()
-    return replace(starts[-1], notes=(*skipped, f"resumed  behind rollout step {starts[-1].rollout}"))
+    return replace(starts[-1], notes=(*skipped, f"resumed after rollout step {starts[-1].rollout}"))
 
 
 def _unreadable(rollouts: Path) -> str:
@@ -125,7 +125,8 @@ def _unreadable(rollouts: Path) -> str:
 
 
 def prepare_folder(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
-    """Move aside everything in RUN from after this start, and write the config; returns the start with messages."""
+    """Move aside all files in RUN that are newer than this start, and write the config; returns the start with
+    messages."""
     if start.step or not start.rollout:
         notes = resume.set_aside_later(folder, start.step, {})
         _set_aside_critic(folder / CRITIC / "checkpoints", start.step)
@@ -161,4 +162,4 @@ def notes_on_replay(config: RlConfig, replayed: Sequence[Path]) -> list[str]:
     experts, _ = expert_counts(hf.read_config(config.model.path).get_text_config())
     if not replayed or experts == 1 or has_routes(replayed[0]):
         return []
-    return ["replay   without routes, which --rollout-only keeps and training does not: experts are chosen anew"]
+    return ["replay   without routes, because only --rollout-only records them: routers choose experts anew"]

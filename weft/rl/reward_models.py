@@ -1,8 +1,9 @@
 """Reward models that rl.reward names as model:PATH, which score whole conversations, through their own chat templates
 and tokenizers.
 
-Each runs in the trainer's ranks, or in separate ranks (reward_model.ranks). Where rollout engines have the trainer's
-devices, models in its ranks score when all samples are drawn; else while others are still being drawn.
+Each runs in the trainer's ranks, or in separate ranks (reward_model.ranks). If rollout engines share the trainer's
+devices, models in the trainer's ranks score after all samples are drawn; otherwise they score while other samples are
+still drawn.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from weft.terminal import counted
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a reward model scores. source: for messages. prompt, answer: both messages, or both texts. columns: of the
+    """A conversation to score. source: for messages. prompt, answer: both messages, or both texts. columns: of the
     prompt's row, of which tools and arguments of the template are read."""
 
     source: str
@@ -65,7 +66,7 @@ class Conversation:
 
 
 def check_reward_models(config: RlConfig) -> None:
-    """Raises UserError, before anything starts, if a reward model is none, or cannot be read."""
+    """Raises UserError, before anything starts, if the model is not a reward model, or cannot be read."""
     for path in reward_models(config.rl.reward).values():
         try:
             model = hf.read_config(path)
@@ -73,13 +74,13 @@ def check_reward_models(config: RlConfig) -> None:
             raise UserError(f"rl.reward: model:{path}: {error}") from error
         if not hf.classifies(model):
             raise UserError(
-                f"rl.reward: model:{path} is a {(model.architectures or ['model'])[0]} without a trained head of "
-                "scores: weft reward makes a reward model of it."
+                f"rl.reward: model:{path} is a {(model.architectures or ['model'])[0]} without a trained score head. "
+                "Train it as a reward model with `weft reward`."
             )
         if model.num_labels != 1:
             raise UserError(
-                f"rl.reward: model:{path} has {counted(model.num_labels, 'label')}; a reward is one number: name a "
-                "model with one label, or write a function that calls this one."
+                f"rl.reward: model:{path} has {counted(model.num_labels, 'label')}, but a reward is a single number. "
+                "Name a model with one label, or write a function that calls this model."
             )
         load_tokenizer(path)
 
@@ -96,12 +97,12 @@ class ConversationScorer:
         self.pad = hf.padding_id(path)
 
     def score(self, conversations: Sequence[Conversation]) -> list[RewardOutcome]:
-        """The score of each conversation, or the error for which it has none; the same on every rank. Collective."""
+        """The score of each conversation, or its error; the same on every rank. Collective."""
         documents, outcomes = list[Document](), list[RewardOutcome | None]()
         for conversation in conversations:
             try:
                 ids = self.encoder.encode([conversation.record])[0].ids
-            except ValueError as error:  # of a template that refuses the conversation
+            except ValueError as error:  # an error of a template that cannot render the conversation
                 outcomes.append(RewardOutcome(None, first_line(error)))
                 continue
             if len(ids) > self.longest:
@@ -126,8 +127,8 @@ class ConversationScorer:
         """Raises UserError if there are samples with images: a reward model reads texts."""
         if samples:
             raise UserError(
-                f"{samples[0][0]}: has images, and a reward model of rl.reward ({self.path}) reads texts alone in "
-                "this version: score such samples with a function."
+                f"{samples[0][0]}: has images, but the reward model {self.path} reads only text in this version. "
+                "Score such samples with a function."
             )
 
 
@@ -171,8 +172,8 @@ class RewardModelRank:
 
 
 def score_parts(scorer: ConversationScorer, parts: Sequence[Sequence[Conversation]]) -> list[list[RewardOutcome]]:
-    """The outcomes of each part, which is planned apart from the others: scores depend, in their last bits, on what is
-    in one row, and so not on which parts happen to wait. Collective."""
+    """The outcomes of each part. Parts are planned separately, because the last bits of scores depend on the other
+    conversations of a row. Collective."""
     flight.enter("score")
     return [scorer.score(part) for part in parts]
 
@@ -182,9 +183,9 @@ def _outcome(score: float) -> RewardOutcome:
 
 
 class RewardModelClient:
-    """Scores samples with the ranks of one reward model. What is asked for while they compute is their next batch.
+    """Scores samples with the ranks of one reward model. Requests that arrive while they compute are the next batch.
 
-    together: whether all that waits is one part (score_parts), because all of a round is asked for at once.
+    together: whether all waiting requests are one part (score_parts), because a round requests all at once.
     """
 
     def __init__(self, role: Role, group: RankGroup, *, together: bool = False) -> None:

@@ -137,8 +137,8 @@ class GroupStoppedError(Exception):
 
 
 class EarlyStop:
-    """Stops the groups that are still being generated once enough are complete (rollout.oversample). Groups draw from
-    it, in place of the engine.
+    """Stops groups that are still being generated once enough are complete (rollout.oversample). Groups call it instead
+    of the engine.
 
     needed: number of groups that `counts` must hold for. groups: how many were stopped.
     """
@@ -174,8 +174,8 @@ async def rewarded_groups(
     switch: DeviceSharing,
     stop: EarlyStop | None = None,
 ) -> list[SampleGroup]:
-    """A group per prompt, of those that are not stopped. Each is scored as soon as it is complete, while others are
-    still being generated; with switch.scores_last all are, when the last is complete.
+    """A group per prompt, without stopped groups. Each group is scored as soon as it is complete, while others are
+    still being generated; with switch.scores_last all groups are scored when the last is complete.
 
     phases: `generate` gets the seconds until the last group is complete, `reward` the seconds after that.
     """
@@ -212,11 +212,11 @@ async def groups_to_train(
     rounds: int,
     oversample: int = 0,
 ) -> tuple[list[SampleGroup], int]:
-    """The groups of a rollout step, and the number of groups that were left out (rl.dynamic_sampling).
+    """The groups of a rollout step, and the number of groups that were omitted (rl.dynamic_sampling).
 
     A group whose rewards are all equal is replaced by a group of the stream's next prompt, in at most `rounds` rounds.
-    If groups are still missing then, those set aside first are used after all. roll: generates and scores groups, in
-    prompt order, given prompts and the number of groups that are needed; each round starts `oversample` more than
+    If groups are still missing then, the first replaced groups are used after all. roll: generates and scores groups,
+    in prompt order, given prompts and the number of groups that are needed; each round starts `oversample` more than
     that. Without these the choice depends only on rewards, not on timing, so runs are reproducible.
     """
     chosen: list[SampleGroup] = []

@@ -62,8 +62,8 @@ class ServedPool:
             await self._supervisor.locate({n: await self._location(n) for n in range(self._first)})
 
     async def open(self) -> None:
-        """Start the engines; they have no weights. ActorError if one does not start: what cannot start at first, as
-        with an unknown option, would not start a second time either."""
+        """Start the engines; they have no weights. ActorError if one does not start: an engine that cannot start at
+        first, for example because of an unknown option, would not start a second time."""
         for number in range(self._first):
             self.clock.lost(number)
         await gather_calls([self.start_engine(number) for number in range(self._first)])
@@ -87,13 +87,13 @@ class ServedPool:
             except ActorError as error:
                 failures += 1
                 self._fail_if_fatal(request, failures, error)
-                if losses == self._losses[number]:  # else the engine that failed has been replaced already
+                if losses == self._losses[number]:  # else the failed engine has already been replaced
                     self._supervisor.lost(number, error)
             finally:
                 self._loads[number] -= load
 
     async def _completed(self, number: int, request: Request) -> list[Completion]:
-        """The answer of an engine. ActorError if it fails, or if the answer is no completion."""
+        """The answer of an engine. ActorError if it fails, or if the answer is not a valid completion."""
         call = asyncio.ensure_future(self.actors.call_one(number, "ask", "generate", request))
         self._running.add(call)
         try:
@@ -105,7 +105,7 @@ class ServedPool:
                 raise self._supervisor.failure from None
             raise
         except (TypeError, ValueError, AttributeError) as error:
-            text = f"{self.actors.name} {number} has answered what is no completion: {type(error).__name__}: {error}"
+            text = f"{self.actors.name} {number} returned an invalid completion: {type(error).__name__}: {error}"
             raise ActorError(text, "failed") from error
         finally:
             self._running.discard(call)
@@ -253,8 +253,8 @@ async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tu
         shared = [rank_devices[rank] for rank in ranks]
         if len({rank.host for rank in shared}) > 1:
             raise UserError(
-                f"rollout.tp is {config.rollout.tp}, but trainer ranks {', '.join(map(str, ranks))}, whose devices an "
-                "engine is to have (cluster.placement=colocated), are on several hosts: set rollout.tp to fewer."
+                f"rollout.tp is {config.rollout.tp}, but trainer ranks {', '.join(map(str, ranks))}, whose devices "
+                "one engine shares (cluster.placement=colocated), are on several hosts. Lower rollout.tp."
             )
         visible = ",".join(rank.visible for rank in shared if rank.visible) or None
         devices.append((visible, [uuid for rank in shared for uuid in rank.uuids]))

@@ -96,8 +96,8 @@ class RlRun:
     resume_command: str = ""
     device: Device = "cpu"
     resume: bool = False
-    detail: Detail = "normal"  # how much of the opening is printed
-    opening: bool = True  # print an opening
+    detail: Detail = "normal"  # the amount of the first lines to print
+    opening: bool = True  # print the first lines
     show: Show = lambda text: None  # shows the progress of rollouts
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype

@@ -1,8 +1,8 @@
 """A training batch that another trainer wrote to a file: the samples, its loss and its gradient norm.
 
 docs/how-to/compare-step.md describes the file. B: sequences. T: columns of the token ids. An array of sequences is a
-list of B arrays, whose lengths may differ. Entry t of an array belongs to token t given the tokens before it; an array
-with R < T columns belongs to the last R tokens.
+list of B arrays, whose lengths may differ. Entry t of an array is the value of token t given the tokens before it; an
+array with R < T columns has the values of the last R tokens.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _SUFFIXES = (".npz", ".safetensors", ".jsonl")
 
 @dataclass(frozen=True)
 class StepDump:
-    """A read and checked file. samples: without padding; they have advantages, and those of old_logprobs, ref_logprobs
-    and correction that the file has. loss, grad_norm: None if the file has none. width: the most tokens from the first
+    """A read and checked file. samples: without padding; they have advantages, and old_logprobs, ref_logprobs and
+    correction if the file has them. loss, grad_norm: None if the file has none. width: the most tokens from the first
     to the last trained one, in one sample."""
 
     samples: list[Sample]
@@ -104,8 +104,8 @@ def _read_arrays(path: Path) -> dict[str, Any]:
         from safetensors.torch import load_file
 
         tensors = load_file(path)
-    except Exception as error:  # what a damaged file raises depends on the library
-        hint = " Arrays of objects are not read: pad them, or write .jsonl." if "pickle" in str(error) else ""
+    except Exception as error:  # the exception for a damaged file depends on the library
+        hint = " weft does not read arrays of objects: pad them, or write .jsonl." if "pickle" in str(error) else ""
         raise UserError(f"{path}: cannot be read: {error}.{hint}") from error
     return {name: (t.double() if t.is_floating_point() else t).numpy() for name, t in tensors.items()}
 
@@ -121,12 +121,15 @@ def _read_lines(path: Path) -> dict[str, Any]:
         try:
             row = strict_json.parse(line)
         except ValueError as error:
-            raise UserError(f"{path}, line {number}: is no JSON: {error}.") from error
+            raise UserError(f"{path}, line {number}: is not JSON: {error}.") from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: must be an object with names.")
+            raise UserError(f"{path}, line {number}: must be a JSON object.")
         for name in [name for name in row if any(name in NAMES[scalar] for scalar in SCALARS)]:
             if name in scalars:
-                raise UserError(f"{path}, line {number}: has {name} again: it is one number of the whole batch.")
+                raise UserError(
+                    f"{path}, line {number}: has {name} again: write it once, because it is a number of the "
+                    "whole batch."
+                )
             scalars[name] = row.pop(name)
         if not row:
             continue
@@ -147,7 +150,9 @@ def _renamed(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for name, aliases in NAMES.items():
         present = [alias for alias in aliases if alias in raw]
         if len(present) > 1:
-            raise UserError(f"{path}: has {' and '.join(present)}, which are names of the same field: leave one.")
+            raise UserError(
+                f"{path}: has {' and '.join(present)}, which are names of the same field. Keep only one of them."
+            )
         if present:
             fields[name] = raw[present[0]]
     for name, (prompt, completion) in _HALVES.items():

@@ -27,7 +27,7 @@ class EmptySteps:
         if self.in_a_row >= self.max_steps:
             raise UserError(
                 f"{self.in_a_row} rollout steps in a row had no sample to train (train.max_nonfinite). Of the "
-                f"{len(samples)} of the last one {why_untrained(samples, config)}. Look at them with `weft rollouts`."
+                f"{len(samples)} of the last one {why_untrained(samples, config)}. Inspect them with `weft rollouts`."
             )
 
 
@@ -45,7 +45,7 @@ class FlatSteps:
 
     def count(self, samples: Sequence[Sample], config: RlConfig) -> list[str]:
         """Count one rollout step; returns lines to print. A step without trained samples changes nothing. With a
-        teacher in the loss every sample teaches something."""
+        teacher in the loss every sample has a gradient."""
         if config.rl.teacher_in_loss:
             return []
         trained = [sample for sample in samples if is_trained(sample, config)]
@@ -56,7 +56,7 @@ class FlatSteps:
         if self.in_a_row != FLAT_STEPS:
             return []
         return [
-            f"warning  {FLAT_STEPS} rollout steps in a row had nothing to learn from: {_WHY} Two of the last samples:",
+            f"warning  {FLAT_STEPS} rollout steps in a row had no training signal: {_WHY} Two of the last samples:",
             *(f"         {line}" for line in self._last),
         ]
 
@@ -65,9 +65,10 @@ class FlatSteps:
         if self.in_a_row == rollouts >= FLAT_STEPS:
             lines = "\n".join(self._last)
             raise UserError(
-                f"nothing was learnt: in all {rollouts} rollout steps {_WHY} Let rl.reward tell answers apart, let "
-                "them differ (rollout.temperature, rl.group_size), or give prompts that are solved sometimes. Two of "
-                f"the last samples:\n{lines}"
+                f"the run had no training signal: in all {rollouts} rollout steps {_WHY} Use a reward that "
+                "distinguishes answers, more diverse answers (rollout.temperature, rl.group_size), or prompts that "
+                "the policy sometimes solves. Two of the last samples:\n"
+                f"{lines}"
             )
 
 
@@ -76,7 +77,7 @@ _MOSTLY = 0.9  # of a step's samples: from here on their lengths are the limit's
 
 @dataclass
 class CutSamples:
-    """Warns once of a run, in the first rollout step of which nearly all samples were cut at their longest."""
+    """Warns once in a run, after the first rollout step in which nearly all samples were truncated."""
 
     longest: int
     has_warned: bool = False
@@ -88,10 +89,10 @@ class CutSamples:
             return []
         self.has_warned = True
         return [
-            f"warning  {cut} of {counted(len(samples), 'sample')} were cut at rollout.max_new_tokens={self.longest}: "
-            "their rewards are those of unfinished answers. Give them room "
-            f"(rollout.max_new_tokens={2 * self.longest}), or see in `weft rollouts` why they do not end: a model that "
-            "was taught a chat template ends its answers only in it (rl.chat=true)."
+            f"warning  {cut} of {counted(len(samples), 'sample')} were truncated at "
+            f"rollout.max_new_tokens={self.longest}, so their rewards are of unfinished answers. Raise the limit "
+            f"(rollout.max_new_tokens={2 * self.longest}), or look in `weft rollouts` why they do not end: a chat "
+            "model may only end its answers within its chat template (rl.chat=true)."
         ]
 
 
@@ -111,7 +112,7 @@ def _shown(sample: Sample) -> str:
 
 def why_untrained(samples: Sequence[Sample], config: RlConfig) -> str:
     """The number of untrained samples by reason, as text. Each counts under the first reason that applies."""
-    reasons = {"failed in rl.environment": 0, "have no reward": 0, "drew no token": 0, "ended at their longest": 0}
+    reasons = {"failed in rl.environment": 0, "have no reward": 0, "sampled no token": 0, "ended at their longest": 0}
     for sample in samples:
         if not is_trained(sample, config):
             applies = (
@@ -122,7 +123,7 @@ def why_untrained(samples: Sequence[Sample], config: RlConfig) -> str:
             )
             reasons[list(reasons)[applies.index(True)]] += 1
     advice = {
-        "have no reward": " (their functions failed, or gave None)",
+        "have no reward": " (their functions failed or returned None)",
         "ended at their longest": " (rl.mask_truncated, rollout.max_new_tokens)",
     }
     return ", ".join(f"{count} {reason}{advice.get(reason, '')}" for reason, count in reasons.items() if count)

@@ -1,4 +1,4 @@
-"""The teacher of rl.teacher: a model in the trainer's ranks that only reads what the policy has sampled."""
+"""The teacher of rl.teacher: a frozen model in the trainer's ranks that reads the policy's samples."""
 
 from __future__ import annotations
 

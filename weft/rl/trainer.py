@@ -135,7 +135,7 @@ class TrainerRank:
     # ------------------------------------------------------------ at start
 
     def describe(self) -> ModelOpening:
-        """The opening about the model and its layout."""
+        """The first lines of a run about the model and its layout."""
         notes = notes_on_generation(self.config, self.engine.built.config)
         parts = sleeping_parts(self.config, self.engine.device.type)
         model = model_opening(self.config, self.engine, list(self._engines().values())[1:], parts)
@@ -179,7 +179,7 @@ class TrainerRank:
         return notes
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
-        """Raise UserError if a model cannot take these samples (model_engines.check_images)."""
+        """Raise UserError if a model cannot process these samples (model_engines.check_images)."""
         for scorer in self.reward_models.values():
             scorer.check_images(samples)
         check_images(self._engines(), samples)
@@ -256,7 +256,7 @@ class TrainerRank:
         hosts: engine -> address of its host. workers: processes per engine. devices: engine -> UUIDs of the CUDA
         devices that it sees. torches: engine -> version of its torch.
         """
-        assert self.folder is not None, "open_run comes first"
+        assert self.folder is not None, "call open_run() first"
         uuids, versions = devices or {}, torches or {}
         receivers = [
             EngineTarget(name, host, workers, uuids.get(name, ()), versions.get(name, ""))
@@ -311,7 +311,7 @@ class TrainerRank:
             return readout(engines[role], samples, "value" if role == CRITIC else "logprob", self.opener)
 
     def score(self, role: Role, parts: Sequence[Sequence[Conversation]]) -> list[list[RewardOutcome]]:
-        """What a reward model in these ranks gives the conversations of each part (score_parts)."""
+        """The outcomes of a reward model in these ranks for the conversations of each part (score_parts)."""
         with flight.computing(f"the {role.replace('_', ' ')}"):
             return score_parts(self.reward_models[role], parts)
 
@@ -327,7 +327,7 @@ class TrainerRank:
         began = time.perf_counter()
         documents = TrainedSamples(samples, self.config, self.opener)
         if not documents:  # on every rank alike
-            skipped = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
+            skipped = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample to train"}
             return UpdateResult({**skipped, **_NO_STEP})
         loss = PolicyLoss(
             self.config.rl, old_is_current=not documents.old_is_known, masked=documents.masked,
@@ -370,7 +370,7 @@ class TrainerRank:
         return str(self.saver.finish()), self.saver.pop_messages()
 
     def ending(self, error: BaseException) -> None:
-        """Called after a call failed on this rank. If the call failed on all ranks, the save in progress is finished
+        """Called after a call failed on this rank. If it failed on all ranks, the save in progress is finished
         first."""
         if self.saver is not None:
             self.saver.end(error)

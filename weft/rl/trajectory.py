@@ -52,7 +52,7 @@ class TrajectoryBuilder:
         """Append an answer of the policy. If its last token is a placeholder for an image, that token is dropped and
         the sample is not trained, because no forward accepts a placeholder without an image."""
         if completion.tokens and completion.tokens[-1] in self.prompt.placeholders:
-            completion, self.untrained = _without_the_last(completion), "it drew a token that stands for an image"
+            completion, self.untrained = _without_the_last(completion), "it sampled a placeholder token of an image"
         self._extend(completion.tokens, True, completion.logprobs, _token_versions(completion), completion.kept_logmass)
         if completion.routes is not None:
             # An engine sends the routes of all tokens so far; keep the routes that earlier answers were sampled with.
@@ -138,7 +138,7 @@ class TrajectoryBuilder:
 
 
 def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with a bare part in place of each image; the sample keeps images in `replied`."""
+    """A message with an empty image part for each image; the sample keeps images in `replied`."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

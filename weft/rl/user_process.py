@@ -2,8 +2,8 @@
 
 The controller starts them with `python -m weft.rl.NAME` and does not fork, because it has threads. They import no
 torch. Requests arrive on standard input and answers go to standard output, each a pickle preceded by its length. The
-process that the controller starts supervises, and a fork of it runs the user's code: whatever that starts, in sessions
-of its own too, ends with it, and `os.getppid()` of user code is not the controller.
+process that the controller starts is a supervisor; its fork runs the user's code. All processes that the code starts,
+also in other sessions, end with the fork. `os.getppid()` of user code is not the controller.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def supervise(max_processes: int) -> None:
             signal.signal(number, signal.SIG_DFL)
         woken.close()
         wakes.close()
-        os.setpgid(0, 0)  # a signal to the group of user code is not for the supervisor
+        os.setpgid(0, 0)  # the supervisor must not get signals to the group of user code
         end_with_parent(signal.SIGKILL)
         if os.getppid() != supervisor:
             os._exit(1)  # it has died in between
@@ -84,7 +84,7 @@ def supervise(max_processes: int) -> None:
         if 0 in events_by_descriptor:
             break
         if len(psutil.pids()) - before > max_processes and len(descendants([psutil.Process()])) > max_processes:
-            os.write(2, f"user code has started more than {max_processes} processes, and is ended\n".encode())
+            os.write(2, f"user code has started more than {max_processes} processes; weft ends it\n".encode())
             break
     buried = _end_descendants()
     status = buried.get(child, -signal.SIGKILL) if status is None else status
@@ -102,7 +102,7 @@ def _bury() -> dict[int, int]:
 
 def _end_descendants() -> dict[int, int]:
     """Kill all processes that descend from this one, which has adopted those without a parent; returns statuses as
-    _bury does. They are stopped first, so that none starts another meanwhile."""
+    _bury does. They are stopped first, so that none of them starts another process meanwhile."""
     stopped, ended = set[psutil.Process](), dict[int, int]()
     end = time.monotonic() + _END_SECONDS
     while time.monotonic() < end:

@@ -18,7 +18,7 @@ from weft.launch import reaper
 from weft.rl.user_process import HEADER, IMPORT_SECONDS, packed
 from weft.version import PACKAGE
 
-_OBEYS_SECONDS = 10.0  # within which a supervisor must end what it supervises
+_OBEYS_SECONDS = 10.0  # seconds for a supervisor to end its processes
 
 
 class WorkerError(Exception):
@@ -66,7 +66,7 @@ class Worker:
             return pickle.loads(data)
         except Exception as error:  # a type that only that process can import, or stray output on the connection
             await self.end()
-            raise WorkerError(f"answered what cannot be read here: {first_line(error)}") from error
+            raise WorkerError(f"sent an unreadable answer: {first_line(error)}") from error
 
     async def end(self) -> int | None:
         """Kill the process and its children, and wait; returns its exit status."""
@@ -101,12 +101,12 @@ async def start_worker(
     answers, requests = await asyncio.open_connection(sock=worker_socket)
 
     async def ended() -> int | None:
-        """Wait for the supervisor; the status is that of the process below it. asyncio's own wait would be over only
-        when nobody had the other end of the pipes, and user code may give it to whom it likes."""
+        """Wait for the supervisor; returns the status of its child. asyncio's wait would only return when all copies of
+        the pipes are closed, and user code may pass them to other processes."""
         deadline = time.monotonic() + _OBEYS_SECONDS
         while (status := process.poll()) is None:
             if time.monotonic() > deadline:
-                process.kill()  # it is stopped; what it supervises ends with it
+                process.kill()  # the supervisor is stopped; its processes end with it
             await asyncio.sleep(0.01)
         if status < 0:
             return None

@@ -1,4 +1,4 @@
-"""Rewards: the built-in ones, the processes that call them, what a reward function receives."""
+"""Rewards: built-in functions, the processes that run reward functions, and their arguments."""
 
 from weft.rl.rewards.builtin import completion_text
 

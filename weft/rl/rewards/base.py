@@ -30,12 +30,12 @@ _NEWS = 3  # most messages about failures between two calls of `metrics`
 _MOST_WORKERS = 16
 
 _OF_MESSAGES = (
-    ". Where prompts are messages, or with rl.chat, completions are lists of messages, as in TRL: the text of one is "
-    "completions[i][-1]['content'], or weft.rl.rewards.builtin.completion_text(completions[i])."
+    ". If prompts are messages, or with rl.chat, completions are lists of messages, as in TRL. The text of a "
+    "completion is completions[i][-1]['content'], or weft.rl.rewards.builtin.completion_text(completions[i])."
 )
 
-# Answers for `Rewards.try_out`: the right one, a sentence, and what many functions look for. ANSWER is replaced by the
-# row's reference answer.
+# Answers for `Rewards.try_out`: the right answer, a sentence, and the formats that many functions expect. ANSWER is
+# replaced by the row's reference answer.
 _STAND_INS = (
     "ANSWER",
     "This is a stand-in for an answer.",
@@ -69,8 +69,8 @@ class Failures:
             if count == calls[name]:
                 key = _GIVEN.get(name, f"rl.reward: {name}")
                 raise UserError(
-                    f"{key} failed for every one of the {count} samples of this step: nothing is left to learn from. "
-                    f"The last: {last[name]}{_about_messages(last[name])}"
+                    f"{key} failed for all {count} samples of this step, so the step has no sample to train. The "
+                    f"last error: {last[name]}{_about_messages(last[name])}"
                 )
         by_name = {f"rewards/{name}/failed": float(count) for name, count in failed.items()}
         return {"rewards/failed": float(failed.total()), **by_name}
@@ -200,9 +200,9 @@ class Rewards:
         """Call one function with the stand-in answers to the first prompt that it scores; returns a line."""
         prompt = next((prompt for prompt in prompts if function.name in self._named(prompt)), None)
         if prompt is None:
-            return f"{function.name}: no prompt names it in column `{self.column}`: it is never called"
+            return f"{function.name}: never called: no prompt names it in column `{self.column}`"
         if function.name in self._models:
-            return f"{function.name}: not tried: it needs its ranks"
+            return f"{function.name}: not tried: its ranks have not started"
         right = next(iter(reference_answers(prompt.columns)), "42")
         texts = [text.replace("ANSWER", str(right)) for text in _STAND_INS]
         samples = [stand_in(prompt, number, text, encode(text)) for number, text in enumerate(texts)]
@@ -216,7 +216,8 @@ class Rewards:
         line = f"{function.name}: {values} for {description}"
         if not errors:
             return line
-        # A slow function may be waking a judge, and replies of an environment, which a function may need, are missing.
+        # A slow function may be starting a judge, and a function may need an environment's replies, which are missing
+        # here.
         if len(errors) < len(samples) or any(outcome.late for outcome in outcomes) or self._given:
             return f"{line}; the last error: {errors[-1]}"
         source = self._signatures[function.name].source
@@ -266,8 +267,8 @@ class Rewards:
         names = [function.name for function in self.functions]
         if self.column is not None and (not named or set(named) - set(names)):
             raise UserError(
-                f"{prompt.source}: rl.reward_column: `{self.column}` is {prompt.columns.get(self.column)!r}, which is "
-                f"none of rl.reward: {', '.join(names)}."
+                f"{prompt.source}: rl.reward_column: `{self.column}` is {prompt.columns.get(self.column)!r}, but "
+                f"must be a name in rl.reward: {', '.join(names)}."
             )
         for name in named:
             if problem := _missing(name, self._signatures[name], prompt):
@@ -282,7 +283,7 @@ def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> Non
 
 
 def stand_in(prompt: Prompt, number: int, text: str, completion: Sequence[int]) -> Sample:
-    """A sample that no policy made. completion: the tokens of its text."""
+    """A sample without a policy, for tests of rewards. completion: the tokens of its text."""
     tokens = np.array([*prompt.tokens, *completion], np.int64)
     sampled = np.arange(len(tokens)) >= len(prompt.tokens)
     zeros, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
@@ -322,7 +323,7 @@ def try_rewards(
 
 
 def _about_messages(error: str) -> str:
-    """What to add to an error of a function that took a list of messages for a text; "" for other errors."""
+    """Advice for an error of a function that treats a list of messages as a text; "" for other errors."""
     return _OF_MESSAGES if "'list'" in error or "'dict'" in error else ""
 
 
@@ -334,10 +335,10 @@ def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | Non
     columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
     named = override("data.columns", {absent or "answer": "COLUMN"})
     if absent is None:
-        return f"{name} needs the right answer, and the row has {columns}. Set {named}."
+        return f"{name} needs the reference answer, but the row has {columns}. Set {named}."
     return (
-        f"{name} asks for `{absent}`, and the row has {columns}. Weft gives {', '.join(STANDARD)} and the columns of "
-        f"the data: set {named}, or give the parameter a default."
+        f"{name} has a parameter `{absent}`, but the row has {columns}. weft passes {', '.join(STANDARD)} and the "
+        f"columns of the data. Set {named}, or give the parameter a default."
     )
 
 

@@ -176,8 +176,8 @@ def _load(spec: RewardSpec) -> Any:
         return pickle.loads(spec.code)
     except Exception as error:
         raise UserError(
-            f"rl.reward: {spec.name} cannot be brought into the process that runs it: {_last_line(error)}. Put it "
-            "into a module, and import it from there."
+            f"rl.reward: {spec.name} cannot be unpickled in the reward process: {_last_line(error)}. Move it to a "
+            "module, and import it from there."
         ) from error
 
 
@@ -185,9 +185,7 @@ def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):
-        raise UserError(
-            f"rl.reward: {spec.path} does not say which parameters it has: wrap it in a function."
-        ) from None
+        raise UserError(f"rl.reward: weft cannot read the parameters of {spec.path}. Wrap it in a function.") from None
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p.name for p in parameters if p.name in names and p.default is p.empty]
@@ -240,7 +238,7 @@ def _outcome(value: Any) -> RewardOutcome:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return RewardOutcome(None, f"returned {value!r:.80}, which is no number")
+        return RewardOutcome(None, f"returned {value!r:.80}, which is not a number")
     return RewardOutcome(number) if math.isfinite(number) else RewardOutcome(None, f"returned {number}")
 
 

@@ -66,7 +66,7 @@ def _pickled(function: Any, name: str) -> bytes:
         data: bytes = cloudpickle.dumps(function)
     except Exception as error:
         raise UserError(
-            f"reward: {name.partition(':')[2]} cannot be sent to the processes that run rewards: {first_line(error)}. "
-            "Let it make what it uses when it is called first, or put it into a module and import it from there."
+            f"reward: {name.partition(':')[2]} cannot be pickled for the reward processes: {first_line(error)}. "
+            "Create the objects that it uses at its first call, or move it to a module and import it from there."
         ) from error
     return data
