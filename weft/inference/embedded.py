@@ -36,8 +36,8 @@ from weft.parallel.shards.walker import GatherGroup, TensorPlacement
 
 
 class EmbeddedEngine:
-    """A full copy of a trainer's model, on each rank that generates: in its compute dtype, with adapters merged, or
-    stored as the trainer stores it, with adapters beside it (lora.sampling)."""
+    """A full copy of a trainer's model, on each rank that generates. By lora.sampling, the copy is in the compute dtype
+    with merged adapters, or has the trainer's storage format and separate adapters."""
 
     def __init__(
         self,

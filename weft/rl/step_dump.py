@@ -83,7 +83,7 @@ def read_step_dump(path: Path) -> StepDump:
 
 
 def shifted(values: NDArray[Any], tokens: int) -> NDArray[Any]:
-    """[T] with each entry moved to a place `tokens` later; 0 (False) where none comes from."""
+    """[T] with each entry shifted by `tokens` positions; vacated positions are 0 (False)."""
     moved = np.zeros_like(values)
     if tokens > 0:
         moved[tokens:] = values[:-tokens]
