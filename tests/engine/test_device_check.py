@@ -282,7 +282,7 @@ def test_a_module_with_state_that_is_wrong_on_the_device_is_found(
     monkeypatch.setattr(device_check, "_mixed", marked)
     quantity = "gradients of inputs" if backward else "outputs"
     with pytest.raises(
-        UserError, match=rf"the code of {MIXERS[family].__name__} is not right.*{quantity} of .* are off by"
+        UserError, match=rf"the code of {MIXERS[family].__name__} computes wrong.*{quantity} of .* are off by"
     ):
         check(family)
 

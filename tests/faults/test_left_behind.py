@@ -350,7 +350,7 @@ def test_user_code_that_starts_processes_without_end_is_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", FORKING_PROGRAM], env=env, start_new_session=True, **pipes) as process:
         errors = process.stderr.read()  # it ends with the last of them
         assert process.wait(20) == 128 + signal.SIGKILL
-    assert errors == "user code has started more than 20 processes, and is ended\n"
+    assert errors == "user code has started more than 20 processes; weft ends it\n"
 
 
 def test_user_code_that_is_stopped_ends_when_the_controller_asks() -> None:

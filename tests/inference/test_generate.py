@@ -430,7 +430,7 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
     generator = Generator(build("llama"))
     for request, words in (
         (Request("p", (), (1,), SamplingParams(3)), "p: a request must have at least one prompt token"),
-        (Request("p", (5,), (1,), SamplingParams(0)), "p: .* asks for at least one"),
+        (Request("p", (5,), (1,), SamplingParams(0)), "p: .* must have at least one"),
         (Request("p", (5,), (1,), SamplingParams(3, stop=("a",))), "p: stop texts need a tokenizer"),
     ):
         with pytest.raises(UserError, match=words):

@@ -128,7 +128,7 @@ async def a_host_that_cannot(group: ActorGroup, config: RlConfig, folder: Path) 
     program = folder / "env/bin/python"
     good = program.read_text()
     program.write_text(good.replace("0.32.0", "0.40.1"))
-    with pytest.raises(ActorError, match=r"has vLLM 0\.40\.1, but weft was written") as error:
+    with pytest.raises(ActorError, match=r"has vLLM 0\.40\.1, but weft supports") as error:
         await group.call_one(1, "check", True)
     assert error.value.kind == "user" and "Traceback" not in str(error.value)
     program.write_text(good)
@@ -149,7 +149,7 @@ async def many_requests_and_orders(pool: ServedPool) -> None:
     assert not pending.done()
     await pool.resume()
     assert len(await pending) == 2
-    with pytest.raises(ActorError, match="^rollout engine vllm-0 did not get version 8, and is paused") as error:
+    with pytest.raises(ActorError, match="^rollout engine vllm-0 did not receive version 8, and is paused") as error:
         await pool.actors.call_one(0, "ask", "receive", Ticket("nowhere", 1, "key", "vllm-0"), 8)
     assert "Traceback" not in str(error.value) and "withheld" in str(error.value)
     await pool.sync(9)

@@ -651,7 +651,7 @@ def test_an_aborted_sglang_returns_what_there_is_and_one_without_weights_does_no
         (completion,) = await running
         assert completion.tokens == (1, 2) and completion.finish == "abort"
         server.succeeds = False
-        with pytest.raises(SyncError, match="did not get version 3: no such folder"):
+        with pytest.raises(SyncError, match="did not load version 3: no such folder"):
             await engine.reload(Path("/none"), 3)
         with pytest.raises(SyncError, match="no complete weights"):
             await engine.resume()

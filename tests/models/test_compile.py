@@ -136,7 +136,7 @@ def trial(plant: str, changes: dict[str, Any] | None = None) -> str:
 @pytest.mark.slow
 def test_compiled_layers_are_tried_on_a_small_copy() -> None:
     assert run(1, trial, "nothing", timeout=200.0) == [""]
-    assert run(1, trial, "values", timeout=200.0)[0].startswith("values or gradients are off by")
+    assert run(1, trial, "values", timeout=200.0)[0].startswith("values or gradients differ by")
     assert "graphs are compiled anew" in run(1, trial, "lengths", timeout=200.0)[0]
     assert run(1, trial, "fails", timeout=200.0)[0].startswith("they do not run")
 

@@ -123,7 +123,7 @@ def streamed(engine: Any, body: Any) -> str:
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
 # Key that the error names -> (keys of the request, words of the message).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "background": ({"background": True}, "which this endpoint does not do"),
+    "background": ({"background": True}, "which this endpoint does not support"),
     "conversation": ({"conversation": "conv_1"}, "has no effect here"),
     "include": ({"include": ["reasoning.encrypted_content"]}, "can include message.output_text.logprobs only"),
     "input": ({"input": 5}, "must be a list"),
@@ -138,18 +138,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "max_output_tokens": ({"max_output_tokens": 0}, "must be 1 or more"),
     "max_tool_calls": ({"max_tool_calls": 2}, "has no effect here"),
     "model": ({"model": "gpt-9"}, "is not served here"),
-    "parallel_tool_calls": ({"parallel_tool_calls": False}, "which this endpoint does not do"),
+    "parallel_tool_calls": ({"parallel_tool_calls": False}, "which this endpoint does not support"),
     "previous_response_id": ({"previous_response_id": "resp_0"}, "is of no response of this episode"),
     "reasoning": ({"reasoning": {"effort": "low"}}, "has no effect here"),
     "stop": ({"stop": "x"}, "has no effect here"),
-    "stream_options": ({"stream_options": {"include_obfuscation": True}}, "which this endpoint does not do"),
+    "stream_options": ({"stream_options": {"include_obfuscation": True}}, "which this endpoint does not support"),
     "temperature": ({"temperature": 0.2}, "the run samples with rollout.temperature=1"),
-    "text": ({"text": {"format": {"type": "json_schema"}}}, "which this endpoint does not do"),
+    "text": ({"text": {"format": {"type": "json_schema"}}}, "which this endpoint does not support"),
     "tool_choice": ({"tool_choice": {"type": "function", "name": "add"}}, "the policy decides"),
     "tools[0].type": ({"tools": [{"type": "web_search"}]}, "is 'web_search'; this endpoint reads function"),
     "tools[0].defer_loading": ({"tools": [{**TOOL, "defer_loading": True}]}, "has no effect here"),
-    "top_logprobs": ({"top_logprobs": 2}, "which this endpoint does not do"),
-    "truncation": ({"truncation": "auto"}, "which this endpoint does not do"),
+    "top_logprobs": ({"top_logprobs": 2}, "which this endpoint does not support"),
+    "truncation": ({"truncation": "auto"}, "which this endpoint does not support"),
 }
 
 

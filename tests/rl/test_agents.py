@@ -517,7 +517,7 @@ def test_an_error_of_the_endpoint_is_answered() -> None:
 
 @pytest.mark.parametrize(
     ("agent", "message"),
-    [("tests.support.agents:nobody", "has no nobody"), ("tests.support.agents:said", "is no agent"),
+    [("tests.support.agents:nobody", "has no nobody"), ("tests.support.agents:said", "is not an agent"),
      ("./no/such --program", "there is no program ./no/such")],
 )  # fmt: skip
 def test_what_is_no_agent_is_refused(agent: str, message: str) -> None:

@@ -40,7 +40,7 @@ def never(config: RlConfig) -> float:
          {"device": "cuda", "world": 6}, LONG, "colocated", "trainers leave too few of the 8 accelerators"),
         (["rollout.engine=vllm", "rollout.tp=2"], {"device": "cuda", "world": 3}, LONG, "disaggregated",
          "3 trainer ranks are not a multiple of rollout.tp = 2"),
-        (["rollout.engine=hf"], {"rollout_only": True}, LONG, "colocated", "nothing to do"),
+        (["rollout.engine=hf"], {"rollout_only": True}, LONG, "colocated", "would be idle"),
     ],
 )  # fmt: skip
 def test_what_needs_no_trial(
@@ -81,7 +81,7 @@ def test_a_placement_that_is_not_possible_is_not_taken() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.tp=3"], "rollout.tp is 3, but .* there are 4: set rollout.tp to a divisor of 4"),
+        (["rollout.tp=3"], "rollout.tp=3: .* of the 4 trainer ranks. Set rollout.tp to a divisor of 4"),
         (
             ["rollout.num_engines=3", "rollout.tp=2"],
             "4 trainer ranks have room for 2: set rollout.num_engines=2 or fewer",
@@ -100,7 +100,7 @@ def test_memory_of_a_device_takes_one_that_both_have() -> None:
     resolved = resolve_placement(config("cluster.placement=colocated", *words), gpu, LONG, never)
     assert resolved.config.rollout.transport == "ipc"
     for placement, options in (("disaggregated", gpu), ("colocated", RlOptions(world=2))):
-        with pytest.raises(UserError, match=f"with cluster.placement={placement} on .* set rollout.transport=auto"):
+        with pytest.raises(UserError, match=f"with cluster.placement={placement} on .* Set rollout.transport=auto"):
             resolve_placement(config(f"cluster.placement={placement}", *words), options, LONG, never)
 
 

@@ -116,8 +116,8 @@ def test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it() -> N
         ([{"prompt": "a"}], ASKING,
          "NOT used: `prompt` is text, which the model continues. Set rl.chat=true to render it as a user message"),
         ([{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}], ASKING,
-         "the chat template renders 1 prompts, not 1: `prompt` is text, continued as it stands. rl.chat=true makes it "
-         "what a user says"),
+         "the chat template renders 1 prompts, not 1: `prompt` is text, which the model continues. Set rl.chat=true "
+         "to render it as a user message"),
         ([{"prompt": "a"}], None, "there is no chat template: prompts are continued as plain text"),
         ([{"messages": [{"role": "user", "content": "a"}]}], ASKING, "the chat template renders all prompts"),
     ],

@@ -200,7 +200,7 @@ def test_an_update_that_fails_leaves_nothing_to_sample_from_until_one_succeeds(
     save_file(broken, tmp_path / "model.safetensors")
 
     async def fail_then_succeed() -> list[Completion]:
-        with pytest.raises(SyncError, match=r"vllm-0 did not get version 4, and is paused.*kk_proj"):
+        with pytest.raises(SyncError, match=r"vllm-0 did not receive version 4, and is paused.*kk_proj"):
             await engine.reload(tmp_path, 4)
         with pytest.raises(SyncError, match="no complete weights"):
             await engine.resume()
