@@ -231,7 +231,9 @@ def test_every_wait_ends_and_says_for_whom() -> None:
     delivery = Delivery(ticket, 3)
     server.welcome([ticket], 3)
     server.active = server.connections
-    with pytest.raises(SyncError, match=r"engine-0 .* bucket 4 of version 3 to be taken: nothing came for 0.2 s"):
+    with pytest.raises(
+        SyncError, match=r"engine-0: .* bucket 4 of version 3 to be taken from engine-0: nothing came for 0.2 s"
+    ):
         server.wait_taken(4, 3)
     with pytest.raises(SyncError, match=r"the sender at .* version 3 to begin: nothing came for 0.2 s"):
         next(delivery.parts())

@@ -93,7 +93,7 @@ def test_a_game_of_gymnasiums_api() -> None:
 
 def test_what_cannot_be_a_game() -> None:
     (sample,) = samples_of("gymnasium:tests.support.games:Arrays", ("3",), max_prompt=5)
-    assert sample.notes["error"].startswith("Game.start: TypeError: an observation is list, no text")
+    assert sample.notes["error"].startswith("Game.start: TypeError: an observation is list, not a text")
     episodes = conversations("gymnasium:tests.support.games:HigherLower", max_prompt=5)
     opening = Reply(messages=[{"role": "user", "content": "Guess."}])
     with pytest.raises(EnvironmentFailure, match="more than rollout.max_prompt_tokens=5"):

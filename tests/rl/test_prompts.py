@@ -267,9 +267,9 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
         ({"instruction": "a", "input": "b"}, "Write `instruction` and `input` into one column, `prompt`"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "has `prompt` and `messages`"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "contains no message to answer"),
-        ({"prompt": "a", "tools": [{"name": "f"}]}, "has `tools`, but `prompt` is a text .* rl.chat=true"),
+        ({"prompt": "a", "tools": [{"name": "f"}]}, "has `tools`, but `prompt` is a text, .* rl.chat=true"),
         ({"prompt": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}, "does not render"),
-        ({"prompt": "a", "images": ["x"]}, "has `images`, but `prompt` is a text .* rl.chat=true"),
+        ({"prompt": "a", "images": ["x"]}, "has `images`, but `prompt` is a text, .* rl.chat=true"),
         (
             {"prompt": [{"role": "user", "content": "a"}], "images": ["x"]},
             "has images or videos, and model.path is a text-only model",

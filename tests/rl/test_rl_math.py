@@ -404,7 +404,10 @@ def test_a_comparison_after_a_sync_knows_what_truncation_explains(
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"top_p": 0.99, "top_k": 100, "engine": "vllm", "allow_truncated": True}, "top_p 0.99, top_k 100: tokens"),
+        (
+            {"top_p": 0.99, "top_k": 100, "engine": "vllm", "allow_truncated": True},
+            "top_p 0.99, top_k 100: excluded tokens",
+        ),
         ({"engine": "vllm", "min_p": 0.1, "allow_truncated": True}, "vllm does not report the kept probability mass"),
         ({"top_k": 3}, "the policy is trained as if they could be (sampling/kept_share"),
     ],
