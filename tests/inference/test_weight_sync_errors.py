@@ -231,9 +231,7 @@ def test_every_wait_ends_and_says_for_whom() -> None:
     delivery = Delivery(ticket, 3)
     server.welcome([ticket], 3)
     server.active = server.connections
-    with pytest.raises(
-        SyncError, match=r"engine-0: .* bucket 4 of version 3 to be taken from engine-0: nothing came for 0.2 s"
-    ):
+    with pytest.raises(SyncError, match=r"engine-0: .* bucket 4 of version 3 to be taken: nothing came for 0.2 s"):
         server.wait_taken(4, 3)
     with pytest.raises(SyncError, match=r"the sender at .* version 3 to begin: nothing came for 0.2 s"):
         next(delivery.parts())
@@ -533,8 +531,8 @@ def fed(report: bytes) -> tuple[SyncServer, socket.socket]:
         (b'{"received": 5, "placed": null}', "engine-0 sent a malformed message: TypeError: checksums"),
         (b'{"received": {"a": "1"}, "placed": null}', "engine-0 sent a malformed message: TypeError"),
         (b'{"received": {}}', "engine-0 sent a malformed message: KeyError: 'placed'"),
-        (b"[]", "waited for what it received of version 3 from engine-0: a message is list, not an object"),
-        (b"[" * 100_000, "waited for .* a message is nested too deeply"),
+        (b"[]", "while waiting for what it received of version 3: a message is list, not an object"),
+        (b"[" * 100_000, "while waiting for .* a message is nested too deeply"),
     ],
 )
 def test_reports_that_make_no_sense_are_said_to_be_the_engines(report: bytes, message: str) -> None:

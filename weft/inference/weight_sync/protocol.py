@@ -168,12 +168,12 @@ class SyncChannel:
         try:
             message = self._message()
         except (OSError, ValueError) as error:
-            text = f"waited for {awaited} from {self.peer}: {_reason(error, self.timeout)}"
+            text = f"{self.peer}: while waiting for {awaited}: {_reason(error, self.timeout)}"
             raise SyncError(text, isinstance(error, TimeoutError)) from error
         if "error" in message:
             raise SyncError(str(message["error"]))
         if not any(key in message for key in expected):
-            raise SyncError(f"waited for {awaited} from {self.peer}, which sent {', '.join(message)} instead")
+            raise SyncError(f"{self.peer}: while waiting for {awaited}, it sent {', '.join(message)} instead")
         return message
 
     def close(self) -> None:
