@@ -392,7 +392,7 @@ def test_logprobs_of_another_model_are_found() -> None:
         with pytest.raises(SyncError, match="hf samples from another distribution .* version 3"):
             check_parity("hf", 3, [reported[0] + wrong, reported[1]], reported, fp32)
     check_parity("hf", 3, [reported[0] + 0.1, reported[1]], reported, ["bf16", "fp32"])
-    with pytest.raises(SyncError, match="hf gave 2 logprobs for 3 tokens"):
+    with pytest.raises(SyncError, match="hf returned 2 logprobs for 3 tokens"):
         check_parity("hf", 3, reported[:1], reported, fp32)
 
 

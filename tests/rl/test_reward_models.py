@@ -301,7 +301,7 @@ def test_a_rank_that_raises_ends_the_run(task: Path, tmp_path: Path, kind: str, 
 
 @pytest.mark.parametrize(("reward", "expected"), [
     ("model:{task}/adder", "Qwen3ForCausalLM without a trained score head. Train it"),
-    ("model:{task}/nothing", "model:{task}/nothing: "), ("model:{task}/rm-3", "has 3 labels, but a reward is a single number"),
+    ("model:{task}/nothing", "model:{task}/nothing: "), ("model:{task}/rm-3", "has 3 labels, but a reward is a single"),
     ("'model:'", "write model:PATH"),
 ])  # fmt: skip
 def test_what_is_no_reward_model_is_refused_before_anything_starts(

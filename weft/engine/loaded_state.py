@@ -86,11 +86,11 @@ def state_lines(plan: LoadPlan | None, config: OptimizerConfig) -> list[str]:
         return []
     source = plan.source
     if config.load_state:
-        return [f"state loaded from {source.folder}; step count and data order start anew"]
+        return [f"state    loaded from {source.folder}; step count and data order start anew"]
     if source.numbered:
-        return [f"state fresh: {source.folder} stores optimizer state under parameter numbers, without names"]
+        return [f"state    fresh: {source.folder} stores optimizer state under parameter numbers, without names"]
     if source.keys:
-        return [f"state fresh; set optimizer.load_state=true to load the state in {source.folder}"]
+        return [f"state    fresh; set optimizer.load_state=true to load the state in {source.folder}"]
     return ["state    the optimizer starts anew"]
 
 

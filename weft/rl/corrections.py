@@ -185,6 +185,6 @@ def note_on_staleness(config: RlConfig) -> list[str]:
         return []
     fix = "rl.correction=tis" if rl.old_logprobs == "recompute" else "rl.old_logprobs=recompute rl.correction=tis"
     return [
-        f"warning cluster.max_staleness is {staleness}, so samples come from older weights, and no correction is "
+        f"warning  cluster.max_staleness is {staleness}, so samples come from older weights, and no correction is "
         f"set: the gradient is biased (set {fix} to correct it)"
     ]

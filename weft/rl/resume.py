@@ -112,7 +112,7 @@ def find_collected(folder: Path) -> RlStart:
     while starts[-1].rollout and (problem := _unreadable(files[starts[-1].rollout])):
         skipped.append(f"skipped  {problem}")
         starts.pop()
-    return replace(starts[-1], notes=(*skipped, f"resumed after rollout step {starts[-1].rollout}"))
+    return replace(starts[-1], notes=(*skipped, f"resumed  after rollout step {starts[-1].rollout}"))
 
 
 def _unreadable(rollouts: Path) -> str:
