@@ -236,7 +236,7 @@ def test_every_wait_ends_and_says_for_whom() -> None:
     with pytest.raises(SyncError, match=r"the sender at .* version 3 to begin: nothing came for 0.2 s"):
         next(delivery.parts())
     delivery.channel.close()
-    with pytest.raises(SyncError, match="engine-0 .* it has closed the connection"):
+    with pytest.raises(SyncError, match="engine-0: .* it has closed the connection"):
         server.wait_taken(4, 3)
     server.leave(3)
     Delivery(ticket, 2)

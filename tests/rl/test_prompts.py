@@ -306,7 +306,7 @@ def test_other_bad_prompts() -> None:
         read([{"messages": [{"role": "user", "content": "a"}]}], template=None)
     with pytest.raises(UserError, match="returns id 1.., but the model's vocabulary has 100"):
         read([{"prompt": "a\u00ff"}], vocab_size=100)
-    with pytest.raises(UserError, match="holds no prompts"):
+    with pytest.raises(UserError, match="contains no prompts"):
         read([])
 
 
