@@ -445,8 +445,8 @@ def loses_checkpoints(folder: str) -> list[list[str]]:
 def test_checkpoints_that_somebody_else_removes_are_said(tmp_path: Path) -> None:
     ((first, second, third, fourth, last),) = on_ranks(1, loses_checkpoints, str(tmp_path))
     assert first == second == fourth == []  # what this run removes itself is not said
-    assert third == [f"gone     step-000001 of {tmp_path}/checkpoints: removed by something else than this run"]
-    assert last == [f"gone     step-000003 of {tmp_path}/checkpoints: removed by something else than this run"]
+    assert third == [f"gone     step-000001 of {tmp_path}/checkpoints: removed by another program, not by this run"]
+    assert last == [f"gone     step-000003 of {tmp_path}/checkpoints: removed by another program, not by this run"]
 
 
 def saves_by_the_clock(folder: str) -> list[bool]:
@@ -563,7 +563,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: shutil.copy(p.parent.parent / "step-000002/trainer_state/rank-00001.safetensors", p),
         "rank-00001.safetensors",
     ),
-    "a bit flipped": (flip, "rank-00001.safetensors is not what was written"),
+    "a bit flipped": (flip, "rank-00001.safetensors was changed after it was written"),
 }  # fmt: skip
 
 
@@ -597,7 +597,7 @@ def leaves_a_hole(folder: str) -> str:
 
 def test_what_no_file_holds_is_not_taken_for_filled(tmp_path: Path) -> None:
     (message,) = on_ranks(1, leaves_a_hole, str(tmp_path))
-    assert message.startswith(": its files hold 0 of ")
+    assert message.startswith(": its files have 0 of ")
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_others_named(
@@ -615,7 +615,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_others_named(
     )  # another rate from update 4 on, which is not done
     assert resume(run_folder) == 0
     out = capsys.readouterr().out
-    assert "skipped  " in out and "step-000004: rank-00001.safetensors is not what was written" in out
+    assert "skipped  " in out and "step-000004: rank-00001.safetensors was changed after it was written" in out
     assert "resumed  step 2 of 10" in out and "now step-000004.aside-1" in out
     assert [line["step"] for line in lines(run_folder)] == list(range(1, 11))
     assert complete_steps(run_folder / "checkpoints") == [2, 4, 6, 8, 10]
@@ -631,7 +631,7 @@ def test_where_none_is_whole_the_way_on_is_shown(
     before = sorted(run_folder.rglob("*"))
     assert resume(run_folder) == 2
     error = capsys.readouterr().err
-    assert "no checkpoint can be resumed from" in error and "Traceback" not in error
+    assert "cannot resume from any checkpoint" in error and "Traceback" not in error
     words = error.rpartition("weft sft ")[2].split()
     assert words[1] == f"model.path={run_folder}/checkpoints/step-000004"
     assert sorted(run_folder.rglob("*")) == before
@@ -692,7 +692,7 @@ def test_how_a_run_computes_may_change(written: Path, tmp_path: Path, capsys: py
     for override in ALLOWED:
         key, _, value = override.partition("=")
         assert f"changed  {key}: " in out and f"-> {value}\n" in out
-    assert "ranks    1, 2 before: their random numbers are seeded again" in out
+    assert "ranks    1, 2 before: random number generators are seeded again" in out
     assert "every: 3" in (run_folder / "config.yaml").read_text()
     assert resume(run_folder) == 0
     assert "has finished already: step 10 of 10" in capsys.readouterr().out

@@ -448,7 +448,7 @@ def test_a_weight_file_of_another_size_is_found(tmp_path: Path) -> None:
     create(tmp_path / "model.safetensors", plan.layouts["model.safetensors"])
     export.check_sizes(plan, tmp_path)
     os.truncate(tmp_path / "model.safetensors", 10)
-    with pytest.raises(StorageError, match=r"model.safetensors has 10 bytes on the disk, and \d+ were written"):
+    with pytest.raises(StorageError, match=r"model.safetensors has 10 bytes on disk, but \d+ were written"):
         export.check_sizes(plan, tmp_path)
 
 

@@ -256,7 +256,7 @@ def test_a_store_that_fails_is_tried_again_and_training_is_told(
     uploader.start()
     news = uploader.finish(lambda: None)
     assert uploader.remote.steps() == [1]
-    assert "upload   failed, and is tried again: no answer. Training goes on" in news
+    assert "upload   failed, will be retried: no answer. Training continues" in news
 
 
 def test_a_store_that_stays_down_is_an_error_at_the_end_that_says_where_all_is(
@@ -266,7 +266,7 @@ def test_a_store_that_stays_down_is_an_error_at_the_end_that_says_where_all_is(
     checkpoint(mirror.run, 1)
     monkeypatch.setattr(Store, "put", lambda *words: down())
     mirror.start()
-    with pytest.raises(StorageError, match=r"not all of the run is on file://.*To upload it from here: weft sft"):
+    with pytest.raises(StorageError, match=r"the run on file://.* is incomplete.*To upload it from here: weft sft"):
         mirror.finish(lambda: None)
     assert (mirror.run / "checkpoints/step-000001").is_dir() and mirror.failed
 
@@ -280,7 +280,7 @@ def test_a_run_that_another_process_has_taken_over_is_not_written(files: OpenedS
     checkpoint(mirror.run, 1)
     RemoteRun(files.store("run")).claim("another", {})
     mirror.start()
-    with pytest.raises(StorageError, match="is written by another process now"):
+    with pytest.raises(StorageError, match="another process now writes to it"):
         mirror.finish(lambda: None)
     assert RemoteRun(files.store("run")).steps() == []
 
@@ -356,7 +356,7 @@ def test_what_this_machine_has_is_not_fetched_and_a_finished_run_uploads_what_is
     down = FailsFor("step-000004/config.json")  # not that of step 2, which may be superseded before its turn
     failed = forked.run(words(url, staging), tmp_path, down, **files.variables)
     assert failed.returncode == 13, failed.stdout + failed.stderr
-    assert "the store is down. Training goes on" in failed.stdout
+    assert "the store is down. Training continues" in failed.stdout
     assert f"To upload it from here: weft sft --resume {url}" in failed.stderr
     assert not {4, 6} & set(RemoteRun(files.store("run")).steps())
     resumed = forked.run(["sft", "--resume", url, f"run.staging={staging}", "--device", "cpu"], tmp_path)
@@ -373,7 +373,7 @@ def test_a_store_that_dies_before_a_run_can_be_found_there_ends_it_before_it_tra
     url, staging = f"{files.url}/early", tmp_path / "staging"
     failed = forked.run(words(url, staging), tmp_path, FailsFor("writer.json"), **files.variables)
     assert failed.returncode == 13, failed.stdout + failed.stderr
-    assert "cannot any more: " in failed.stderr and "Nothing has been trained; start again" in failed.stderr
+    assert "but no longer: " in failed.stderr and "Nothing has been trained. Start again" in failed.stderr
     assert "step 1/" not in failed.stdout
     resumed = forked.run(words(url, staging), tmp_path, **files.variables)
     assert resumed.returncode == 0, resumed.stderr
@@ -521,7 +521,10 @@ def test_a_bucket_that_is_not_there_and_one_that_may_not_be_used(
         monkeypatch.setattr("s3fs.core.S3FileSystem._pipe_file", denied)
         object_stores.forget()
         message = answer(capsys, *on(f"{store.url}/run", tmp_path))
-        assert "access denied (Access Denied): may these credentials list, read, write and delete there?" in message
+        assert (
+            "access denied (Access Denied). The credentials must allow listing, reading, writing and deleting there"
+            in message
+        )
     for name in store.variables:
         monkeypatch.setenv(name, store.variables[name])
     object_stores.forget()

@@ -138,11 +138,11 @@ def test_the_program_asks_hf_endpoint(finished: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ((401, "Invalid credentials in Authorization header"), "run `hf auth login`, or set HF_TOKEN to another"),
-        ((403, "you may not"), "name a repository of your own"),
-        ((429, "slow down"), "try again in some minutes"),
-        ((500, "we are down"), "the hub answers 500 (we are down), it has an internal error: try again later"),
-        ((503, "we are down"), "try again later"),
+        ((401, "Invalid credentials in Authorization header"), "Run `hf auth login`, or set HF_TOKEN to another token"),
+        ((403, "you may not"), "or name another repository"),
+        ((429, "slow down"), "Try again in a few minutes"),
+        ((500, "we are down"), "the hub answers 500 (we are down), an internal error of the hub. Try again later"),
+        ((503, "we are down"), "Try again later"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
 )
@@ -153,30 +153,30 @@ def test_what_the_hub_answers(
     served.faults["POST", path] = fault
     assert main(str(finished), "me/model") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: weft push: me/model cannot be uploaded to: ")
+    assert line.startswith("error: weft push: the upload to me/model failed: ")
     assert message in line
 
 
 def test_somebody_elses_name(finished: Path, served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(str(finished), "them/model") == 2
-    assert "the token may not write there" in capsys.readouterr().err
+    assert "the token has no write access there" in capsys.readouterr().err
     assert served.repos == {}
 
 
 def test_another_token(finished: Path, served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     with hub_in_use(served.url, "hf_wrong"):
         assert main(str(finished), "me/model") == 2
-    assert "it does not know the token" in capsys.readouterr().err
+    assert "the token is invalid" in capsys.readouterr().err
 
 
 def test_no_token_no_network_offline(finished: Path, served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     with hub_in_use(served.url, None):
         os.environ.pop("HF_TOKEN", None)
         assert main(str(finished), "me/model") == 2
-    assert "run `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
+    assert "Run `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
     with hub_in_use(served.url, offline=True):
         assert main(str(finished), "me/model") == 2
-    assert "HF_HUB_OFFLINE is set; unset it" in capsys.readouterr().err
+    assert "HF_HUB_OFFLINE is set. Unset it" in capsys.readouterr().err
     with hub_in_use("http://127.0.0.1:9"):
         assert main(str(finished), "me/model") == 2
     assert "http://127.0.0.1:9 (HF_ENDPOINT) cannot be reached" in capsys.readouterr().err
@@ -230,7 +230,7 @@ def damaged(finished: Path, tmp_path: Path, how: str) -> Path:
         ("partial", "is incomplete"),
         ("gone", "holds no weights"),
         ("short", "model.safetensors"),
-        ("changed", "is not what was written"),
+        ("changed", "was changed after it was written"),
         ("shard", "names model-2.safetensors"),
         ("empty", "neither a run folder"),
     ],
@@ -369,7 +369,7 @@ def test_what_cannot_be_uploaded_to_is_an_error_before_the_run(fault: int, messa
             fake_hub.faults["POST", "/api/repos/create"] = (fault, "no")
         done = forked.run(words, tmp_path, UseHub(fake_hub.url, offline=not fault), HF_TOKEN=hub_server.TOKEN)
     assert done.returncode == 2
-    assert message in done.stderr and "checkpoint.push: me/model cannot be uploaded to" in done.stderr
+    assert message in done.stderr and "checkpoint.push: the upload to me/model failed" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

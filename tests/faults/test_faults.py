@@ -162,7 +162,7 @@ def test_a_run_whose_last_state_was_tampered_with_goes_on_from_the_one_before(sh
     state.write_text(state.read_text().replace('"step": 3', '"step": 2'))
     run = FaultRun(["sft", "--resume", "run"], folder).wait()
     assert run.status == 0, run.errors()
-    assert "step-000003: state.json is not what was written" in run.output()
+    assert "step-000003: state.json was changed after it was written" in run.output()
     assert "resumed  step 2 of 6" in run.output()
 
 

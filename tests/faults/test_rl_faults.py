@@ -125,7 +125,9 @@ def test_a_damaged_checkpoint_is_not_resumed_from(
     start(task, run, "rl.reward_timeout=9", resume=True)
     out = capsys.readouterr().out
     assert "changed  rl.reward_timeout: 30.0 -> 9.0" in out
-    assert "step-000002: rank-00000.safetensors is not what was written" in out and "resumed  step 1 of 3" in out
+    assert (
+        "step-000002: rank-00000.safetensors was changed after it was written" in out and "resumed  step 1 of 3" in out
+    )
     same_run(run, complete_run)
 
 

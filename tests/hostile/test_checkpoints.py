@@ -172,28 +172,28 @@ def of_file(**changes: Any) -> Callable[[dict[str, Any]], None]:
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another step": (put(step=3), "is of step 3"),
-    "more updates than steps": (put(updates=3), "3 updates of 2 steps"),
+    "more updates than steps": (put(updates=3), "3 updates in 2 steps"),
     "no steps": (put(steps=0), "steps is 0"),
     "a negative count": (put(taken=-1), "taken is -1"),
-    "a file less": (lambda content: content["files"].pop(), "1 files of 2 ranks"),
-    "a file twice": (of_file(name="rank-00000.safetensors"), "does not describe the file of rank 1"),
-    "a file elsewhere": (of_file(name="../../rank-00001.safetensors"), "does not describe the file of rank 1"),
-    "a file with more to say": (of_file(more=1), "does not describe the file of rank 1"),
-    "a negative box": (box([[-2, 0], [2, 3]]), "is no box of weights/w"),
-    "a negative size": (box([[2, 0], [-2, 3]]), "is no box of weights/w"),
-    "a box outside": (box([[3, 0], [2, 3]]), "is no box of weights/w"),
-    "a box of two dimensions less": (box([[], []]), "is no box of weights/w"),
-    "a box that is text": (box("ab"), "is no box of weights/w"),
-    "a box of text": (box([["2", 0], [2, 3]]), "is no box of weights/w"),
-    "another box than in the file": (box([[3, 0], [1, 3]]), "does not hold the box"),
+    "a file less": (lambda content: content["files"].pop(), "1 files for 2 ranks"),
+    "a file twice": (of_file(name="rank-00000.safetensors"), "has no valid entry for the file of rank 1"),
+    "a file elsewhere": (of_file(name="../../rank-00001.safetensors"), "has no valid entry for the file of rank 1"),
+    "a file with more to say": (of_file(more=1), "has no valid entry for the file of rank 1"),
+    "a negative box": (box([[-2, 0], [2, 3]]), "is not a valid box of weights/w"),
+    "a negative size": (box([[2, 0], [-2, 3]]), "is not a valid box of weights/w"),
+    "a box outside": (box([[3, 0], [2, 3]]), "is not a valid box of weights/w"),
+    "a box of two dimensions less": (box([[], []]), "is not a valid box of weights/w"),
+    "a box that is text": (box("ab"), "is not a valid box of weights/w"),
+    "a box of text": (box([["2", 0], [2, 3]]), "is not a valid box of weights/w"),
+    "another box than in the file": (box([[3, 0], [1, 3]]), "differs from the entry"),
     "a box of another tensor": (
-        lambda content: content["files"][1]["boxes"].update(other=[[0], [1]]), "is no box of other",
+        lambda content: content["files"][1]["boxes"].update(other=[[0], [1]]), "is not a valid box of other",
     ),
     "a dtype that is none": (
         put(tensors={"weights/w": {"dtype": "Tensor", "shape": [4, 3]}}), "has the dtype 'Tensor'",
     ),
     "another dtype than in the file": (
-        put(tensors={"weights/w": {"dtype": "int32", "shape": [4, 3]}}), "does not hold the box",
+        put(tensors={"weights/w": {"dtype": "int32", "shape": [4, 3]}}), "differs from the entry",
     ),
     "a part more in the summary": (put(summary={}), "it lacks summary.steps"),
 }  # fmt: skip
@@ -273,19 +273,34 @@ def text(content: str) -> Callable[[Path], None]:
 
 FILE = "model.safetensors"
 HARM: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a bit of the first tensor": (lambda folder: flip(folder, 96), "is not what was written: its digest differs"),
-    "a bit of the last tensor": (lambda folder: flip(folder, 1), "is not what was written: its digest differs"),
+    "a bit of the first tensor": (
+        lambda folder: flip(folder, 96),
+        "was changed after it was written: its digest differs",
+    ),
+    "a bit of the last tensor": (
+        lambda folder: flip(folder, 1),
+        "was changed after it was written: its digest differs",
+    ),
     "a file that is gone": (lambda folder: (folder / FILE).unlink(), "cannot be opened: No such file"),
     "a file cut short": (lambda folder: os.truncate(folder / FILE, 100), "model.safetensors: is "),
     "no digest of a tensor": (edit(lambda files: files[FILE].pop("v")), "v is in only one of"),
     "a digest of no tensor": (edit(lambda files: files[FILE].update(u=[])), "u is in only one of"),
-    "no digest of a box": (edit(lambda files: files[FILE]["w"].pop()), "w is not what was written"),
-    "no boxes": (edit(lambda files: files[FILE].update(w=[])), "w is not what was written"),
-    "a box outside": (edit(lambda files: files[FILE]["w"][0].__setitem__(0, [3, 0])), "w is not what was written"),
-    "a box before": (edit(lambda files: files[FILE]["w"][0].__setitem__(0, [-1, 0])), "w is not what was written"),
-    "boxes that are a number": (edit(lambda files: files[FILE].update(w=7)), "w is not what was written"),
-    "boxes that are text": (edit(lambda files: files[FILE].update(w=["abc"])), "w is not what was written"),
-    "a box of text": (edit(lambda files: files[FILE]["w"][0].__setitem__(0, ["0", 0])), "w is not what was written"),
+    "no digest of a box": (edit(lambda files: files[FILE]["w"].pop()), "w was changed after it was written"),
+    "no boxes": (edit(lambda files: files[FILE].update(w=[])), "w was changed after it was written"),
+    "a box outside": (
+        edit(lambda files: files[FILE]["w"][0].__setitem__(0, [3, 0])),
+        "w was changed after it was written",
+    ),
+    "a box before": (
+        edit(lambda files: files[FILE]["w"][0].__setitem__(0, [-1, 0])),
+        "w was changed after it was written",
+    ),
+    "boxes that are a number": (edit(lambda files: files[FILE].update(w=7)), "w was changed after it was written"),
+    "boxes that are text": (edit(lambda files: files[FILE].update(w=["abc"])), "w was changed after it was written"),
+    "a box of text": (
+        edit(lambda files: files[FILE]["w"][0].__setitem__(0, ["0", 0])),
+        "w was changed after it was written",
+    ),
     "tensors that are a list": (edit(lambda files: files.update({FILE: []})), "does not say what was written"),
     "a file elsewhere": (edit(lambda files: files.update({"../x": {}})), "is no file of its own folder"),
     "files that are a list": (text('{"files": []}'), "does not say what was written"),
@@ -329,7 +344,7 @@ def test_export_check(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert f"{weights}: 96 bytes of weights are as written" in capsys.readouterr().out
     flip(weights, 1)
     assert cli.main(["export", str(weights), "--check"]) == 2
-    assert "is not what was written: its digest differs" in capsys.readouterr().err
+    assert "was changed after it was written: its digest differs" in capsys.readouterr().err
     (weights / "digests.json").unlink()
     assert cli.main(["export", "--check", str(weights)]) == 2
     assert "holds no digests.json" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""Writing a directory that torch.distributed.checkpoint reads, one tensor at a time, so that memory holds one tensor.
+"""Writes a directory that torch.distributed.checkpoint can read. It writes tensor by tensor, so memory holds one
+tensor.
 
-torch's own writer takes all tensors of a file at once. The format is torch's: one file with the bytes of torch.save for
-each tensor, and a pickled Metadata that says where each tensor is.
+torch's own writer needs all tensors of a file in memory. The format is torch's: a file with the bytes of torch.save for
+each tensor, and a pickled Metadata with the position of each tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class DcpWriter:
         self._paths: dict[str, tuple[str, ...]] = {}
 
     def add(self, path: tuple[str, ...], tensor: Tensor) -> None:
-        """Write a tensor. path: its keys in nested dicts; joined by dots, they are its name."""
+        """Write a tensor. path: its keys in nested dicts; joined by dots, they form its name."""
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the storage of a view
         begin = self._stream.tell()
@@ -52,7 +53,7 @@ class DcpWriter:
         self._note(path, TensorStorageMetadata(properties, tensor.shape, [chunk]), offsets, info)
 
     def add_alias(self, path: tuple[str, ...], name: str) -> None:
-        """Add a further name of the written tensor `name`: tied weights have two names, and their bytes are written
+        """Give the written tensor `name` a further name: tied weights have two names, but their bytes are written
         once."""
         described = self._described[name]
         offsets = described.chunks[0].offsets
@@ -93,8 +94,8 @@ def write_dcp(
     """Write config, tokenizer and the weights of a plan, under HuggingFace's names, and the optimizer's state as
     optimizer.state.NAME.KEY.
 
-    tied: other name of a tied weight -> the name under which it is written. moments: key -> tensors by the model's
-    names. steps: the optimizer's `step` of parameters, by the model's names.
+    tied: alias of a tied weight -> the name under which it is written. moments: key -> tensors by the model's names.
+    steps: the optimizer's `step` of each parameter, by the model's names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_companion_files(plan, folder)

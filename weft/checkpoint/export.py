@@ -1,4 +1,4 @@
-"""Writing a HuggingFace model directory, which transformers, peft and vLLM load, from a sharded model.
+"""Writes a sharded model as a HuggingFace model directory, which transformers, peft and vLLM load.
 
 Names, shapes, dtypes and files are planned from the layout alone. Then every rank writes its boxes into the shared
 files (ranges.py): nothing is gathered, and no rank allocates more than a slice of its shards.
@@ -37,7 +37,7 @@ from weft.parallel.shards.ranges import RangeWriter, join_seams
 from weft.parallel.shards.safetensors_files import FileLayout, create, lay_out
 from weft.parallel.shards.source import INDEX, TensorSource
 
-# Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
+# Files of the source that describe the tokenizer and how to generate; weights and config come from the model.
 _COMPANIONS = (
     "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "additional_chat_templates/*", "*.model", "*.tiktoken", "tekken.json", "normalizer.json",
@@ -56,7 +56,8 @@ class HasModel(Protocol):
 
 @dataclass(frozen=True)
 class CopiedTensor:
-    """A tensor of the source's files that the model lacks; a ReadableShard. writes: whether this rank writes it."""
+    """A tensor that is in the source's files but not in the model; a ReadableShard. writes: whether this rank writes
+    it."""
 
     source: TensorSource
     name: str
@@ -75,9 +76,10 @@ class CopiedTensor:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What a save writes. mappings: how parameters map to tensors in files. manifest: every tensor on meta. files: file
-    name -> names of its tensors. source: folder with the tokenizer. config_name: file name of `config`. texts: further
-    files, which replace the source's. drafts: tensors that are copied from the source's files, by their names."""
+    """The files and tensors of a save. mappings: how parameters map to tensors in files. manifest: every tensor on
+    meta. files: file name -> names of its tensors. source: folder with the tokenizer. config_name: file name of
+    `config`. texts: further files, which replace the source's. drafts: tensors that are copied from the source's files,
+    by name."""
 
     mappings: list[TensorMapping]
     manifest: dict[str, Tensor]
@@ -96,14 +98,14 @@ class ExportPlan:
 
     @cached_property
     def layouts(self) -> dict[str, FileLayout]:
-        """The layout of each file, so that no rank has to read another's header."""
+        """The layout of each file. With it, no rank reads a header that another rank wrote."""
         return {file: lay_out({name: self.manifest[name] for name in names}) for file, names in self.files.items()}
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What a rank has written. bytes: all bytes of tensors. handed: those of them in its seam file. digests: one per
-    box, if requested."""
+    """Result of write_export on one rank. bytes: bytes of tensors written. handed: the part of them in its seam file.
+    digests: one per box, if requested."""
 
     bytes: int = 0
     handed: int = 0
@@ -111,11 +113,11 @@ class ExportResult:
 
 
 def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_bytes: int = _SHARD_BYTES) -> ExportPlan:
-    """Names, shapes, dtypes and files of a save; tied tensors once, under their owner's name.
+    """Names, shapes, dtypes and files of a save. Tied tensors are in it once, under the owner's name.
 
     dtype: of every floating-point parameter; None for the dtypes of the source's files. Persistent buffers (router
-    biases) keep theirs, and so do draft layers, which are copied from the source. shard_bytes: size of the largest
-    weight file; a larger tensor gets a file of its own.
+    biases) and draft layers, which are copied from the source, keep their dtypes. shard_bytes: size of the largest
+    weight file; a larger tensor gets a separate file.
     """
     drafts, manifest = _drafts(engine), manifest_of(engine, dtype)
     usual = _most_common_dtype(manifest)
@@ -131,7 +133,7 @@ def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_byt
 
 
 def _drafts(engine: HasModel) -> dict[str, CopiedTensor]:
-    """The source's draft layers, shared out over the engine's ranks, if there are any."""
+    """The source's draft layers, if any, distributed over the engine's ranks."""
     load = engine.built.load
     if load is None:
         return {}
@@ -140,10 +142,9 @@ def _drafts(engine: HasModel) -> dict[str, CopiedTensor]:
 
 
 def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Checkpoint name -> meta tensor of the shape and dtype that a save writes.
-
-    A name that the source's files lack or hold quantised (another prefix, the other name of a tied weight) gets the
-    dtype of most of their tensors; without files, every tensor keeps its own.
+    """Checkpoint name -> meta tensor with the shape and dtype in the saved files. If the source's files lack a name
+    (another prefix, the alias of a tied weight) or store it quantised, it gets the dtype of most of their tensors.
+    Without files, every tensor keeps its dtype.
     """
     state = engine.built.tensors
     floats = {name: d for name, d in engine.built.source_dtypes.items() if d.is_floating_point}
@@ -171,7 +172,7 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
 
 
 def write_companion_files(plan: ExportPlan, folder: Path) -> None:
-    """Write the files besides weights: the config, the tokenizer and the generation config."""
+    """Write the files other than weights: the config, the tokenizer and the generation config."""
     _write_json(folder / plan.config_name, plan.config)
     for name, text in plan.texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -187,10 +188,11 @@ def write_export(
     seams: Path | None = None,
     digests: bool = False,
 ) -> ExportResult:
-    """Write this rank's boxes into prepared files and fsync them.
+    """Write this rank's boxes into the prepared files and fsync the files.
 
-    shards: by the model's names, on any device; missing ones are not written. seams: the rank's seam file; None for a
-    single rank. digests: whether to compute them. Uses no collective, so that it can write a copy during training.
+    shards: by the model's names, on any device; tensors without shards are not written. seams: the rank's seam file;
+    None for a single rank. digests: whether to compute digests. No collectives, so a thread can write a copy during
+    training.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
     written, box_digests = 0, list[BoxDigest]()
@@ -214,17 +216,18 @@ def write_export(
 
 
 def join_export(plan: ExportPlan, folder: Path, seams: Sequence[Path], rank: int) -> int:
-    """Join the seams in this rank's share of the files; returns the bytes. seams: the seam file of each rank."""
+    """Join the seams in this rank's share of the files. Returns the number of bytes joined. seams: the seam file of
+    each rank."""
     files = [file for number, file in enumerate(plan.files) if seams and number % len(seams) == rank]
     return sum(join_seams(folder, file, seams) for file in files)
 
 
 def check_sizes(plan: ExportPlan, folder: Path) -> None:
-    """Raise StorageError if a weight file has another size than planned."""
+    """Raise StorageError if the size of a weight file is not the planned one."""
     for file, layout in plan.layouts.items():
         size = (folder / file).stat().st_size
         if size != layout.size:
-            raise StorageError(f"{folder / file} has {size:,} bytes on the disk, and {layout.size:,} were written")
+            raise StorageError(f"{folder / file} has {size:,} bytes on disk, but {layout.size:,} were written")
 
 
 def export_alone(plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], folder: Path) -> None:
@@ -237,8 +240,8 @@ def export_alone(plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], folder
 
 
 class FullTensors(Mapping[str, Sequence[Shard]]):
-    """Tensors for write_export, made on access. The last one is kept, because mappings of one tensor follow each
-    other."""
+    """Tensors for write_export, computed on access. The last tensor is cached, because consecutive mappings read the
+    same tensor."""
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Tensor]) -> None:
         self._names, self._make = names, make
@@ -246,7 +249,7 @@ class FullTensors(Mapping[str, Sequence[Shard]]):
 
     def __getitem__(self, name: str) -> list[Shard]:
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next is made, so that memory holds one
+            self._last = None  # free it first: memory holds one tensor
             values = self._make(name)
             self._last = name, [Shard(Box.from_shape(tuple(values.shape)), values)]
         return self._last[1]
@@ -261,7 +264,7 @@ class FullTensors(Mapping[str, Sequence[Shard]]):
 def _own_slices(
     plan: ExportPlan, shards: Mapping[str, Sequence[ReadableShard]]
 ) -> Iterator[tuple[TensorMapping, Box, Box, Tensor]]:
-    """What this rank writes: (mapping, the rank's part of the mapping, a box of that part, the box's values in the
+    """The boxes that this rank writes: (mapping, the rank's part of the mapping, a box of that part, its values in the
     file's dtype)."""
     numbers = {name: number for number, name in enumerate(shards)}
     for mapping in plan.mappings:
@@ -281,18 +284,18 @@ def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_
 
 
 def written_shards(engine: Engine) -> dict[str, list[Shard]]:
-    """This rank's shards of what its stage writes, by the model's names."""
+    """This rank's shards of the tensors that its pipeline stage writes, by the model's names."""
     shards, tied_copies = module_shards(engine.module, engine.divided.cuts, engine.mesh.stage_rank), engine.tied_copies
     return {name: tensor_shards for name, tensor_shards in shards.items() if name not in tied_copies}
 
 
 def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], target: Path) -> None:
-    """Write a plan, each rank its shards, atomically; collective."""
+    """Write a plan atomically; each rank writes its shards. Collective."""
     ranks, partial = engine.ranks, target.with_name(target.name + ".partial")
-    handed = target.with_name(target.name + ".ranks")  # what ranks leave for one another
+    handed = target.with_name(target.name + ".ranks")  # files through which ranks exchange seams
     seams = [handed / f"seams-{rank:05d}" for rank in range(ranks.world)] if ranks.world > 1 else []
     if ranks.is_first:
-        for leftover in (partial, handed):  # of a killed save
+        for leftover in (partial, handed):  # remains of a killed save
             shutil.rmtree(leftover, ignore_errors=True)
         prepare_export(plan, partial)
         if seams:
@@ -314,7 +317,7 @@ def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence
 def require_complete(plan: ExportPlan, written: int, handed: int, joined: int) -> None:
     """Assert that all ranks together wrote every byte of the plan and that every seam byte was joined."""
     assert written == plan.bytes, f"{written} of {plan.bytes} bytes of weights written"
-    assert joined == handed, f"{joined} of {handed} bytes of seams put in place"
+    assert joined == handed, f"{joined} of {handed} bytes of seams joined"
 
 
 def _wait_for_all(engine: Engine) -> None:
@@ -323,7 +326,7 @@ def _wait_for_all(engine: Engine) -> None:
 
 
 def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The source's config.json as it was read, except for the keys that describe the written weights.
+    """The source's config.json, unchanged except for the keys that describe the written weights.
 
     config.save_pretrained is not used: it renames keys that older readers need (rope_theta, torch_dtype), and it
     raises, at the end of a training run, if an old config.json holds generation settings.
@@ -338,7 +341,7 @@ def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
         if text.get("pad_token_id") is None and pad is not None:
             text["pad_token_id"] = pad
     if engine.built.config.tie_word_embeddings and not hf.tied_parameters(model):
-        # The source's head differed from its embedding, so that they were loaded and trained untied.
+        # The source's head differed from its embedding, so weft loaded and trained them untied.
         raw["tie_word_embeddings"] = False
     if "torch_dtype" not in raw:
         raw["dtype"] = None
@@ -347,7 +350,7 @@ def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _most_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype that most elements have."""
+    """The dtype of most elements."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
         sizes[tensor.dtype] += tensor.numel()
@@ -355,8 +358,8 @@ def _most_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _describe_weights(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype of the written weights under the key that the config and each sub-config uses, and remove
-    quantisation configs: written weights are not quantised."""
+    """Set the dtype of the written weights in the config and in each sub-config, under the key that each uses. Remove
+    quantisation configs, because the written weights are not quantised."""
     config.pop("quantization_config", None)
     for key, value in config.items():
         if key in ("dtype", "torch_dtype"):
@@ -383,7 +386,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan:
-    """Names, shapes and dtypes of a saved adapter. dtype: None for the masters'."""
+    """Names, shapes and dtypes of a saved adapter. dtype: None for the dtype of the master weights."""
     lora, built = engine.lora, engine.built
     assert lora is not None
     cuts = engine.divided.cuts

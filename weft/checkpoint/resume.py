@@ -1,4 +1,4 @@
-"""Resuming: choosing a checkpoint and filling an engine from it."""
+"""Resuming: chooses a checkpoint and loads it into an engine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ StateReader = Callable[[Path], tuple[TrainerState | None, str]]
 
 
 def find_newest(checkpoints: Path, steps: Sequence[int], judge: StateReader) -> tuple[TrainerState | None, list[str]]:
-    """The newest complete checkpoint, and why newer ones were skipped. judge: returns a checkpoint's state, or why it
-    is damaged."""
+    """The newest usable checkpoint, and the reasons why newer checkpoints were skipped. judge: returns a checkpoint's
+    state, or the reason why it is damaged."""
     skipped: list[str] = []
     for step in reversed(steps):
         folder = step_folder(checkpoints, step)
@@ -50,7 +50,7 @@ def find_newest(checkpoints: Path, steps: Sequence[int], judge: StateReader) -> 
 
 
 def read_or_reason(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | None, str]:
-    """A judge for a single process, which reads everything itself. parts: as in `read_verified`."""
+    """A judge for a single process, which reads all files. parts: as in `read_verified`."""
     try:
         return read_verified(checkpoint, 0, 1, parts), ""
     except DamagedError as error:
@@ -62,13 +62,13 @@ def read_verified(
 ) -> TrainerState:
     """The trainer state of a checkpoint, after verifying this rank's share of its files. Raises DamagedError.
 
-    Files, also those of further engines (a critic), are compared with their checksums, and weights with their digests.
-    parts: the schema of the run's part of state.json. weights: False where the weights were verified before.
+    Compares files, including those of further engines (a critic), with their checksums, and weights with their digests.
+    parts: the schema of the run's part of state.json. weights: False if the weights are already verified.
     """
     state = read_state(checkpoint)
     check_schema(state.content, parts)
     if "updates" in parts and state.content["updates"] > state.step:
-        raise DamagedError(f"{STATE_FILE} has {state.content['updates']} updates of {state.step} steps")
+        raise DamagedError(f"{STATE_FILE} records {state.content['updates']} updates in {state.step} steps")
     for part in [state, *(read_state(folder.parent) for folder in sorted(checkpoint.glob(f"*/{TRAINER_STATE}")))]:
         check_contents(part, rank, world)
         if weights and os.path.lexists(part.checkpoint / DIGESTS):
@@ -77,7 +77,7 @@ def read_verified(
 
 
 def run_on_all_ranks(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
-    """(Result of `function`, ""); or, if it raised DamagedError on any rank, (None, the first reason) on all ranks.
+    """(Result of `function`, ""). If it raises DamagedError on any rank, (None, the first rank's reason) on all ranks.
     Collective."""
     result, local_reason = None, None
     try:
@@ -113,7 +113,7 @@ def restore_engine(
     loaded, reason = run_on_all_ranks(load, engine.ranks)
     if loaded is None:
         raise UserError(
-            f"{state.checkpoint} cannot be resumed from: {reason}. To continue from its weights only, as a new run: "
+            f"cannot resume from {state.checkpoint}: {reason}. To start a new run from its weights only: "
             f"{from_weights(state.checkpoint, command)}"
         )
     return _take_up_rng(engine, state, seed)
@@ -123,10 +123,10 @@ def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
     ranks, before = engine.ranks, state.content["mesh"]
     rng.seed_rank(seed, engine.mesh.loss_rank, state.step)
     if state.world != ranks.world:
-        return [f"ranks    {ranks.world}, {state.world} before: their random numbers are seeded again"]
+        return [f"ranks    {ranks.world}, {state.world} before: random number generators are seeded again"]
     for axis, size in (("tp", engine.mesh.tp_size), ("pp", engine.mesh.pp_size)):
-        if size != before.get(axis, 1):  # ranks with the same documents draw the same
-            return [f"mesh.{axis}  {size}, {before.get(axis, 1)} before: random numbers of the ranks are seeded again"]
+        if size != before.get(axis, 1):  # ranks with the same documents draw the same numbers
+            return [f"mesh.{axis}  {size}, {before.get(axis, 1)} before: random number generators are seeded again"]
     rng.restore(read_rng(state, ranks.rank), engine.device)
     return []
 
@@ -135,7 +135,7 @@ def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
 
 
 def resumed_notes(state: TrainerState, steps: int, changed: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Lines that say where a run resumes, and which settings changed."""
+    """Lines about the step at which a run resumes, and about changed settings."""
     notes = [f"resumed  step {state.step} of {steps}, from {state.checkpoint}"]
     notes += [f"changed  {key}: {before} -> {now}" for key, (before, now) in changed.items()]
     before, now = state.content["versions"], versions()
@@ -144,7 +144,7 @@ def resumed_notes(state: TrainerState, steps: int, changed: Mapping[str, tuple[s
 
 
 def no_complete_checkpoint(folder: Path, skipped: Sequence[str], command: str) -> str:
-    """The error where RUN has no checkpoint to resume from."""
+    """The error if RUN has no checkpoint from which to resume."""
     with_weights = [
         step_folder(folder / "checkpoints", step)
         for step in reversed(complete_steps(folder / "checkpoints"))
@@ -152,16 +152,18 @@ def no_complete_checkpoint(folder: Path, skipped: Sequence[str], command: str) -
     ]
     advice = ""
     if with_weights:
-        advice = f"\nTo continue from weights only, as a new run: {from_weights(with_weights[0], command)}"
-    return f"--resume {folder}: no checkpoint can be resumed from:\n" + "\n".join(f"  {t}" for t in skipped) + advice
+        advice = f"\nTo start a new run from the weights only: {from_weights(with_weights[0], command)}"
+    return (
+        f"--resume {folder}: weft cannot resume from any checkpoint:\n" + "\n".join(f"  {t}" for t in skipped) + advice
+    )
 
 
 def other_training(folder: Path, state: TrainerState, problems: Sequence[str], command: str) -> str:
-    """The error where a config would resume with another training."""
+    """The error if a config differs from that of the run in a key that a resumed run may not change."""
     return (
         f"--resume {folder}: this config differs from the one that trained up to step {state.step}:\n"
         + "\n".join(f"  {problem}" for problem in problems)
-        + "\nSet them back, or start a new run from the weights only: "
+        + "\nSet these keys back, or start a new run from the weights only: "
         + from_weights(state.checkpoint, command)
     )
 
@@ -169,7 +171,7 @@ def other_training(folder: Path, state: TrainerState, problems: Sequence[str], c
 def from_weights(checkpoint: Path, command: str) -> str:
     """The command that starts a new run from a checkpoint's weights."""
     config = shlex.quote(str(checkpoint.parent.parent / "config.yaml"))
-    if (checkpoint / ADAPTER).is_file():  # keys that the adapter sets cannot be set beside it
+    if (checkpoint / ADAPTER).is_file():  # keys that the adapter defines cannot be set with it
         unset = " ".join(f"lora.{leaf}=null" for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save"))
         return f"weft {command} {config} {override('lora.path', str(checkpoint))} {unset} run.dir=NEW"
     return f"weft {command} {config} {override('model.path', str(checkpoint))} model.init=pretrained run.dir=NEW"

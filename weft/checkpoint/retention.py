@@ -29,7 +29,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def complete_steps(checkpoints: Path) -> list[int]:
-    """Steps with a complete checkpoint, rising."""
+    """Steps with a complete checkpoint, ascending."""
     if not checkpoints.is_dir():
         return []
     matches = (_COMPLETE.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
@@ -50,7 +50,7 @@ def ranks_of(run: Path) -> int | None:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Rename a complete folder to its final name, durably. An existing one is renamed away first."""
+    """Rename a complete folder to its final name, durably. An existing folder of that name is renamed first."""
     for path in [partial, *partial.rglob("*")]:
         _sync(path)
     removing = _removing(target)
@@ -83,7 +83,7 @@ def _point(name: str, target: Path) -> None:
 
 
 def forget_best(checkpoints: Path) -> None:
-    """Remove the link `best`; its checkpoint is then retained like any other."""
+    """Remove the link `best`. Its checkpoint is then subject to retention like any other."""
     (checkpoints / "best").unlink(missing_ok=True)
 
 
@@ -97,8 +97,8 @@ def best_step(checkpoints: Path) -> int | None:
 def prune(
     checkpoints: Path, *, keep: int | None, keep_every: int | None, trainer_state: Literal["all", "last", "none"]
 ) -> None:
-    """Remove checkpoints that retention does not keep, and old trainer state. Never removes the newest checkpoint, nor
-    the one of `best`."""
+    """Remove checkpoints that retention does not keep, and old trainer state. Never removes the newest checkpoint or
+    `best`."""
     best = best_step(checkpoints)
     for step in superseded(complete_steps(checkpoints), keep, keep_every):
         if step != best:
@@ -106,13 +106,16 @@ def prune(
     if trainer_state == "last":
         for step in complete_steps(checkpoints)[:-1]:
             folder = step_folder(checkpoints, step)
-            for state in [folder / TRAINER_STATE, *folder.glob(f"*/{TRAINER_STATE}")]:  # a critic's is in its own
+            for state in [
+                folder / TRAINER_STATE,
+                *folder.glob(f"*/{TRAINER_STATE}"),
+            ]:  # the critic has a separate folder
                 remove(state)
 
 
 def chosen_step(checkpoints: Path, path: object, step: int) -> Path:
-    """The checkpoint of --step. path: the run, as the user gave it. Raises UserError if the run has none of that
-    step."""
+    """The checkpoint of --step. path: the run as the user named it. Raises UserError if the run has no checkpoint of
+    that step."""
     steps = complete_steps(checkpoints)
     if step not in steps:
         raise UserError(f"--step {step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
@@ -120,13 +123,13 @@ def chosen_step(checkpoints: Path, path: object, step: int) -> Path:
 
 
 def superseded(steps: Sequence[int], keep: int | None, keep_every: int | None) -> list[int]:
-    """The steps (rising) that retention does not keep."""
+    """The steps that retention does not keep, of ascending `steps`."""
     older = steps[:-keep] if keep is not None else []
     return [step for step in older if keep_every is None or step % keep_every]
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, renamed first, so that a kill leaves no partial folder under its name."""
+    """Rename a folder, then remove it, so that a kill leaves no partial folder under its name."""
     if not folder.exists():
         return
     removing = _removing(folder)
@@ -165,7 +168,7 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would survive a power failure."""
+    """fsync a file or a folder (its list of names), so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

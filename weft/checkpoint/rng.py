@@ -1,6 +1,6 @@
 """The random number generators of a rank, as tensors: torch's on CPU and accelerator, and Python's.
 
-Each data rank has its own state, so that data ranks draw different numbers; ranks of tp have equal states.
+Data ranks have different states, so they draw different numbers. tp ranks of one data rank have equal states.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed the generators for what follows step `step`; the sequence differs between data ranks and steps. rank: the
-    data rank (Mesh.loss_rank)."""
+    """Seed the generators for the steps after `step`. The sequence differs between data ranks and steps. rank: the data
+    rank (Mesh.loss_rank)."""
     digest = hashlib.sha256(f"{seed}:{rank}:{step}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
-    torch.manual_seed(number)  # of every device
+    number = int.from_bytes(digest[:8], "big") >> 1  # torch accepts 63 bits
+    torch.manual_seed(number)  # seeds every device
     random.seed(number)

@@ -1,19 +1,19 @@
 """Saver: asynchronous checkpoints.
 
-`save` copies this rank's shards into host memory and returns. A thread of every rank then writes its part, without any
-collective. Ranks report their progress to one another by notes in step-000100.ranks-ID (Notes):
+`save` copies this rank's shards into host memory and returns. A thread on every rank then writes the rank's part,
+without collectives. Ranks exchange their progress through files in step-000100.ranks-ID (Notes):
 
-1. The first rank creates step-000100.partial with empty weight files (their headers say what goes where).
-2. Each rank writes its boxes of the weight files, with bytes at the seams between ranks in a file of its own
-   (ranges.py), then its file of the trainer state, and waits for the disk.
-3. When all have, one rank per weight file joins the seams.
-4. With checkpoint.verify=digest, each rank reads what another has written, and compares digests.
-5. When all are done, the first rank writes state.json, renames the folder to step-000100, points `latest` (and `best`)
-   at it and removes what retention does not keep.
+1. The first rank creates step-000100.partial with empty weight files, whose headers define every tensor's position.
+2. Each rank writes its boxes into the weight files, and bytes at the seams between ranks into a separate file
+   (ranges.py). It then writes its file of the trainer state, and waits for the disk.
+3. When all ranks have written, one rank per weight file joins the seams.
+4. With checkpoint.verify=digest, each rank reads the files of another rank and compares digests.
+5. When all ranks are done, the first rank writes state.json, renames the folder to step-000100, points `latest` (and
+   `best`) at it and removes the checkpoints that retention does not keep.
 
-A kill at any moment leaves only complete checkpoints under final names. Errors are kept until all ranks synchronise
-again (`failed`, `raise_failure`), so that all of them end with the same message. If all ranks end with an error that is
-not the saver's, the checkpoint in progress is finished first (`end`).
+A kill at any moment leaves only complete checkpoints under final names. The saver stores errors until all ranks
+synchronise again (`failed`, `raise_failure`), so that all ranks end with the same message. If all ranks end with
+another error, the saver first finishes the checkpoint in progress (`end`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from weft.terminal import say
 
 @dataclass(frozen=True)
 class Notes:
-    """The notes of one save, in a folder that the first rank creates and removes. rank: the rank that writes notes."""
+    """The notes of one save: files in a folder that the first rank creates and removes. rank: the rank that writes
+    notes."""
 
     folder: Path
     rank: int
@@ -62,7 +63,7 @@ class Notes:
         self.folder.mkdir()
 
     def end(self) -> None:
-        """Rename the folder, then remove it, so that a late note cannot keep it alive."""
+        """Rename the folder, then remove it, so that a late note cannot prevent the removal."""
         over = self.folder.with_name(f"{self.folder.name}.over")
         with suppress(FileNotFoundError):
             os.rename(self.folder, over)
@@ -87,10 +88,9 @@ class Notes:
         return json.loads((self.folder / _name(kind, rank)).read_text(encoding="utf-8"))
 
     def listed(self) -> set[str] | None:
-        """The names of all notes; None while the folder does not exist.
-
-        Folders are listed, from the outermost, because a network file system asks its server for a listing, but may
-        cache for half a minute that a name did not exist.
+        """The names of all notes; None while the folder does not exist. Folders are listed, the outermost first: a
+        network file system fetches a listing from its server, but may cache for half a minute that a name did not
+        exist.
         """
         with suppress(FileNotFoundError):
             if self.folder.name in os.listdir(self.folder.parent):
@@ -112,13 +112,13 @@ def _name(kind: str, rank: int) -> str:
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
 _ENDING_POLL_SECONDS = 0.02
-_GRACE_SECONDS = 3.0  # how long a rank that ends with an error waits for the others to do so, too
+_GRACE_SECONDS = 3.0  # seconds that a rank that ends with an error waits for the others to end
 _MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A checkpoint to write. copies: one per engine. state: the run's part of state.json on the first rank, else
+    """A checkpoint to write. copies: one for each engine. state: on the first rank, the run's part of state.json, else
     empty. best: whether to point the link `best` at it."""
 
     step: int
@@ -133,15 +133,15 @@ class SaveJob:
 
 
 class _CancelledError(Exception):
-    """Another rank has failed or is gone; this one need not wait for it."""
+    """Another rank has failed or is gone, so this rank stops waiting."""
 
 
 @dataclass
 class Saver:
-    """Saves an engine's state into RUN/checkpoints. All ranks call every method but `failed` and `overdue`.
+    """Saves an engine's state into RUN/checkpoints. All ranks call every method except `failed` and `overdue`.
 
-    constants: the run's constant part of state.json (config, data, model). texts: files that replace the model's own in
-    every checkpoint, such as a chat template. further_engines: folder -> further engine (a critic), saved there and
+    constants: the run's constant part of state.json (config, data, model). texts: files that replace the model's files
+    in every checkpoint, such as a chat template. further_engines: folder -> further engine (a critic), saved there and
     committed together. command: weft's command, for messages. timeout: seconds (train.timeout) that a save may take
     when all ranks end with an error.
     """
@@ -170,7 +170,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._nonfinite: str | None = None
-        self._existing = complete_steps(self.checkpoints)  # as of this run's last look
+        self._existing = complete_steps(self.checkpoints)  # at the last look of this run
         self._ending = False  # whether all ranks end with an error that is not the saver's
         self._cancel = threading.Event()
         self._clock = time.monotonic()
@@ -179,7 +179,7 @@ class Saver:
 
     @property
     def overdue(self) -> bool:
-        """Whether the last save is longer ago than checkpoint.every_minutes, by this rank's clock."""
+        """Whether checkpoint.every_minutes have passed since the last save, by this rank's clock."""
         minutes = self.config.every_minutes
         return minutes is not None and time.monotonic() - self._clock >= 60.0 * minutes
 
@@ -190,7 +190,7 @@ class Saver:
     # ------------------------------------------------------------ saving
 
     def save(self, step: int, progress: Mapping[str, Any], best: bool = False) -> None:
-        """Save the state after this step, once the previous save is written.
+        """Save the state after this step. Waits until the previous save is written.
 
         progress: the step's part of state.json (epoch, updates, summary). best: whether to point the link `best` at it.
         """
@@ -227,7 +227,7 @@ class Saver:
         problem: list[str | None] = [self._nonfinite]
         dist.broadcast_object_list(problem, src=0, group=self.engine.ranks.group)
         if problem[0] is not None:
-            raise FloatingPointError(f"{problem[0]} Lower optimizer.lr, or look at the data.")
+            raise FloatingPointError(f"{problem[0]} Lower optimizer.lr, or check the data.")
         return step_folder(self.checkpoints, self.last)
 
     @property
@@ -247,7 +247,7 @@ class Saver:
         return self._error is not None
 
     def raise_failure(self) -> None:
-        """Raise the first error of any rank, on all ranks; its checkpoint is abandoned."""
+        """Raise the first error of any rank, on all ranks. The checkpoint of that save is abandoned."""
         self._cancel.set()
         if self._thread is not None:
             self._thread.join()
@@ -269,8 +269,8 @@ class Saver:
         reason = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
         return (
             f"rank {self.engine.ranks.rank} could not save step {self.last} to {folder}: {reason}. Complete "
-            f"checkpoints in {self.checkpoints} are intact. Fix this (free space, or set checkpoint.keep), then resume "
-            f"from the newest: weft {self.command} --resume {self.run}"
+            f"checkpoints in {self.checkpoints} are intact. Fix the cause (free disk space, or set checkpoint.keep), "
+            f"then resume from the newest: weft {self.command} --resume {self.run}"
         )
 
     def __enter__(self) -> Saver:
@@ -287,14 +287,14 @@ class Saver:
     def end(self, error: BaseException) -> None:
         """Finish the checkpoint that is being written, if possible; called on a rank that ends with an error.
 
-        This is possible if all ranks end this way, within `timeout`. If another rank goes on, or has died, this one
-        waits a few seconds only. No rank returns before the checkpoint is committed, because launchers end all ranks
-        once the first has exited.
+        This is possible if all ranks end this way within `timeout`. If another rank continues or has died, this rank
+        waits only a few seconds. No rank returns before the checkpoint is committed, because launchers end all ranks
+        when the first exits.
         """
         job, began, noted = self._job, time.monotonic(), False
         if job is None:
             return
-        while self._busy or job.notes.listed() is not None:  # neither committed nor given up by any rank
+        while self._busy or job.notes.listed() is not None:  # not committed, and no rank has given up
             all_ending = job.notes.all("ending")
             over = time.monotonic() - began > (self.timeout if all_ending else _GRACE_SECONDS)
             if over or self.failed or job.notes.any("left"):
@@ -305,12 +305,11 @@ class Saver:
                 self._ending = True
                 reason = first_line(error) if isinstance(error, Exception) else type(error).__name__
                 say(
-                    f"ending   {reason}: {job.target} is being written, and finished first, within {self.timeout:g} s "
-                    "(train.timeout)",
+                    f"ending   {reason}: weft first finishes {job.target}, within {self.timeout:g} s (train.timeout)",
                     error=True,
                 )
             if not noted and job.notes.listed() is not None:
-                with suppress(OSError):  # the folder may just have been removed
+                with suppress(OSError):  # another rank may have removed the folder
                     job.notes.leave("ending")
                 noted = True
             flight.recorder.beat()
@@ -320,8 +319,8 @@ class Saver:
             say(*self.pop_messages(), error=True)
 
     def _tell(self, news: str) -> None:
-        """Queue a message of the writer's thread for the user. When the run is ending, print it at once: other ranks
-        exit when the notes of this save are removed."""
+        """Queue a message of the writer's thread for the user. If the run is ending, print it at once, because other
+        ranks exit when the notes of this save are removed."""
         if self._ending:
             say(news, error=True)
         else:
@@ -377,12 +376,12 @@ class Saver:
         except Exception as error:
             self._error = error
             with suppress(OSError):
-                job.notes.leave("left")  # nobody need wait for this rank
+                job.notes.leave("left")  # tells the other ranks not to wait for this one
         finally:
             self._release(job)
 
     def _prepare(self, job: SaveJob) -> None:
-        self.checkpoints.mkdir(exist_ok=True)  # not its parents: a run folder that has vanished is an error
+        self.checkpoints.mkdir(exist_ok=True)  # without parents: a run folder that has vanished is an error
         shutil.rmtree(job.partial, ignore_errors=True)
         job.notes.begin()
         job.partial.mkdir()
@@ -391,7 +390,7 @@ class Saver:
         job.notes.leave("prepared")
 
     def _write(self, job: SaveJob) -> list[WriteResult]:
-        """Write the part of each engine; random numbers go with the first."""
+        """Write the part of each engine. The first engine's part includes the states of random number generators."""
         results = []
         for number, (contents, copies) in enumerate(zip(self._contents, job.copies, strict=True)):
             generators = {} if number else job.generators
@@ -399,20 +398,20 @@ class Saver:
         return results
 
     def _release(self, job: SaveJob) -> None:
-        """Free the copies, which are written, or given up."""
+        """Free the copies after they are written or given up."""
         for contents, copies in zip(self._contents, job.copies, strict=True):
             contents.release(copies)
 
     def _check(self, job: SaveJob) -> None:
-        """Compare what another rank has written with its digests. The rank is on another machine, if there are several,
-        because reading one's own page cache proves nothing."""
+        """Compare the files of another rank with their digests. With several machines the rank is on another machine,
+        because the page cache of this machine would hide errors of the disk."""
         rank, world = self.engine.ranks.rank, self.engine.ranks.world
         writer = (rank + (world + 1) // 2) % world
         for contents, fields in zip(self._contents, job.notes.read("written", writer), strict=True):
             contents.check(job.partial, WriteResult.from_note(fields), writer)
 
     def _commit(self, job: SaveJob) -> bool:
-        """Wait for every rank, then rename the folder to its final name. Returns False if weights were not finite."""
+        """Wait for every rank, then rename the folder to its final name. Returns False if weights are not finite."""
         self._until(job, lambda: job.notes.all("done"))
         world = range(self.engine.ranks.world)
         written = [[WriteResult.from_note(fields) for fields in job.notes.read("written", rank)] for rank in world]
@@ -426,7 +425,7 @@ class Saver:
             return False
         for index, contents in enumerate(self._contents):
             state = None
-            if contents.keep_state:  # that of the first engine includes the run's part
+            if contents.keep_state:  # the first engine's state.json includes the run's part
                 run_state = {} if index else job.state
                 state = {"id": job.id, "step": job.step, **run_state, **job.copies[index].state}
             parts = [of_rank[index] for of_rank in written]
@@ -442,15 +441,18 @@ class Saver:
         return True
 
     def _note_missing(self) -> None:
-        """Tell the user which of the run's checkpoints something else has removed; the run goes on."""
+        """Queue a message about checkpoints that another program has removed; the run continues."""
         existing = set(complete_steps(self.checkpoints))
         missing = [step_folder(self.checkpoints, step).name for step in self._existing if step not in existing]
         if missing:
-            self._tell(f"gone     {', '.join(missing)} of {self.checkpoints}: removed by something else than this run")
+            self._tell(
+                f"gone     {', '.join(missing)} of {self.checkpoints}: removed by another program, not by this run"
+            )
         self._existing = sorted(existing)
 
     def _until(self, job: SaveJob, holds: Callable[[], bool]) -> None:
-        """Wait until `holds`, which reads notes of other ranks. Raises _CancelledError if a rank has failed or left."""
+        """Wait until `holds()` is true; it reads notes of other ranks. Raises _CancelledError if a rank has failed or
+        exited."""
         seconds = _FIRST_POLL_SECONDS
         while not holds():
             if self._cancel.wait(seconds) or job.notes.any("left"):

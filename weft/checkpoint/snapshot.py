@@ -1,4 +1,4 @@
-"""One engine's part of a checkpoint: its weights in HuggingFace's format, and its trainer state.
+"""An engine's part of a checkpoint: its weights in HuggingFace's format, and its trainer state.
 
 The first engine's part is the checkpoint's own folder. A critic's part is a folder inside it with the same layout.
 """
@@ -52,8 +52,8 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class HostCopies:
-    """An engine's state at one moment. copies: this rank's elements by name, in `allocation`. boxes: which part of each
-    tensor they are. state: the engine's part of state.json on the first rank, else empty."""
+    """A copy of an engine's state. copies: this rank's elements by name, in `allocation`. boxes: their positions in the
+    full tensors. state: on the first rank, the engine's part of state.json, else empty."""
 
     copies: Mapping[str, HostTensor]
     boxes: Mapping[str, Box]
@@ -77,8 +77,8 @@ class _HostShard:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What a rank has written. exported: its part of the weight files. file: its file of the trainer state, if any.
-    nonfinite: name of a weight that was not finite; nothing is written then."""
+    """Result of EngineWriter.write on one rank. exported: its part of the weight files. file: its file of the trainer
+    state, if any. nonfinite: name of a weight that is not finite; then the rank wrote nothing."""
 
     exported: ExportResult
     file: RankFile | None = None
@@ -93,8 +93,8 @@ class WriteResult:
 
 
 class EngineWriter:
-    """Copies and writes one engine's part of checkpoints. folder: the engine's folder in every checkpoint, "" for the
-    checkpoint itself."""
+    """Copies an engine's state and writes its part of checkpoints. folder: the engine's folder in every checkpoint; ""
+    for the checkpoint itself."""
 
     def __init__(self, engine: Engine, config: CheckpointConfig, texts: Mapping[str, str], folder: str = "") -> None:
         self.engine, self.folder, self.keep_state = engine, folder, config.trainer_state != "none"
@@ -111,7 +111,7 @@ class EngineWriter:
         engine.offloader.pool.fill(needs.saved)
 
     def copy(self) -> HostCopies:
-        """Copy what this rank will write into host memory, held until `release`."""
+        """Copy the tensors that this rank will write into host memory, which `release` frees."""
         parts = find_state_shards(self.engine)
         names = parts.keys() if self.keep_state else set(self._exported.values())
         written = {name: part for name, part in parts.items() if part.writes and name in names}
@@ -125,7 +125,7 @@ class EngineWriter:
         return HostCopies(copies, boxes, state, allocation)
 
     def release(self, copies: HostCopies) -> None:
-        """Return the host memory of written copies."""
+        """Free the host memory of written copies."""
         self.engine.offloader.pool.give(copies.allocation)
 
     def _state(self, parts: Mapping[str, StateShard]) -> dict[str, Any]:
@@ -192,11 +192,12 @@ class EngineWriter:
         return None
 
     def join(self, checkpoint: Path, seams: Sequence[Path]) -> int:
-        """Join the seams in this rank's share of the weight files; returns the bytes. seams: as in `write`."""
+        """Join the seams in this rank's share of the weight files. Returns the number of bytes joined. seams: as in
+        `write`."""
         return join_export(self.plan, checkpoint / self.folder, seams, self.engine.ranks.rank)
 
     def check(self, checkpoint: Path, written: WriteResult, writer: int) -> None:
-        """Read back what another rank has written and compare digests. Raises StorageError if they differ."""
+        """Read the files of the rank `writer` and compare digests. Raises StorageError if they differ."""
         check_boxes(checkpoint, self.folder, written.exported.digests, writer)
         if written.file is not None:
             folder = Path(self.folder, TRAINER_STATE)
@@ -208,7 +209,7 @@ class EngineWriter:
     def complete(
         self, checkpoint: Path, parts: Sequence[WriteResult], joined: int, state: Mapping[str, Any] | None
     ) -> None:
-        """Write digests.json, then state.json with `state`; called after every rank has written and joined."""
+        """Write digests.json, then state.json with `state`. Call it after every rank has written and joined."""
         folder, digests = checkpoint / self.folder, [digest for part in parts for digest in part.exported.digests]
         exported = [part.exported for part in parts]
         require_complete(self.plan, sum(e.bytes for e in exported), sum(e.handed for e in exported), joined)
@@ -224,7 +225,7 @@ class EngineWriter:
 
 
 def names_to_export(names: Collection[str], *, average: bool) -> dict[str, str]:
-    """Model name -> name of the trainer state's tensor to export: the averaged one, if `average` is set and it
+    """Model name -> name of the tensor in the trainer state to export: the averaged tensor, if `average` is set and it
     exists."""
     masters = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
     averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}

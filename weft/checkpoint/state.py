@@ -1,14 +1,14 @@
-"""trainer_state/: what resuming needs in addition to the HuggingFace directory.
+"""trainer_state/: the files that resuming needs in addition to the HuggingFace directory.
 
-Each rank writes rank-00000.safetensors with its shards; state.json says which box of which tensor is in which file, so
-that any mesh can read it. No pickle: reading a checkpoint runs no code from it.
+Each rank writes its shards into a file such as rank-00000.safetensors. state.json lists the boxes of tensors in each
+file, so that any mesh can read them. No pickle: reading a checkpoint runs no code from it.
 
-    weights/NAME              masters and persistent buffers, in the dtype they are kept in
-    optimizer/KEY/NAME        moments; numbers such as AdamW's `step` are in state.json
+    weights/NAME              fp32 master weights and persistent buffers, each in its dtype in memory
+    optimizer/KEY/NAME        moments; scalars such as AdamW's `step` are in state.json
     ema/NAME                  the average of the weights (optimizer.ema_decay)
-    rng/...                   random number generators of this rank
+    rng/...                   states of this rank's random number generators
 
-A rank that holds a tensor in several boxes (a fused projection that tp divides) saves the second as NAME#1, and so on.
+If a rank has several boxes of a tensor (a fused projection that tp divides), it saves the second as NAME#1, and so on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from weft.parallel.shards.cuts import AnyShardSpec, full_shape, shards_of, split
 from weft.parallel.shards.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
 
-# ---------------------------------------------------------------- the schema spec state.json
+# ---------------------------------------------------------------- the schema of state.json
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def _summary() -> dict[str, Any]:
     return {f"summary.{n}": numbers if get_origin(hint) in (list, deque) else hint for n, hint in hints.items()}
 
 
-# The part spec an engine: its tensors and scalars, and which box spec which tensor is in which rank's file.
+# An engine's part: its tensors and scalars, and the boxes in each rank's file.
 ENGINE: dict[str, Any] = {
     "id": str, "step": int, "mesh": dict[str, int], "mesh.world": int, "versions": dict[str, str | None],
     "tensors": dict[str, _TensorSchema], "scalars": dict[str, _NumberSchema], "loss_scale": _LossScaleSchema | None,
     "files": tuple[dict[str, Any], ...],
 }  # fmt: skip
-# The part spec a run, in the state.json spec its first engine. A name with a question mark may be missing, or empty.
+# The run's part, in the state.json of its first engine. A name with a question mark may be missing or empty.
 RUN: dict[str, Any] = {
     "steps": int, "updates": int, "bad_in_a_row": int, "config": dict[str, dict[str, Any]],
     "config.schedule": ScheduleConfig, "config.optimizer.lr": float, "data": _DataSchema, "model": _ModelSchema,
@@ -113,7 +113,7 @@ _FROM_ONE = ("steps", "mesh.world")
 
 
 def find_problem(content: Mapping[str, Any], parts: Mapping[str, Any]) -> str | None:
-    """The first missing or mistyped part, in words; None if there is none. parts: dotted name -> type."""
+    """A description of the first missing or mistyped part; None if there is none. parts: dotted name -> type."""
     for name, hint in parts.items():
         value: Any = content
         for key in name.removesuffix("?").split("."):
@@ -143,8 +143,8 @@ WEIGHTS, OPTIMIZER, EMA, RNG, GROUPS = "weights/", "optimizer/", "ema/", "rng/",
 
 @dataclass(frozen=True, slots=True)
 class StateShard:
-    """This rank's part of one tensor. shape: of the full tensor. local: the rank's elements, not copied. writes:
-    whether this rank saves it; of replicas, one does."""
+    """This rank's part of a tensor. shape: of the full tensor. local: the rank's elements, not copied. writes: whether
+    this rank saves it; one of the replicas does."""
 
     shape: tuple[int, ...]
     box: Box
@@ -154,7 +154,7 @@ class StateShard:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """The entry of one rank's file in state.json. boxes: tensor -> (start, size)."""
+    """The entry of a rank's file in state.json. boxes: tensor -> (start, size)."""
 
     name: str
     bytes: int
@@ -163,10 +163,10 @@ class RankFile:
 
 
 def find_state_shards(engine: Engine) -> dict[str, StateShard]:
-    """Every tensor of the trainer state, box by box; tied weights once. The name of a second box ends in #1.
+    """Every tensor of the trainer state, box by box, with tied weights once. The name of a second box ends in #1.
 
-    Every rank has a box, if only an empty one, of each tensor of its stage. With adapters only trained tensors count:
-    the base is read from model.path again.
+    Every rank has a box, which may be empty, of each tensor of its stage. With adapters, only trained tensors are
+    saved; the base is read from model.path again.
     """
     assert engine.optimizer is not None, "this engine was opened for inference"
     engine.require_awake("parameters", "optimizer")
@@ -193,12 +193,12 @@ def find_state_shards(engine: Engine) -> dict[str, StateShard]:
 
 
 def tensor_of(entry: str) -> str:
-    """The name of the tensor to which an entry belongs."""
+    """The tensor's name, without the #1 of a further box."""
     return entry.partition("#")[0]
 
 
 def parameter_of(entry: str) -> str:
-    """The model's name of the parameter or buffer to which an entry of WEIGHTS, EMA or OPTIMIZER belongs."""
+    """The model's name of the parameter or buffer of an entry of WEIGHTS, EMA or OPTIMIZER."""
     prefix, _, suffix = tensor_of(entry).partition("/")
     return suffix.partition("/")[2] if prefix + "/" == OPTIMIZER else suffix
 
@@ -208,7 +208,7 @@ def _numbered(name: str, parts: Sequence[StateShard]) -> dict[str, StateShard]:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Other name of a tied weight -> the name under which it is saved."""
+    """Alias of a tied weight -> the name under which it is saved."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     state = module.state_dict(keep_vars=True)
     return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
@@ -216,8 +216,8 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _SaveSpec:
-    """How a tensor is divided and saved. cut: how tp divides it. number: its index, by which tensors are dealt to ranks
-    that hold the same box. among: see shard_of. writes: whether this stage of a pipeline saves it."""
+    """How a tensor is divided and saved. cut: how tp divides it. number: its index; of the ranks with the same box, the
+    index selects the writer. among: see shard_of. writes: whether this pipeline stage saves it."""
 
     cut: AnyShardSpec | None
     number: int
@@ -234,8 +234,8 @@ def _parts(tensor: Tensor, spec: _SaveSpec) -> list[StateShard]:
 
 
 def _parts_like(parameter: Tensor, value: Tensor, spec: _SaveSpec) -> list[StateShard]:
-    """Parts of a state tensor of a parameter: a DTensor, a plain tensor of the shard's shape, or one of another shape,
-    which is equal on every rank."""
+    """Parts of a state tensor of a parameter. `value` is a DTensor, a plain tensor of the shard's shape, or a tensor of
+    another shape, which is equal on every rank."""
     if isinstance(value, DTensor):
         return _parts(value, spec if value.shape == parameter.shape else replace(spec, cut=None))
     if value.shape != shard_of(parameter).values.shape:
@@ -245,19 +245,19 @@ def _parts_like(parameter: Tensor, value: Tensor, spec: _SaveSpec) -> list[State
 
 
 def _placed_parts(engine: Engine, parameter: nn.Parameter, key: str, spec: _SaveSpec) -> list[StateShard]:
-    """Parts of a state tensor whose elements the optimizer itself places; [] for others."""
+    """Parts of a state tensor whose layout the optimizer defines; [] for other state tensors."""
     assert engine.optimizer is not None
     shape, parts = parts_of_state(engine.optimizer, parameter, key) or ((), [])
     return [StateShard(shape, p.box, p.values, spec.writes and p.writes and p.box.numel > 0) for p in parts]
 
 
 def is_writer(shard: Shard, number: int) -> bool:
-    """Whether this rank writes its box: ranks that hold the same box share the writing by tensors' numbers."""
+    """Whether this rank writes its box. Ranks with the same box take turns: `number` is the tensor's index."""
     return shard.box.numel > 0 and shard.is_writer(number)
 
 
 def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
-    """The optimizer's numbers by name, with their kinds: AdamW's `step` of each parameter."""
+    """The optimizer's scalars by name, with their kinds: AdamW's `step` of each parameter."""
     assert engine.optimizer is not None
     scalars, states = {}, engine.optimizer.state
     for name, parameter in engine.module.named_parameters():
@@ -272,7 +272,7 @@ def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
 
 
 def _described(number: Any) -> dict[str, Any]:
-    """A number and its kind: a Python number (dtype None), or a tensor, on the host or not."""
+    """A scalar and its kind: a Python number (dtype None), or a tensor on the host or the device."""
     if not isinstance(number, Tensor):
         return {"value": number, "dtype": None, "host": True}
     dtype, host = str(number.dtype).removeprefix("torch."), number.device.type == "cpu"
@@ -291,7 +291,7 @@ def write_rank_file(
 ) -> RankFile:
     """Write one rank's file to disk. boxes: the box of each tensor that is part of a full tensor.
 
-    The checksum is of the bytes in memory, so that corruption on the way to disk is detected.
+    The checksum is computed from the bytes in memory, so that it detects corruption on the way to disk.
     """
     path, digest = folder / rank_file_name(rank), hashlib.sha256()
     layout = lay_out({name: tensor.meta() for name, tensor in tensors.items()}, {"save": save_id, "rank": str(rank)})
@@ -308,22 +308,22 @@ def write_rank_file(
 
 
 def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
-    """Compare a rank's file with state.json: its size and, with `contents`, its checksum. Raises DamagedError if they
+    """Compare the size of a rank's file and, with `contents`, its checksum with state.json. Raises DamagedError if they
     differ."""
     path = folder / file.name
     if not os.path.lexists(path):
         raise DamagedError(f"{file.name} is missing")
     raise_as_damage(lambda: regular_file(path, "a rank's file"))
     if path.stat().st_size != file.bytes:
-        raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes and should have {file.bytes:,}")
+        raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes instead of {file.bytes:,}")
     if contents and sha256(path) != file.sha256:
-        raise DamagedError(f"{file.name} is not what was written: its checksum differs")
+        raise DamagedError(f"{file.name} was changed after it was written: its checksum differs")
 
 
 def write_state(folder: Path, content: Mapping[str, Any], files: Sequence[RankFile]) -> None:
     """Write state.json, as the last file. content: everything but format, versions, files and checksum."""
     state = {"format": FORMAT, "versions": versions(), **content, "files": [asdict(file) for file in files]}
-    state = json.loads(json.dumps(plain(state)))  # as it will be read: tuples are lists
+    state = json.loads(json.dumps(plain(state)))  # as it will be read: tuples become lists
     with (folder / STATE_FILE).open("w", encoding="utf-8") as stream:
         json.dump({**state, "checksum": _checksum(state)}, stream, indent=1, allow_nan=False)
         stream.flush()
@@ -339,7 +339,7 @@ def _checksum(state: Mapping[str, Any]) -> str:
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be resumed from. The message gives the reason, without the checkpoint's name."""
+    """weft cannot resume from this checkpoint. The message is the reason, without the checkpoint's name."""
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ class TrainerState:
 
     @property
     def world(self) -> int:
-        """Number of ranks that wrote it."""
+        """Number of ranks of the run that wrote it."""
         return int(self.content["mesh"]["world"])
 
 
@@ -370,14 +370,14 @@ def read_state(checkpoint: Path) -> TrainerState:
     Raises DamagedError."""
     folder = checkpoint / TRAINER_STATE
     if not folder.is_dir():
-        raise DamagedError("it holds weights only, no trainer state (checkpoint.trainer_state)")
+        raise DamagedError("it has weights, but no trainer state (checkpoint.trainer_state)")
     content = _read_json(folder / STATE_FILE)
     check_schema(content, ENGINE)
     for name, described in (content["tensors"] | content["scalars"]).items():
         if described["dtype"] is not None and not isinstance(getattr(torch, described["dtype"], None), torch.dtype):
-            raise DamagedError(f"{STATE_FILE}: {name} has the dtype {described['dtype']!r}, which torch does not know")
+            raise DamagedError(f"{STATE_FILE}: {name} has the dtype {described['dtype']!r}, which torch lacks")
     if len(content["files"]) != content["mesh"]["world"]:
-        raise DamagedError(f"{STATE_FILE} names {len(content['files'])} files of {content['mesh']['world']} ranks")
+        raise DamagedError(f"{STATE_FILE} lists {len(content['files'])} files for {content['mesh']['world']} ranks")
     files = tuple(_rank_file(rank, fields, content["tensors"]) for rank, fields in enumerate(content["files"]))
     state = TrainerState(folder, content, files)
     for rank, file in enumerate(files):
@@ -389,11 +389,11 @@ def check_schema(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Raise DamagedError if a part of state.json is missing or mistyped. parts: dotted name -> type."""
     problem = find_problem(content, parts)
     if problem is not None:
-        raise DamagedError(f"{STATE_FILE} is not the state of such a trainer: {problem}")
+        raise DamagedError(f"{STATE_FILE} does not fit this command: {problem}")
 
 
 def raise_as_damage(function: Callable[[], T]) -> T:
-    """The result of a reader; its UserErrors become DamagedErrors."""
+    """The result of a function that reads a checkpoint. Its UserErrors become DamagedErrors."""
     try:
         return function()
     except UserError as error:
@@ -403,26 +403,26 @@ def raise_as_damage(function: Callable[[], T]) -> T:
 def _read_json(path: Path) -> dict[str, Any]:
     content = raise_as_damage(lambda: read_object(path, "the state of a trainer"))
     if "format" not in content:
-        raise DamagedError(f"{path.name} is not the state of a trainer")
+        raise DamagedError(f"{path.name} is not a trainer state")
     if content["format"] != FORMAT:
         raise DamagedError(f"{path.name} has format {content['format']!r}; this version of weft reads {FORMAT}")
     checksum = content.pop("checksum", None)
     try:
-        same = checksum == _checksum(content)
-    except ValueError:  # NaN, which is never written
-        same = False
-    if not same:
-        raise DamagedError(f"{path.name} is not what was written: its checksum differs")
+        matches = checksum == _checksum(content)
+    except ValueError:  # NaN, which weft never writes
+        matches = False
+    if not matches:
+        raise DamagedError(f"{path.name} was changed after it was written: its checksum differs")
     return content
 
 
 def _rank_file(rank: int, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> RankFile:
     types = {"name": str, "bytes": int, "sha256": str, "boxes": dict}
     if {name: type(value) for name, value in fields.items()} != types or fields["name"] != rank_file_name(rank):
-        raise DamagedError(f"{STATE_FILE} does not describe the file of rank {rank}")
+        raise DamagedError(f"{STATE_FILE} has no valid entry for the file of rank {rank}")
     for name, box in fields["boxes"].items():
         if tensor_of(name) not in tensors or not _is_box(box, tensors[tensor_of(name)]["shape"]):
-            raise DamagedError(f"{STATE_FILE}: {box!r:.80} in the file of rank {rank} is no box of {name}")
+            raise DamagedError(f"{STATE_FILE}: {box!r:.80} in the file of rank {rank} is not a valid box of {name}")
     return RankFile(**fields)
 
 
@@ -436,30 +436,30 @@ def _is_box(box: Any, shape: Sequence[int]) -> bool:
 
 
 def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
-    """Check size and header. The header names the save and the rank, so that missing, truncated and swapped files are
-    found."""
+    """Check size and header. The header has the IDs of save and rank, so missing, truncated and swapped files are
+    detected."""
     check_file(state.folder, file, contents=False)
     with raise_as_damage(lambda: TensorFile.open(state.folder / file.name)) as opened:
         stamp = (opened.metadata.get("save"), opened.metadata.get("rank"))
         if stamp != (state.content["id"], str(rank)):
-            raise DamagedError(f"{file.name} belongs to another rank or another save")
+            raise DamagedError(f"{file.name} is the file of another rank or another save")
         for name, (_, size) in file.boxes.items():
             described = state.content["tensors"][tensor_of(name)]
             entry, dtype = opened.entries.get(name), getattr(torch, described["dtype"])
             if entry is None or entry.shape != tuple(size) or entry.dtype != dtype:
-                raise DamagedError(f"{file.name} does not hold the box of {name} that {STATE_FILE} says")
+                raise DamagedError(f"{file.name}: its box of {name} differs from the entry in {STATE_FILE}")
 
 
 def check_contents(state: TrainerState, rank: int, world: int) -> None:
-    """Compare this rank's share of the files with their checksums; together all ranks read each file once."""
+    """Compare this rank's share of the files with their checksums. The ranks together read each file once."""
     for file in state.files[rank::world]:
         check_file(state.folder, file)
 
 
 def load_state(engine: Engine, state: TrainerState) -> int:
-    """Fill masters, buffers and optimizer from files of any mesh; each rank reads only what it holds.
+    """Load master weights, buffers and optimizer from files of any mesh. Each rank reads only its own boxes.
 
-    Returns the bytes read. Raises DamagedError if the state is of another model, or does not fill every element.
+    Returns the number of bytes read. Raises DamagedError if the state is of another model, or lacks elements.
     """
     _make_optimizer_state(engine, state)
     parts, missing = find_state_shards(engine), engine.missing_params
@@ -470,12 +470,12 @@ def load_state(engine: Engine, state: TrainerState) -> int:
     unlike = sorted(shapes.keys() ^ saved.keys())
     unlike += [name for name in shapes.keys() & saved.keys() if shapes[name] != saved[name]["shape"]]
     if unlike:
-        raise DamagedError(f"it is of another model: {', '.join(unlike[:3])} and {len(unlike)} tensors in all differ")
+        raise DamagedError(f"it is of another model: {len(unlike)} tensors differ, for example {', '.join(unlike[:3])}")
     filled = dict.fromkeys(parts, 0)
     read = sum(_fill(parts, filled, state.folder / file.name, file) for file in state.files)
     for name, part in parts.items():
         if filled[name] != part.box.numel:
-            raise DamagedError(f"{name}: its files hold {filled[name]:,} of {part.box.numel:,} elements")
+            raise DamagedError(f"{name}: its files have {filled[name]:,} of {part.box.numel:,} elements")
     engine.weights_changed()
     if engine.loss_scale is not None and state.content["loss_scale"] is not None:
         engine.loss_scale.load_state_dict(state.content["loss_scale"])
@@ -490,7 +490,7 @@ def _fill(parts: Mapping[str, StateShard], filled: dict[str, int], path: Path, f
     reads = []
     for entry, (start, size) in file.boxes.items():
         box = Box(tuple(start), tuple(size))
-        for name in local_names.get(tensor_of(entry), ()):  # empty for tensors spec another stage
+        for name in local_names.get(tensor_of(entry), ()):  # empty for tensors of another stage
             shared = overlap(box, parts[name].box)
             if shared is not None:
                 reads.append((entry, name, box, shared))
@@ -507,8 +507,8 @@ def _fill(parts: Mapping[str, StateShard], filled: dict[str, int], path: Path, f
 
 @torch.no_grad()
 def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
-    """Create zero moments for every parameter that has saved ones, and restore numbers: torch would create them at the
-    first step, too late to fill."""
+    """Create zero moments for every parameter with saved moments, and restore scalars. torch creates moments only at
+    the first step, which is too late to load them."""
     assert engine.optimizer is not None
     owner, content = dict(engine.module.named_parameters()), state.content
     on_device = stepped_on_device(engine.optimizer)
@@ -532,7 +532,7 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
             group_index, _, key = entry.removeprefix(GROUPS).partition("/")
             if group_index.isdecimal() and int(group_index) in groups:
                 groups[int(group_index)][0][key] = _number(number, engine.storage, False)
-            elif engine.pipeline is None:  # else another stage may have it
+            elif engine.pipeline is None:  # another pipeline stage may have it
                 raise DamagedError(f"it is of another optimizer: there is no group {group_index}")
             continue
         if parameter_of(entry) in missing:
@@ -543,7 +543,7 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
 
 
 def _number(described: Mapping[str, Any], device: torch.device, on_device: bool) -> Any:
-    """A number of an optimizer's state, from its description by find_scalars."""
+    """A scalar of an optimizer's state, from its description by find_scalars."""
     if described["dtype"] is None:
         return described["value"]
     target = device if on_device or not described["host"] else torch.device("cpu")
@@ -558,6 +558,6 @@ def _split(entry: str, owner: Mapping[str, torch.nn.Parameter]) -> tuple[str, to
 
 
 def read_rng(state: TrainerState, rank: int) -> dict[str, Tensor]:
-    """The saved states of the generators of `rank`."""
+    """The saved states of the random number generators of `rank`."""
     with TensorFile.open(state.folder / state.files[rank].name) as file:
         return {name.removeprefix(RNG): file.read(name) for name in file.entries if name.startswith(RNG)}

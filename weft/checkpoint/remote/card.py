@@ -22,17 +22,17 @@ from weft.parallel.shards.adapter_files import CONFIG as ADAPTER
 from weft.version import __version__
 
 CARD = "README.md"
-_PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # of a model that takes images
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # files of a model that reads images
 _SECONDS = 5.0
-_MOST_OF_CARD = 1 << 20  # characters of a base model's card that are read
-# The metrics that a card shows, besides all of eval/ and reward/.
+_MOST_OF_CARD = 1 << 20  # characters read of a base model's card
+# The metrics on a card, in addition to all of eval/ and reward/.
 _SHOWN = ("loss", "reward", "lr", "tokens", "kl")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """How a checkpoint was trained. config: section -> key -> value. step, steps: its optimizer step, and those of the
-    whole run; 0 if unknown. versions: of libraries. metrics: the last line of metrics.jsonl up to the step."""
+    """How a checkpoint was trained. config: section -> key -> value. step: its optimizer step; steps: number of steps
+    of the run; 0 if unknown. versions: of libraries. metrics: the last line of metrics.jsonl up to the step."""
 
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     step: int = 0
@@ -42,7 +42,7 @@ class Origin:
 
     @staticmethod
     def from_checkpoint(checkpoint: Path) -> Origin:
-        """Reads the origin from the trainer state, else from the run folder around the checkpoint."""
+        """Reads the origin from the trainer state, or else from the run folder that contains the checkpoint."""
         run, state = checkpoint.parent.parent, checkpoint / TRAINER_STATE / STATE_FILE
         content: Mapping[str, Any] = {}
         if state.is_file():
@@ -119,7 +119,7 @@ def _summary(origin: Origin, base: str | None, adapter: bool) -> str:
         return f"Written by weft {__version__}."
     subject = f"A LoRA adapter of `{base}`" if adapter else f"`{base}`"
     prefix = "random weights of the architecture of " if origin.get("model", "init") == "random" else ""
-    data = ", ".join(f"`{path}`" for path in origin.data) or "data that is not named"
+    data = ", ".join(f"`{path}`" for path in origin.data) or "unnamed data"
     total = f" of {origin.steps}" if origin.steps else ""
     version = origin.versions.get("weft") or __version__
     return (
@@ -188,7 +188,7 @@ def _is_hub_model(path: str) -> bool:
 
 
 def _license_of(base: str) -> str | None:
-    """The license in the card of the base model, from a local copy or the hub; None if it cannot be read."""
+    """The license in the base model's card, which is read from a local copy or the hub. None if it cannot be read."""
     cached = Path(base) / CARD if Path(base).is_dir() else None
     if cached is None:
         with suppress(Exception):  # the path may not be a valid model name
@@ -198,7 +198,7 @@ def _license_of(base: str) -> str | None:
         return _license_in(cached)
     if not _is_hub_model(base):
         return None
-    with suppress(Exception):  # the license is optional, whatever the hub raises
+    with suppress(Exception):  # a card without license is fine, so no error of the hub matters
         data = HfApi(library_name="weft").model_info(base, timeout=_SECONDS).card_data
         license_name = None if data is None else data.get("license")
         return license_name if isinstance(license_name, str) else None
@@ -216,7 +216,7 @@ def _license_in(card: Path) -> str | None:
 
 
 def _last_line(path: Path, step: int) -> dict[str, Any]:
-    """The last line of metrics.jsonl up to a step, with the eval/ metrics of the last evaluation up to it."""
+    """The last line of metrics.jsonl up to `step`, plus the eval/ metrics of the last evaluation up to `step`."""
     metrics: dict[str, Any] = {}
     with suppress(OSError, UnicodeDecodeError):
         for text in path.read_text(encoding="utf-8").splitlines():

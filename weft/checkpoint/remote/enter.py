@@ -1,8 +1,8 @@
-"""Entering a run on an object store before the ranks start: makes its local folder, empty, or with the files to resume.
+"""Creates the local folder of a run on an object store before the ranks start: empty, or with the files to resume.
 
-One process of a machine does this. STAGING/runs/X/.writer.json and URL/writer.json hold the same token as long as the
-local folder has everything that the store has. If another machine wrote last, the local folder is renamed and the run
-is fetched again.
+One process per machine does this. STAGING/runs/X/.writer.json and URL/writer.json contain the same token as long as the
+local folder has every file of the store. If another machine wrote last, weft renames the local folder and fetches the
+run again.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> Loca
         remote = RemoteRun(Store(url, BRIEF))
         if not overwrite and remote.holds_a_run():
             raise UserError(
-                f"run.dir: {url} holds a run already. Set run.dir to another URL, or run.overwrite=true to remove that "
-                f"run; or go on with it: weft {command} --resume {url}"
+                f"run.dir: {url} already contains a run. Set run.dir to another URL, set run.overwrite=true to remove "
+                f"that run, or resume it: weft {command} --resume {url}"
             )
         if not _is_ours(remote, Path(folder)):
             _put_aside(Path(folder))
@@ -64,15 +64,17 @@ def fetched_config(url: str) -> Iterator[Path]:
     with _store_errors("--resume", url):
         content = Store(url, BRIEF).read("config.yaml")
     if content is None:
-        raise UserError(f"--resume {url}: it holds no config.yaml, so it is not the folder of a run. Name its run.dir.")
+        raise UserError(
+            f"--resume {url}: no config.yaml there, so it is not the folder of a run. Pass the run's run.dir."
+        )
     with scratch_folder("config-") as folder:
         (folder / "config.yaml").write_bytes(content)
         yield folder
 
 
 def resume_run(url: str, staging: Path) -> LocalCopy:
-    """The local folder of a resumed run, with all that resuming needs. Fetches the run unless this machine has the
-    newest state. Raises UserError."""
+    """The local folder of a resumed run, with every file that resuming needs. Fetches the run unless this machine has
+    the newest state. Raises UserError."""
     folder = run_folder(url, staging)
     with _store_errors("--resume", url), locked(staging, Path(folder).name):
         remote, local = RemoteRun(Store(url, BRIEF)), Path(folder)
@@ -107,8 +109,8 @@ def _claim(remote: RemoteRun, folder: Path) -> None:
 
 
 def _put_aside(folder: Path) -> None:
-    """Renames a local folder that an earlier run of this URL left, and that the store does not match; removes one
-    without results."""
+    """Renames the local folder of an earlier run of this URL that does not match the store. Removes a folder without
+    results."""
     if not folder.is_dir():
         return
     if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "rollouts")):
@@ -118,17 +120,17 @@ def _put_aside(folder: Path) -> None:
     while (aside := folder.with_name(f"{folder.name}.aside-{number}")).exists():
         number += 1
     os.rename(folder, aside)
-    say(f"aside    another machine has written this run since; this machine's copy is now {aside}", as_is=True)
+    say(f"aside    another machine wrote to this run later; this machine's copy is now {aside}", as_is=True)
 
 
 # ---------------------------------------------------------------- fetching
 
 
 def fetch_run(remote: RemoteRun, folder: Path, *, resumable: bool, records: bool = False) -> None:
-    """Downloads the records of a run, its newest complete checkpoint, and the checkpoint of `best`.
+    """Downloads the records of a run, its newest complete checkpoint, and its `best` checkpoint.
 
-    resumable: accept only a newest checkpoint with trainer state. records: download rollouts and evaluations, too,
-    which may be large; they are always downloaded if there is no checkpoint.
+    resumable: download the newest checkpoint with trainer state. records: also download rollouts and evaluations, which
+    may be large; without a checkpoint, they are always downloaded.
     """
     names, steps = remote.store.list(), remote.steps()
     top_level = (name for name in names if "/" not in name and name != WRITER)
@@ -161,7 +163,7 @@ def _newest(remote: RemoteRun, steps: list[int], folder: Path, serves: Callable[
 
 
 def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> None:
-    """Downloads a checkpoint; it gets its name only when it is complete."""
+    """Downloads a checkpoint. The folder gets its final name only when it is complete."""
     began, scratch = time.perf_counter(), folder / "fetching"
     shutil.rmtree(scratch, ignore_errors=True)
     try:
@@ -180,7 +182,7 @@ def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> No
 
 @contextmanager
 def _store_errors(key: str, url: str) -> Iterator[None]:
-    """A context in which errors of the store become UserErrors about a config key or an option."""
+    """A context that turns errors of the store into UserErrors about `key`, a config key or an option."""
     try:
         yield
     except (StoreError, FileNotFoundError) as error:

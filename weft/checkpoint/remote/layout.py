@@ -2,13 +2,13 @@
 
     URL/config.yaml, metrics.jsonl, ...           as in RUN
     URL/checkpoints/step-000200/...               the files of a checkpoint
-    URL/checkpoints/step-000200/complete.json     written when all of them are there: their sizes and sha256
+    URL/checkpoints/step-000200/complete.json     their sizes and sha256, written after all of them
     URL/checkpoints/latest, best                  the name of a checkpoint, as text: object stores have no links
-    URL/critic/checkpoints/step-000200/...        of a critic with its own ranks; complete.json lists its files, too
+    URL/critic/checkpoints/step-000200/...        of a critic with its own ranks; complete.json also lists its files
     URL/writer.json                               the process that writes to the URL
 
-An object store can neither rename nor link. So a checkpoint is complete if it has a complete.json, which is written
-last and removed first.
+An object store can neither rename nor link. So a checkpoint is complete exactly if it has a complete.json, which is
+written last and removed first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from weft.errors import StorageError
 from weft.files import sha256
 
 CHECKPOINTS, COMPLETE, LATEST, BEST = "checkpoints", "complete.json", "checkpoints/latest", "checkpoints/best"
-ASIDE = "complete.aside.json"  # the complete.json of a checkpoint later than the step from which the run was resumed
+ASIDE = "complete.aside.json"  # complete.json of a checkpoint later than the step at which the run was resumed
 WRITER, TOKEN = "writer.json", ".writer.json"  # the writer's token, on the store and in its local folder
 CRITIC = "critic"
 _STEP = re.compile(r"(?:critic/)?checkpoints/(step-(\d{6,}))/(.+)")
-_AT_ONCE = 4  # files that are transferred in parallel
+_AT_ONCE = 4  # files transferred in parallel
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def name_of(step: int) -> str:
 
 
 class RemoteRun:
-    """A run on an object store. A single process writes it. token: that of this process in writer.json; None for
+    """A run on an object store. A single process writes to it. token: this process's token in writer.json; None for
     readers."""
 
     def __init__(self, store: Store, token: str | None = None) -> None:
@@ -94,7 +94,7 @@ class RemoteRun:
         return Manifest.parse(self.store.read(_marker(step, marker)))
 
     def named(self, link: str) -> int | None:
-        """The step that `latest` or `best` names; None if it is missing or names none."""
+        """The step in the object `latest` or `best`; None if it is missing or malformed."""
         match = re.fullmatch(r"step-(\d{6,})", (self.store.read(link) or b"").decode(errors="replace").strip())
         return None if match is None else int(match[1])
 
@@ -117,7 +117,7 @@ class RemoteRun:
 
     def upload(self, step: int, folder: Path) -> None:
         """Uploads a checkpoint: its files, then complete.json, then `latest`. folder: holds the files under their names
-        relative to the run. Raises StoreError, and TakenOverError if another process writes now."""
+        relative to the run. Raises StoreError, or TakenOverError if another process has become the writer."""
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         manifest = Manifest.from_folder(folder, names, step)
         existing = self._objects(step)
@@ -130,7 +130,7 @@ class RemoteRun:
             name for name, (size, _) in manifest.files.items() if name not in uploaded or uploaded[name].size != size
         ]
         if incomplete:
-            raise StoreError(f"{self.store.url}/{incomplete[0]}: is not of the size that was uploaded")
+            raise StoreError(f"{self.store.url}/{incomplete[0]}: its size differs from the uploaded file's")
         self.require_own()
         self.store.write(_marker(step), manifest.text())
         self.point(LATEST, step)
@@ -140,8 +140,8 @@ class RemoteRun:
         self.store.write(link, name_of(step).encode())
 
     def unmark(self, steps: Iterable[int], into: str | None = None) -> None:
-        """Marks checkpoints incomplete, after it points `latest` at the newest of the others. into: the name under
-        which to keep their complete.json; None to keep none."""
+        """Marks checkpoints incomplete. Before that, points `latest` at the newest other checkpoint. into: the name
+        under which to keep their complete.json; None to delete it."""
         unmarked = set(steps)
         remaining = [step for step in self.steps() if step not in unmarked]
         if unmarked and self.named(LATEST) in unmarked:
@@ -199,20 +199,20 @@ class RemoteRun:
         """Raises TakenOverError if another process has become the writer."""
         if self.writer() != self.token:
             raise TakenOverError(
-                f"{self.store.url} is written by another process now (writer.json): this one uploads nothing more"
+                f"{self.store.url}: another process now writes to it (writer.json), so this one stops uploading"
             )
 
     # ------------------------------------------------------------ reading
 
     def download(self, manifest: Manifest, into: Path) -> None:
         """Downloads a checkpoint's files into `into`, under their names relative to the run, and verifies sizes and
-        sha256. Raises StoreError with the name of a file that differs."""
+        sha256. Raises StoreError, which names a file that differs."""
 
         def fetch(name: str) -> None:
             self.store.get(name, into / name)
             size, digest = manifest.files[name]
             if (into / name).stat().st_size != size or sha256(into / name) != digest:
-                raise StoreError(f"{self.store.url}/{name}: is not what was uploaded: size or sha256 differ")
+                raise StoreError(f"{self.store.url}/{name}: size or sha256 differ from those of the upload")
 
         self._in_parallel(fetch, manifest.files)
 

@@ -1,7 +1,8 @@
 """Local copies of objects on object stores: for a config, whose URLs are replaced, and for commands that read a run, a
 checkpoint or a model.
 
-The new values are `LocalCopy`s: code reads them as local paths; config.yaml, checkpoints and messages show the URLs.
+The new values are of type `LocalCopy`: code reads them as local paths; config.yaml, checkpoints and messages show the
+URLs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Run = Literal["new", "resumed"]
 def with_local_paths(config: Config, run: Run | None = None, *, dry_run: bool = False) -> Config:
     """The config with all URLs replaced; the same config if it has none.
 
-    run: whether a new or a resumed run is about to begin in run.dir; None if neither. dry_run: fetch the models without
-    weights, and no data. Raises UserError if a store does not deliver an object, or its kind does not fit the key.
+    run: whether a new or a resumed run begins in run.dir; None if neither. dry_run: fetch models without weights, and
+    no data. Raises UserError if a store does not deliver an object, or if the object is of the wrong kind for the key.
     """
     staging = staging_folder(config.run.staging)
 
@@ -40,8 +41,8 @@ def with_local_paths(config: Config, run: Run | None = None, *, dry_run: bool = 
             return path
         if isinstance(config, RlConfig) and config.cluster.address is not None:
             raise UserError(
-                f"{key} {path}: with cluster.address other machines read it, too: put it on a file system that they "
-                "share, and name its path there."
+                f"{key} {path}: with cluster.address, other machines read this path, too. Copy it to a shared file "
+                f"system, and set {key} to its path there."
             )
         return fetch(key, path, staging, weights=not dry_run)
 
@@ -61,10 +62,10 @@ def with_local_paths(config: Config, run: Run | None = None, *, dry_run: bool = 
 def local_path(
     command: str, path: str, *, step: int | None = None, best: bool = False, records: bool = False, output: bool = True
 ) -> str:
-    """The path itself, or for a URL the path of its local copy; of a run, its records and its newest checkpoint.
+    """The path itself; for a URL, the path of a local copy, which for a run has its records and its newest checkpoint.
 
-    command: the command, for messages. step, best: fetch only this checkpoint of a run. records: fetch rollouts and
-    evaluations, too. output: False if the command would write beside its input; then a URL is an error. Raises
+    command: the command, for messages. step, best: fetch only this checkpoint of a run. records: also fetch rollouts
+    and evaluations. output: False if the command would write next to its input; then a URL is an error. Raises
     UserError.
     """
     if not is_url(path):
@@ -72,7 +73,9 @@ def local_path(
     if problem := url_problem(command, path):
         raise UserError(problem)
     if not output:
-        raise UserError(f"{command} {path}: its output would go to a copy on this machine: name a path with --output.")
+        raise UserError(
+            f"{command} {path}: the output would go next to a copy on this machine. Set --output to a path."
+        )
     staging = staging_folder(None)
     try:
         url = resolved(path.rstrip("/"))
@@ -92,7 +95,9 @@ def _checkpoint(command: str, url: str, step: int | None) -> str:
     if step is None:
         step = remote.named(BEST)
         if step is None:
-            raise UserError(f"{command} {url}: it has no `best`: the run had no checkpoint.keep_best=true.")
+            raise UserError(
+                f"{command} {url}: it has no `best`, because the run was trained without checkpoint.keep_best=true."
+            )
     if step not in steps:
         raise UserError(f"{command} {url}: it has checkpoints of steps {', '.join(map(str, steps)) or 'none'}.")
     return f"{url}/{CHECKPOINTS}/{name_of(step)}"

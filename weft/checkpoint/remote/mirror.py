@@ -1,9 +1,9 @@
-"""Keeps a run's copy on an object store up to date during training, in a thread of the process that owns the run
+"""Keeps a run's copy on an object store up to date during training, in a thread of the process that writes the run
 folder.
 
-The thread uploads complete checkpoints, and the run's other files when they change. It hard-links a checkpoint at once,
-so that retention cannot remove it before it is uploaded. The lines of metrics.jsonl up to a checkpoint are uploaded
-before the checkpoint is marked complete. An error of the store never ends training: it is reported, and retried.
+The thread uploads complete checkpoints, and the run's other files when they change. It hard-links a new checkpoint at
+once, so that retention cannot remove it before the upload. It uploads the lines of metrics.jsonl up to a checkpoint
+before it marks the checkpoint complete. An error of the store never ends training: the thread reports it and retries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from weft.files import link_files, sha256
 from weft.terminal import say
 
 _POLL_SECONDS = 0.3
-_RECORDS_SECONDS, _RECORDS_SHARE = 30.0, 20.0  # least pause between uploads of other files: seconds, x the last upload
+_RECORDS_SECONDS, _RECORDS_SHARE = (
+    30.0,
+    20.0,
+)  # shortest pause between uploads of other files: in seconds, and as a multiple of the last upload's time
 _LONGEST_PAUSE = 60.0
 _FINAL_ROUNDS = 2
 _LEFT_OUT = {CHECKPOINTS, "uploading", "pushing", "fetching", "placement-trial", "lock", TOKEN}
@@ -52,8 +55,8 @@ class Mirror:
         self.critic, self.fresh = critic, fresh
         self._links = run / "uploading"
         self._news: list[str] = []
-        self._linked_steps: set[int] = set()  # steps that were linked, or are on the store already
-        self._sent: dict[str, tuple[int, int]] = {}  # other files: size and modification time when uploaded
+        self._linked_steps: set[int] = set()  # steps that are linked, or already on the store
+        self._sent: dict[str, tuple[int, int]] = {}  # other files: size and modification time at their upload
         self._records_due = 0.0
         self._stop = threading.Event()
         self._failure = ""
@@ -61,7 +64,7 @@ class Mirror:
 
     def start(self) -> None:
         """Starts the thread."""
-        say(f"staging  {self.run}, uploaded to {self.remote.store.url} beside training (run.staging)", as_is=True)
+        say(f"staging  {self.run}, uploaded to {self.remote.store.url} during training (run.staging)", as_is=True)
         shutil.rmtree(self._links, ignore_errors=True)
         self._thread.start()
 
@@ -77,8 +80,8 @@ class Mirror:
             self.fresh = False
         except StoreError as error:
             raise StorageError(
-                f"run.dir: {self.remote.store.url} could be written, and cannot any more: {error}. Nothing has been "
-                "trained; start again once it can."
+                f"run.dir: {self.remote.store.url} could be written at the start, but no longer: {error}. Nothing has "
+                "been trained. Start again when the store accepts files."
             ) from error
 
     def pop_messages(self) -> list[str]:
@@ -92,8 +95,8 @@ class Mirror:
         return bool(self._failure) and not self._thread.is_alive()
 
     def finish(self, beat: Callable[[], None], seconds: float = float("inf")) -> list[str]:
-        """Waits until everything is uploaded, at most `seconds`. beat: called regularly meanwhile. Returns messages for
-        the user. Raises StorageError if something is not uploaded."""
+        """Waits until everything is uploaded, at most `seconds`. beat: called regularly while waiting. Returns messages
+        for the user. Raises StorageError if a file is not uploaded."""
         self._stop.set()
         end = time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < end:
@@ -103,8 +106,8 @@ class Mirror:
             self._failure = f"not done within {seconds:g} s"
         if self._failure:
             raise StorageError(
-                f"not all of the run is on {self.remote.store.url}: {self._failure}. It is whole on this machine, in "
-                f"{self.run.parent} as {self.run.name}. To upload it from here: {self.retry}"
+                f"the run on {self.remote.store.url} is incomplete: {self._failure}. The complete run is on this "
+                f"machine: {self.run}. To upload it from here: {self.retry}"
             )
         return self.pop_messages()
 
@@ -121,26 +124,26 @@ class Mirror:
                 self._link_new()
                 self._round(ends)
                 if self._failure:
-                    self._news.append(f"upload   {self.remote.store.url} takes files again")
+                    self._news.append(f"upload   {self.remote.store.url} accepts files again")
                 pause, rounds, self._failure = 0.0, 0, ""
                 if ends and not self._linked():
                     return
             except TakenOverError as error:
                 self._failure = str(error)
-                self._news.append(f"upload   {error}. Training goes on")
+                self._news.append(f"upload   {error}. Training continues")
                 return
-            except Exception as error:  # training goes on, whatever a store raises
+            except Exception as error:  # training continues, whatever a store raises
                 pause, rounds = min(_LONGEST_PAUSE, 2 * pause + 1.0), rounds + 1
                 reason = str(error) or type(error).__name__
                 if reason != self._failure:
-                    self._news.append(f"upload   failed, and is tried again: {reason}. Training goes on")
+                    self._news.append(f"upload   failed, will be retried: {reason}. Training continues")
                 self._failure = reason
                 if ends and rounds >= _FINAL_ROUNDS:
                     return
 
     def _tidy(self) -> None:
-        """Prepares the store, once: clears it for a new run, removes incomplete checkpoints, marks those later than the
-        local ones as set aside, and finds those that need no upload."""
+        """Prepares the store, once: clears it for a new run, removes incomplete checkpoints, marks checkpoints later
+        than the newest local one as set aside, and records the checkpoints that need no upload."""
         self.remote.require_own()
         if self.fresh:
             self.remote.clear()
@@ -157,7 +160,8 @@ class Mirror:
             self.remote.point(LATEST, remaining[-1])
 
     def _is_uploaded(self, step: int) -> bool:
-        """Whether the checkpoint on the store is the local one, by all sizes and the sha256 of JSON files."""
+        """Whether the checkpoint on the store equals the local one. Compares all sizes, and the sha256 of JSON
+        files."""
         manifest = self.remote.manifest(step)
         files = {str(path.relative_to(self.run)): path for path in self._files(step)}
         if manifest is None or manifest.files.keys() != files.keys():
@@ -189,11 +193,11 @@ class Mirror:
             self._linked_steps.add(step)
 
     def _linked(self) -> list[int]:
-        """The steps that wait to be uploaded, ascending."""
+        """The steps that are linked but not uploaded, ascending."""
         return complete_steps(self._links)
 
     def _round(self, ends: bool) -> None:
-        """Uploads everything that is due, the other files first. ends: whether the run has ended."""
+        """Uploads everything that is due: first other files, then checkpoints. ends: whether the run has ended."""
         steps, best = self._linked(), best_step(self.run / CHECKPOINTS)
         if steps or ends or time.monotonic() >= self._records_due:
             began = time.monotonic()
@@ -228,7 +232,7 @@ class Mirror:
                     self.remote.store.put(path, name)
                     self._sent[name] = (stat.st_size, stat.st_mtime_ns)
             except FileNotFoundError:
-                continue  # the file was moved or removed meanwhile
+                continue  # the file was moved or removed in the meantime
 
 
 def records(run: Path) -> Iterator[Path]:

@@ -1,5 +1,4 @@
-"""Uploads of checkpoints to the hub: a single one (`weft push`), or those of a run during training. The messages about
-refusals of the hub."""
+"""Uploads checkpoints to the hub: a single one (`weft push`), or the checkpoints of a run during training."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ from weft.files import link_files
 from weft.parallel.shards.digests import DIGESTS
 
 T = TypeVar("T")
-_OFFLINE = "HF_HUB_OFFLINE is set; unset it"
-# Names of the exceptions that httpx, which the hub's client uses, raises without an answer.
+_OFFLINE = "HF_HUB_OFFLINE is set. Unset it"
+# Names of exceptions of httpx (used by the hub's client) for requests without an answer.
 _UNANSWERED = {"TransportError", "ConnectionError", "TimeoutError"}
 
 
@@ -44,7 +43,7 @@ class Repository:
         if constants.HF_HUB_OFFLINE:
             raise self._refusal(_OFFLINE)
         if get_token() is None:
-            raise self._refusal("there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
+            raise self._refusal("no token of the hub on this machine. Run `hf auth login`, or set HF_TOKEN")
         self._call(lambda api: api.create_repo(self.name, private=self.private or None, exist_ok=True))
         if self.revision is not None:
             branch = self.revision
@@ -67,11 +66,11 @@ class Repository:
             raise self._refusal(_reason(self.name, error)) from error
 
     def _refusal(self, reason: str) -> UserError:
-        return UserError(f"{self.key}: {self.name} cannot be uploaded to: {reason}.")
+        return UserError(f"{self.key}: the upload to {self.name} failed: {reason}.")
 
 
 def _reason(name: str, error: Exception) -> str:
-    """The meaning of an error of the hub, and advice."""
+    """Explains an error of the hub, and how to fix it."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if status is None:
@@ -79,41 +78,42 @@ def _reason(name: str, error: Exception) -> str:
             return _OFFLINE
         if {cls.__name__ for cls in type(error).__mro__} & _UNANSWERED:
             return (
-                f"{constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({first_line(error)}): try again where there is "
-                "a network"
+                f"{constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({first_line(error)}). Check the network, then "
+                "try again"
             )
         return f"{type(error).__name__}: {first_line(error)}"
     server_message = getattr(error, "server_message", None) or ""
     answer = f"the hub answers {status}" + (f" ({first_line(ValueError(server_message))})" if server_message else "")
     if status == 401:
-        return f"{answer}, it does not know the token: run `hf auth login`, or set HF_TOKEN to another"
+        return f"{answer}, the token is invalid. Run `hf auth login`, or set HF_TOKEN to another token"
     if status == 403:
         return (
-            f"{answer}, the token may not write there: make one that may at {constants.ENDPOINT}/settings/tokens, or "
-            "name a repository of your own"
+            f"{answer}, the token has no write access there. Create a token with write access at "
+            f"{constants.ENDPOINT}/settings/tokens, or name another repository"
         )
     if status == 404:
         return f"{answer}: is {name.partition('/')[0]} the name of a user or an organisation that you can write to?"
     if status == 429:
-        return f"{answer}, too many requests: try again in some minutes"
+        return f"{answer}, too many requests. Try again in a few minutes"
     if status >= 500:
-        return f"{answer}, it has an internal error: try again later"
+        return f"{answer}, an internal error of the hub. Try again later"
     return f"{answer}: {first_line(error)}"
 
 
 # ---------------------------------------------------------------- uploads
 
 _POLL_SECONDS = 0.5
-# Parts of a checkpoint that are not uploaded: trainer state, digests, the critic, and files of other tools.
+# Parts of a checkpoint that weft does not upload: trainer state, digests, the critic, and files of other tools.
 _NOT_UPLOADED = (TRAINER_STATE, DIGESTS, "critic", ".cache", ".git")
 
 
 def push_checkpoint(repository: Repository, checkpoint: Path, message: str, links: Path) -> str:
-    """Uploads the files that a user of the model needs, and a model card if there is none. Returns the URL.
+    """Uploads the files that a user of the model needs, and a model card if the checkpoint has none. Returns the
+    commit's URL.
 
-    links: a folder for hard links, made and removed here, preferably on the checkpoint's file system; the links stay
-    valid if retention removes the checkpoint meanwhile. Raises UserError if the hub refuses, and FileNotFoundError if
-    the checkpoint is removed before it is linked.
+    links: a folder for hard links, created and removed here, preferably on the checkpoint's file system. The links stay
+    valid if retention removes the checkpoint during the upload. Raises UserError if the hub refuses, and
+    FileNotFoundError if the checkpoint is removed before it is linked.
     """
     try:
         link_files(checkpoint, files_of_model(checkpoint), links)
@@ -132,10 +132,11 @@ def repeated(checkpoint: Path, repository: Repository) -> str:
 
 
 class Pusher:
-    """Uploads the checkpoints of a run, one at a time, in a thread of the process that owns the run folder.
+    """Uploads the checkpoints of a run, one at a time, in a thread of the process that writes the run folder.
 
-    With checkpoint.push_at=save each upload takes the newest complete checkpoint; older ones that were saved during the
-    last upload are skipped. A failed upload never ends the run: a message names it and the command that repeats it.
+    With checkpoint.push_at=save, each upload sends the newest complete checkpoint; older checkpoints saved during the
+    last upload are skipped. A failed upload never ends the run: a message gives the reason and the command that repeats
+    it.
     """
 
     def __init__(self, repository: Repository, config: CheckpointConfig, run: Path) -> None:
@@ -152,7 +153,7 @@ class Pusher:
 
     def start(self) -> None:
         """Starts the thread."""
-        disable_progress_bars()  # they would overwrite the bar of training
+        disable_progress_bars()  # the hub's progress bars would overwrite the training bar
         shutil.rmtree(self._links, ignore_errors=True)
         self._thread = threading.Thread(target=self._work, name="push", daemon=True)
         self._thread.start()
@@ -199,7 +200,7 @@ class Pusher:
                 self._push(last)
 
     def _last(self) -> Path | None:
-        """The checkpoint to be on the hub at the end: the best if it is kept (checkpoint.keep_best), else the last."""
+        """The checkpoint that the hub must have at the end: the best (checkpoint.keep_best), else the last."""
         steps = complete_steps(self._checkpoints)
         best = best_step(self._checkpoints) if self.config.keep_best else None
         step = best if best is not None else steps[-1] if steps else None
@@ -212,10 +213,10 @@ class Pusher:
             url = push_checkpoint(self.repository, checkpoint, message_of(checkpoint, self.run), self._links)
             self._news.append(f"pushed   {checkpoint.name} to {url}")
         except FileNotFoundError:
-            return  # retention removed it meanwhile, so there is a newer one
+            return  # retention removed it during the upload, so a newer one exists
         except Exception as error:  # training does not depend on uploads, whatever they raise
             retry = repeated(checkpoint, self.repository)
-            self._news.append(f"push     {str(error).rstrip('.')}. The run goes on. To upload it: {retry}")
+            self._news.append(f"push     {str(error).rstrip('.')}. The run continues. To upload it: {retry}")
         self._done = checkpoint
 
 
@@ -226,5 +227,5 @@ def files_of_model(checkpoint: Path) -> list[Path]:
 
 
 def message_of(checkpoint: Path, run: Path | None = None) -> str:
-    """The default commit message. run: the run folder, to be named in it."""
+    """The default commit message. run: the run folder that the message names."""
     return f"Upload {checkpoint.name}" + ("" if run is None else f" of {run.resolve().name}")

@@ -1,11 +1,11 @@
-"""Folders of this machine for objects on object stores: copies of data and models, and the folders of runs.
+"""Local folders for objects on object stores: copies of data and models, and run folders.
 
     STAGING/copies/DIGEST/NAME     a copy of a file, or of the files of a folder or a pattern
     STAGING/runs/NAME-DIGEST       the run folder of a run whose run.dir is a URL
     STAGING/locks/...              locks: one process of the machine fetches while others wait
 
-The DIGEST of a copy is of the URL and of the names, sizes and etags (or times) of the objects. So a copy is made once,
-and again when the objects have changed.
+A copy's DIGEST is computed from the URL and from the names, sizes and etags (or times) of the objects. So weft
+downloads objects once, and again only when they have changed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from weft.errors import UserError
 from weft.terminal import byte_count, say, set_display_name
 
 DEFAULT = "~/.cache/weft/remote"
-# Parts of a checkpoint that are not needed to use it as a model.
+# Parts of a checkpoint that a model does not need.
 _NOT_OF_MODELS = (f"{TRAINER_STATE}/", f"{CRITIC}/", COMPLETE)
 
 
 def staging_folder(named: str | None) -> Path:
-    """The absolute path of run.staging (`named`), or of its default."""
+    """The absolute path of run.staging (`named`), or the default path if None."""
     return Path(named or DEFAULT).expanduser().absolute()
 
 
@@ -53,14 +53,14 @@ def fetch(key: str, url: str, staging: Path, *, weights: bool = True, state: boo
     local path.
 
     key: the config key, for messages. weights, state: whether to download a model's weights, and a checkpoint's trainer
-    state and critic. Raises UserError if there is nothing at the URL, or the store does not deliver it.
+    state and critic. Raises UserError if the URL does not exist, or the store does not deliver it.
     """
     try:
         base, pattern, objects = _look(url, weights, state)
     except StoreError as error:
         raise UserError(f"{key} {url} cannot be read: {error}.") from error
     if not objects:
-        raise UserError(f"{key} {url} does not exist, or nothing that can be listed lies there.")
+        raise UserError(f"{key} {url} does not exist, or it contains nothing that can be listed.")
     folder = staging / "copies" / digest(base, *(f"{n} {e.size} {e.mark}" for n, e in objects.items()))
     set_display_name(str(folder), base.rpartition("/")[0] if not pattern else base)
     inner = folder if pattern else folder / base.rpartition("/")[2]
@@ -71,8 +71,8 @@ def fetch(key: str, url: str, staging: Path, *, weights: bool = True, state: boo
 
 
 def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, StoredObject]]:
-    """(URL of a folder, the file name or pattern in it, the objects to download by name). For a URL that names a folder
-    the second is ""."""
+    """(URL of a folder, the file name or pattern in it, the objects to download by name). For a URL of a folder, the
+    second is ""."""
     scheme, _, path = url.rstrip("/").partition("://")
     if is_pattern(path):
         parts = path.split("/")
@@ -84,8 +84,8 @@ def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, Sto
     if "/" in path and (entry := Store(above, BRIEF).entry(name)) is not None:
         return above, name, {name: entry}
     objects = Store(url, BRIEF).list()
-    needed = {name: entry for name, entry in objects.items() if state or not name.startswith(_NOT_OF_MODELS)}
-    return url, "", {n: e for n, e in needed.items() if weights or not n.endswith((".safetensors", ".bin", ".pt"))}
+    selected = {name: entry for name, entry in objects.items() if state or not name.startswith(_NOT_OF_MODELS)}
+    return url, "", {n: e for n, e in selected.items() if weights or not n.endswith((".safetensors", ".bin", ".pt"))}
 
 
 def resolved(url: str) -> str:
@@ -103,11 +103,11 @@ def _copy(key: str, url: str, store: Store, objects: Mapping[str, StoredObject],
     try:
         for name, entry in objects.items():
             if ".." in name.split("/"):
-                raise StoreError(f"{store.url}/{name}: leads out of its folder")
+                raise StoreError(f"{store.url}/{name}: the name points outside its folder")
             target = partial / inner.relative_to(folder) / name
             store.get(name, target)
             if target.stat().st_size != entry.size:
-                raise StoreError(f"{store.url}/{name}: gave {target.stat().st_size} of {entry.size} bytes")
+                raise StoreError(f"{store.url}/{name}: {target.stat().st_size} of {entry.size} bytes received")
         os.rename(partial, folder)
     except (StoreError, FileNotFoundError) as error:
         raise UserError(f"{key} {url} cannot be fetched: {error}.") from error
@@ -119,7 +119,7 @@ def _copy(key: str, url: str, store: Store, objects: Mapping[str, StoredObject],
 
 @contextmanager
 def locked(staging: Path, name: str) -> Iterator[None]:
-    """A context that one process of the machine at a time can be in. The kernel releases the lock when the process
+    """A lock: one process of the machine at a time runs in this context. The kernel releases the lock when the process
     ends. Raises UserError if the folder of locks cannot be written."""
     folder = staging / "locks"
     try:
@@ -127,7 +127,7 @@ def locked(staging: Path, name: str) -> Iterator[None]:
         stream = (folder / name).open("a")
     except OSError as error:
         raise UserError(
-            f"run.staging: {staging} cannot be used ({error.strerror}): set it to another folder."
+            f"run.staging: {staging} cannot be used ({error.strerror}). Set run.staging to another folder."
         ) from error
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

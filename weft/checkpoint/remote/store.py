@@ -1,4 +1,4 @@
-"""An object store, accessed through fsspec. Operations are retried after errors from which the store may recover."""
+"""An object store, accessed through fsspec. Operations are retried after temporary errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 # Seconds between attempts, in addition to the retries of fsspec's file systems: PATIENT for uploads during training,
 # BRIEF, a single attempt, for operations that the user waits for.
 PATIENT, BRIEF = (1.0, 2.0, 4.0, 8.0), ()
-# Errors that are not retried; the names are those of botocore's exceptions.
+# Errors that are not retried; the names are of botocore's exceptions.
 _LASTING = (PermissionError, IsADirectoryError, ValueError, TypeError)
 _LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ProfileNotFound"}
-# Keys under which fsspec's file systems report something that changes with the content of an object.
+# Keys under which fsspec's file systems report a value that changes with an object's content.
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "updated", "mtime")
 
 
@@ -30,7 +30,7 @@ class StoreError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object. size: in bytes. mark: changes with its content, such as an etag."""
+    """An object. size: in bytes. mark: a value that changes with its content, such as an etag."""
 
     size: int
     mark: str
@@ -44,7 +44,7 @@ class Store:
         self.url, self.delays = url.rstrip("/"), delays
         if problem := url_problem("the path", self.url):
             raise UserError(problem)
-        from fsspec.core import url_to_fs  # late: the import is slow, and most runs need no store
+        from fsspec.core import url_to_fs  # imported here: the import is slow, and most runs need no store
 
         options = {"auto_mkdir": True} if self.url.startswith(("file:", "local:")) else {}
         self._fs, self._root = self._tried("", lambda: url_to_fs(self.url, **options))
@@ -104,7 +104,7 @@ class Store:
         try:
             self._tried(name, do)
         except FileNotFoundError as error:
-            raise StoreError(f"{self.url}/{name}: there is no such bucket: make it, or name another") from error
+            raise StoreError(f"{self.url}/{name}: there is no such bucket. Create it, or name another") from error
 
     def _entries(self, infos: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredObject]:
         start = len(self._root.rstrip("/")) + 1
@@ -119,7 +119,7 @@ class Store:
                 return do()
             except FileNotFoundError:
                 raise
-            except NotADirectoryError as error:  # of local files: a file where the path expects a folder
+            except NotADirectoryError as error:  # local files: the path has a file where it needs a folder
                 raise FileNotFoundError(str(error)) from error
             except Exception as error:  # each file system raises its own exceptions
                 if delay is None or isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES:
@@ -135,7 +135,7 @@ def _entry(info: Mapping[str, Any]) -> StoredObject:
 def _reason(error: Exception) -> str:
     text = first_line(error)
     if isinstance(error, PermissionError):
-        return f"access denied ({text}): may these credentials list, read, write and delete there?"
+        return f"access denied ({text}). The credentials must allow listing, reading, writing and deleting there"
     if type(error).__name__ in _LASTING_NAMES:
         return f"{text}: set the store's credentials, as in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     return f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Uploads of a run's files during the run, in threads of the process that owns the run folder. The training recipes use
+"""Uploads a run's files during the run, in threads of the process that writes the run folder. Training recipes import
 only this file of weft/checkpoint/remote."""
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from weft.errors import StorageError
 from weft.launch import flight
 from weft.terminal import say, say_all
 
-_AFTER_AN_ERROR = 60.0  # seconds that uploads may take after the run has failed
+_AFTER_AN_ERROR = 60.0  # seconds for uploads after the run has failed
 
 
 def prepare(config: Any) -> None:
-    """Checks the repository of checkpoint.push, before anything is read or trained. Raises UserError if it cannot be
-    used."""
+    """Checks the repository of checkpoint.push before data is read. Raises UserError if it cannot be used."""
     if config.checkpoint.push is not None:
         repository_of(config).prepare()
 
@@ -60,7 +59,7 @@ class Uploads(AbstractContextManager["Uploads"]):
 
     def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
         """Waits until everything is uploaded. Returns messages for the user. stopped: whether a signal stopped the run.
-        beat: called regularly while waiting. Raises StorageError if the object store lacks something."""
+        beat: called regularly while waiting. Raises StorageError if the object store lacks a file."""
         news = [] if self._pusher is None else self._pusher.finish(stopped, beat)
         if self._mirror is None:
             return news
@@ -97,8 +96,8 @@ def mirror_of(config: Any, run: Path, *, resume: bool) -> Mirror | None:
 
 
 def upload_all(config: Any, run: Path) -> list[str]:
-    """Uploads the complete checkpoints and records of a run that has nothing more to train. Returns messages for the
-    user."""
+    """Uploads the complete checkpoints and records of a run that is already trained to its end. Returns messages for
+    the user."""
     mirror = mirror_of(config, run, resume=True)
     if mirror is None:
         return []

@@ -72,7 +72,7 @@ def check_digests(folder: Path, rank: int = 0, world: int = 1) -> int:
                 raise UserError(f"{folder / name}: {unlike[0]} is in only one of this file and {DIGESTS}.")
             for tensor, boxes in sorted(tensors.items())[rank::world]:
                 if not _is_as_written(file, tensor, boxes):
-                    raise UserError(f"{folder / name}: {tensor} is not what was written: its digest differs.")
+                    raise UserError(f"{folder / name}: {tensor} was changed after it was written: its digest differs.")
             compared += file.bytes_read
     return compared
 
